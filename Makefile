@@ -1,0 +1,82 @@
+# `make` alone lists the targets. Each target that needs the environment makes it first; once made, no network is used.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+STAMP := $(VENV)/setup.stamp
+STARTED := $(VENV)/setup.started
+ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+
+.PHONY: help setup run test lint bench
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r target text; do
+		printf '  make %-8s %s\n' "$$target" "$$text"
+	done
+
+setup:  ## make .venv with the pinned versions (only when pyproject.toml or constraints.txt changed)
+	@if cat pyproject.toml constraints.txt | cmp -s - $(STAMP); then exit 0; fi
+	if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+		echo "realmops needs Python 3.11 or newer as '$(PYTHON)'; name another with: make setup PYTHON=python3.12" >&2
+		exit 2
+	fi
+	uv=$$(command -v uv || true)
+	if [ -z "$$uv" ] && ! $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then
+		version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+		echo "'$(PYTHON)' cannot make virtual environments: its venv package is missing." >&2
+		echo "Install it (apt-get install python$$version-venv) or put uv on the PATH; then call make again." >&2
+		exit 2
+	fi
+	echo "realmops: setting up $(VENV) (once; a few minutes, most of it torch and mlflow)"
+	# A set-up that was killed may have left half a package behind, which pip and uv take for a whole one.
+	if [ -e $(STARTED) ]; then rm -rf $(VENV); fi
+	mkdir -p $(VENV)
+	touch $(STARTED)
+	if [ -n "$$uv" ]; then
+		links=$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}
+		options=()
+		for link in $$links; do options+=(--find-links "$$link"); done
+		install=("$$uv" pip install --quiet --python $(VENV)/bin/python "$${options[@]}")
+		"$$uv" venv --quiet --allow-existing --no-python-downloads --python "$$(command -v $(PYTHON))" $(VENV)
+	else
+		install=($(VENV)/bin/python -m pip install -qq --disable-pip-version-check)
+		$(PYTHON) -m venv $(VENV)
+	fi
+	if ! "$${install[@]}" --constraint constraints.txt --editable '.[dev]'; then
+		rm -f $(STARTED)
+		echo "realmops: the packages could not be installed; the reason stands above (without a network, pip speaks of" >&2
+		echo "conflicting dependencies). Call make again once it is mended." >&2
+		exit 1
+	fi
+	cat pyproject.toml constraints.txt > $(STAMP).new
+	mv $(STAMP).new $(STAMP)
+	rm -f $(STARTED)
+
+run: setup  ## train and evaluate REALM on the embedded corpus, then print the report
+	@$(ACTIVATE)
+	dvc repro
+	realmops report
+
+test: lint  ## every check: ruff, mypy, pytest (what continuous integration calls)
+	@$(ACTIVATE)
+	export OMP_NUM_THREADS=1
+	pytest --numprocesses $(JOBS) --dist loadscope
+
+lint: setup  ## ruff and mypy only
+	@$(ACTIVATE)
+	ruff check .
+	mypy
+
+bench: setup  ## list the benchmarks; make bench NAME=... runs one
+	@$(ACTIVATE)
+	if [ -n "$(NAME)" ]; then exec python benchmarks/$(NAME).py; fi
+	for file in benchmarks/*.py; do
+		printf '  make bench NAME=%-14s %s\n' "$$(basename "$$file" .py)" \
+			"$$(python -c 'import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1]).read())).splitlines()[0])' "$$file")"
+	done

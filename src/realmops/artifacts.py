@@ -1,0 +1,153 @@
+"""What stages hand over: folders with a manifest, written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 22
+
+
+def sha256_file(path: Path) -> str:
+    """The hexadecimal sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def canonical_json(value: Any) -> bytes:
+    """One byte string for equal values: sorted keys, no spaces, no NaN."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
+
+
+def digest_of(value: Any) -> str:
+    """The sha256 of a JSON value in canonical form."""
+    return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def seed_for(seed: int, *stream: int | str) -> int:
+    """A 63-bit seed for one named stream of random numbers, for example ``seed_for(0, "masks", step)``."""
+    return int.from_bytes(hashlib.sha256(canonical_json([seed, *stream])).digest()[:8], "big") >> 1
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file; ValueError names the file and the place when it cannot be read."""
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); it is damaged: remove it and run its stage again") from None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a file by a JSON value: temporary file, fsync, rename."""
+    text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, (text + "\n").encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replace a file by these bytes: temporary file, fsync, rename, fsync of the folder."""
+    stage = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(stage, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(stage, path)
+    except BaseException:
+        stage.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """A stage folder beside ``final`` that takes its place when the block ends without an error.
+
+    Until then ``final`` stays as it was; after an error the stage folder is gone.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    stage = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    stage.mkdir()
+    try:
+        yield stage
+        for path in sorted(stage.rglob("*")):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            else:
+                sync_folder(path)
+        sync_folder(stage)
+        old = final.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
+        if final.exists():
+            os.rename(final, old)
+        os.rename(stage, final)
+        sync_folder(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+
+
+def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
+    """Write ``manifest.json`` over all files in the folder, with size and sha256 of each."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path != folder / MANIFEST
+    }
+    manifest = {"schema": SCHEMA, "kind": kind, "files": files, **fields}
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, Any]:
+    """The manifest of a folder, its files checked against it.
+
+    Raises ValueError that names the file when the folder is of another kind or schema, or when a file
+    is missing, cut or changed.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
+    manifest = read_json(path)
+    if not isinstance(manifest, dict) or manifest.get("kind") != kind or manifest.get("schema") != SCHEMA:
+        found = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
+        raise ValueError(f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again")
+    for name, expected in manifest["files"].items():
+        file = folder / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{path}: the file name {name!r} leaves the folder; do not use this {kind}")
+        if not file.is_file():
+            raise ValueError(f"{file} is missing (named in {path}); run the stage that makes it again")
+        if file.stat().st_size != expected["bytes"]:
+            raise ValueError(
+                f"{file} has {file.stat().st_size} bytes, its manifest says {expected['bytes']}; "
+                "it was cut or changed: run the stage that makes it again"
+            )
+        if verify and (found_digest := sha256_file(file)) != expected["sha256"]:
+            raise ValueError(
+                f"{file} has sha256 {found_digest}, its manifest says {expected['sha256']}; "
+                "it was changed: run the stage that makes it again"
+            )
+    return manifest

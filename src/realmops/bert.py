@@ -1,0 +1,403 @@
+"""A lean BERT encoder over packed sequences: load, save, or build a small one from scratch.
+
+Sequences of a batch lie one after another without padding, so that every linear layer sees useful
+wordpieces only; attention alone pads, to the longest sequence of the batch.  Weights and their names on
+disk are those of Hugging Face's BERT, so that folders can be exchanged with other software.
+
+Shape suffixes: B sequences, T wordpieces of all sequences, L longest sequence, D width, H heads,
+V vocabulary, N chosen positions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ENCODER_FILES = ("config.json", "model.safetensors", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The shape of an encoder; names follow the paper of BERT, values those of its config.json."""
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    intermediate: int
+    positions: int
+    dropout: float
+    segments: int = 2
+    layer_norm_eps: float = 1e-12
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields under the names of a Hugging Face ``config.json``."""
+        return {"model_type": "bert", "hidden_act": "gelu", **{_JSON[k]: v for k, v in asdict(self).items()}}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any], source: str) -> BertConfig:
+        """Read a ``config.json``; ValueError names what is missing or not BERT."""
+        if values.get("model_type", "bert") != "bert" or values.get("hidden_act", "gelu") != "gelu":
+            raise ValueError(
+                f"{source}: model_type {values.get('model_type')!r} with hidden_act {values.get('hidden_act')!r}; "
+                "only BERT encoders with gelu can be used"
+            )
+        missing = [name for key, name in _JSON.items() if name not in values and key not in _OPTIONAL]
+        if missing:
+            raise ValueError(f"{source}: the keys {', '.join(missing)} are missing; it is no BERT configuration")
+        return BertConfig(**{key: values[name] for key, name in _JSON.items() if name in values})
+
+
+_JSON = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "dropout": "hidden_dropout_prob",
+    "segments": "type_vocab_size",
+    "layer_norm_eps": "layer_norm_eps",
+}
+_OPTIONAL = {"segments", "layer_norm_eps"}
+
+
+class Packed:
+    """A batch of sequences without padding.
+
+    ``tokens_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` gives each sequence's first row.
+    """
+
+    def __init__(self, sequences: Sequence[np.ndarray], segments: Sequence[np.ndarray] | None = None) -> None:
+        self.lengths = np.array([len(s) for s in sequences], dtype=np.int64)
+        assert len(self.lengths) and self.lengths.min() > 0, "a batch needs sequences, each with a wordpiece"
+        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
+        self.longest = int(self.lengths.max())
+        position_T = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
+        row_T = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        self.tokens_T = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+        self.segments_T = (
+            torch.zeros_like(self.tokens_T)
+            if segments is None
+            else torch.from_numpy(np.concatenate(segments).astype(np.int64))
+        )
+        self.positions_T = torch.from_numpy(position_T)
+        self.first_B = torch.from_numpy(self.starts[:-1])
+        self.padded_row_T = torch.from_numpy(row_T * self.longest + position_T)
+        lengths_B = torch.from_numpy(self.lengths)
+        self.is_padding_BL = torch.arange(self.longest)[None, :] >= lengths_B[:, None]
+        self.full = bool(self.lengths.min() == self.longest)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def to(self, device: torch.device) -> Packed:
+        """Move the tensors to a device, in place."""
+        for name in ("tokens_T", "segments_T", "positions_T", "first_B", "padded_row_T", "is_padding_BL"):
+            tensor = getattr(self, name)
+            if tensor.device != device:
+                pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+                setattr(self, name, pinned.to(device, non_blocking=True))
+        return self
+
+
+class _Pad(torch.autograd.Function):
+    """Rows of a packed tensor to their places in a padded one; its gradient is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, rows_T: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(rows_T)
+        return x_TD.new_zeros(count, x_TD.shape[1]).index_copy_(0, rows_T, x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (rows_T,) = ctx.saved_tensors
+        return grads[0].index_select(0, rows_T), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The inverse of :class:`_Pad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_PD: Tensor, rows_T: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_T)
+        ctx.count = x_PD.shape[0]
+        return x_PD.index_select(0, rows_T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (rows_T,) = ctx.saved_tensors
+        grad_TD = grads[0]
+        return grad_TD.new_zeros(ctx.count, grad_TD.shape[1]).index_copy_(0, rows_T, grad_TD), None
+
+
+class _Layer(nn.Module):
+    """One transformer block with LayerNorm behind each sub-layer."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        width, eps = config.width, config.layer_norm_eps
+        self.heads, self.dropout = config.heads, config.dropout
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_output = nn.Linear(width, width)
+        self.attention_norm = nn.LayerNorm(width, eps=eps)
+        self.intermediate = nn.Linear(width, config.intermediate)
+        self.output = nn.Linear(config.intermediate, width)
+        self.output_norm = nn.LayerNorm(width, eps=eps)
+
+    def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
+        attended_TD = self.attention_output(self._attend(self.qkv(x_TD), batch))
+        x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
+        inner_TD = self.output(F.gelu(self.intermediate(x_TD)))
+        normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
+        return normed
+
+    def _attend(self, qkv_TD: Tensor, batch: Packed) -> Tensor:
+        size, longest = len(batch), batch.longest
+        if not batch.full:
+            qkv_TD = _Pad.apply(qkv_TD, batch.padded_row_T, size * longest)
+        q_BHLD, k_BHLD, v_BHLD = (
+            qkv_TD.view(size, longest, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        )
+        drop = self.dropout if self.training else 0.0
+        if qkv_TD.is_cuda:
+            mask = None if batch.full else ~batch.is_padding_BL[:, None, None, :]
+            y_BHLD = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, mask, drop)
+        else:  # on a CPU the plain form is faster than the fused one, above all backwards
+            scores_BHLL = (q_BHLD / math.sqrt(q_BHLD.shape[-1])) @ k_BHLD.transpose(-1, -2)
+            if not batch.full:
+                scores_BHLL = scores_BHLL.masked_fill(batch.is_padding_BL[:, None, None, :], -torch.inf)
+            y_BHLD = F.dropout(scores_BHLL.softmax(-1), drop, self.training) @ v_BHLD
+        y_PD = y_BHLD.transpose(1, 2).reshape(size * longest, -1)
+        return y_PD if batch.full else _Unpad.apply(y_PD, batch.padded_row_T)
+
+
+class Bert(nn.Module):
+    """A BERT encoder: packed wordpieces in, one vector for each of them out."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.word = nn.Embedding(config.vocabulary, config.width)
+        self.position = nn.Embedding(config.positions, config.width)
+        self.segment = nn.Embedding(config.segments, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
+
+    def forward(self, batch: Packed) -> Tensor:
+        """Hidden states T x D of a packed batch; sequences must fit ``config.positions``."""
+        assert batch.longest <= self.config.positions, (batch.longest, self.config.positions)
+        batch.to(self.word.weight.device)
+        x_TD = self.word(batch.tokens_T) + self.position(batch.positions_T) + self.segment(batch.segments_T)
+        x_TD = F.dropout(self.norm(x_TD), self.config.dropout, self.training)
+        for layer in self.layers:
+            x_TD = layer(x_TD, batch)
+        return x_TD
+
+    def cls(self, batch: Packed) -> Tensor:
+        """The hidden state of each sequence's first wordpiece, B x D."""
+        return self(batch).index_select(0, batch.first_B)
+
+
+class MaskedWordHead(nn.Module):
+    """BERT's masked language model head, over chosen positions only; its output matrix is the word embedding."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.transform = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(config.vocabulary))
+
+    def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
+        """Logits N x V."""
+        return F.linear(self.norm(F.gelu(self.transform(hidden_ND))), word_VD, self.bias)
+
+
+def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.Generator) -> None:
+    """Start values from which a small BERT learns to use its second segment within a few hundred steps.
+
+    Attention starts as half an identity (an orthogonal value matrix, its transpose in the output),
+    positions as small sinusoids, the masked word head's transform as 1.5 times the identity.  With BERT's
+    usual start a two-layer encoder ignores the retrieved document for the whole of a short training.
+    """
+    config, width = bert.config, bert.config.width
+    with torch.no_grad():
+        for module in bert.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.normal_(0.0, 0.02, generator=generator)
+                module.bias.zero_()
+            elif isinstance(module, nn.Embedding):
+                module.weight.normal_(0.0, 0.05, generator=generator)
+        angle = torch.arange(config.positions)[:, None] / 10_000 ** (torch.arange(0, width, 2)[None, :] / width)
+        bert.position.weight.copy_(0.05 * torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width])
+        for layer in bert.layers:
+            assert isinstance(layer, _Layer)
+            value_DD = nn.init.orthogonal_(torch.empty(width, width), generator=generator)
+            layer.qkv.weight[2 * width :].copy_(value_DD)
+            layer.attention_output.weight.copy_(0.5 * value_DD.T)
+        if head is not None:
+            head.transform.weight.copy_(1.5 * torch.eye(width))
+            head.transform.bias.zero_()
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` takes the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("run.device is 'cuda', but torch finds no GPU here; set run.device=auto or cpu")
+    return torch.device(name)
+
+
+def resolve_precision(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bf16 where the processor multiplies it in hardware, fp32 elsewhere."""
+    if name != "auto":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if capable else torch.float32
+
+
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Matrix products in ``dtype``; nothing at all for fp32."""
+    with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+        yield
+
+
+# ---- files in Hugging Face's format ---------------------------------------------------------------
+
+
+def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
+    """Pairs of our parameter's name and Hugging Face's, without the fused query, key and value."""
+    for ours, theirs in (("word", "word_embeddings"), ("position", "position_embeddings"), ("segment", "token_type_embeddings")):
+        yield f"{ours}.weight", f"embeddings.{theirs}.weight"
+    modules = [("norm", "embeddings.LayerNorm")]
+    for i in range(config.layers):
+        ours, theirs = f"layers.{i}", f"encoder.layer.{i}"
+        modules += [
+            (f"{ours}.attention_output", f"{theirs}.attention.output.dense"),
+            (f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm"),
+            (f"{ours}.intermediate", f"{theirs}.intermediate.dense"),
+            (f"{ours}.output", f"{theirs}.output.dense"),
+            (f"{ours}.output_norm", f"{theirs}.output.LayerNorm"),
+        ]
+    for ours, theirs in modules:
+        yield f"{ours}.weight", f"{theirs}.weight"
+        yield f"{ours}.bias", f"{theirs}.bias"
+
+
+_HEAD = {
+    "transform.weight": "cls.predictions.transform.dense.weight",
+    "transform.bias": "cls.predictions.transform.dense.bias",
+    "norm.weight": "cls.predictions.transform.LayerNorm.weight",
+    "norm.bias": "cls.predictions.transform.LayerNorm.bias",
+    "bias": "cls.predictions.bias",
+}
+
+
+def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Tensor]:
+    """The parameters under Hugging Face's names (``bert.`` in front, ``cls.predictions.`` for the head)."""
+    state = bert.state_dict()
+    out = {f"bert.{theirs}": state[ours] for ours, theirs in _names(bert.config)}
+    for i in range(bert.config.layers):
+        for kind in ("weight", "bias"):
+            parts = state[f"layers.{i}.qkv.{kind}"].chunk(3)
+            for part, name in zip(parts, ("query", "key", "value"), strict=True):
+                out[f"bert.encoder.layer.{i}.attention.self.{name}.{kind}"] = part
+    if head is not None:
+        out |= {theirs: head.state_dict()[ours] for ours, theirs in _HEAD.items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in out.items()}
+
+
+def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: MaskedWordHead | None = None) -> bool:
+    """Fill an encoder (and the head, where the file has one) from Hugging Face's names.
+
+    Returns whether the head was found.  ValueError names the first parameter that is missing or has
+    another shape.
+    """
+    prefix = "bert." if any(name.startswith("bert.") for name in state) else ""
+
+    def take(name: str) -> Tensor:
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        for candidate in (name, old):
+            if candidate in state:
+                return state[candidate].float()
+        raise ValueError(f"{source}: the parameter {name} is missing; it is no BERT encoder of this shape")
+
+    new = {ours: take(prefix + theirs) for ours, theirs in _names(bert.config)}
+    for i in range(bert.config.layers):
+        for kind in ("weight", "bias"):
+            layer = f"{prefix}encoder.layer.{i}.attention.self"
+            new[f"layers.{i}.qkv.{kind}"] = torch.cat([take(f"{layer}.{n}.{kind}") for n in ("query", "key", "value")])
+    _fill(bert, new, source)
+    has_head = head is not None and all(name in state for name in _HEAD.values() if "LayerNorm" not in name)
+    if head is not None and has_head:
+        _fill(head, {ours: take(theirs) for ours, theirs in _HEAD.items()}, source)
+    return has_head
+
+
+def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:
+    for name, old in module.state_dict().items():
+        if new[name].shape != old.shape:
+            raise ValueError(
+                f"{source}: {name} has shape {list(new[name].shape)}, the configuration says {list(old.shape)}"
+            )
+    module.load_state_dict(dict(new))
+
+
+def encoder_folder(init: str) -> Path:
+    """The folder of a pre-trained encoder: ``init`` itself, or the hub's copy of that name.
+
+    Raises ValueError that says what to fetch, and where to put it, when neither can be had.
+    """
+    folder = Path(init)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(init, allow_patterns=list(ENCODER_FILES)))
+        except Exception as error:
+            raise ValueError(
+                f"bert.init is {init!r}: no such folder, and the hub did not give it ({type(error).__name__}). "
+                f"Fetch {', '.join(ENCODER_FILES)} of that model on a machine with a network, put them into one "
+                "folder and set bert.init to the folder's path; or set bert.init=small"
+            ) from None
+    missing = [name for name in ENCODER_FILES if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}; a BERT encoder's folder has {', '.join(ENCODER_FILES)}")
+    return folder
+
+
+def load_bert(folder: Path) -> tuple[Bert, MaskedWordHead, bool]:
+    """An encoder and a masked word head from a folder; the flag says whether the folder had a head."""
+    from safetensors.torch import load_file
+
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    config = BertConfig.from_json(values, str(path))
+    bert, head = Bert(config), MaskedWordHead(config)
+    found = import_state(bert, load_file(folder / "model.safetensors"), str(folder / "model.safetensors"), head)
+    return bert, head, found
+
+
+def save_bert(folder: Path, bert: Bert, head: MaskedWordHead | None = None) -> None:
+    """Write ``config.json`` and ``model.safetensors`` that Hugging Face's BERT can load."""
+    from safetensors.torch import save
+
+    (folder / "config.json").write_text(json.dumps(bert.config.to_json(), indent=1) + "\n")
+    (folder / "model.safetensors").write_bytes(save(export_state(bert, head)))

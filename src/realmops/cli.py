@@ -1,0 +1,126 @@
+"""The command line: reads params, calls the stages, prints what happens. No logic of its own."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from realmops import __version__
+
+F = TypeVar("F", bound=Callable[..., Any])
+STAGE_NAMES = ("sample", "snapshot", "tag", "ict", "pretrain", "finetune", "evaluate")
+EXIT_USAGE = 2
+
+
+def _explains_errors(function: F) -> F:
+    """Errors of the user's input end with one message and exit code 2."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (ValueError, TimeoutError) as error:
+            click.echo(f"realmops: {error}", err=True)
+            sys.exit(EXIT_USAGE if isinstance(error, ValueError) else 1)
+        except OSError as error:
+            name = f" {error.filename}:" if error.filename else ""
+            advice = " Make room and run the same command again: it goes on where it was." if error.errno == 28 else ""
+            click.echo(f"realmops:{name} {error.strerror or error}.{advice}", err=True)
+            sys.exit(EXIT_USAGE)
+
+    return wrapper  # type: ignore[return-value]
+
+
+_params = click.option("--params", type=click.Path(path_type=Path), default=Path("params.yaml"), show_default=True, help="The params file; relative file names in it start at its folder.")
+_preset = click.option("--preset", "presets", multiple=True, metavar="NAME", help="Lay pipelines/presets/NAME.yaml, or a file of that form, over the params. Can be repeated.")
+_set = click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one option, for example pretrain.steps=100. Can be repeated.")
+_root = click.option("--root", type=click.Path(path_type=Path), default=Path(), show_default=True, help="Folder under which data/, models/ and results/ lie.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """REALM: pre-train a language model that learns which documents to read.
+
+    The stages, in order: sample, snapshot, tag, ict, pretrain, finetune, evaluate. "dvc repro" runs what has
+    changed; "realmops run all" does the same without DVC.
+    """
+
+
+@main.command()
+@click.argument("stage", type=click.Choice([*STAGE_NAMES, "all"]), metavar="STAGE")
+@_params
+@_preset
+@_set
+@_root
+@click.option("--force", is_flag=True, help="Run even when the output was made from the same inputs and options.")
+@_explains_errors
+def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, force: bool) -> None:
+    """Run STAGE, or "all" of them: sample, snapshot, tag, ict, pretrain, finetune, evaluate.
+
+    A stage that was killed goes on from its checkpoints. Its output appears whole or not at all.
+    """
+    from realmops import config
+    from realmops.console import Console
+    from realmops.stages.runner import run_stage
+
+    files = [config.preset_path(name, params) for name in presets]
+    values = config.load(params, presets=files, settings=settings)
+    report = Console()
+    for name in STAGE_NAMES if stage == "all" else (stage,):
+        metrics = run_stage(name, values, project=params.parent, root=root, report=report, force=force)
+        report.metrics(name, metrics)
+
+
+@main.command("index-builder")
+@click.option("--exchange", type=click.Path(path_type=Path), required=True, help="The folder shared with the trainer.")
+@click.option("--snapshot", type=click.Path(path_type=Path), required=True, help="The snapshot folder of the corpus.")
+@click.option("--watch-parent", is_flag=True, help="End when the process that started this one has ended.")
+@_explains_errors
+def index_builder(exchange: Path, snapshot: Path, watch_parent: bool) -> None:
+    """Embed the corpus again whenever the trainer has published weights, until it says that it has finished."""
+    from realmops.stages.builder import run_index_builder
+
+    sys.exit(run_index_builder(exchange, snapshot, watch_parent=watch_parent))
+
+
+@main.command()
+@_root
+@_explains_errors
+def report(root: Path) -> None:
+    """Print the table of results and say where the report and the runs are."""
+    from realmops.stages.summary import print_summary
+
+    print_summary(root)
+
+
+@main.command()
+@_root
+@_explains_errors
+def sync(root: Path) -> None:
+    """Send metrics to MLflow that could not be sent while the stages ran."""
+    from realmops import tracking
+    from realmops.stages.runner import tracking_folder
+
+    result = tracking.sync(tracking_folder(root))
+    click.echo(f"{result.sent} points sent")
+    for problem in result.problems:
+        click.echo(f"realmops: {problem}", err=True)
+    sys.exit(1 if result.problems else 0)
+
+
+@main.command()
+@_root
+@click.option("--exchange", type=click.Path(path_type=Path), help="An exchange folder outside the stage's work folder.")
+@_explains_errors
+def doctor(root: Path, exchange: Path | None) -> None:
+    """Say what is installed, which device is used, what a stage is doing, and whether the exchange is healthy."""
+    from realmops.stages.doctor import diagnose
+
+    for line in diagnose(root, exchange):
+        click.echo(line)

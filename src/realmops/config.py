@@ -1,0 +1,351 @@
+"""params.yaml as frozen dataclasses: typed, strict, without defaults in code."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+LARGEST_FILE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options of every stage."""
+
+    seed: int
+    device: Literal["auto", "cpu", "cuda"]
+    precision: Literal["auto", "fp32", "bf16"]
+    threads: int
+
+
+@dataclass(frozen=True)
+class BertOptions:
+    """Where the encoders start."""
+
+    init: str
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    intermediate: int
+    positions: int
+    dropout: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The embedded corpus."""
+
+    seed: int
+    subjects: int
+    warmup_worlds: int
+    test_share: float
+    dev_share: float
+
+
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """From documents to passages."""
+
+    documents: str
+    warmup: str
+    use_warmup: bool
+    block_wordpieces: int
+    wikipedia_titles: bool
+    workers: int
+
+
+@dataclass(frozen=True)
+class QuestionFiles:
+    """Question files of the three splits."""
+
+    train: str
+    dev: str
+    test: str
+
+
+@dataclass(frozen=True)
+class Tag:
+    """Salient spans."""
+
+    method: Literal["tagger", "given", "dates"]
+    train: str
+    dev: str
+    dates: bool
+    steps: int
+    batch_size: int
+    learning_rate: float
+    wordpieces: int
+
+
+@dataclass(frozen=True)
+class RetrieverOptions:
+    """The two embedders (section 3.2)."""
+
+    head: Literal["paper", "release", "normalised"]
+    embedding_width: int
+    share_embedders: bool
+
+
+@dataclass(frozen=True)
+class Ict:
+    """Inverse cloze task, and the reader's warm start."""
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    query_wordpieces: int
+    removal: float
+    neighbours: int
+    reader_steps: int
+    reader_batch_size: int
+    reader_learning_rate: float
+    reader_wordpieces: int
+    reader_random_masks: float
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class Pretrain:
+    """REALM pre-training and its exchange with the index builder."""
+
+    steps: int
+    batch_size: int
+    candidates: int
+    retriever_learning_rate: float
+    reader_learning_rate: float
+    retriever_delay: int
+    query_wordpieces: int
+    reader_wordpieces: int
+    masking: Literal["salient", "random_token", "random_span", "matched_span"]
+    max_masks: int
+    marginal: Literal["joint", "per_token"]
+    null_document: bool
+    exclude_trivial: bool
+    refresh_every: int
+    lag: int
+    adopt: Literal["fixed_lag", "as_soon_as_ready"]
+    query_encoder: Literal["snapshot", "fresh"]
+    max_staleness_steps: int
+    on_stale: Literal["wait", "warn", "continue"]
+    builder: Literal["child", "external"]
+    builder_timeout: float
+    exchange: str
+    shard_rows: int
+    keep: int
+    staleness_queries: int
+    collapse_share: float
+
+
+@dataclass(frozen=True)
+class Finetune:
+    """Open-QA fine-tuning."""
+
+    retriever: Literal["pretrain", "ict"]
+    reader: Literal["pretrain", "ict"]
+    epochs: int
+    batch_size: int
+    retriever_learning_rate: float
+    reader_learning_rate: float
+    retriever_candidates: int
+    reader_candidates: int
+    query_wordpieces: int
+    reader_wordpieces: int
+    answer_wordpieces: int
+    span_width: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """BERT's AdamW."""
+
+    weight_decay: float
+    clip: float
+    warmup_share: float
+    warmup_min: int
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluation."""
+
+    bootstrap: int
+    masked_sentences: int
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """MLflow."""
+
+    enabled: bool
+    experiment: str
+
+
+@dataclass(frozen=True)
+class Config:
+    """All sections of params.yaml."""
+
+    run: Run
+    bert: BertOptions
+    sample: Sample
+    snapshot: SnapshotOptions
+    questions: QuestionFiles
+    tag: Tag
+    retriever: RetrieverOptions
+    ict: Ict
+    pretrain: Pretrain
+    finetune: Finetune
+    optimiser: Optimiser
+    evaluate: Evaluate
+    tracking: Tracking
+
+
+SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config)}
+
+# what a number must satisfy beside its type: section.key -> (smallest, largest)
+_POSITIVE = {"steps": 0, "epochs": 0, "reader_steps": 0, "retriever_delay": 0, "lag": 0, "staleness_queries": 0, "seed": 0,
+             "weight_decay": 0, "warmup_share": 0, "warmup_min": 0, "dropout": 0, "removal": 0, "reader_random_masks": 0,
+             "collapse_share": 0, "bootstrap": 0, "masked_sentences": 0, "candidates": 2}
+_AT_MOST_ONE = {"test_share", "dev_share", "dropout", "removal", "reader_random_masks", "collapse_share", "warmup_share"}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases and without repeated keys."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise ValueError(f"line {mark.line + 1}: an alias (*name) is not allowed; write the value out")
+        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=deep)  # type: ignore[no-untyped-call]
+            if key in seen:
+                raise ValueError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice; keep one")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
+    """Sections of a params file or preset; ValueError names the file and line of what is wrong."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; run in the project's folder or name the file with --params")
+    if path.stat().st_size > LARGEST_FILE:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; a params file has at most {LARGEST_FILE}")
+    try:
+        values = yaml.load(path.read_bytes(), _Loader)  # noqa: S506 (a SafeLoader)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
+        raise ValueError(f"{path}: sections with keys are wanted, as in 'run:' and below it '  seed: 0'")
+    return values
+
+
+def merge(base: Mapping[str, Mapping[str, Any]], difference: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, dict[str, Any]]:
+    """``base`` with the values of ``difference``; a key that ``base`` lacks is an error that names ``source``."""
+    merged = {section: dict(keys) for section, keys in base.items()}
+    for section, keys in difference.items():
+        if section not in merged:
+            raise ValueError(f"{source}: there is no section {section!r}; sections are {', '.join(merged)}")
+        for key, value in keys.items():
+            if key not in merged[section]:
+                raise ValueError(f"{source}: there is no key {section}.{key}; its keys are {', '.join(merged[section])}")
+            merged[section][key] = value
+    return merged
+
+
+def parse_setting(text: str) -> dict[str, dict[str, Any]]:
+    """``section.key=value`` of the command line, the value read as YAML."""
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ValueError(f"--set {text!r}: section.key=value is wanted, for example pretrain.steps=100")
+    try:
+        return {section: {key: yaml.load(value, _Loader)}}  # noqa: S506 (a SafeLoader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"--set {text!r}: {' '.join(str(error).split())}") from None
+
+
+def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """The sections of a params file with presets and then settings laid over it, all checked."""
+    values = read_yaml(path)
+    check_names(values, str(path))
+    for preset in presets:
+        values = merge(values, read_yaml(preset), str(preset))
+    for setting in settings:
+        values = merge(values, parse_setting(setting), f"--set {setting}")
+    for name in SECTIONS:
+        parse_section(name, values[name], str(path))
+    return values
+
+
+def check_names(values: Mapping[str, Any], source: str) -> None:
+    """Every section must be there, and no other."""
+    for name in values:
+        if name not in SECTIONS:
+            raise ValueError(f"{source}: unknown section {name!r}; sections are {', '.join(SECTIONS)}")
+    for name in SECTIONS:
+        if name not in values:
+            raise ValueError(f"{source}: the section {name!r} is missing; take it from the project's params.yaml")
+
+
+def parse_section(name: str, values: Mapping[str, Any], source: str = "params") -> Any:
+    """One section as its dataclass; ValueError names a key that is unknown, missing, of a wrong type or out of range."""
+    section = SECTIONS[name]
+    hints = typing.get_type_hints(section)
+    for key in values:
+        if key not in hints:
+            raise ValueError(f"{source}: unknown key {name}.{key}; its keys are {', '.join(hints)}")
+    for key in hints:
+        if key not in values:
+            raise ValueError(f"{source}: the key {name}.{key} is missing; take it from the project's params.yaml")
+    checked = {key: _checked(values[key], hint, f"{source}: {name}.{key}", key) for key, hint in hints.items()}
+    return section(**checked)
+
+
+def _checked(value: Any, hint: Any, where: str, key: str) -> Any:
+    if typing.get_origin(hint) is Literal:
+        allowed = typing.get_args(hint)
+        if value not in allowed:
+            raise ValueError(f"{where} is {value!r}; allowed are {', '.join(map(str, allowed))}")
+        return value
+    if hint is float and isinstance(value, str):  # YAML reads 1e-5 as text
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{where} is {value!r} ({type(value).__name__}); {_KIND[hint]} is wanted")
+    if hint in (int, float):
+        smallest = _POSITIVE.get(key)
+        if (value < smallest) if smallest is not None else (value <= 0):
+            raise ValueError(f"{where} is {value}; it must be {'more than 0' if smallest is None else f'at least {smallest}'}")
+        if key in _AT_MOST_ONE and value > 1:
+            raise ValueError(f"{where} is {value}; it must be at most 1")
+    return value
+
+
+_KIND = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def preset_path(name: str, params: Path) -> Path:
+    """The file of a preset: a path, or a name under pipelines/presets beside the params file."""
+    folder = params.parent / "pipelines" / "presets"
+    for candidate in (Path(name), folder / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yaml"))
+    raise ValueError(f"--preset {name!r}: no such file, and none of the presets {', '.join(known) or '(none)'} under {folder}")

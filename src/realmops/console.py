@@ -1,0 +1,62 @@
+"""What the command line shows: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PLAIN_SECONDS = 10.0
+
+
+class Console:
+    """Implements ``stages.Report`` on standard error; the results of a stage go to standard output."""
+
+    def say(self, message: str) -> None:
+        """A line of information."""
+        print(message, file=sys.stderr, flush=True)
+
+    def warn(self, message: str) -> None:
+        """A line that a person should act on."""
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    def progress(self, label: str, total: int) -> Callable[[int], None]:
+        """A bar with rate and time left; without a terminal a line every ten seconds."""
+        return _bar(label, total) if sys.stderr.isatty() else _plain(label, total)
+
+    def metrics(self, name: str, metrics: Mapping[str, Any]) -> None:
+        """The figures of a finished stage, on one line."""
+        shown = (f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in metrics.items())
+        print(f"{name}: {', '.join(shown)}", flush=True)
+
+
+def _bar(label: str, total: int) -> Callable[[int], None]:
+    from tqdm import tqdm
+
+    bar = tqdm(total=total or None, desc=label, file=sys.stderr, dynamic_ncols=True, mininterval=0.3)
+
+    def update(done: int) -> None:
+        bar.update(done)
+        if bar.total is not None and bar.n >= bar.total:
+            bar.close()
+
+    return update
+
+
+def _plain(label: str, total: int) -> Callable[[int], None]:
+    started = last = time.monotonic()
+    done = 0
+
+    def update(units: int) -> None:
+        nonlocal done, last
+        done += units
+        now = time.monotonic()
+        if now - last < PLAIN_SECONDS and done != total:
+            return
+        last = now
+        rate = done / max(now - started, 1e-9)
+        left = f", {(total - done) / max(rate, 1e-9):.0f} s left" if total else ""
+        print(f"{label}: {done}{f' of {total}' if total else ''}, {rate:.1f}/s{left}", file=sys.stderr, flush=True)
+
+    return update

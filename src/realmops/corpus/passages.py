@@ -1,0 +1,233 @@
+"""Documents cut into passages: greedy blocks of whole sentences (ORQA, Lee et al. 2019, section 4).
+
+Sentences come from ``sentencex`` (Wikimedia's splitter, MIT). Of five splitters tried on 22 short texts with
+abbreviations, initials, decimals and quotes, and on Wikipedia paragraphs for speed (one core), it was right
+most often and fastest: sentencex 20 right and 42 MB/s, nupunkt 19 and 4.0, pysbd 18 and 0.12, syntok 17 and
+0.64, blingfire 17 and 9.3. The tokenizer itself does 2 to 3 MB/s, so that a slower splitter would double the
+cost of ingestion. ``tests/test_passages.py`` keeps the 20.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import sentencex
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
+
+from realmops.artifacts import canonical_json
+from realmops.corpus.characters import character_class
+from realmops.corpus.documents import Document
+
+# Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
+
+SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A block: where it lies in its document and in the batch's flat arrays.
+
+    ``sentences`` and ``tokens`` are (first, end) rows of the batch's arrays, ``chars`` is (start, end) in
+    the document's text.
+    """
+
+    document: int
+    chars: tuple[int, int]
+    sentences: tuple[int, int]
+    tokens: tuple[int, int]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassageBatch:
+    """The passages of some documents.
+
+    Attributes:
+        ids: [T] body wordpieces of all passages, one after another.
+        chars: [T, 2] start and end of each wordpiece in its passage's text.
+        sentences: [S, 2] first and end wordpiece, relative to the passage's body.
+        titles: the title's wordpieces of each document.
+        empty: how many documents had text but no wordpiece.
+    """
+
+    passages: list[Passage]
+    ids: Ints
+    chars: Ints
+    sentences: Ints
+    titles: list[list[int]]
+    empty: int
+
+
+def split_sentences(text: str, language: str = "en") -> list[tuple[int, int]]:
+    """(start, end) characters of each sentence, in order, blanks around it left out."""
+    bounds = []
+    end = 0
+    for sentence in sentencex.segment(language, text):
+        start, end = end, end + len(sentence)
+        bare = sentence.strip()
+        if bare:
+            first = start + len(sentence) - len(sentence.lstrip())
+            bounds.append((first, first + len(bare)))
+    assert end == len(text), "sentencex returned something else than a partition of the text"
+    return bounds
+
+
+def pack_sentences(
+    lengths: Sequence[int], title_length: int, block_wordpieces: int
+) -> Iterator[tuple[int, int]]:
+    """(first, end) sentence of each block: as many whole sentences as fit, in order, without overlap.
+
+    A block fits when 3 + title + body wordpieces <= ``block_wordpieces``; a sentence that is longer alone is
+    its own block.
+    """
+    room = block_wordpieces - SPECIAL_TOKENS_PER_DOCUMENT - title_length
+    first = used = 0
+    for index, length in enumerate(lengths):
+        if index > first and used + length > room:
+            yield first, index
+            first, used = index, 0
+        used += length
+    if lengths:
+        yield first, len(lengths)
+
+
+def passage_digest(title: str, text: str) -> str:
+    """32 hexadecimal digits that depend on nothing but title and text."""
+    return hashlib.sha256(canonical_json([title, text])).hexdigest()[:32]
+
+
+def cut_passages(
+    documents: Sequence[Document], tokenizer: Tokenizer, *, block_wordpieces: int, language: str = "en"
+) -> PassageBatch:
+    """The passages of a batch of documents, wordpieces and offsets included.
+
+    Every text is tokenised once, whole; characters of all texts are counted on in one line, so that one
+    search finds the wordpieces of all sentences.
+    """
+    # A title is often that of the document before (paragraphs of one article): tokenise each only once.
+    titles = dict.fromkeys(document.title for document in documents)
+    encodings = tokenizer.encode_batch(
+        [*(document.text for document in documents), *titles], add_special_tokens=False
+    )
+    bodies = encodings[: len(documents)]
+    title_ids = {
+        title: encoding.ids for title, encoding in zip(titles, encodings[len(documents) :], strict=True)
+    }
+    bases = list(itertools.accumulate((len(document.text) for document in documents), initial=0))
+    ids, chars = _flatten(bodies, bases)
+    _cover_marks(documents, bases, chars)
+    counts, sentence_chars, sentence_tokens = _sentences(documents, bases, chars, language)
+
+    passages = []
+    first_row = 0
+    for index, document in enumerate(documents):
+        rows = range(first_row, first_row + counts[index])
+        first_row = rows.stop
+        lengths = [sentence_tokens[row][1] - sentence_tokens[row][0] for row in rows]
+        for first, end in pack_sentences(lengths, len(title_ids[document.title]), block_wordpieces):
+            low, high = rows.start + first, rows.start + end - 1
+            start, stop = sentence_chars[low][0] - bases[index], sentence_chars[high][1] - bases[index]
+            passages.append(
+                Passage(
+                    document=index,
+                    chars=(start, stop),
+                    sentences=(low, high + 1),
+                    tokens=(sentence_tokens[low][0], sentence_tokens[high][1]),
+                    digest=passage_digest(document.title, document.text[start:stop]),
+                )
+            )
+    return PassageBatch(
+        passages=passages,
+        ids=ids,
+        chars=_relative(chars, passages, bases),
+        sentences=_relative_sentences(sentence_tokens, passages),
+        titles=[title_ids[document.title] for document in documents],
+        empty=counts.count(0),
+    )
+
+
+def _flatten(bodies: Sequence[Encoding], bases: Sequence[int]) -> tuple[Ints, NDArray[np.int64]]:
+    """Ids [T] and characters [T, 2] of all texts, the characters counted on from text to text."""
+    lengths = [len(body) for body in bodies]
+    total = sum(lengths)
+    ids = np.fromiter(itertools.chain.from_iterable(body.ids for body in bodies), np.int32, total)
+    pairs = itertools.chain.from_iterable(body.offsets for body in bodies)
+    chars = np.fromiter(itertools.chain.from_iterable(pairs), np.int64, 2 * total).reshape(total, 2)
+    return ids, chars + np.repeat(np.asarray(bases[:-1], np.int64), lengths)[:, None]
+
+
+def _cover_marks(documents: Sequence[Document], bases: Sequence[int], chars: NDArray[np.int64]) -> None:
+    """Let a wordpiece end after the accents that follow it as characters of their own.
+
+    The normaliser drops them, so that the tokenizer's offsets would cut "cafe" out of a decomposed "café".
+    """
+    ends = chars[:, 1]
+    for document, base in zip(documents, bases, strict=False):
+        if not document.text.isascii():
+            for marks in _marks().finditer(document.text):
+                first, end = np.searchsorted(ends, base + marks.start()), base + marks.end()
+                ends[first : np.searchsorted(ends, base + marks.start(), side="right")] = end
+
+
+@cache
+def _marks() -> re.Pattern[str]:
+    return re.compile(f"[{character_class('Mn')}]+")
+
+
+def _sentences(
+    documents: Sequence[Document], bases: Sequence[int], chars: NDArray[np.int64], language: str
+) -> tuple[list[int], list[tuple[int, int]], list[tuple[int, int]]]:
+    """Sentences per document, and of each sentence its (start, end) characters and (first, end) wordpieces.
+
+    A sentence without wordpieces (nothing but control characters) is left out; a border inside a wordpiece
+    is none.
+    """
+    bounds = [split_sentences(document.text, language) for document in documents]
+    flat = np.array(
+        [
+            (start + base, end + base)
+            for base, found in zip(bases, bounds, strict=False)
+            for start, end in found
+        ],
+        np.int64,
+    ).reshape(-1, 2)
+    first_tokens = np.searchsorted(chars[:, 0], flat, side="left")
+    ends_before = np.concatenate([[0], chars[:, 1]])[first_tokens[:, 0]]
+    rows = zip(flat.tolist(), first_tokens.tolist(), (ends_before > flat[:, 0]).tolist(), strict=True)
+    counts: list[int] = []
+    sentence_chars: list[tuple[int, int]] = []
+    sentence_tokens: list[tuple[int, int]] = []
+    for found in bounds:
+        before = len(sentence_chars)
+        for (start, end), (first, stop), inside in itertools.islice(rows, len(found)):
+            if inside and len(sentence_chars) > before:
+                start, first = sentence_chars.pop()[0], sentence_tokens.pop()[0]
+            if stop > first:
+                sentence_chars.append((start, end))
+                sentence_tokens.append((first, stop))
+        counts.append(len(sentence_chars) - before)
+    return counts, sentence_chars, sentence_tokens
+
+
+def _relative(chars: NDArray[np.int64], passages: Sequence[Passage], bases: Sequence[int]) -> Ints:
+    """Characters [T, 2] counted from the start of each wordpiece's passage."""
+    lengths = [passage.tokens[1] - passage.tokens[0] for passage in passages]
+    assert sum(lengths) == len(chars), "a wordpiece lies outside all sentences"
+    starts = np.asarray([bases[passage.document] + passage.chars[0] for passage in passages], np.int64)
+    return (chars - np.repeat(starts, lengths)[:, None]).astype(np.int32)
+
+
+def _relative_sentences(sentence_tokens: Sequence[tuple[int, int]], passages: Sequence[Passage]) -> Ints:
+    """Wordpieces [S, 2] of each sentence counted from the start of its passage."""
+    lengths = [passage.sentences[1] - passage.sentences[0] for passage in passages]
+    starts = np.repeat(np.asarray([passage.tokens[0] for passage in passages], np.int64), lengths)
+    tokens = np.asarray(sentence_tokens, np.int64).reshape(-1, 2)
+    return (tokens - starts[:, None]).astype(np.int32)

@@ -1,0 +1,664 @@
+"""The embedded corpus: an encyclopedia of an invented world, its questions and typed entity spans.
+
+A world is a list of entities and a list of facts (subject, relation, object). Every fact is told in three or
+four documents in different words: in the subject's article and in the object's, or in that of a neighbour
+when the object is a date or a number. Questions use words that the fact's own sentences avoid where they can,
+and filler sentences use the words of questions without the answer, so that matching words is not enough.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from string import Formatter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from realmops.artifacts import canonical_json, seed_for
+from realmops.corpus.sample_templates import (
+    ADJECTIVES,
+    CITY_KINDS,
+    ENDINGS,
+    MEN,
+    MONTHS,
+    NOUNS,
+    OCCUPATIONS,
+    ORGANISATIONS,
+    QUALIFIERS,
+    RELATIONS,
+    SYLLABLES,
+    WOMEN,
+    WORKS,
+    Relation,
+)
+
+SUBJECTS_MIN, SUBJECTS_MAX = 60, 800
+NER_SENTENCES = {"train": 2000, "dev": 400}
+
+# Parts of the subjects by type; lakes and regions come on top, they have no facts of their own.
+_PERSON, _CITY, _ORGANISATION, _WORK, _PRIZE = 0.37, 0.2, 0.18, 0.16, 0.025
+_LABELS = {"person": "PER", "organisation": "ORG", "work": "MISC", "prize": "MISC"}
+_FOURTH_TELLING = 0.25
+_SAME_SPLIT = 0.65
+_VISIT_FILLER = 0.25
+_OWN_FILLER = 0.1
+_PRONOUN = 0.12
+_SHORT_WORDS = 19
+_SECOND_TRAIN_QUESTION = 0.3
+# Fewer parts make names more alike: one family name for every 12 subjects, and so on.
+_SUBJECTS_PER_PART = {
+    "town": 15,
+    "family": 12,
+    "brand": 20,
+    "landmark": 30,
+    "woman": 25,
+    "man": 25,
+    "adjective": 25,
+    "noun": 20,
+    "ending": 50,
+}
+_CHARTER_YEARS = (1150, 1700)
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entity:
+    """Something with a name; `year` is the year of birth, foundation or completion, 0 where there is none."""
+
+    name: str
+    article: str
+    type: str
+    kind: str
+    year: int
+    pronouns: tuple[str, str]
+    split: str
+
+    @property
+    def mention(self) -> str:
+        return self.article + self.name
+
+    @property
+    def label(self) -> str:
+        return _LABELS.get(self.type, "LOC")
+
+    def is_a(self, wanted: tuple[str, ...]) -> bool:
+        return self.type in wanted or self.kind in wanted
+
+
+@dataclass(frozen=True)
+class Fact:
+    """`answers` are the ways in which the object is written; `object` is None for a date or a number."""
+
+    relation: Relation
+    subject: Entity
+    object: Entity | None
+    answers: tuple[str, ...]
+    year: int
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """`spans` are (character start, end, label); `fact` indexes World.facts, -1 for a filler."""
+
+    template: str
+    text: str
+    spans: tuple[tuple[int, int, str], ...]
+    fact: int
+    subject: str
+
+
+@dataclass(frozen=True)
+class Passage:
+    title: str
+    sentences: tuple[Sentence, ...]
+
+    @property
+    def text(self) -> str:
+        return " ".join(sentence.text for sentence in self.sentences)
+
+
+@dataclass
+class World:
+    entities: list[Entity] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    passages: list[Passage] = field(default_factory=list)
+
+
+def write_sample(
+    folder: Path, *, seed: int, subjects: int, warmup_worlds: int, test_share: float, dev_share: float
+) -> dict[str, Any]:
+    """Write the embedded corpus into an existing stage folder; the same arguments give the same bytes.
+
+    `subjects` is the number of entities with facts (300 give about 2,350 documents), `warmup_worlds` the
+    number of other worlds of that size in warmup.jsonl.gz (at 300 subjects there are names for 7),
+    `test_share` and `dev_share` are parts of the subjects (0.37 and 0.21 give about 560 and 300 questions and
+    leave 780 for training). The entity that a question names belongs to the question's split, and so does the
+    fact's subject. Returns counts. Raises ValueError naming the parameter that is out of range.
+    """
+    _check(subjects, warmup_worlds, test_share, dev_share)
+    used: set[str] = set()
+
+    def world(names: set[str], *stream: int | str) -> World:
+        return build_world(seed_for(seed, "sample", *stream), subjects, test_share, dev_share, names)
+
+    target = world(used, "target")
+    ner = {part: _ner_sentences(world(set(used), "ner", part), part) for part in NER_SENTENCES}
+    warmup = [world(used, "warmup", number) for number in range(warmup_worlds)]
+    questions = _questions(target, np.random.default_rng(seed_for(seed, "sample", "questions")))
+
+    _write_lines(folder / "corpus.jsonl.gz", _documents(target, "doc"))
+    _write_lines(
+        folder / "warmup.jsonl.gz",
+        [line for number, other in enumerate(warmup) for line in _documents(other, f"warmup{number}")],
+    )
+    for split, asked in questions.items():
+        _write_lines(folder / f"questions.{split}.jsonl.gz", asked)
+    for part, sentences in ner.items():
+        (folder / f"ner.{part}.conll").write_bytes("".join(map(_conll, sentences)).encode())
+    return {
+        "subjects": subjects,
+        "relations": len({fact.relation.name for fact in target.facts}),
+        "facts": len(target.facts),
+        "documents": len(target.passages),
+        "warmup_documents": sum(len(other.passages) for other in warmup),
+        "questions": {split: len(asked) for split, asked in questions.items()},
+        "ner_sentences": {part: len(sentences) for part, sentences in ner.items()},
+    }
+
+
+def _check(subjects: int, warmup_worlds: int, test_share: float, dev_share: float) -> None:
+    if not SUBJECTS_MIN <= subjects <= SUBJECTS_MAX:
+        raise ValueError(f"sample.subjects is {subjects}; allowed are {SUBJECTS_MIN} to {SUBJECTS_MAX}")
+    if warmup_worlds < 0:
+        raise ValueError(f"sample.warmup_worlds is {warmup_worlds}; it must be 0 or more")
+    for key, share in (("test_share", test_share), ("dev_share", dev_share)):
+        if not 0 < share < 1:
+            raise ValueError(f"sample.{key} is {share}; it must lie between 0 and 1")
+    if test_share + dev_share >= 1:
+        raise ValueError(
+            f"sample.test_share + sample.dev_share is {test_share + dev_share}; "
+            "it must be below 1 so that subjects are left for training"
+        )
+
+
+def build_world(
+    seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None
+) -> World:
+    """One world; names already in `used` are avoided and the new ones added to it."""
+    rng = np.random.default_rng(seed)
+    world = World()
+    names = _Names(rng, subjects, set() if used is None else used)
+    world.entities = _entities(names, rng, subjects, test_share, dev_share)
+    world.facts = _facts(world.entities, rng)
+    world.passages = _passages(world, rng)
+    return world
+
+
+# --- entities -----------------------------------------------------------------------------------------
+
+
+class _Names:
+    """Draws names that occur in no world drawn before it with the same `used`.
+
+    Most names have two parts, each shared with other names of the world, so that only both together tell
+    who or what is meant. Worlds draw their parts from the same small pools.
+    """
+
+    def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
+        self._rng = rng
+        self._used = used
+        syllables = {
+            pool: [head + tail for head in heads for tail in tails]
+            for pool, (heads, tails) in SYLLABLES.items()
+        }
+        self._pools: dict[str, Sequence[str]] = {
+            **syllables,
+            "qualifier": QUALIFIERS,
+            "woman": WOMEN,
+            "man": MEN,
+            "adjective": ADJECTIVES,
+            "noun": NOUNS,
+            "ending": ENDINGS,
+        }
+        self._parts = {
+            pool: _shuffled(rng, parts)[: max(6, subjects // _SUBJECTS_PER_PART.get(pool, 1))]
+            for pool, parts in self._pools.items()
+        }
+
+    def new(self, *forms: str) -> str:
+        """A name by one of the forms, such as "{woman} {family}"; where the world's own parts are used up, of
+        any others."""
+        for attempt in range(1000):
+            form = _pick(self._rng, forms)
+            parts = self._parts if attempt < 100 else self._pools
+            keys = [key for _, key, _, _ in Formatter().parse(form) if key]
+            name = form.format_map({key: _pick(self._rng, parts[key]) for key in keys})
+            if name not in self._used:
+                self._used.add(name)
+                return name
+        raise ValueError(
+            "the name pools of the embedded corpus are used up: lower sample.subjects or sample.warmup_worlds"
+        )
+
+
+def _entities(
+    names: _Names, rng: np.random.Generator, subjects: int, test_share: float, dev_share: float
+) -> list[Entity]:
+    """All entities of a world, type by type, each type split by the shares."""
+    people, cities, organisations, works, prizes = (
+        round(subjects * part) for part in (_PERSON, _CITY, _ORGANISATION, _WORK, _PRIZE)
+    )
+    landmarks = subjects - people - cities - organisations - works - prizes
+    entities: list[Entity] = []
+
+    def add(count: int, draw: Callable[[int, str], Entity]) -> None:
+        for number, split in enumerate(_splits(count, rng, test_share, dev_share)):
+            entities.append(draw(number, split))
+
+    def person(number: int, split: str) -> Entity:
+        woman = number % 2 == 0
+        occupation = OCCUPATIONS[number // 2 % len(OCCUPATIONS)]
+        pronouns = ("she", "her") if woman else ("he", "his")
+        name = names.new("{woman} {family}" if woman else "{man} {family}")
+        return Entity(name, "", "person", occupation, int(rng.integers(1780, 1891)), pronouns, split)
+
+    def thing(
+        name: str, type_: str, kind: str, split: str, years: tuple[int, int] = (0, 1), article: bool = False
+    ) -> Entity:
+        return Entity(
+            name, "the " if article else "", type_, kind, int(rng.integers(*years)), ("it", "its"), split
+        )
+
+    def organisation(number: int, split: str) -> Entity:
+        kind = list(ORGANISATIONS)[number % len(ORGANISATIONS)]
+        ending, article = ORGANISATIONS[kind]
+        return thing(names.new(f"{{brand}} {ending}"), "organisation", kind, split, (1800, 1921), article)
+
+    def city(number: int, split: str) -> Entity:
+        name = names.new("{city}" if number % 3 == 0 else "{qualifier} {town}")
+        return thing(name, "city", CITY_KINDS[number % len(CITY_KINDS)], split)
+
+    def landmark(number: int, split: str) -> Entity:
+        kind = ("mountain", "river", "bridge")[number % 3]
+        if kind == "mountain":
+            return thing(names.new("Mount {landmark}"), kind, kind, split)
+        name = names.new(f"{{landmark}} {kind.capitalize()}")
+        return thing(name, kind, kind, split, (1810, 1941), article=True)
+
+    add(people, person)
+    titles = ("The {adjective} {noun}", "{noun} of {ending}")
+    add(cities, city)
+    add(organisations, organisation)
+    add(works, lambda n, split: thing(names.new(*titles), "work", WORKS[n % len(WORKS)], split, (1830, 1941)))
+    add(landmarks, landmark)
+    add(
+        prizes,
+        lambda n, split: thing(names.new("{brand} Prize"), "prize", "prize", split, (1830, 1921), True),
+    )
+    add(max(3, cities // 4), lambda n, split: thing(names.new("{region}"), "region", "region", split))
+    add(max(3, landmarks // 4), lambda n, split: thing(names.new("Lake {landmark}"), "lake", "lake", split))
+    return entities
+
+
+def _splits(count: int, rng: np.random.Generator, test_share: float, dev_share: float) -> list[str]:
+    tests, devs = round(count * test_share), round(count * dev_share)
+    splits = ["test"] * tests + ["dev"] * devs + ["train"] * (count - tests - devs)
+    return [splits[index] for index in rng.permutation(count)]
+
+
+# --- facts --------------------------------------------------------------------------------------------
+
+
+def _facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
+    facts: list[Fact] = []
+    mentions: Counter[str] = Counter()
+    partners: dict[str, list[str]] = {entity.name: [] for entity in entities}
+    for relation in RELATIONS:
+        paired: set[str] = set()
+        for subject in entities:
+            if not subject.is_a(relation.subjects) or rng.random() >= relation.share:
+                continue
+            if not relation.inverse:
+                facts.append(_literal(relation, subject, rng))
+                continue
+            if subject.name in paired:
+                continue
+            candidates = [
+                other
+                for other in entities
+                if other.is_a(relation.objects)
+                and other is not subject
+                and other.name not in paired
+                and other.name not in partners[subject.name]
+                and _in_window(relation, subject, other)
+            ]
+            if not candidates:
+                continue
+            chosen = _choose(candidates, subject.split, mentions, rng)
+            mentions[chosen.name] += 1
+            partners[subject.name].append(chosen.name)
+            partners[chosen.name].append(subject.name)
+            if relation.symmetric:
+                paired.update((subject.name, chosen.name))
+            facts.append(Fact(relation, subject, chosen, (chosen.name,), 0))
+    return facts
+
+
+def _in_window(relation: Relation, subject: Entity, other: Entity) -> bool:
+    return relation.window is None or relation.window[0] <= other.year - subject.year <= relation.window[1]
+
+
+def _choose(candidates: list[Entity], split: str, mentions: Counter[str], rng: np.random.Generator) -> Entity:
+    """One of a few candidates, the least mentioned: no name becomes frequent enough to be found by chance."""
+    near = [other for other in candidates if other.split == split]
+    pool = near if near and rng.random() < _SAME_SPLIT else candidates
+    few = [_pick(rng, pool) for _ in range(3)]
+    return min(few, key=lambda other: mentions[other.name])
+
+
+def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> Fact:
+    (form,) = relation.objects
+    year = 0
+    if form == "population":
+        answers: tuple[str, ...] = (f"{10 * int(rng.integers(150, 9900)):,}",)
+    elif form == "height":
+        answers = (f"{int(rng.integers(1100, 4400)):,}",)
+    elif form == "charter_year":
+        year = int(rng.integers(*_CHARTER_YEARS))
+        answers = (str(year),)
+    elif form == "day":
+        year, month, day = subject.year, _pick(rng, MONTHS), int(rng.integers(1, 29))
+        answers = (f"{day} {month} {year}", f"{month} {day}, {year}")
+    else:
+        assert form == "year", form
+        assert relation.window is not None, relation.name
+        year = subject.year + int(rng.integers(relation.window[0], relation.window[1] + 1))
+        answers = (str(year),)
+    return Fact(relation, subject, None, answers, year)
+
+
+# --- sentences ----------------------------------------------------------------------------------------
+
+
+def _render(template: str, fact: Fact, number: int, rng: np.random.Generator) -> Sentence:
+    values = _values(fact)
+    labels = {"s": fact.subject, "o": fact.object}
+    text = ""
+    spans = []
+    for literal, key, _, _ in Formatter().parse(template):
+        text += literal
+        if key is None:
+            continue
+        entity = labels.get(key)
+        if entity is not None:
+            start = len(text) + len(entity.article)
+            spans.append((start, start + len(entity.name), entity.label))
+        text += _pick(rng, fact.answers) if key == "o" and fact.object is None else values[key]
+    return Sentence(template, text[0].upper() + text[1:], tuple(spans), number, fact.subject.name)
+
+
+def _values(fact: Fact) -> dict[str, str]:
+    subject, other = fact.subject, fact.object
+    return {
+        "s": subject.mention,
+        "o": other.mention if other else fact.answers[0],
+        "kind": subject.kind,
+        "a_kind": _with_article(subject.kind),
+        "okind": other.kind if other else "",
+        "a_okind": _with_article(other.kind) if other else "",
+        "his": subject.pronouns[1],
+        "year": str(fact.year),
+        "decade": f"{fact.year // 10 * 10}s",
+    }
+
+
+def _with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def _with_pronoun(sentence: Sentence, subject: Entity) -> Sentence:
+    """The sentence with its opening mention of the subject replaced by a pronoun, if there is one."""
+    opening = subject.mention[0].upper() + subject.mention[1:]
+    rest = sentence.text.removeprefix(opening + " ")
+    if rest == sentence.text or rest.startswith("and "):
+        return sentence
+    text = f"{subject.pronouns[0].capitalize()} {rest}"
+    shift = len(text) - len(sentence.text)
+    spans = tuple((start + shift, end + shift, label) for start, end, label in sentence.spans[1:])
+    return replace(sentence, text=text, spans=spans)
+
+
+# --- passages -----------------------------------------------------------------------------------------
+
+
+class _Fillers:
+    """Hands out sentences about a subject that tell no fact, each at most once."""
+
+    def __init__(self, world: World, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._queues: dict[str, list[tuple[Fact, str]]] = {entity.name: [] for entity in world.entities}
+        for index in rng.permutation(len(world.facts)):
+            fact = world.facts[index]
+            for template in rng.permutation(list(fact.relation.fillers)):
+                self._queues[fact.subject.name].append((fact, str(template)))
+
+    def next(self, subject: str) -> Sentence | None:
+        queue = self._queues[subject]
+        if not queue:
+            return None
+        fact, template = queue.pop(0)
+        return _render(template, fact, -1, self._rng)
+
+
+def _passages(world: World, rng: np.random.Generator) -> list[Passage]:
+    """Two sentences each, grouped by article (title), in the order of the entities."""
+    own, visits, guests = _tellings(world, rng)
+    fillers = _Fillers(world, rng)
+    articles: dict[str, list[Passage]] = {}
+    for entity in world.entities:
+        articles[entity.name] = [
+            Passage(entity.name, _lengthened(pair, fillers))
+            for pair in _visit_pairs(visits[entity.name], guests, fillers, rng)
+        ]
+    for entity in world.entities:
+        sentences = own[entity.name] + guests[entity.name]
+        for _ in sentences:
+            if rng.random() < _OWN_FILLER and (filler := fillers.next(entity.name)):
+                sentences.append(filler)
+        about = [
+            Passage(entity.name, (first, *(_maybe_pronoun(later, entity, rng) for later in rest)))
+            for first, *rest in (
+                _lengthened(pair, fillers) for pair in _own_pairs(sentences, entity.name, fillers, rng)
+            )
+        ]
+        articles[entity.name] = about + articles[entity.name]
+    return [passage for entity in world.entities for passage in articles[entity.name]]
+
+
+def _tellings(
+    world: World, rng: np.random.Generator
+) -> tuple[dict[str, list[Sentence]], dict[str, list[Sentence]], dict[str, list[Sentence]]]:
+    """Sentences that tell facts: for the subject's article, for the object's, for a neighbour's."""
+    own: dict[str, list[Sentence]] = {entity.name: [] for entity in world.entities}
+    visits: dict[str, list[Sentence]] = {entity.name: [] for entity in world.entities}
+    guests: dict[str, list[Sentence]] = {entity.name: [] for entity in world.entities}
+    for number, fact in enumerate(world.facts):
+        elsewhere = 1 + int(rng.random() < _FOURTH_TELLING)
+        templates = _shuffled(rng, fact.relation.forward)
+        tell = [_render(template, fact, number, rng) for template in templates]
+        name = fact.subject.name
+        own[name] += tell[:2]
+        if fact.object is None:
+            guests[name] += tell[2 : 2 + elsewhere]
+        else:
+            for template in _shuffled(rng, fact.relation.inverse)[:elsewhere]:
+                visits[fact.object.name].append(_render(template, fact, number, rng))
+    return own, visits, guests
+
+
+def _visit_pairs(
+    visits: list[Sentence], guests: dict[str, list[Sentence]], fillers: _Fillers, rng: np.random.Generator
+) -> list[tuple[Sentence, ...]]:
+    """Sentences in which others mention the article's entity, each with one more about the same other."""
+    pairs: list[tuple[Sentence, ...]] = []
+    alone: list[Sentence] = []
+    for visit in visits:
+        if guests[visit.subject]:
+            pairs.append((visit, guests[visit.subject].pop(0)))
+        elif rng.random() < _VISIT_FILLER and (filler := fillers.next(visit.subject)):
+            pairs.append((visit, filler))
+        else:
+            alone.append(visit)
+    return pairs + _distinct_pairs(alone, fillers, rng)
+
+
+def _own_pairs(
+    sentences: list[Sentence], name: str, fillers: _Fillers, rng: np.random.Generator
+) -> list[tuple[Sentence, ...]]:
+    if len(sentences) % 2 and (filler := fillers.next(name)):
+        sentences = [*sentences, filler]
+    return _distinct_pairs(sentences, fillers, rng)
+
+
+def _distinct_pairs(
+    sentences: list[Sentence], fillers: _Fillers, rng: np.random.Generator
+) -> list[tuple[Sentence, ...]]:
+    """Pairs in random order that never tell one fact twice, nor two in the same words; the odd one out gets a
+    filler."""
+    left = [sentences[index] for index in rng.permutation(len(sentences))]
+    pairs: list[tuple[Sentence, ...]] = []
+    while left:
+        first = left.pop(0)
+        match = next((index for index, other in enumerate(left) if not _alike(first, other)), None)
+        second = left.pop(match) if match is not None else fillers.next(first.subject)
+        pairs.append((first,) if second is None else (first, second))
+    return pairs
+
+
+def _alike(one: Sentence, other: Sentence) -> bool:
+    return one.template == other.template or one.fact == other.fact >= 0
+
+
+def _lengthened(sentences: tuple[Sentence, ...], fillers: _Fillers) -> tuple[Sentence, ...]:
+    """A short pair with a filler as its third sentence."""
+    words = sum(len(_TOKEN.findall(sentence.text)) for sentence in sentences)
+    filler = fillers.next(sentences[-1].subject) if words <= _SHORT_WORDS else None
+    if filler is None:
+        return sentences
+    return (*sentences, filler)
+
+
+def _maybe_pronoun(sentence: Sentence, subject: Entity, rng: np.random.Generator) -> Sentence:
+    return _with_pronoun(sentence, subject) if rng.random() < _PRONOUN else sentence
+
+
+# --- questions ----------------------------------------------------------------------------------------
+
+
+def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
+    """Forward questions on every fact, inverse ones where the answer is unique and of the same split."""
+    told = _words_told(world)
+    objects = Counter((fact.relation.name, fact.object.name) for fact in world.facts if fact.object)
+    asked: dict[str, list[dict[str, Any]]] = {"train": [], "dev": [], "test": []}
+
+    def ask(fact: Fact, wordings: Sequence[str], count: int, about: Entity, answers: tuple[str, ...]) -> None:
+        for wording in wordings[:count]:
+            text = wording.format_map(_values(fact))
+            asked[about.split].append(
+                {
+                    "question": text,
+                    "answers": list(answers),
+                    "subject": about.name,
+                    "relation": fact.relation.name,
+                }
+            )
+
+    for number, fact in enumerate(world.facts):
+        train = fact.subject.split == "train"
+        count = 2 if train and rng.random() < _SECOND_TRAIN_QUESTION else 1
+        wordings = _hardest_first(fact.relation.questions, told[number], rng)
+        ask(fact, wordings, count, fact.subject, fact.answers)
+        if (
+            fact.object
+            and fact.relation.inverse_questions
+            and fact.object.split == fact.subject.split
+            and objects[fact.relation.name, fact.object.name] == 1
+        ):
+            wordings = _hardest_first(fact.relation.inverse_questions, told[number], rng)
+            ask(fact, wordings, 1, fact.object, (fact.subject.name,))
+    return {
+        split: [{"id": f"{split}-{number:04d}", **line} for number, line in enumerate(_shuffled(rng, lines))]
+        for split, lines in asked.items()
+    }
+
+
+def _words_told(world: World) -> list[set[str]]:
+    told: list[set[str]] = [set() for _ in world.facts]
+    for passage in world.passages:
+        for sentence in passage.sentences:
+            if sentence.fact >= 0:
+                told[sentence.fact].update(_stems(sentence.text))
+    return told
+
+
+def _hardest_first(wordings: Sequence[str], told: set[str], rng: np.random.Generator) -> list[str]:
+    """The wordings, those that share the fewest words with the fact's own sentences first."""
+    return sorted(_shuffled(rng, wordings), key=lambda wording: sum(stem in told for stem in _stems(wording)))
+
+
+def _stems(text: str) -> list[str]:
+    """Long words cut to five letters, enough to see that painted and painter are alike."""
+    return [word[:5] for word in _TOKEN.findall(text.lower()) if len(word) > 3]
+
+
+# --- files --------------------------------------------------------------------------------------------
+
+
+def _documents(world: World, prefix: str) -> list[dict[str, Any]]:
+    return [
+        {"id": f"{prefix}-{number:05d}", "title": passage.title, "text": passage.text}
+        for number, passage in enumerate(world.passages)
+    ]
+
+
+def _ner_sentences(world: World, part: str) -> list[Sentence]:
+    """Sentences spread evenly over the world's articles."""
+    sentences = [sentence for passage in world.passages for sentence in passage.sentences]
+    count = min(NER_SENTENCES[part], len(sentences))
+    return [sentences[index * len(sentences) // count] for index in range(count)]
+
+
+def _conll(sentence: Sentence) -> str:
+    lines = []
+    for match in _TOKEN.finditer(sentence.text):
+        tag = "O"
+        for start, end, label in sentence.spans:
+            if start <= match.start() and match.end() <= end:
+                tag = f"{'B' if match.start() == start else 'I'}-{label}"
+        lines.append(f"{match.group()}\t{tag}\n")
+    return "".join(lines) + "\n"
+
+
+def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
+    """Gzipped JSON lines whose bytes depend on the lines alone (no time, no file name in the header)."""
+    buffer = io.BytesIO()
+    with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as file:
+        for line in lines:
+            file.write(canonical_json(line) + b"\n")
+    path.write_bytes(buffer.getvalue())
+
+
+def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:
+    return items[int(rng.integers(len(items)))]
+
+
+def _shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
+    return [items[index] for index in rng.permutation(len(items))]

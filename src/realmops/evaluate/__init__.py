@@ -1,0 +1,1 @@
+"""Exact match, recall at k, intervals, and the report."""

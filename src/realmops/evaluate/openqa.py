@@ -1,0 +1,171 @@
+"""Exact match over questions, its intervals, and the predictions with their evidence as a file.
+
+Exact match is the Open-QA measure of the paper's section 4: the share of questions whose prediction equals
+one of the reference answers after normalisation (``corpus/answers.py`` names the rule).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from realmops.artifacts import seed_for, write_bytes
+from realmops.corpus.answers import exact_match, normal_form
+from realmops.corpus.questions import Question
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+_DRAWS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over questions with its percentile bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """Exact match of one run: ``correct`` is bool [questions], in the order of the questions."""
+
+    em: Interval
+    correct: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer with what it rests on.
+
+    ``prediction`` is ``evidence[char_start:char_end]``; ``evidence`` is the text of passage
+    ``passage_ids[evidence_rank]``, empty and -1 where the reader found no span. ``p_z`` is p(z|x) of the
+    passages that the reader saw, best first.
+    """
+
+    question_id: str
+    question: str
+    prediction: str
+    answers: tuple[str, ...]
+    em: bool
+    passage_ids: tuple[str, ...]
+    titles: tuple[str, ...]
+    p_z: tuple[float, ...]
+    evidence: str
+    evidence_rank: int
+    char_start: int
+    char_end: int
+    span_score: float
+
+
+def score_predictions(
+    questions: Sequence[Question], predictions: Mapping[str, str], *, seed: int, resamples: int = RESAMPLES
+) -> Score:
+    """Exact match of predictions by question id; ValueError names a question without one."""
+    missing = [question.id for question in questions if question.id not in predictions]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(questions)} questions have no prediction, the first is {missing[0]!r}; "
+            "predict an empty string where the reader finds nothing"
+        )
+    correct = np.array([exact_match(predictions[q.id], q.answers) for q in questions], bool)
+    return Score(bootstrap_interval(correct, seed=seed, resamples=resamples), correct)
+
+
+def bootstrap_interval(values: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES) -> Interval:
+    """The mean of one value per question, with the 95 % percentile interval over resampled questions."""
+    sample = np.asarray(values, np.float64)
+    means = _resampled_means(sample, seed, resamples)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(sample.mean()), float(low), float(high))
+
+
+def paired_bootstrap(
+    ours: npt.ArrayLike, theirs: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES
+) -> Interval:
+    """The mean difference of two runs on the same questions; an interval without 0 shows a difference."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    if ours.shape != theirs.shape:
+        raise ValueError(
+            f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones"
+        )
+    return bootstrap_interval(ours - theirs, seed=seed, resamples=resamples)
+
+
+def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
+    if sample.ndim != 1 or not sample.size:
+        raise ValueError(
+            f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}"
+        )
+    generator = np.random.default_rng(seed_for(seed, "bootstrap"))
+    means = []
+    rows = max(1, _DRAWS_AT_ONCE // sample.size)
+    for start in range(0, resamples, rows):
+        draws = generator.integers(sample.size, size=(min(rows, resamples - start), sample.size))
+        means.append(sample[draws].mean(axis=1))
+    return np.concatenate(means)
+
+
+def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) -> tuple[str, float]:
+    """The most frequent training answer (by normal form, ties in alphabetical order) and its exact match."""
+    counts = Counter(
+        answer
+        for question in training
+        for answer in sorted({normal_form(reference) for reference in question.answers})
+    )
+    if not counts:
+        raise ValueError("the closed-book floor needs at least one training question")
+    answer = min(counts, key=lambda text: (-counts[text], text))
+    return answer, sum(exact_match(answer, question.answers) for question in test) / len(test)
+
+
+def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
+    """Replace a Parquet file by these predictions, one a row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for prediction in predictions:
+        cut = prediction.evidence[prediction.char_start : prediction.char_end]
+        assert cut == prediction.prediction, (prediction.question_id, cut, prediction.prediction)
+    strings, floats = pa.list_(pa.string()), pa.list_(pa.float32())
+    schema = pa.schema(
+        [
+            ("question_id", pa.string()),
+            ("question", pa.string()),
+            ("prediction", pa.string()),
+            ("answers", strings),
+            ("em", pa.bool_()),
+            ("passage_ids", strings),
+            ("titles", strings),
+            ("p_z", floats),
+            ("evidence", pa.string()),
+            ("evidence_rank", pa.int32()),
+            ("char_start", pa.int32()),
+            ("char_end", pa.int32()),
+            ("span_score", pa.float32()),
+        ]
+    )
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist([asdict(prediction) for prediction in predictions], schema), buffer)
+    write_bytes(path, buffer.getvalue().to_pybytes())
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """The rows that ``write_predictions`` wrote."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(path).to_pylist()
+    return [_prediction(row) for row in rows]
+
+
+def _prediction(row: dict[str, Any]) -> Prediction:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    return Prediction(**values)

@@ -1,0 +1,1 @@
+"""Maximum inner product search, and the exchange between trainer and index builder (paper, section 3.3)."""

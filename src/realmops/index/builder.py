@@ -1,0 +1,238 @@
+"""The index builder's loop: newest weights -> parts, committed one by one -> an index.
+
+It needs neither a leader nor a lock. Any number of builders may run: each begins at another part, skips what
+others have committed, and whoever finds all parts there publishes the index; a second one is dropped by the
+store. A builder that is killed loses the part in its hand.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from realmops.index.exchange import Exchange, part_name
+from realmops.index.files import Clock, Files
+from realmops.index.versions import Damaged, Version
+
+DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes: do not restart, restart, do not restart
+COLLECT_SECONDS = 30.0
+MOST_FAILURES = 5
+LONGEST_PAUSE = 30.0
+
+log = logging.getLogger(__name__)
+
+EmbedRows = Callable[[int, int], dict[str, bytes]]
+"""(first, end) -> the files of the part that holds rows [first, end); the same bytes every time."""
+
+Parts = Iterator[tuple[int, int, dict[str, bytes]]]
+"""(first, end, files) of every part, in the order of the rows, read and verified when it is asked for."""
+
+Merge = Callable[[Version, Parts], tuple[dict[str, bytes], dict[str, Any]]]
+"""(weights, parts) -> files and description of the index."""
+
+
+def keep_parts(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """An index that is its parts side by side: ``rows-<first>-<end>.<file>``."""
+    named = (
+        (f"rows-{a:010d}-{b:010d}.{name}", data) for a, b, files in parts for name, data in files.items()
+    )
+    return dict(named), {}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a builder does with weights: ``embedder(weights)`` gives the function that embeds rows."""
+
+    rows: int
+    part_rows: int
+    embedder: Callable[[Version], EmbedRows]
+    merge: Merge = keep_parts
+
+    def __post_init__(self) -> None:
+        if self.rows <= 0 or self.part_rows <= 0:
+            raise ValueError(f"rows and part_rows must be above 0, not {self.rows} and {self.part_rows}")
+
+    def ranges(self) -> list[tuple[int, int]]:
+        firsts = range(0, self.rows, self.part_rows)
+        return [(first, min(first + self.part_rows, self.rows)) for first in firsts]
+
+
+class _Stop(BaseException):
+    """SIGTERM, the parent's death or the end of the run: whatever is in hand is dropped."""
+
+
+class Builder:
+    """One builder on an open exchange."""
+
+    def __init__(
+        self, exchange: Exchange, work: Work, *, poll: float = 0.5, parent_pid: int | None = None,
+        on_status: Callable[[str], None] = log.info,
+    ) -> None:  # fmt: skip
+        self.exchange, self.work, self.poll = exchange, work, poll
+        self._parent_pid, self._on_status, self._said = parent_pid, on_status, ""
+        self._last_collection = float("-inf")
+
+    def run(self) -> None:
+        """Build until the trainer has finished or the parent is gone; OSError when the volume fails on."""
+        failures = 0
+        while True:
+            try:
+                self._stop_at_the_end()
+                built = self.build_next()
+                self._collect(now=built or failures > 0)
+                failures = 0
+                if not built:
+                    self._say("waiting for weights")
+                    self.exchange.clock.sleep(self.poll)
+            except (FileNotFoundError, Damaged) as error:  # the weights or parts in hand are gone: look again
+                self._say(f"begins again: {error}")
+                self.exchange.clock.sleep(self.poll)
+            except OSError as error:
+                failures += 1
+                if failures == MOST_FAILURES:
+                    raise
+                self._say(f"tries again after a failure: {error}")
+                self.exchange.clock.sleep(min(self.poll * 2**failures, LONGEST_PAUSE))
+
+    def build_next(self) -> bool:
+        """Build the index of the weights that are next; False when there is nothing to build."""
+        name = self._next_weights()
+        if name is None:
+            return False
+        weights = self._load(name)
+        try:
+            self._build(weights)
+        finally:
+            self.exchange.weights.unpin(weights)
+        return True
+
+    def _next_weights(self) -> str | None:
+        """The oldest weights whose index the trainer waits for in any case, else the newest."""
+        indexes = set(self.exchange.indexes.names())
+        names = self.exchange.weights.names()
+        open_names = [name for name in names if name not in indexes]
+        for name in open_names:
+            try:
+                if self.exchange.weights.manifest(name).meta["awaited"]:
+                    return name
+            except Damaged:
+                return name  # loading it sets it aside
+        return names[-1] if open_names and open_names[-1] == names[-1] else None
+
+    def _load(self, name: str) -> Version:
+        try:
+            return self.exchange.weights.load(name)
+        except Damaged as error:
+            self.exchange.weights.set_aside(name, str(error))
+            raise
+
+    def _build(self, weights: Version) -> None:
+        start = self.exchange.clock.monotonic()
+        ranges = self.work.ranges()
+        self._embed(weights, ranges)
+        self._say(f"merging the {len(ranges)} parts of step {weights.step}")
+        files, meta = self.work.merge(weights, self._read_parts(weights, ranges))
+        seconds = self.exchange.clock.monotonic() - start
+        facts = {"step": weights.step, "weights": weights.digest, "rows": self.work.rows, "seconds": seconds}
+        first = self.exchange.indexes.publish(weights.name, files, {**meta, **facts})
+        self._say(f"{'published' if first else 'another builder published'} the index of step {weights.step}")
+
+    def _embed(self, weights: Version, ranges: list[tuple[int, int]]) -> None:
+        """Commit the parts that are missing, beginning elsewhere than other builders."""
+        embed_rows: EmbedRows | None = None
+        turn = zlib.crc32(self.exchange.holder.encode()) % len(ranges)
+        for number, (first, end) in enumerate([*ranges[turn:], *ranges[:turn]], start=1):
+            name = part_name(weights.name, first, end)
+            if name in self.exchange.parts.names():
+                continue
+            self._stop_at_the_end()
+            self._say(f"embedding part {number} of {len(ranges)} with the weights of step {weights.step}")
+            embed_rows = embed_rows or self.work.embedder(weights)
+            self.exchange.parts.publish(name, embed_rows(first, end), {"weights": weights.digest})
+
+    def _read_parts(self, weights: Version, ranges: list[tuple[int, int]]) -> Parts:
+        parts = self.exchange.parts
+        for first, end in ranges:
+            name = part_name(weights.name, first, end)
+            try:
+                part = parts.load(name)
+                parts.unpin(part)
+                if part.meta != {"weights": weights.digest}:
+                    raise Damaged(f"{name} was embedded with other weights of the same name")
+            except Damaged as error:
+                parts.set_aside(name, str(error))
+                raise
+            yield first, end, part.files
+
+    def _stop_at_the_end(self) -> None:
+        _stop_without(self._parent_pid)
+        if finished := self.exchange.finished():
+            self._say(f"ends: the trainer has finished ({finished})")
+            raise _Stop
+
+    def _collect(self, now: bool) -> None:
+        moment = self.exchange.clock.monotonic()
+        if now or moment - self._last_collection >= COLLECT_SECONDS:
+            self._last_collection = moment
+            self.exchange.collect_indexes()
+
+    def _say(self, doing: str) -> None:
+        self.exchange.beat(doing)
+        if doing != self._said:
+            self._said = doing
+            self._on_status(doing)
+
+
+def run_builder(
+    root: Path, identity: Mapping[str, Any], work: Work, *, name: str = "0", parent_pid: int | None = None,
+    poll: float = 0.5, grace: float = 120.0, on_status: Callable[[str], None] = log.info,
+    files: Files | None = None, clock: Clock | None = None,
+) -> int:  # fmt: skip
+    """Build indexes until the trainer finishes; the exit code of the process.
+
+    0: the trainer has finished, SIGTERM came, or the parent process ``parent_pid`` is gone. 1: a fault,
+    worth a restart. 2: the exchange belongs to a run of another identity, or the settings are wrong.
+    ``name`` is this builder's own among several and the same after a restart.
+    """
+    clock = clock or Clock()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        exchange = None
+        while exchange is None:
+            try:
+                exchange = Exchange.open(
+                    root, identity, f"builder-{name}", files=files, clock=clock, grace=grace
+                )
+            except FileNotFoundError as error:
+                on_status(f"waiting: {error}")
+                _stop_without(parent_pid)
+                clock.sleep(poll)
+            except ValueError as error:
+                log.error("%s", error)
+                return MISCONFIGURED
+        Builder(exchange, work, poll=poll, parent_pid=parent_pid, on_status=on_status).run()
+    except _Stop:
+        pass
+    except Exception:
+        log.exception("the index builder failed")
+        return FAULT
+    return DONE
+
+
+def _stop_without(parent_pid: int | None) -> None:
+    if parent_pid is not None and os.getppid() != parent_pid:
+        raise _Stop
+
+
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough: what is in hand is dropped now
+    raise _Stop

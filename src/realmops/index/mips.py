@@ -1,0 +1,49 @@
+"""Exact maximum inner product search (paper, section 3.3).
+
+Shape suffixes: Q queries, P passages, E embedding width, K results, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROUP = 256
+_LARGE = 50_000
+_CHUNK = 1 << 18
+
+
+def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k passages with the largest inner product: scores and ids, Q x K, best first.
+
+    ``k`` is cut to the number of passages.  Above 50,000 passages a maximum over groups of 256 selects
+    the k groups that can hold the answer, so that the costly sort sees those only; the result is the same.
+    """
+    k = min(k, embedding_PE.shape[0])
+    if embedding_PE.shape[0] <= _LARGE:
+        return _top(query_QE @ embedding_PE.T, k)
+    best = [_search_groups(query_QE, part_PE, min(k, len(part_PE))) for part_PE in embedding_PE.split(_CHUNK)]
+    score = torch.cat([s for s, _ in best], dim=1)
+    ids = torch.cat([i + n * _CHUNK for n, (_, i) in enumerate(best)], dim=1)
+    top_QK, place_QK = _top(score, k)
+    return top_QK, ids.gather(1, place_QK)
+
+
+def _search_groups(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    score_QP = query_QE @ embedding_PE.T
+    whole = score_QP.shape[1] // GROUP * GROUP
+    groups = whole // GROUP
+    if groups <= k:
+        return _top(score_QP, k)
+    best_QG = score_QP[:, :whole].view(-1, groups, GROUP).amax(-1)
+    group_QK = best_QG.topk(k, dim=1).indices.sort(dim=1).values  # the k best lie in the k groups with the best maxima
+    ids = (group_QK[:, :, None] * GROUP + torch.arange(GROUP, device=score_QP.device)).flatten(1)
+    rest = torch.arange(whole, score_QP.shape[1], device=score_QP.device).expand(len(score_QP), -1)
+    ids = torch.cat([ids, rest], dim=1)
+    top_QK, place_QK = _top(score_QP.gather(1, ids), k)
+    return top_QK, ids.gather(1, place_QK)
+
+
+def _top(score_QP: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    score_QK, id_QK = score_QP.topk(k, dim=1)
+    return score_QK, id_QK

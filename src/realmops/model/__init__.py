@@ -1,0 +1,1 @@
+"""Retriever, reader and the likelihoods that join them (paper, section 3)."""

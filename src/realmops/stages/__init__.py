@@ -1,0 +1,142 @@
+"""The pipeline as data: which stages there are, what each reads, and the one way to run one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from realmops import artifacts, config
+from realmops.tracking import Journal
+
+JOURNAL = "metrics.jsonl"
+METRICS = "metrics.json"
+
+
+class Report(Protocol):
+    """Where a stage says what it does."""
+
+    def say(self, message: str) -> None:
+        """A line of information."""
+
+    def warn(self, message: str) -> None:
+        """A line that a person should act on."""
+
+    def progress(self, label: str, total: int) -> Callable[[int], None]:
+        """A bar; the function takes the number of units done since its last call."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run of a stage is given."""
+
+    sections: Mapping[str, Any]  # dataclasses of config, by name
+    inputs: Mapping[str, Path]
+    out: Path  # the stage's folder, committed when it returns
+    work: Path  # outlives a killed process; empty on the first try
+    journal: Journal
+    report: Report
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: the params sections and earlier stages that it reads, and the folder that it writes.
+
+    ``files`` are the keys (section.key) that name files from outside the pipeline.
+    """
+
+    name: str
+    sections: tuple[str, ...]
+    needs: tuple[str, ...]
+    folder: str
+    help: str
+    files: tuple[str, ...] = ()
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Do the work of ``stages/<name>.py``; returns its metrics."""
+        module = importlib.import_module(f"realmops.stages.{self.name}")
+        metrics: dict[str, Any] = module.run(job)
+        return metrics
+
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        Stage("sample", ("sample",), (), "data/sample", "Make the embedded corpus of invented facts, with its questions."),
+        Stage(
+            "snapshot",
+            ("snapshot", "bert"),
+            ("sample",),
+            "data/snapshot",
+            "Cut documents into passages, tokenise and hash them.",
+            ("snapshot.documents", "snapshot.warmup"),
+        ),
+        Stage(
+            "tag",
+            ("run", "bert", "tag", "optimiser"),
+            ("sample", "snapshot"),
+            "data/spans",
+            "Find the salient spans: entities by a tagger trained here, dates by expression.",
+            ("tag.train", "tag.dev"),
+        ),
+        Stage(
+            "ict",
+            ("run", "bert", "retriever", "ict", "optimiser"),
+            ("snapshot", "tag"),
+            "models/ict",
+            "Warm up the retriever by the inverse cloze task and the reader by masked words.",
+        ),
+        Stage(
+            "pretrain",
+            ("run", "pretrain", "optimiser", "evaluate", "questions"),
+            ("sample", "snapshot", "tag", "ict"),
+            "models/pretrain",
+            "Pre-train retriever and reader together while the index is refreshed in the background.",
+            ("questions.dev",),
+        ),
+        Stage(
+            "finetune",
+            ("run", "finetune", "optimiser", "questions"),
+            ("sample", "snapshot", "ict", "pretrain"),
+            "models/finetune",
+            "Fine-tune query tower and reader for open-domain question answering.",
+            ("questions.train", "questions.dev"),
+        ),
+        Stage(
+            "evaluate",
+            ("run", "finetune", "evaluate", "questions"),
+            ("sample", "snapshot", "ict", "pretrain", "finetune"),
+            "results",
+            "Measure exact match, recall, ceilings and intervals; write predictions, plots and the report.",
+            ("questions.train", "questions.test"),
+        ),
+    )
+}
+
+
+def parse_sections(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The stage's sections as dataclasses; it sees no other."""
+    return {name: config.parse_section(name, values[name]) for name in stage.sections}
+
+
+def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
+    """The files that a stage's options name, by section.key.
+
+    Relative names start at the project; those inside a stage's folder (data/sample/...) at the root of the run.
+    """
+    names = {key: Path(values[key.split(".")[0]][key.split(".")[1]]) for key in stage.files}
+    made = {Path(other.folder) for other in STAGES.values()}
+    return {key: (root if made & set(name.parents) else project) / name for key, name in names.items()}
+
+
+def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:
+    """A digest of everything that a stage's output depends on: its sections and the content of its inputs."""
+    content = {}
+    for name, path in sorted(inputs.items()):
+        if (path / artifacts.MANIFEST).is_file():
+            content[name] = artifacts.read_json(path / artifacts.MANIFEST)["files"]
+        elif path.is_file():
+            content[name] = artifacts.sha256_file(path)
+    return artifacts.digest_of({"stage": stage.name, "sections": {s: values[s] for s in stage.sections}, "inputs": content})

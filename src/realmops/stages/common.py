@@ -1,0 +1,107 @@
+"""What several stages do the same way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realmops import artifacts
+from realmops.bert import resolve_device, resolve_precision
+from realmops.config import Run
+from realmops.corpus.questions import Question
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import Spans
+from realmops.index.embed import document_sequences, embed, query_sequences
+from realmops.index.mips import search
+from realmops.model.joins import SpecialTokens, join_query
+from realmops.model.retriever import Retriever
+from realmops.stages import Job
+from realmops.train.loop import Context
+
+_KIND = "checkpoint"
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class FolderCheckpoints:
+    """The newest two states of a training loop that works alone, each a folder with digests."""
+
+    folder: Path
+
+    def restore(self) -> dict[str, bytes] | None:
+        """The newest state whose digests are right; a damaged one is stepped over."""
+        for path in sorted(self.folder.glob("step-*"), reverse=True):
+            try:
+                names = artifacts.read_manifest(path, _KIND)["files"]
+            except ValueError:
+                continue
+            return {name: (path / name).read_bytes() for name in names}
+        return None
+
+    def save(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Commit a state; older ones than the last two go."""
+        with artifacts.atomic_folder(self.folder / f"step-{step:08d}") as stage:
+            for name, content in files.items():
+                (stage / name).write_bytes(content)
+            artifacts.write_manifest(stage, _KIND, step=step)
+        for old in sorted(self.folder.glob("step-*"))[:-_KEPT]:
+            shutil.rmtree(old)
+
+
+def prepare(run: Run) -> tuple[torch.device, torch.dtype]:
+    """Set threads and give the device and the precision of a stage."""
+    torch.set_num_threads(run.threads)
+    device = resolve_device(run.device)
+    return device, resolve_precision(run.precision, device)
+
+
+def context(job: Job, stream: str, steps: int, label: str, **journal: Any) -> Context:
+    """The surroundings of one training loop, with checkpoints in the stage's work folder and a progress bar."""
+    run: Run = job.sections["run"]
+    device, dtype = prepare(run)
+    checkpoints = FolderCheckpoints(job.work / stream)
+    return Context(stream, run.seed, device, dtype, checkpoints, job.journal, job.report.progress(label, steps), **journal)
+
+
+def open_snapshot(job: Job, name: str = "corpus") -> Snapshot:
+    """The snapshot of the corpus or of the warm-up text."""
+    return Snapshot.open(job.inputs["snapshot"] / name, verify=False)  # the stage's manifest was checked whole
+
+
+def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
+    """The salient spans of a snapshot."""
+    return Spans.open(job.inputs["tag"] / name, verify=False, corpus_hash=snapshot.corpus_hash)
+
+
+def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
+    """Embeddings P x E of all passages."""
+    return embed(retriever.document, document_sequences(snapshot, range(len(snapshot))), dtype)
+
+
+def rank(retriever: Retriever, snapshot: Snapshot, embedding: Tensor, questions: list[Question], limit: int, k: int, dtype: torch.dtype) -> np.ndarray:
+    """Ids of the top k passages of each question, Q x k."""
+    special = SpecialTokens.of(snapshot.tokenizer)
+    tokens = [np.array(snapshot.tokenizer.encode(q.question, add_special_tokens=False).ids, dtype=np.int64) for q in questions]
+    query = embed(retriever.query, query_sequences([join_query(t, special, limit) for t in tokens]), dtype)
+    ids: np.ndarray = search(query.to(embedding.device), embedding, k)[1].cpu().numpy()
+    return ids
+
+
+def journal_values(job: Job, name: str) -> list[float]:
+    """A metric's values in the order of the journal's lines."""
+    lines = (json.loads(line) for line in job.journal.path.read_bytes().splitlines())
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
+def tail_mean(job: Job, name: str, count: int = 50) -> float:
+    """The mean of a metric's last values."""
+    values = journal_values(job, name)[-count:]
+    return sum(values) / len(values) if values else float("nan")

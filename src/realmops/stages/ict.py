@@ -1,0 +1,42 @@
+"""Stage ``ict``: warm starts of retriever and reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from realmops.config import Ict
+from realmops.model.files import build_models, save_models
+from realmops.stages import Job
+from realmops.stages.common import context, open_snapshot, open_spans, prepare, tail_mean
+from realmops.train.ict import train_reader, train_retriever
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Train both models one after the other and write them; returns the accuracies of the last steps."""
+    options: Ict = job.sections["ict"]
+    run_options = job.sections["run"]
+    device, _ = prepare(run_options)
+    corpus = open_snapshot(job)
+    has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
+    text = open_snapshot(job, "warmup") if has_warmup else corpus
+    spans = open_spans(job, text, text.folder.name)
+    size = corpus.tokenizer.get_vocab_size()
+    retriever, reader = build_models(job.sections["bert"], job.sections["retriever"], size, run_options.seed)
+    retriever.to(device).train()
+    reader.to(device).train()
+    optimiser = job.sections["optimiser"]
+    surroundings = context(job, "ict", options.steps, "inverse cloze task")
+    end = train_retriever(surroundings, retriever, corpus, options, optimiser)
+    surroundings = context(
+        job,
+        "warm_start",
+        options.reader_steps,
+        "reader's warm start",
+        prefix="reader_",
+        first_step=options.steps,
+        journal_start=end,
+    )
+    train_reader(surroundings, reader, text, spans, options, optimiser)
+    save_models(job.out, retriever, reader, corpus.vocabulary_hash)
+    names = ("accuracy_removed", "accuracy_kept", "reader_loss")
+    return {name: tail_mean(job, name, 20) for name in names}

@@ -1,0 +1,239 @@
+"""Stage ``pretrain``: REALM, with the index builder beside it over the exchange."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+
+from realmops.artifacts import seed_for
+from realmops.config import Pretrain
+from realmops.corpus.questions import read_questions
+from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.retrieval import first_hit_ranks, hits_at
+from realmops.corpus.wordpieces import contains
+from realmops.index.builder import MISCONFIGURED
+from realmops.index.embed import embed, query_sequences
+from realmops.index.exchange import Exchange, Policy, Trainer
+from realmops.index.mips import search
+from realmops.index.staleness import generation_in_use
+from realmops.index.versions import Version
+from realmops.model.files import load_models, retriever_files, retriever_from_files, save_models
+from realmops.model.retriever import Retriever
+from realmops.stages import Job
+from realmops.stages.builder import EMBEDDINGS, identity
+from realmops.stages.common import context, embed_corpus, journal_values, open_snapshot, open_spans, prepare, rank, tail_mean
+from realmops.train.pretrain import Candidates, Examples, Index, Realm, pretrain
+
+BUILDER_LOG = "index-builder.log"
+QUIET_SECONDS = 5.0  # a shorter wait is not worth a line
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Pre-train and write both models; returns utility, staleness, refreshes and recall before and after."""
+    options: Pretrain = job.sections["pretrain"]
+    device, dtype = prepare(job.sections["run"])
+    snapshot = open_snapshot(job)
+    spans = open_spans(job, snapshot)
+    retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
+    retriever.to(device).train()
+    reader.to(device).train()
+    surroundings = context(job, "pretrain", options.steps, "pre-training")
+    examples = Examples(snapshot, spans, replace(options, masking="salient"))
+    realm = Realm(retriever, reader, snapshot, options, dtype)
+    measure = _measure(job, snapshot, examples, realm)
+    root = job.work / "exchange" if options.exchange == "auto" else Path(options.exchange)
+    card = identity(
+        snapshot,
+        run_key=job.work.name,
+        embedding_width=retriever.query.projection.out_features,
+        precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
+        threads=job.sections["run"].threads,
+        part_rows=options.shard_rows,
+    )
+    policy = Policy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
+    waits: list[float] = []
+
+    child = ChildBuilder(root, snapshot.folder, job.work / BUILDER_LOG) if options.builder == "child" else None
+
+    def on_wait(message: str, seconds: float) -> None:
+        if child is not None:
+            child.keep_alive()
+        if seconds >= QUIET_SECONDS:
+            job.report.say(message)
+
+    trainer = Trainer(Exchange.open(root, card, grace=2.0 if options.builder == "child" else 120.0), policy, on_wait)
+    source = ExchangeSource(trainer, options, snapshot.vocabulary_hash, device, waits)
+    surroundings = replace(surroundings, checkpoints=source)
+    try:
+        with child or nullcontext():
+            pretrain(
+                surroundings,
+                retriever,
+                reader,
+                snapshot,
+                spans,
+                options,
+                job.sections["optimiser"],
+                source,
+                evaluate=measure,
+                warn=job.report.warn,
+            )
+            trainer.finish("done")
+    except (ValueError, TimeoutError, RuntimeError) as error:
+        trainer.finish("failed", str(error))
+        raise
+    save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
+    return _metrics(job, measure(_final_index(retriever, snapshot, dtype, options.steps)), source)
+
+
+def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> dict[str, Any]:
+    names = ("loss", "retrieval_utility", "retrieval_utility_top", "retrieval_utility_best", "marginal_gain", "p_null")
+    metrics: dict[str, Any] = {name: tail_mean(job, name) for name in names}
+    for name in ("recall_at_5", "hit_at_5"):
+        metrics |= {f"{name}_before": (journal_values(job, name) or [after[name]])[0], f"{name}_after": after[name]}
+    staleness, changes = journal_values(job, "staleness_steps"), journal_values(job, "top_k_change")
+    between, step = sum(journal_values(job, "between_seconds")), sum(journal_values(job, "step_seconds"))
+    return metrics | {
+        "refreshes": source.refreshes,
+        "index_staleness_steps": float(np.mean(staleness)) if staleness else 0.0,
+        "index_staleness_seconds": tail_mean(job, "staleness_seconds", 10**9),
+        "top_k_change": float(np.mean(changes)) if changes else 0.0,
+        "wait_share": sum(source.waits) / max(between + step, 1e-9),
+        "collapsed": max(journal_values(job, "collapsed"), default=0.0),
+        "dropped_own": sum(journal_values(job, "dropped_own")),
+        "dropped_containing": sum(journal_values(job, "dropped_containing")),
+        "step_seconds": tail_mean(job, "step_seconds", 10**9),
+    }
+
+
+class ExchangeSource:
+    """The trainer's side of the exchange as the training loop wants it: checkpoints, and an index for each step."""
+
+    def __init__(
+        self, trainer: Trainer, options: Pretrain, vocabulary_hash: str, device: torch.device, waits: list[float]
+    ) -> None:
+        self.trainer, self.options, self.vocabulary_hash, self.device = trainer, options, vocabulary_hash, device
+        self.waits = waits
+        self.refreshes = 0
+        self._step: int | None = None  # of the index in use
+        self._resumed = False
+
+    def restore(self) -> dict[str, bytes] | None:
+        """The newest checkpoint's files."""
+        version = self.trainer.restore()
+        if version is None:
+            return None
+        self._resumed = True
+        self.refreshes = version.meta["trainer"]["refreshes"]
+        return version.files
+
+    def save(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Commit a checkpoint to the exchange."""
+        self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes})
+
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        """Publish the weights when it is time, and adopt an index when one is due."""
+        started = time.perf_counter()
+        self.trainer.beat(step)
+        if step == 0 or (step % self.options.refresh_every == 0 and step > self.options.retriever_delay):
+            if self.options.adopt != "fixed_lag" or step == 0 or step + self.options.lag < self.options.steps:
+                files = retriever_files(retriever, self.vocabulary_hash)
+                self.trainer.publish_weights(step, files, {"published": time.time()})
+        before_wait = time.perf_counter()
+        version = self._due(step)
+        self.waits.append(time.perf_counter() - before_wait)
+        assert self.waits[-1] <= time.perf_counter() - started
+        if version is None:
+            return None
+        first = self._step is None
+        self._step = version.step
+        new = not (first and self._resumed)
+        self.refreshes += int(new and not first)
+        embedding = load_tensors(version.files[EMBEDDINGS])["embeddings"].to(self.device)
+        searcher = retriever_from_files(version.files).to(self.device).eval()
+        return Index(version.step, embedding, searcher, float(version.meta["published"]), new)
+
+    def _due(self, step: int) -> Version | None:
+        if self.options.adopt == "as_soon_as_ready":
+            return self.trainer.newest_index(step)
+        wanted = generation_in_use(step, refresh_every=self.options.refresh_every, lag=self.options.lag)
+        if wanted <= self.options.retriever_delay:
+            wanted = 0
+        return None if wanted == self._step else self.trainer.index_for(wanted)
+
+
+def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> Callable[[Index], dict[str, float]]:
+    """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder."""
+    run_options, options = job.sections["run"], job.sections["evaluate"]
+    questions = read_questions([job.inputs["questions.dev"]])
+    rng = np.random.default_rng(seed_for(run_options.seed, "evaluate", "masked"))
+    rows = rng.permutation(len(examples.rows))[: options.masked_sentences]
+    masked = [examples.example(int(row), rng) for row in rows]
+    candidates = Candidates(snapshot, examples.options)
+    dtype = prepare(run_options)[1]
+
+    def measure(index: Index) -> dict[str, float]:
+        ids = rank(index.retriever, snapshot, index.embedding_PE, questions, 64, 5, dtype)
+        hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule="token_boundary"), 5)
+        query = embed(index.retriever.query, query_sequences(realm.queries(masked)), dtype)
+        found = candidates.retrieve(masked, query, index)
+        hit = [any(contains(snapshot.body(p), e.targets) for p in row[:5]) for e, row in zip(masked, found, strict=True)]
+        candidates.counts.clear()
+        return {"recall_at_5": float(hits.mean()), "hit_at_5": float(np.mean(hit))}
+
+    return measure
+
+
+def _final_index(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, step: int) -> Index:
+    return Index(step, embed_corpus(retriever, snapshot, dtype), retriever, time.time(), True)
+
+
+class ChildBuilder:
+    """The index builder as a child process: ends with this one, and is started again when it was killed."""
+
+    MOST_STARTS = 20
+
+    def __init__(self, root: Path, snapshot: Path, log: Path) -> None:
+        self.log, self.starts = log, 0
+        arguments = ["--exchange", str(root), "--snapshot", str(snapshot), "--watch-parent"]
+        self.command = [sys.executable, "-m", "realmops", "index-builder", *arguments]
+
+    def __enter__(self) -> ChildBuilder:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def _start(self) -> None:
+        self.starts += 1
+        with open(self.log, "ab") as file:
+            self.process = subprocess.Popen(
+                self.command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env={**os.environ, "HOSTNAME": "child"}
+            )
+
+    def keep_alive(self) -> None:
+        """Start it again when it has ended; RuntimeError when that is of no use."""
+        code = self.process.poll()
+        if code is None:
+            return
+        if code == MISCONFIGURED or self.starts >= self.MOST_STARTS:
+            last = self.log.read_text(errors="replace").splitlines()[-5:]
+            raise RuntimeError(f"the index builder ended with exit code {code} after {self.starts} starts:\n" + "\n".join(last))
+        self._start()

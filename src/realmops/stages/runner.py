@@ -1,0 +1,114 @@
+"""Run one stage whole: inputs checked, work resumed, output and metrics committed together."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from realmops import artifacts, tracking
+from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
+
+WORK = ".realmops"
+UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
+
+
+def tracking_folder(root: Path) -> Path:
+    """Where the local MLflow database and unsent metrics of the runs under ``root`` lie."""
+    return root / WORK / "mlflow"
+
+
+def run_stage(
+    name: str, values: Mapping[str, Mapping[str, Any]], *, project: Path, root: Path, report: Report, force: bool = False
+) -> dict[str, Any]:
+    """Run a stage on the folders under ``root``; returns its metrics.
+
+    Args:
+        values: all sections of the params file.
+        project: where relative file names of the params start.
+        root: where the stages' folders lie (data/, models/, results/).
+        force: run again even when the output was made from the same inputs and options.
+
+    The output folder is replaced when the stage has succeeded, and only then.  A killed stage goes on from
+    its checkpoints when it is run again with the same options and inputs.
+    """
+    stage = STAGES[name]
+    sections = parse_sections(stage, values)
+    inputs = _inputs(stage, values, project, root)
+    key = fingerprint(stage, values, inputs)
+    final = root / stage.folder
+    if not force and (done := _finished(final, stage, key)) is not None:
+        report.say(f"{name}: nothing to do, {final} was made from the same inputs and options")
+        return done
+    work = root / WORK / "work" / f"{name}-{key[:16]}"
+    if force:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with ExitStack() as stack:
+        out = stack.enter_context(artifacts.atomic_folder(final))
+        journal = stack.enter_context(tracking.Journal(work / JOURNAL, name))
+        tracker = _tracker(stack, journal, name, values, inputs, project, root)
+        metrics = stage.run(Job(sections, inputs, out, work, journal, report))
+        metrics["seconds"] = round(time.monotonic() - started, 1)
+        journal.position()
+        if (work / JOURNAL).stat().st_size:
+            shutil.copyfile(work / JOURNAL, out / JOURNAL)
+        artifacts.write_json(out / METRICS, metrics)
+        artifacts.write_manifest(out, name, fingerprint=key, sections={s: values[s] for s in stage.sections})
+        if tracker is not None:
+            tracker.finish({f"final/{name}.{key}": value for key, value in metrics.items()} | _headline(name, metrics))
+    shutil.rmtree(work, ignore_errors=True)
+    return metrics
+
+
+def _inputs(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
+    inputs: dict[str, Path] = {}
+    for need in stage.needs:
+        folder = root / STAGES[need].folder
+        if need == "sample" and not folder.exists():
+            continue  # somebody else's corpus
+        artifacts.read_manifest(folder, need)
+        inputs[need] = folder
+    inputs |= external_files(stage, values, project, root)
+    return inputs
+
+
+def _finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
+    if not (final / artifacts.MANIFEST).is_file():
+        return None
+    try:
+        manifest = artifacts.read_manifest(final, stage.name)
+    except ValueError:
+        return None  # damaged: make it again
+    return artifacts.read_json(final / METRICS) if manifest.get("fingerprint") == key else None
+
+
+def _tracker(
+    stack: ExitStack,
+    journal: tracking.Journal,
+    name: str,
+    values: Mapping[str, Mapping[str, Any]],
+    inputs: Mapping[str, Path],
+    project: Path,
+    root: Path,
+) -> tracking.Tracker | None:
+    options = values["tracking"]
+    if not options["enabled"] or name in UNTRACKED:
+        return None
+    corpus = inputs.get("snapshot")
+    corpus_hash = artifacts.read_json(corpus / "corpus" / artifacts.MANIFEST)["corpus_hash"] if corpus else ""
+    params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
+    tags = tracking.provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
+    run_key = artifacts.digest_of([params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())])
+    run = tracking.Run(run_key, values, tags, experiment=options["experiment"])
+    return stack.enter_context(tracking.Tracker(journal.path, name, run, tracking_folder(root)))
+
+
+def _headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures that people compare runs by, under their plain names."""
+    names = {"evaluate": ("em", "recall_at_5"), "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null")}
+    return {key: metrics[key] for key in names.get(name, ()) if key in metrics}

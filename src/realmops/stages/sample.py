@@ -1,0 +1,22 @@
+"""Stage ``sample``: the embedded corpus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from realmops.config import Sample
+from realmops.corpus.sample import write_sample
+from realmops.stages import Job
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Write corpus, warm-up text, questions and tagged sentences; returns their counts."""
+    options: Sample = job.sections["sample"]
+    return write_sample(
+        job.out,
+        seed=options.seed,
+        subjects=options.subjects,
+        warmup_worlds=options.warmup_worlds,
+        test_share=options.test_share,
+        dev_share=options.dev_share,
+    )

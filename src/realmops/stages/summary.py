@@ -1,0 +1,30 @@
+"""The table that ``make run`` ends with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from realmops import artifacts
+from realmops.evaluate.report import summary_table
+from realmops.stages import METRICS, STAGES
+from realmops.stages.runner import tracking_folder
+from realmops.tracking import default_uri
+
+
+def print_summary(root: Path) -> None:
+    """Print the results under ``root`` and the two commands that people want next."""
+    metrics = {}
+    for stage in STAGES.values():
+        path = root / stage.folder / METRICS
+        if path.is_file():
+            metrics[stage.name] = artifacts.read_json(path)
+    if not metrics:
+        raise ValueError(f"{root.resolve()} holds no results; run 'make run' or 'realmops run all' there first")
+    console = Console(width=None if Console().is_terminal else 100)
+    console.print(summary_table(metrics))
+    page = root / STAGES["evaluate"].folder / "report.html"
+    if page.is_file():
+        print(f"The report, which opens without a network:  {page}")
+    print(f"Compare runs in the browser:  mlflow ui --backend-store-uri {default_uri(tracking_folder(root))}")

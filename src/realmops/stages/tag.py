@@ -1,0 +1,97 @@
+"""Stage ``tag``: salient spans of corpus and warm-up text."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realmops.artifacts import seed_for
+from realmops.config import BertOptions, Tag
+from realmops.corpus.conll import read_conll
+from realmops.corpus.dates import find_dates
+from realmops.corpus.snapshot import GIVEN_SPANS, Snapshot
+from realmops.corpus.spans import Spans, SpansWriter
+from realmops.model.files import build_bert
+from realmops.stages import Job
+from realmops.stages.common import context, open_snapshot, prepare
+from realmops.train.tagger import Tagger, find_entities, predict_words, tag_names, train_tagger
+
+DATE = "DATE"
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Write a spans folder for each snapshot; returns counts and, for a trained tagger, seqeval's F1."""
+    options: Tag = job.sections["tag"]
+    tagger: Tagger | None = None
+    metrics: dict[str, Any] = {}
+    if options.method == "tagger":
+        tagger, metrics = _train(job, options)
+    for name in ("corpus", "warmup"):
+        if (job.inputs["snapshot"] / name).is_dir():
+            snapshot = open_snapshot(job, name)
+            counts = _tag(job, options, tagger, snapshot, job.out / name)
+            metrics |= {("" if name == "corpus" else f"{name}_") + key: value for key, value in counts.items()}
+    return metrics
+
+
+def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
+    snapshot = open_snapshot(job)
+    training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
+    bert_options: BertOptions = job.sections["bert"]
+    run = job.sections["run"]
+    bert, _ = build_bert(bert_options, snapshot.tokenizer.get_vocab_size(), run.seed)
+    device, dtype = prepare(run)
+    tagger = Tagger(bert, tag_names(training))
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed_for(run.seed, "tagger"))
+        tagger.output.weight.normal_(0.0, 0.02, generator=generator)
+        tagger.output.bias.zero_()
+    tagger.to(device)
+    surroundings = context(job, "tag", options.steps, "tagger")
+    train_tagger(surroundings, tagger, training, snapshot.tokenizer, options, job.sections["optimiser"])
+    predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
+    return tagger, _scores([list(s.tags) for s in held_out], predicted)
+
+
+def _scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, Any]:
+    from seqeval.metrics import classification_report
+    from seqeval.scheme import IOB2
+
+    report = classification_report(gold, predicted, mode="strict", scheme=IOB2, output_dict=True, zero_division=0)
+    metrics = {f"f1_{name}": float(values["f1-score"]) for name, values in report.items() if not name.endswith("avg")}
+    return {"f1": float(report["micro avg"]["f1-score"]), **metrics}
+
+
+def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, folder: Path) -> dict[str, Any]:
+    if options.method == "given":
+        given = snapshot.folder / GIVEN_SPANS
+        if not given.is_dir():
+            raise ValueError(
+                f"{job.inputs['snapshot']}: tag.method is 'given', but no document has 'spans'; give each JSON line "
+                'its "spans": [[start, end, label], ...] or set tag.method to tagger or dates'
+            )
+        shutil.copytree(given, folder)
+        return {"spans": len(Spans.open(folder).rows)}
+    folder.mkdir()
+    progress = job.report.progress(f"tags of {snapshot.folder.name}", len(snapshot))
+    dtype = prepare(job.sections["run"])[1]
+    entities: Iterator[list[tuple[int, int, str]]] = (
+        find_entities(tagger, snapshot, options, dtype, progress) if tagger else iter([[]] * len(snapshot))
+    )
+    dates = options.dates or tagger is None
+    with SpansWriter(folder) as writer:
+        for passage, found in enumerate(entities):
+            chars = snapshot.chars(passage)
+            when = [(start, end, DATE) for start, end in find_dates(snapshot.text(passage))] if dates else []
+            writer.add(_without_overlap(when, found), chars, snapshot.sentences(passage), int(snapshot.sentence_offsets[passage]))
+        manifest = writer.close(corpus_hash=snapshot.corpus_hash, vocabulary_hash=snapshot.vocabulary_hash)
+    return {"spans": manifest["spans"], "spans_dropped": manifest["dropped"]["not_in_one_sentence"]}
+
+
+def _without_overlap(dates: list[tuple[int, int, str]], entities: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """Dates, and the entities that touch none of them."""
+    return dates + [e for e in entities if not any(e[0] < d[1] and d[0] < e[1] for d in dates)]

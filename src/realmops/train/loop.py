@@ -1,0 +1,153 @@
+"""The training loop that every stage shares: step, schedule, checkpoint, exact resume."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from realmops.artifacts import seed_for
+from realmops.config import Optimiser
+from realmops.train.optimiser import BertAdamW, Group, linear_schedule
+
+STATE, TENSORS = "state.json", "training.safetensors"
+
+
+class Checkpoints(Protocol):
+    """Where a loop keeps its state: the newest one that was saved whole comes back."""
+
+    def restore(self) -> dict[str, bytes] | None:
+        """The files of the newest good checkpoint, or None before the first."""
+
+    def save(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Commit a checkpoint of the state after ``step`` steps."""
+
+
+class Journal(Protocol):
+    """The metrics file of a stage."""
+
+    def log(self, step: int, **metrics: float) -> None:
+        """Append one line."""
+
+    def position(self) -> int:
+        """Bytes written so far."""
+
+    def truncate(self, position: int) -> None:
+        """Forget what was written behind ``position``."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a loop needs of its surroundings."""
+
+    stream: str  # name of the stage: part of every seed
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    checkpoints: Checkpoints
+    journal: Journal
+    progress: Callable[[int], None]
+    prefix: str = ""  # of the metrics' names
+    first_step: int = 0  # what the journal calls the loop's first step
+    journal_start: int = 0  # where the loop's lines begin
+
+
+class NoCheckpoints:
+    """Checkpoints of a loop that is too short to need any."""
+
+    def restore(self) -> None:
+        """Nothing was saved."""
+
+    def save(self, step: int, files: Mapping[str, bytes]) -> None:
+        """Nothing is saved."""
+
+
+@dataclass
+class Timer:
+    """Seconds spent per step, by part."""
+
+    started: float = 0.0
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        seconds, self.started = now - self.started, now
+        return seconds
+
+
+def fit(
+    context: Context,
+    groups: list[Group],
+    options: Optimiser,
+    step_loss: Callable[[int], tuple[Tensor, dict[str, float]]],
+    *,
+    steps: int,
+    checkpoint_every: int,
+    at_step: Callable[[int], None] | None = None,
+    frozen: Callable[[int], tuple[str, ...]] = lambda step: (),
+) -> int:
+    """Train for ``steps`` steps, or what is left of them after a kill; returns the journal's length at its end.
+
+    ``step_loss(step)`` gives the loss and the metrics to log; everything random in it is a function of
+    (seed, stream, step), so that the state after a resume is the undisturbed run's, bit for bit on one
+    machine.  ``at_step(step)`` runs between two steps, after the checkpoint of that step was committed.
+    ``frozen(step)`` names the groups that do not learn in a step.
+    """
+    optimiser = BertAdamW(groups, weight_decay=options.weight_decay, clip=options.clip)
+    warmup = int(min(10_000, max(options.warmup_min, options.warmup_share * steps)))
+    start, position = _restore(context, optimiser)
+    if start == steps:
+        return position
+    context.journal.truncate(position)
+    context.progress(start)
+    timer = Timer(time.perf_counter())
+    for step in range(start, steps):
+        if step > start and step % checkpoint_every == 0:
+            _save(context, optimiser, step)
+        if at_step is not None:
+            at_step(step)
+        between = timer.lap()
+        torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step))
+        loss, metrics = step_loss(step)
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        rate = linear_schedule(step, steps=steps, warmup=warmup)
+        norm = optimiser.step(rate, frozen=frozen(step))
+        metrics |= {"loss": loss.item(), "gradient_norm": norm, "rate": rate}
+        metrics |= {"step_seconds": timer.lap(), "between_seconds": between}
+        named = {context.prefix + name: value for name, value in metrics.items()}
+        context.journal.log(context.first_step + step, **named)
+        context.progress(1)
+    _save(context, optimiser, steps)
+    return context.journal.position()
+
+
+def _save(context: Context, optimiser: BertAdamW, step: int) -> None:
+    tensors = {f"p.{name}": p.detach() for name, p in zip(optimiser.names, optimiser.parameters, strict=True)}
+    tensors |= optimiser.state()
+    state = {"step": step, "journal": context.journal.position()}
+    files = {
+        TENSORS: save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}),
+        STATE: json.dumps(state, sort_keys=True).encode(),
+    }
+    context.checkpoints.save(step, files)
+
+
+def _restore(context: Context, optimiser: BertAdamW) -> tuple[int, int]:
+    """Put the newest checkpoint back; its step, and the journal's length then."""
+    files = context.checkpoints.restore()
+    if files is None:
+        return 0, context.journal_start
+    tensors, state = load_tensors(files[TENSORS]), json.loads(files[STATE])
+    with torch.no_grad():
+        for name, parameter in zip(optimiser.names, optimiser.parameters, strict=True):
+            parameter.copy_(tensors[f"p.{name}"])
+    optimiser.load_state(tensors)
+    return int(state["step"]), int(state["journal"])

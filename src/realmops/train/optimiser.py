@@ -1,0 +1,96 @@
+"""BERT's AdamW and its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-6
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a learning rate."""
+
+    name: str
+    module: nn.Module
+    learning_rate: float
+
+
+def linear_schedule(step: int, *, steps: int, warmup: int) -> float:
+    """The factor of the learning rate at ``step`` (from 0): linear warm-up, then linear decay to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return max(0.0, (steps - step) / max(1, steps - warmup))
+
+
+class BertAdamW:
+    """Adam with decoupled weight decay and WITHOUT bias correction, as BERT was trained.
+
+    m = 0.9 m + 0.1 g; v = 0.999 v + 0.001 g^2; p -= lr (m / (sqrt(v) + 1e-6) + decay p).
+    No decay for LayerNorm and biases (every parameter of one dimension).  The norm of all gradients
+    together is clipped first.
+    """
+
+    def __init__(self, groups: Iterable[Group], *, weight_decay: float, clip: float) -> None:
+        self.clip = clip
+        self.names: list[str] = []
+        self.parameters: list[Tensor] = []
+        self.rates: list[float] = []
+        self.decays: list[float] = []
+        seen: set[int] = set()
+        for group in groups:
+            for name, parameter in group.module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    self.names.append(f"{group.name}.{name}")
+                    self.parameters.append(parameter)
+                    self.rates.append(group.learning_rate)
+                    self.decays.append(weight_decay if parameter.dim() > 1 else 0.0)
+        self.m = [torch.zeros_like(p) for p in self.parameters]
+        self.v = [torch.zeros_like(p) for p in self.parameters]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, factor: float, *, frozen: tuple[str, ...] = ()) -> float:
+        """One update with the learning rates times ``factor``; returns the norm of the gradients before clipping.
+
+        Parameters without a gradient, and those of the groups in ``frozen``, stay as they are.
+        """
+        use = [
+            i
+            for i, p in enumerate(self.parameters)
+            if p.grad is not None and self.names[i].split(".", 1)[0] not in frozen
+        ]
+        gradients = [self.parameters[i].grad for i in use]
+        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
+        parameters, m, v = ([items[i] for i in use] for items in (self.parameters, self.m, self.v))
+        torch._foreach_lerp_(m, gradients, 1 - BETA_1)
+        torch._foreach_mul_(v, BETA_2)
+        torch._foreach_addcmul_(v, gradients, gradients, 1 - BETA_2)
+        update = torch._foreach_div(m, torch._foreach_add(torch._foreach_sqrt(v), EPSILON))
+        for place, i in enumerate(use):
+            if self.decays[i]:
+                update[place].add_(self.parameters[i], alpha=self.decays[i])
+        torch._foreach_mul_(update, [-factor * self.rates[i] for i in use])
+        torch._foreach_add_(parameters, update)
+        return float(norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """The moments by parameter name, for a checkpoint."""
+        return {f"{kind}.{name}": t for kind, ts in (("m", self.m), ("v", self.v)) for name, t in zip(self.names, ts, strict=True)}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put the moments of a checkpoint back."""
+        for kind, tensors in (("m", self.m), ("v", self.v)):
+            for name, tensor in zip(self.names, tensors, strict=True):
+                tensor.copy_(state[f"{kind}.{name}"])

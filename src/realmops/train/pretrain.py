@@ -1,0 +1,348 @@
+"""REALM pre-training: retrieve, read, and learn both from masked words (paper, sections 3.1 to 3.4).
+
+Shape suffixes: B examples, K candidates (the null document last), E embedding width, M most masks of an
+example, N sequences, P passages, U unique passages of a batch, Q sampled queries.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realmops.artifacts import seed_for
+from realmops.bert import Packed, autocast
+from realmops.config import Optimiser, Pretrain
+from realmops.corpus.masking import mask_positions
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import Spans
+from realmops.corpus.wordpieces import contains
+from realmops.index.embed import embed, query_sequences
+from realmops.index.mips import search
+from realmops.index.staleness import top_k_change
+from realmops.model import likelihood
+from realmops.model.joins import SpecialTokens, join_document, join_query, join_reader
+from realmops.model.reader import Reader
+from realmops.model.retriever import Retriever
+from realmops.train.ict import sentences_with_spans
+from realmops.train.loop import Context, fit
+from realmops.train.optimiser import Group
+
+NULL = -1
+COLLAPSE_WINDOW = 50
+
+
+@dataclass(frozen=True)
+class Example:
+    """A masked sentence: ``x`` with [MASK] in place, where the masks are, what they hid, where it is from."""
+
+    passage: int
+    original: np.ndarray
+    x: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+
+
+class Examples:
+    """Masked sentences of a corpus, drawn by seed and step."""
+
+    def __init__(self, snapshot: Snapshot, spans: Spans, options: Pretrain) -> None:
+        self.snapshot, self.options = snapshot, options
+        self.special = SpecialTokens.of(snapshot.tokenizer)
+        self.rows = sentences_with_spans(snapshot, spans)
+        passages = self.rows[:, 0]
+        self.first_row = np.flatnonzero(np.diff(passages, prepend=-1))
+        self.end_row = np.append(self.first_row[1:], len(passages))
+        size = snapshot.tokenizer.get_vocab_size()
+        self.is_continuation = np.array([str(snapshot.tokenizer.id_to_token(i)).startswith("##") for i in range(size)])
+
+    def draw(self, rng: np.random.Generator) -> Example:
+        """A passage uniform among those with a span, then one of its spans uniform; x is the span's sentence."""
+        chosen = int(rng.integers(len(self.first_row)))
+        row = int(rng.integers(self.first_row[chosen], self.end_row[chosen]))
+        return self.example(row, rng)
+
+    def example(self, row: int, rng: np.random.Generator) -> Example:
+        """The sentence of one span, masked."""
+        passage, first, end, start, stop = (int(v) for v in self.rows[row])
+        end = min(end, first + self.options.query_wordpieces - 2)
+        if start >= end:  # the span lies behind the limit: take the sentence's end instead of its start
+            end = stop
+            first = max(first, end - self.options.query_wordpieces + 2)
+        original = self.snapshot.body(passage)[first:end]
+        salient = (start - first, min(stop, end) - first)
+        at = mask_positions(
+            self.options.masking, rng, salient, self.is_continuation[original], self.options.max_masks
+        )
+        x = original.copy()
+        x[at] = self.special.mask
+        return Example(passage, original, x, at, original[at])
+
+
+@dataclass
+class Index:
+    """An adopted generation: embeddings P x E, the retriever it belongs to, and when its weights were made."""
+
+    step: int
+    embedding_PE: Tensor
+    retriever: Retriever
+    published: float
+    new: bool  # False for the one that a resumed run had in use already
+
+
+class IndexSource(Protocol):
+    """The trainer's side of the exchange, as the loop sees it."""
+
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        """Publish and adopt as the options say; the generation to use from this step on, or None to go on."""
+
+
+class Candidates:
+    """Retrieval for training: the top passages of an index, trivial ones excluded."""
+
+    def __init__(self, snapshot: Snapshot, options: Pretrain) -> None:
+        self.snapshot, self.options = snapshot, options
+        self.documents = options.candidates - int(options.null_document)
+        self.counts = Counter[str]()  # passages that each rule dropped, and examples short of candidates
+
+    def retrieve(self, examples: Sequence[Example], query_BE: Tensor, index: Index) -> list[list[int]]:
+        """Passage ids for each example, best first; fewer than wanted only where the corpus has no more.
+
+        Dropped are the passage of x itself and every passage that contains the unmasked sentence.
+        """
+        wanted = self.documents
+        _, ids = search(query_BE.to(index.embedding_PE.device), index.embedding_PE, wanted + 8)
+        result = []
+        for row, example in enumerate(examples):
+            kept = self._keep(example, ids[row].tolist(), wanted)
+            if len(kept) < wanted and ids.shape[1] < len(self.snapshot):
+                _, more = search(query_BE[row : row + 1].to(index.embedding_PE.device), index.embedding_PE, 16 * (wanted + 8))
+                kept = self._keep(example, more[0].tolist(), wanted)
+            self.counts["short"] += len(kept) < wanted
+            result.append(kept)
+        return result
+
+    def _keep(self, example: Example, ids: list[int], wanted: int) -> list[int]:
+        if not self.options.exclude_trivial:
+            return ids[:wanted]
+        kept: list[int] = []
+        for passage in ids:
+            if len(kept) == wanted:
+                break
+            if passage == example.passage:
+                self.counts["dropped_own"] += 1
+            elif contains(self.snapshot.body(passage), example.original):
+                self.counts["dropped_containing"] += 1
+            else:
+                kept.append(passage)
+        return kept
+
+
+class Realm:
+    """The two models joined: the loss of a batch of masked sentences and what there is to say about it."""
+
+    def __init__(self, retriever: Retriever, reader: Reader, snapshot: Snapshot, options: Pretrain, dtype: torch.dtype) -> None:
+        self.retriever, self.reader, self.snapshot, self.options = retriever, reader, snapshot, options
+        self.special = SpecialTokens.of(snapshot.tokenizer)
+        self.device, self.dtype = reader.bert.word.weight.device, dtype
+        nothing = np.zeros(0, dtype=np.int64)
+        self.null = join_document(nothing, nothing, self.special, snapshot.block_wordpieces)
+
+    def queries(self, examples: Sequence[Example]) -> list[np.ndarray]:
+        """[CLS] x [SEP] of masked sentences."""
+        return [join_query(e.x, self.special, self.options.query_wordpieces) for e in examples]
+
+    def log_prior(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """log p(z|x) with fresh parameters over each example's candidates, the null document last: B x K.
+
+        Each passage of the batch is embedded once.  The second result marks candidates that do not exist.
+        """
+        passages = sorted({p for row in candidates for p in row})
+        place = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
+        documents = [
+            join_document(self.snapshot.title_tokens(p), self.snapshot.body(p), self.special, self.snapshot.block_wordpieces)
+            for p in passages
+        ]
+        documents += [self.null] if self.options.null_document or not documents else []
+        with autocast(self.device, self.dtype):
+            query_BE = self.retriever.query(Packed(self.queries(examples)))
+            document_UE = self.retriever.document(Packed([d[0] for d in documents], [d[1] for d in documents]))
+        rows, missing = self._rows(candidates, place)
+        relevance_BK = self.retriever.relevance(query_BE, document_UE[rows.to(document_UE.device)])
+        missing = missing.to(relevance_BK.device)
+        return likelihood.log_prior(relevance_BK.masked_fill(missing, -torch.inf)), missing
+
+    def _rows(self, candidates: Sequence[Sequence[int]], place: dict[int, int]) -> tuple[Tensor, Tensor]:
+        null = [NULL] if self.options.null_document else []
+        full = [[*row] + [None] * (self.options.candidates - len(null) - len(row)) + null for row in candidates]
+        missing = torch.tensor([[p is None for p in row] for row in full])
+        return torch.tensor([[0 if p is None else place[p] for p in row] for row in full]), missing
+
+    def log_token(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """log p(y_j|z,x) of every masked wordpiece under every candidate, null last: B x K x M; and which j exist."""
+        options, longest = self.options, max(len(e.positions) for e in examples)
+        count = options.candidates
+        tokens, segments, rows, targets, flat = [], [], [], [], []
+        start = 0
+        empty = np.zeros(0, dtype=np.int64)
+        for b, example in enumerate(examples):
+            bodies = [self.snapshot.body(p) for p in candidates[b]]
+            slots = list(range(len(bodies)))
+            if options.null_document:
+                bodies, slots = [*bodies, empty], [*slots, count - 1]
+            for k, body in zip(slots, bodies, strict=True):
+                sequence, segment, _ = join_reader(example.x, body, self.special, options.reader_wordpieces)
+                tokens.append(sequence)
+                segments.append(segment)
+                rows.append(start + 1 + example.positions)
+                targets.append(example.targets)
+                flat.append((b * count + k) * longest + np.arange(len(example.positions)))
+                start += len(sequence)
+        with autocast(self.device, self.dtype):
+            log_token_N = self.reader.log_token(
+                Packed(tokens, segments), torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets))
+            )
+        out = log_token_N.new_zeros(len(examples) * count * longest)
+        out = out.index_copy(0, torch.from_numpy(np.concatenate(flat)).to(out.device), log_token_N)
+        is_mask = torch.arange(longest)[None, :] < torch.tensor([len(e.positions) for e in examples])[:, None]
+        return out.view(len(examples), count, longest), is_mask.to(out.device)
+
+    def loss(
+        self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], *, retriever_learns: bool
+    ) -> tuple[Tensor, dict[str, float]]:
+        """-log p(y|x), the mean over examples (joint) or over masked wordpieces (per_token)."""
+        with torch.set_grad_enabled(retriever_learns):
+            log_prior_BK, missing_BK = self.log_prior(examples, candidates)
+        log_token_BKM, is_mask_BM = self.log_token(examples, candidates)
+        log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, is_mask_BM)
+        log_joint_B = likelihood.log_marginal_joint(log_prior_BK, log_likelihood_BK)
+        if self.options.marginal == "joint":
+            loss = -log_joint_B.mean()
+        else:
+            loss = -likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM).sum() / is_mask_BM.sum()
+        return loss, self._metrics(log_prior_BK.detach(), log_likelihood_BK.detach(), log_joint_B.detach(), missing_BK)
+
+    def _metrics(self, log_prior_BK: Tensor, log_likelihood_BK: Tensor, log_joint_B: Tensor, missing_BK: Tensor) -> dict[str, float]:
+        prior_BK = log_prior_BK.exp()
+        metrics = {"log_marginal": log_joint_B.mean().item(), "top_share": prior_BK.amax(-1).mean().item()}
+        if self.options.null_document:
+            null_B = log_likelihood_BK[:, -1]
+            utility_BK = likelihood.retrieval_utility(log_likelihood_BK, null_B)[:, :-1]
+            there_BK = ~missing_BK[:, :-1]
+            best_B = utility_BK.masked_fill(~there_BK, -torch.inf).amax(-1)
+            metrics |= {
+                "p_null": prior_BK[:, -1].mean().item(),
+                "retrieval_utility": utility_BK[there_BK].mean().item(),
+                "retrieval_utility_top": utility_BK[:, 0].mean().item(),
+                "retrieval_utility_best": best_B.mean().item(),
+                "marginal_gain": likelihood.marginal_gain(log_joint_B, null_B).mean().item(),
+            }
+        return metrics
+
+
+class CollapseAlarm:
+    """The vicious cycle of section 3.4: null, or one passage for everybody, takes all mass and gradients die."""
+
+    def __init__(self, share: float, warn: Callable[[str], None]) -> None:
+        self.share, self.warn = share, warn
+        self.null: list[float] = []
+        self.first: list[int] = []
+        self.raised = False
+
+    def watch(self, step: int, p_null: float, first_choices: Sequence[int]) -> bool:
+        """Take one step's numbers; warns once, and returns whether the retriever has collapsed."""
+        self.null = [*self.null, p_null][-COLLAPSE_WINDOW:]
+        self.first = [*self.first, *first_choices][-COLLAPSE_WINDOW * max(1, len(first_choices)) :]
+        if len(self.null) < COLLAPSE_WINDOW:
+            return False
+        null = float(np.mean(self.null))
+        values, counts = np.unique(self.first, return_counts=True)
+        one = counts.max() / counts.sum()
+        collapsed = null > self.share or one > self.share
+        if collapsed and not self.raised:
+            what = f"the null document has {null:.0%} of p(z|x)" if null > self.share else f"passage {values[counts.argmax()]} comes first for {one:.0%} of the queries"
+            self.warn(
+                f"step {step}: the retriever has collapsed: {what} over the last {COLLAPSE_WINDOW} steps, and its gradient dies. "
+                "Train ict longer, raise pretrain.retriever_delay or lower pretrain.retriever_learning_rate"
+            )
+        self.raised = self.raised or collapsed
+        return collapsed
+
+
+def pretrain(
+    context: Context,
+    retriever: Retriever,
+    reader: Reader,
+    snapshot: Snapshot,
+    spans: Spans,
+    options: Pretrain,
+    optimiser: Optimiser,
+    source: IndexSource,
+    *,
+    evaluate: Callable[[Index], dict[str, float]],
+    warn: Callable[[str], None],
+) -> None:
+    """Run REALM pre-training; ``evaluate`` gives metrics of every adopted index, logged at its step."""
+    examples, realm = Examples(snapshot, spans, options), Realm(retriever, reader, snapshot, options, context.dtype)
+    candidates = Candidates(snapshot, options)
+    alarm = CollapseAlarm(options.collapse_share, warn)
+    current: list[Index] = []
+    adopted: dict[str, float] = {}
+
+    def at_step(step: int) -> None:
+        new = source.at_step(step, retriever)
+        if new is None:
+            assert current, "the first step needs an index"
+            return
+        if current and options.staleness_queries:
+            adopted["top_k_change"] = _change(current[0], new, examples, realm, options, context)
+        current[:] = [new]
+        if new.new:
+            adopted.update(evaluate(new), refreshed=1.0)
+
+    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        index = current[0]
+        rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
+        batch = [examples.draw(rng) for _ in range(options.batch_size)]
+        searcher = index.retriever if options.query_encoder == "snapshot" else retriever
+        query_BE = embed(searcher.query, query_sequences(realm.queries(batch)), context.dtype)
+        found = candidates.retrieve(batch, query_BE, index)
+        loss, metrics = realm.loss(batch, found, retriever_learns=step >= options.retriever_delay)
+        metrics |= {"staleness_steps": float(step - index.step), "staleness_seconds": time.time() - index.published}
+        metrics["collapsed"] = float(alarm.watch(step, metrics.get("p_null", 0.0), [row[0] for row in found if row]))
+        metrics |= {name: float(count) for name, count in candidates.counts.items()} | adopted
+        candidates.counts.clear()
+        adopted.clear()
+        return loss, metrics
+
+    groups = [
+        Group("retriever", retriever, options.retriever_learning_rate),
+        Group("reader", reader, options.reader_learning_rate),
+    ]
+    fit(
+        context,
+        groups,
+        optimiser,
+        step_loss,
+        steps=options.steps,
+        checkpoint_every=options.refresh_every,
+        at_step=at_step,
+        frozen=lambda step: ("retriever",) if step < options.retriever_delay else (),
+    )
+
+
+def _change(old: Index, new: Index, examples: Examples, realm: Realm, options: Pretrain, context: Context) -> float:
+    """Share of the top k of sampled queries that the new generation changes."""
+    rng = np.random.default_rng(seed_for(context.seed, context.stream, "staleness"))
+    queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(options.staleness_queries)]))
+    ids: list[Any] = []
+    for index in (old, new):
+        query_QE = embed(index.retriever.query, queries, context.dtype)
+        ids.append(search(query_QE.to(index.embedding_PE.device), index.embedding_PE, options.candidates)[1].cpu().numpy())
+    return top_k_change(ids[0], ids[1])

@@ -1,0 +1,182 @@
+"""The salient span tagger: BERT token classification, trained on CoNLL data (paper, section 3.4).
+
+The vocabulary is uncased, names are not: whether a word starts with a capital enters as its segment.
+
+Shape suffixes: T wordpieces of all sentences, D width, L tags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from realmops.artifacts import seed_for
+from realmops.bert import Bert, Packed, autocast
+from realmops.config import Optimiser, Tag
+from realmops.corpus.conll import TaggedSentence
+from realmops.corpus.snapshot import Snapshot
+from realmops.model.joins import SpecialTokens
+from realmops.train.loop import Context, fit
+from realmops.train.optimiser import Group
+
+BATCH_WORDPIECES = 4096
+
+
+class Tagger(nn.Module):
+    """A BERT with a linear layer over its hidden states."""
+
+    def __init__(self, bert: Bert, tags: Sequence[str]) -> None:
+        super().__init__()
+        self.bert, self.tags = bert, tuple(tags)
+        self.output = nn.Linear(bert.config.width, len(tags))
+
+    def forward(self, batch: Packed) -> Tensor:
+        """Logits T x L."""
+        return self.output(self.bert(batch))
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    tokens: np.ndarray
+    capitals: np.ndarray
+    first_piece: np.ndarray  # row of each word's first wordpiece; -1 where the word was cut off
+    tags: np.ndarray  # tag of each row; [CLS] and [SEP] have O
+
+
+def tag_names(sentences: Iterable[TaggedSentence]) -> list[str]:
+    """O, then B- and I- of every type that occurs, sorted."""
+    types = sorted({tag[2:] for s in sentences for tag in s.tags if tag != "O"})
+    return ["O", *(f"{prefix}-{name}" for name in types for prefix in "BI")]
+
+
+def _encode(sentence: TaggedSentence, tokenizer: Tokenizer, tags: Sequence[str], limit: int) -> _Encoded:
+    special = SpecialTokens.of(tokenizer)
+    number = {tag: i for i, tag in enumerate(tags)}
+    tokens, capitals, labels, first = [special.cls], [0], [0], []
+    for word, tag in zip(sentence.words, sentence.tags, strict=True):
+        pieces = tokenizer.encode(word, add_special_tokens=False).ids or [special.unknown]
+        first.append(len(tokens) if len(tokens) + len(pieces) < limit else -1)
+        if first[-1] < 0:
+            continue
+        inside = "I" + tag[1:] if tag != "O" else "O"
+        tokens += pieces
+        capitals += [int(_is_capital(word))] * len(pieces)
+        labels += [number.get(tag, 0)] + [number.get(inside, 0)] * (len(pieces) - 1)
+    return _Encoded(
+        np.array([*tokens, special.sep]), np.array([*capitals, 0]), np.array(first), np.array([*labels, 0])
+    )
+
+
+def _is_capital(word: str) -> bool:
+    return word[:1].isupper()
+
+
+def train_tagger(
+    context: Context, tagger: Tagger, sentences: Sequence[TaggedSentence], tokenizer: Tokenizer, options: Tag, optimiser: Optimiser
+) -> None:
+    """Cross entropy over every wordpiece; the pieces of a word behind its first are inside the entity."""
+    encoded = [_encode(s, tokenizer, tagger.tags, options.wordpieces) for s in sentences]
+
+    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        tagger.train()
+        rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
+        batch = [encoded[i] for i in rng.integers(len(encoded), size=options.batch_size)]
+        with autocast(context.device, context.dtype):
+            logits_TL = tagger(Packed([e.tokens for e in batch], [e.capitals for e in batch]))
+        target_T = torch.from_numpy(np.concatenate([e.tags for e in batch])).to(logits_TL.device)
+        return F.cross_entropy(logits_TL.float(), target_T), {}
+
+    fit(
+        context,
+        [Group("tagger", tagger, options.learning_rate)],
+        optimiser,
+        step_loss,
+        steps=options.steps,
+        checkpoint_every=max(1, options.steps),
+    )
+
+
+@torch.no_grad()
+def _predict(tagger: Tagger, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype) -> list[np.ndarray]:
+    """The best tag of every row of every sequence."""
+    tagger.eval()
+    device = tagger.output.weight.device
+    out: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(sequences)
+    order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i][0]), i))
+    start = 0
+    while start < len(order):
+        end, size = start, 0
+        while end < len(order) and (end == start or size + len(sequences[order[end]][0]) <= BATCH_WORDPIECES):
+            size += len(sequences[order[end]][0])
+            end += 1
+        batch = Packed([sequences[i][0] for i in order[start:end]], [sequences[i][1] for i in order[start:end]])
+        with autocast(device, dtype):
+            best_T = tagger(batch).argmax(-1).cpu().numpy()
+        for i, part in zip(order[start:end], np.split(best_T, batch.starts[1:-1]), strict=True):
+            out[i] = part
+        start = end
+    return out
+
+
+def predict_words(
+    tagger: Tagger, sentences: Sequence[TaggedSentence], tokenizer: Tokenizer, options: Tag, dtype: torch.dtype
+) -> list[list[str]]:
+    """One tag per word, that of its first wordpiece; for scoring against CoNLL data."""
+    encoded = [_encode(s, tokenizer, tagger.tags, options.wordpieces) for s in sentences]
+    best = _predict(tagger, [(e.tokens, e.capitals) for e in encoded], dtype)
+    return [[tagger.tags[b[row]] if row >= 0 else "O" for row in e.first_piece] for e, b in zip(encoded, best, strict=True)]
+
+
+def find_entities(
+    tagger: Tagger, snapshot: Snapshot, options: Tag, dtype: torch.dtype, progress: Callable[[int], None] | None = None
+) -> Iterator[list[tuple[int, int, str]]]:
+    """For each passage, in order, its entities as (character start, end, type), cut at whole words."""
+    special = SpecialTokens.of(snapshot.tokenizer)
+    size = snapshot.tokenizer.get_vocab_size()
+    continues = np.array([str(snapshot.tokenizer.id_to_token(i)).startswith("##") for i in range(size)])
+    chunk = 2048
+    for low in range(0, len(snapshot), chunk):
+        passages = range(low, min(low + chunk, len(snapshot)))
+        sequences, places = [], []
+        for passage in passages:
+            body, text, chars = snapshot.body(passage), snapshot.text(passage), snapshot.chars(passage)
+            for first, end in snapshot.sentences(passage).tolist():
+                end = min(end, first + options.wordpieces - 2)
+                tokens = np.concatenate([[special.cls], body[first:end], [special.sep]])
+                capitals = np.zeros(len(tokens), dtype=np.int64)
+                for row in range(first, end):
+                    is_word = row == first or not continues[body[row]]
+                    capitals[1 + row - first] = _is_capital(text[chars[row, 0]]) if is_word else capitals[row - first]
+                sequences.append((tokens, capitals))
+                places.append((passage, first, end))
+        found: dict[int, list[tuple[int, int, str]]] = {p: [] for p in passages}
+        for (passage, first, end), best in zip(places, _predict(tagger, sequences, dtype), strict=True):
+            body, chars = snapshot.body(passage), snapshot.chars(passage)
+            starts_word = ~continues[body[first:end]]
+            for start, stop, name in _runs([tagger.tags[b] for b in best[1:-1]], starts_word):
+                found[passage].append((int(chars[first + start, 0]), int(chars[first + stop - 1, 1]), name))
+        for passage in passages:
+            yield found[passage]
+        if progress is not None:
+            progress(len(passages))
+
+
+def _runs(tags: Sequence[str], starts_word: np.ndarray) -> Iterator[tuple[int, int, str]]:
+    """Entities as (first row, end row, type): whole words whose first wordpiece has the type's tag."""
+    start, name = -1, ""
+    for row, tag in enumerate(tags):
+        if not (starts_word[row] or row == 0):
+            continue  # the rest of a word goes where its first wordpiece went
+        if start >= 0 and tag != f"I-{name}":
+            yield start, row, name
+            start = -1
+        if tag != "O" and start < 0:
+            start, name = row, tag[2:]
+    if start >= 0:
+        yield start, len(tags), name

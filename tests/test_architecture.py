@@ -1,0 +1,262 @@
+"""The direction of imports (CONTRIBUTING.md, "The layers"), read from the syntax trees of src/realmops."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+# Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
+LAYERS = (
+    ("__init__",),
+    ("artifacts", "config", "bert"),
+    ("corpus",),
+    ("model",),
+    ("index",),
+    ("train", "evaluate"),
+    ("tracking", "stages"),
+    ("console", "cluster", "kfp_entry", "cli", "__main__"),
+)
+# Within a row, left may be imported by right: only these.
+WITHIN_A_ROW = {
+    ("artifacts", "config"),
+    ("artifacts", "bert"),
+    ("config", "bert"),
+    ("tracking", "stages"),
+    ("console", "cli"),
+    ("cluster", "cli"),
+    ("cli", "__main__"),
+}
+RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
+CORE = {"artifacts", "config", "bert", "corpus", "model", "index", "train", "evaluate"}
+# `realmops --help` and every DVC stage's start pay for what these import on top, directly or through others.
+LIGHT_UNITS = ("cli", "config", "stages", "tracking")
+LIGHT_LIBRARIES = {"click", "yaml"}
+IN_ONE_MODULE = ("mlflow", "faiss", "kfp", "kubernetes")
+PICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+
+
+@dataclass(frozen=True)
+class Import:
+    importer: str  # dotted module name
+    target: str  # dotted name as imported; `from a import b` gives a.b
+    line: int
+    on_top: bool  # runs when the importer is imported
+
+
+def module_name(path: Path, source: Path) -> str:
+    parts = list(path.relative_to(source).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def read_modules(source: Path) -> dict[str, Path]:
+    return {module_name(path, source): path for path in sorted(source.rglob("*.py"))}
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def read_imports(module: str, path: Path) -> Iterator[Import]:
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+
+    def walk(node: ast.AST, on_top: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                for alias in child.names:
+                    yield Import(module, alias.name, child.lineno, on_top)
+            elif isinstance(child, ast.ImportFrom):
+                base = child.module or ""
+                if child.level:
+                    above = package.split(".")[: len(package.split(".")) - child.level + 1]
+                    base = ".".join([*above, *filter(None, [child.module])])
+                for alias in child.names:
+                    yield Import(module, f"{base}.{alias.name}", child.lineno, on_top)
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from walk(child, on_top and not inside and not is_type_checking(child))
+
+    yield from walk(ast.parse(path.read_text(encoding="utf-8"), filename=str(path)), True)
+
+
+MODULES = read_modules(SOURCE)
+IMPORTS = [found for module, path in MODULES.items() for found in read_imports(module, path)]
+
+
+def unit(dotted: str) -> str:
+    """The module or package directly under realmops that a dotted name lies in."""
+    parts = dotted.split(".")
+    return parts[1] if len(parts) > 1 and f"realmops.{parts[1]}" in MODULES else "__init__"
+
+
+def library(found: Import) -> str:
+    return found.target.split(".")[0]
+
+
+def is_ours(found: Import) -> bool:
+    return library(found) == "realmops"
+
+
+def where(found: Import) -> str:
+    return f"{MODULES[found.importer].relative_to(SOURCE.parent)}:{found.line} imports {found.target}"
+
+
+def may_import(importer: str, target: str) -> bool:
+    return importer == target or RANK[target] < RANK[importer] or (target, importer) in WITHIN_A_ROW
+
+
+def test_every_unit_has_a_layer() -> None:
+    units = {unit(module) for module in MODULES}
+    assert units <= set(RANK), f"give {units - set(RANK)} a place in LAYERS and in CONTRIBUTING.md"
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        where(found)
+        for found in IMPORTS
+        if is_ours(found) and not may_import(unit(found.importer), unit(found.target))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("importer", "target", "allowed"),
+    [
+        ("model", "corpus", True),
+        ("corpus", "model", False),
+        ("train", "evaluate", False),
+        ("evaluate", "train", False),
+        ("bert", "artifacts", True),
+        ("artifacts", "bert", False),
+        ("stages", "tracking", True),
+        ("train", "tracking", False),
+        ("cli", "stages", True),
+        ("stages", "cli", False),
+    ],
+)
+def test_the_rule_itself(importer: str, target: str, allowed: bool) -> None:
+    assert may_import(importer, target) is allowed
+
+
+@pytest.mark.parametrize("name", IN_ONE_MODULE)
+def test_imported_in_one_module(name: str) -> None:
+    importers = {found.importer for found in IMPORTS if library(found) == name}
+    assert len(importers) <= 1, f"{name} is imported by {sorted(importers)}; keep one"
+
+
+def test_the_core_runs_without_the_operations_tools() -> None:
+    """A bare GPU box has no mlflow, dvc or kfp; faiss there is a choice, so never imported on top."""
+    never = {"mlflow", "dvc", "kfp", "kubernetes"}
+    not_on_top = {*never, "faiss"}
+    wrong = [
+        where(found)
+        for found in IMPORTS
+        if unit(found.importer) in CORE and library(found) in (not_on_top if found.on_top else never)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_corpus_needs_no_torch() -> None:
+    """Text is read, cut and tokenised without loading torch."""
+    wrong = [
+        where(found) for found in IMPORTS if unit(found.importer) == "corpus" and library(found) == "torch"
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def imported_on_top(module: str) -> list[str]:
+    """Modules of ours that importing ``module`` runs: what it names on top, and the packages around each."""
+    on_top = [found for found in IMPORTS if found.importer == module and found.on_top and is_ours(found)]
+    dotted = [module, *(found.target for found in on_top)]
+    around = {".".join(name.split(".")[:end]) for name in dotted for end in range(1, name.count(".") + 2)}
+    return sorted(around & MODULES.keys())
+
+
+def chains_on_top(start: str) -> dict[str, list[str]]:
+    """Every module of ours that importing ``start`` runs, with the way there."""
+    ways = {start: [start]}
+    queue = [start]
+    while queue:
+        module = queue.pop(0)
+        for target in imported_on_top(module):
+            if target not in ways:
+                ways[target] = [*ways[module], target]
+                queue.append(target)
+    return ways
+
+
+@pytest.mark.parametrize("name", LIGHT_UNITS)
+def test_light_modules_import_nothing_heavy(name: str) -> None:
+    """On top: the standard library, click and yaml; through other modules of ours, too."""
+    start = f"realmops.{name}"
+    assert start in MODULES, f"{start} is gone; take it out of LIGHT_UNITS"
+    allowed = sys.stdlib_module_names | LIGHT_LIBRARIES | {"realmops"}
+    wrong = [
+        f"{' -> '.join(way)}: {where(found)}"
+        for module, way in chains_on_top(start).items()
+        for found in IMPORTS
+        if found.importer == module and found.on_top and library(found) not in allowed
+    ]
+    assert not wrong, "import these inside the functions that use them:\n" + "\n".join(wrong)
+
+
+def serialisation_by_code(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Lines that write or read Python objects as code: torch.save, torch.load, allow_pickle=True."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization"):
+            yield from ((node.lineno, f"torch.{a.name}") for a in node.names if a.name in ("load", "save"))
+        elif isinstance(node, ast.keyword) and ast.unparse(node) == "allow_pickle=True":
+            yield node.lineno, ast.unparse(node)
+
+
+def test_no_pickle() -> None:
+    wrong = [where(found) for found in IMPORTS if library(found) in PICKLERS]
+    for path in MODULES.values():
+        found = serialisation_by_code(ast.parse(path.read_text(encoding="utf-8")))
+        wrong += [f"{path.relative_to(SOURCE.parent)}:{line} {text}" for line, text in found]
+    assert not wrong, "use safetensors, JSON, Parquet or .npy:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import torch\ntorch.save(x, p)", ["torch.save"]),
+        ("from torch import load as l", ["torch.load"]),
+        ("np.load(p, allow_pickle=True)", ["allow_pickle=True"]),
+        ("np.load(p, allow_pickle=False)", []),
+        ("json.load(f)", []),
+    ],
+)
+def test_pickle_is_seen(text: str, expected: list[str]) -> None:
+    assert [found for _, found in serialisation_by_code(ast.parse(text))] == expected
+
+
+def test_imports_are_read(tmp_path: Path) -> None:
+    """Relative imports, imports in functions and imports for type checkers."""
+    package = tmp_path / "realmops" / "corpus"
+    package.mkdir(parents=True)
+    path = package / "tagger.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from ..artifacts import read_json\n"
+        "from . import dates\n"
+        "if TYPE_CHECKING:\n    import pyarrow\n"
+        "def tag():\n    import torch\n"
+    )
+    module = module_name(path, tmp_path)
+    assert module == "realmops.corpus.tagger"
+    found = [(item.target, item.on_top) for item in read_imports(module, path)]
+    assert found == [
+        ("typing.TYPE_CHECKING", True),
+        ("realmops.artifacts.read_json", True),
+        ("realmops.corpus.dates", True),
+        ("pyarrow", False),
+        ("torch", False),
+    ]

@@ -1,0 +1,334 @@
+"""The builder's loop: what it builds next, what a restart keeps, when it ends, and several at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import exchange_lab
+import pytest
+from exchange_lab import (
+    IDENTITY,
+    PART_ROWS,
+    ROOT,
+    ROWS,
+    WORK,
+    Fault,
+    Killed,
+    MemoryFiles,
+    StillClock,
+    builder_on,
+    check_index,
+    embedder,
+)  # fmt: skip
+
+from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, Work, keep_parts, run_builder
+from realmops.index.exchange import Exchange, Policy, Trainer, part_name
+from realmops.index.files import Files
+from realmops.index.versions import version_name
+
+PARAMS = {"params.bin": b"p" * 32}
+
+
+def trainer_on(files: Files, adopt: Any = "fixed_lag", root: Path = ROOT) -> Trainer:
+    return Trainer(Exchange.open(root, IDENTITY, files=files, clock=StillClock(), grace=0.0), Policy(adopt))
+
+
+def counting(embedded: list[tuple[int, int]]) -> Work:
+    """The toy work, and a record of the rows that were embedded."""
+
+    def recording(weights: Any) -> Any:
+        def rows(first: int, end: int) -> dict[str, bytes]:
+            embedded.append((first, end))
+            return embedder(weights)(first, end)
+
+        return rows
+
+    return Work(ROWS, PART_ROWS, recording, WORK.merge)
+
+
+def builder_with(work: Work, files: Files, name: str = "0") -> Builder:
+    exchange = Exchange.open(ROOT, IDENTITY, f"builder-{name}", files=files, clock=StillClock(), grace=0.0)
+    return Builder(exchange, work, on_status=lambda message: None)
+
+
+def test_ranges_cover_all_rows_once() -> None:
+    assert Work(5, 3, embedder).ranges() == [(0, 3), (3, 5)]
+    assert Work(6, 3, embedder).ranges() == [(0, 3), (3, 6)]
+    with pytest.raises(ValueError, match="rows and part_rows must be above 0, not 5 and 0"):
+        Work(5, 0, embedder)
+
+
+def test_an_index_says_what_it_was_made_of() -> None:
+    files = MemoryFiles()
+    trainer = trainer_on(files)
+    trainer.publish_weights(7, PARAMS, {})
+    digest = trainer.exchange.weights.manifest(version_name(1, 7)).digest
+    assert builder_on(files, StillClock()).build_next()
+    index = trainer.index_for(7)
+    check_index(index)
+    assert {key: index.meta[key] for key in ("step", "rows", "recall")} == {
+        "step": 7,
+        "rows": 5,
+        "recall": 1.0,
+    }
+    assert index.meta["weights"] == digest
+    assert not builder_on(files, StillClock()).build_next()
+
+
+def test_without_a_merge_an_index_is_its_parts() -> None:
+    parts = iter([(0, 3, {"rows.bin": b"a"}), (3, 5, {"rows.bin": b"b"})])
+    weights: Any = None
+    assert keep_parts(weights, parts)[0] == {
+        "rows-0000000000-0000000003.rows.bin": b"a",
+        "rows-0000000003-0000000005.rows.bin": b"b",
+    }
+
+
+def test_awaited_weights_are_built_oldest_first_and_others_newest_only() -> None:
+    for adopt, expected in (("fixed_lag", [0, 2, 4]), ("as_soon_as_ready", [4])):
+        files = MemoryFiles()
+        trainer = trainer_on(files, adopt)
+        for step in (0, 2, 4):
+            trainer.publish_weights(step, PARAMS, {})
+        builder, built = builder_on(files, StillClock()), []
+        while builder.build_next():
+            names = builder.exchange.indexes.names()
+            built.append([name for name in names if name not in built])
+        assert [int(name[-8:]) for name in builder.exchange.indexes.names()] == expected
+
+
+def test_a_killed_builder_goes_on_with_the_parts_it_has_committed() -> None:
+    files, embedded = MemoryFiles(), []
+    trainer = trainer_on(files)
+    trainer.publish_weights(0, PARAMS, {})
+    fault = Fault(-1)
+    first = builder_with(counting(embedded), files.seen_by(fault))
+    while len(first.exchange.parts.names()) < 1:
+        fault.at += 1
+        with pytest.raises(Killed):
+            builder_with(counting([]), files.seen_by(Fault(fault.at))).build_next()
+        first = builder_with(WORK, files)
+    assert len(first.exchange.parts.names()) == 1
+    builder_with(counting(embedded), files).build_next()
+    assert len(embedded) == 1  # one of two parts
+    check_index(trainer.index_for(0))
+
+
+def test_i7_two_builders_at_once_end_in_one_generation() -> None:
+    """The other builder comes in before any operation of the first, and does all that is to do."""
+    at, losers = 0, 0
+    while True:
+        files = MemoryFiles()
+        trainer = trainer_on(files)
+        trainer.publish_weights(0, PARAMS, {})
+        other = builder_on(files, StillClock(), "1")
+        count = 0
+
+        def other_first(operation: str, path: Path, effect: Any) -> Any:
+            nonlocal count
+            if count == at:  # noqa: B023
+                other.build_next()  # noqa: B023
+                other.exchange.collect_indexes()  # noqa: B023
+            count += 1
+            return effect()
+
+        said: list[str] = []
+        exchange = Exchange.open(
+            ROOT, IDENTITY, "builder-0", files=files.seen_by(other_first), clock=StillClock(), grace=0.0
+        )
+        one = Builder(exchange, WORK, on_status=said.append)
+        with suppress(FileNotFoundError):  # its parts went with the generation that the other has published
+            one.build_next()
+        exchange.collect_indexes()
+        losers += any("another builder published" in word for word in said)
+        assert files.listdir(ROOT / "indexes") == [version_name(1, 0)], at
+        assert files.listdir(ROOT / "parts") == [], at
+        check_index(trainer.index_for(0))
+        if count <= at:
+            break
+        at += 1
+    assert at > 60
+    assert losers > 0
+
+
+def test_builders_begin_at_different_parts_and_skip_what_is_there() -> None:
+    files, embedded = MemoryFiles(), []
+    trainer_on(files).publish_weights(0, PARAMS, {})
+    work = counting(embedded)
+    small = Work(
+        8, 1, work.embedder, lambda weights, parts: ({f"{a}": f["rows.bin"] for a, _, f in parts}, {})
+    )
+    first = {}
+    for name in ("0", "1", "2"):
+        volume = MemoryFiles()
+        trainer_on(volume).publish_weights(0, PARAMS, {})
+        embedded.clear()
+        builder_with(small, volume, name).build_next()
+        assert sorted(embedded) == [(row, row + 1) for row in range(8)]
+        first[name] = embedded[0]
+    assert len(set(first.values())) > 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 96])
+def test_a_damaged_part_is_set_aside_and_embedded_again(damage: bytes) -> None:
+    files = MemoryFiles()
+    trainer = trainer_on(files)
+    trainer.publish_weights(0, PARAMS, {})
+    name = part_name(version_name(1, 0), 0, 3)
+    digest = trainer.exchange.weights.manifest(version_name(1, 0)).digest
+    parts = builder_on(files, StillClock()).exchange.parts
+    parts.publish(
+        name, embedder(trainer.exchange.weights.load(version_name(1, 0)))(0, 3), {"weights": digest}
+    )
+    files._at(ROOT / "parts" / name / "rows.bin").data = damage
+    assert run_until_idle(files) == ["begins again"]
+    check_index(trainer.index_for(0))
+
+
+def test_a_part_of_other_weights_with_the_same_name_is_not_merged() -> None:
+    files = MemoryFiles()
+    trainer = trainer_on(files)
+    trainer.publish_weights(0, PARAMS, {})
+    builder = builder_on(files, StillClock())
+    builder.exchange.parts.publish(
+        part_name(version_name(1, 0), 0, 3), {"rows.bin": b"x" * 96}, {"weights": "other"}
+    )
+    assert run_until_idle(files) == ["begins again"]
+    check_index(trainer.index_for(0))
+
+
+def run_until_idle(files: MemoryFiles) -> list[str]:
+    """Run the loop until it waits for weights; how often it began again or failed."""
+    said: list[str] = []
+
+    class Idle(Exception):
+        pass
+
+    def on_status(message: str) -> None:
+        said.append(message)
+        if message == "waiting for weights":
+            raise Idle
+
+    exchange = Exchange.open(ROOT, IDENTITY, "builder-0", files=files, clock=StillClock(), grace=0.0)
+    with pytest.raises(Idle):
+        Builder(exchange, WORK, on_status=on_status).run()
+    return [message.split(":")[0] for message in said if message.startswith(("begins again", "tries again"))]
+
+
+def test_a_volume_that_keeps_failing_ends_the_builder_with_1_and_a_short_failure_does_not() -> None:
+    files = MemoryFiles()
+    trainer = trainer_on(files)
+    trainer.publish_weights(0, PARAMS, {})
+    failures = 0
+
+    def failing(operation: str, path: Path, effect: Any) -> Any:
+        nonlocal failures
+        if operation == "fsync" and "parts" in path.parts and failures > 0:
+            failures -= 1
+            raise OSError(28, "no room", str(path))
+        return effect()
+
+    def run(number: int) -> int:
+        nonlocal failures
+        failures = number
+        clock, said = StillClock(), []
+
+        def on_status(message: str) -> None:
+            said.append(message)
+            if message == "waiting for weights":
+                trainer.finish("done")
+
+        return run_builder(
+            ROOT, IDENTITY, WORK, files=files.seen_by(failing), clock=clock, grace=0.0, on_status=on_status
+        )
+
+    assert run(5) == FAULT
+    assert run(4) == DONE
+    check_index(trainer.index_for(0))
+
+
+def test_another_identity_ends_with_2_and_a_fault_in_the_embedding_with_1() -> None:
+    files = MemoryFiles()
+    trainer = trainer_on(files)
+    assert (
+        run_builder(ROOT, {**IDENTITY, "corpus": "dead"}, WORK, files=files, clock=StillClock())
+        == MISCONFIGURED
+    )
+    trainer.publish_weights(0, PARAMS, {})
+
+    def broken(weights: Any) -> Any:
+        raise ValueError("weights of another shape")
+
+    assert run_builder(ROOT, IDENTITY, Work(5, 3, broken), files=files, clock=StillClock()) == FAULT
+
+
+def test_a_finished_run_ends_the_builder_with_0_until_a_new_trainer_takes_over() -> None:
+    files = MemoryFiles()
+    trainer_on(files).finish("failed", "loss is not a number")
+    said: list[str] = []
+    assert run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock(), on_status=said.append) == DONE
+    assert said == ["ends: the trainer has finished (failed: loss is not a number)"]
+    again = trainer_on(files)
+    assert again.exchange.finished() is None
+
+
+# Real processes
+
+
+def start(root: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, exchange_lab.__file__, "builder", str(root), "0", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+    raise AssertionError(f"{words!r} never came: {process.stderr and process.stderr.read()}")
+
+
+def test_a_builder_that_comes_first_waits_builds_and_ends_with_0_on_sigterm(tmp_path: Path) -> None:
+    root = tmp_path / "exchange"
+    process = start(root)
+    read_until(process, "its trainer has not started")
+    trainer = Trainer(Exchange.open(root, IDENTITY, grace=0.0), Policy(builder_timeout=30))
+    trainer.publish_weights(0, PARAMS, {})
+    check_index(trainer.index_for(0))
+    read_until(process, "waiting for weights")
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=10)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_a_builder_ends_when_the_process_that_started_it_is_killed(tmp_path: Path) -> None:
+    root = tmp_path / "exchange"
+    Exchange.open(root, IDENTITY, grace=0.0)
+    script = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen(sys.argv[1:])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, exchange_lab.__file__, "builder", str(root), "0", "watch"]
+    parent = subprocess.Popen([sys.executable, "-c", script, *command], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    read_until(parent, "waiting for weights")
+    parent.kill()
+    parent.wait()
+    for _ in range(500):
+        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, signal.SIGKILL)
+        raise AssertionError("the builder outlived its parent")
+    parent.stdout.close()

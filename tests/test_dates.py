@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realmops.corpus.dates import find_dates
+
+
+def dates(text: str) -> list[str]:
+    return [text[start:end] for start, end in find_dates(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("He was born on 12 May 1999 in Oslo.", ["12 May 1999"]),
+        ("On May 12th, 1999, it rained.", ["May 12th, 1999"]),
+        ("the 4th of July, 1776", ["4th of July, 1776"]),
+        ("On July 4 they met; on 5 July they left.", ["July 4", "5 July"]),
+        ("2004-05-12 and 12/05/1999, also 12.05.2010.", ["2004-05-12", "12/05/1999", "12.05.2010"]),
+        ("May 12–14, 1999", ["May 12–14, 1999"]),
+        ("In May 1990, SEPTEMBER 1991 and Sept. 1992", ["May 1990", "SEPTEMBER 1991", "Sept. 1992"]),
+        ("from 1914 to 1918", ["1914", "1918"]),
+        ("the war (1939–45) and 1914-1918", ["1939–45", "1914-1918"]),
+        ("the 1990s, the mid-1980s, the 1870's", ["1990s", "1980s", "1870's"]),
+        ("the '90s, the 90s, the late 60s", ["'90s", "90s", "60s"]),
+        ("19th century, the 5th century BC", ["19th century", "5th century BC"]),
+        (
+            "the 18th and 19th centuries, twentieth-century art",
+            ["18th and 19th centuries", "twentieth-century"],
+        ),
+        ("Caesar died in 44 BC, Pompeii in AD 79.", ["44 BC", "AD 79"]),
+        ("It opened in 1888.", ["1888"]),
+        ("Census (2001)", ["2001"]),
+        ("1000", ["1000"]),
+        ("2100", ["2100"]),
+        ("The 2008 earthquake and the 2001 census", ["2008", "2001"]),
+        ("in 1999 thousands left", ["1999"]),
+        ("32 May 1999", ["May 1999"]),
+    ],
+)
+def test_dates_are_found(text: str, expected: list[str]) -> None:
+    assert dates(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "version 2.0.1, v1.1999, version 12.05.2010, Python 3.11",
+        "call 555-1999 or +44 1632 960961 or (020) 1946 0958",
+        "$1999, £ 1500, 1,999 men, 1999.5, 1500 dollars, USD 1500",
+        "ISO 9001, ISO 1999, RFC 2045, page 1203, No. 1984",
+        "It has 1500 soldiers and 2000 m of pipe, about 1200 people.",
+        "10.12.2001.5 and 192.168.1999.1",
+        "may 5 people go, the march of 10",
+        "1999-13-45",
+        "999 and 2101",
+        "in her 90s",
+        "model-A1999 x1999 1999x",
+        "at 19:45 on channel 12/13",
+    ],
+)
+def test_other_numbers_are_not(text: str) -> None:
+    assert dates(text) == []
+
+
+@given(st.text("19 2-.,/MayJn'sthe0 th century", max_size=60))
+def test_dates_are_in_order_without_overlap(text: str) -> None:
+    end = 0
+    for start, stop in find_dates(text):
+        assert end <= start < stop <= len(text)
+        assert any(character.isdigit() for character in text[start:stop]) or "century" in text[start:stop]
+        end = stop
+
+
+@pytest.mark.parametrize(
+    "unit", ["1", "1999 ", "12 ", "May ", "1st ", "1-", "19th and ", "the ", "a", "12/", " "]
+)
+def test_time_is_linear(unit: str) -> None:
+    def seconds(length: int) -> float:
+        text = unit * (length // len(unit))
+        start = time.process_time()
+        find_dates(text)
+        return time.process_time() - start
+
+    assert (
+        seconds(200_000) < 40 * seconds(10_000) + 0.2
+    )  # 20 times the text; quadratic time would be 400 times

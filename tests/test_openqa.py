@@ -1,0 +1,115 @@
+"""Exact match, its intervals, the closed-book floor and the predictions' file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from realmops.corpus.questions import Question
+from realmops.evaluate.openqa import (
+    Prediction,
+    bootstrap_interval,
+    closed_book_floor,
+    paired_bootstrap,
+    read_predictions,
+    score_predictions,
+    write_predictions,
+)
+
+QUESTIONS = [
+    Question("q1", "Where was Ada Vell born?", ("Tor Hollow", "Torhollow")),
+    Question("q2", "Who built the Lintel Bridge?", ("the Moors",)),
+    Question("q3", "When did it burn?", ("1871",)),
+    Question("q4", "Where?", ("Tor Hollow",)),
+]
+
+
+def test_exact_match_counts_normal_forms() -> None:
+    predictions = {"q1": "torhollow!", "q2": "Moors", "q3": "in 1871", "q4": ""}
+    score = score_predictions(QUESTIONS, predictions, seed=0)
+    assert score.correct.tolist() == [True, True, False, False]
+    assert score.em.mean == 0.5
+    assert 0 <= score.em.low < 0.5 < score.em.high <= 1
+
+
+def test_a_missing_prediction_is_named() -> None:
+    with pytest.raises(ValueError, match="3 of 4 questions have no prediction, the first is 'q2'"):
+        score_predictions(QUESTIONS, {"q1": "Tor Hollow"}, seed=0)
+
+
+def test_bootstrap_interval_is_the_binomial_one() -> None:
+    # 100 questions, half right: the standard error is sqrt(.25 / 100) = .05, the interval .5 -+ 1.96 * .05.
+    interval = bootstrap_interval([1.0] * 50 + [0.0] * 50, seed=0)
+    assert interval.mean == 0.5
+    assert interval.low == pytest.approx(0.402, abs=0.01)
+    assert interval.high == pytest.approx(0.598, abs=0.01)
+    assert interval == bootstrap_interval([1.0] * 50 + [0.0] * 50, seed=0)
+
+
+def test_bootstrap_of_equal_values_has_no_width() -> None:
+    interval = bootstrap_interval([1, 1, 1], seed=3)
+    assert (interval.low, interval.mean, interval.high) == (1, 1, 1)
+
+
+def test_paired_bootstrap_sees_what_unpaired_intervals_hide() -> None:
+    # Ours is right wherever theirs is, and on 10 of 100 questions more: .1 -+ 1.96 * sqrt(.1 * .9 / 100).
+    theirs = np.arange(100) < 40
+    ours = np.arange(100) < 50
+    difference = paired_bootstrap(ours, theirs, seed=0)
+    assert difference.mean == pytest.approx(0.1)
+    assert difference.low == pytest.approx(0.1 - 0.0588, abs=0.011)
+    assert difference.high == pytest.approx(0.1 + 0.0588, abs=0.011)
+    assert bootstrap_interval(ours, seed=0).low < bootstrap_interval(theirs, seed=0).high
+
+
+def test_runs_on_different_questions_cannot_be_paired() -> None:
+    with pytest.raises(ValueError, match="3 and 2 questions"):
+        paired_bootstrap([1, 0, 1], [1, 0], seed=0)
+    with pytest.raises(ValueError, match="at least one"):
+        bootstrap_interval([], seed=0)
+
+
+def test_closed_book_floor_is_the_most_frequent_training_answer() -> None:
+    # "tor hollow" stands in q1 and q4; "moors" and "1871" in one question each.
+    answer, em = closed_book_floor(QUESTIONS, [*QUESTIONS[:2], QUESTIONS[3]])
+    assert answer == "tor hollow"
+    assert em == pytest.approx(2 / 3)
+
+
+def test_closed_book_floor_counts_a_question_once_and_breaks_ties_by_name() -> None:
+    training = [Question("a", "?", ("Zoe", "zoe", "The Zoe")), Question("b", "?", ("Abe",))]
+    assert closed_book_floor(training, training) == ("abe", 0.5)
+
+
+PREDICTION = Prediction(
+    question_id="q1",
+    question="Where was Ada Vell born?",
+    prediction="Tor Hollow",
+    answers=("Tor Hollow",),
+    em=True,
+    passage_ids=("p7", "p2"),
+    titles=("Ada Vell", "Tor Hollow"),
+    p_z=(0.75, 0.25),
+    evidence="Vell came from Tor Hollow in the north.",
+    evidence_rank=0,
+    char_start=15,
+    char_end=25,
+    span_score=1.5,
+)
+
+
+def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.parquet"
+    nothing = replace(PREDICTION, prediction="", em=False, char_start=0, char_end=0)
+    write_predictions(path, [PREDICTION, nothing])
+    assert read_predictions(path) == [PREDICTION, nothing]
+    assert [file.name for file in tmp_path.iterdir()] == ["predictions.parquet"]
+
+
+def test_a_prediction_that_is_not_cut_from_its_evidence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="or Hollow"):
+        write_predictions(tmp_path / "p.parquet", [replace(PREDICTION, char_start=16)])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realmops.corpus.documents import Document
+from realmops.corpus.passages import cut_passages, pack_sentences, passage_digest, split_sentences
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer
+
+TOKENIZER = build_tokenizer(
+    [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.", *(f"##{c}" for c in "abcdefgh")]
+)
+
+SENTENCES = [
+    ["Dr. Smith met Mr. Jones in Washington, D.C. on Jan. 5, 1999.", "They left at 5 p.m. and went home."],
+    ["The U.S. Congress passed the act.", "It cost $3.5 million."],
+    ["Prices rose 2.75% to 10.5 in 2001.", "Then they fell."],
+    ['"I will go," she said.', '"Why not?" he asked.', "They left."],
+    ['He said: "It is late. We must go."', "Nobody moved."],
+    ["J. R. R. Tolkien wrote it.", "C. S. Lewis read it."],
+    ["Is it true?", "Yes!", "It is."],
+    ["He lived c. 1850 in Mt. Vernon, e.g. near the mill, i.e. the river.", "She did not."],
+    ["Gen. Robert E. Lee fought at Gettysburg.", "The battle lasted 3 days."],
+    ["It grew (see section 4.2. for more).", "Later it shrank."],
+    ['Beyoncé sang "Déjà Vu" with Jay Z.', "It was No. 1 in the U.K."],
+    ["The flight left at 6:30 a.m.", "Passengers slept."],
+    ["The yacht (built in 1920) sank.", "It was 30 m long."],
+    ["He was born in the 1990s.", "In 2005, he moved."],
+    ["Version 2.0.1 was released on 12.05.2010.", "It fixed bugs."],
+    ["The quake measured 8.0 Ms and 7.9 Mw.", "It killed 69,197 people."],
+    ["Sgt. Pepper sold well, as did the Rev. Green et al. in 1970.", "Critics agreed."],
+    ["The film stars John Smith, Jr.", "It was released in May."],
+    ["The U.S. is large.", "Prof. Li of Univ. of Oslo said so."],
+    ["Albert (b. 14 March 1879, d. 18 April 1955) was a physicist.", "He won."],
+]
+
+
+def document(text: str, title: str = "a") -> Document:
+    return Document(title, text, None, (), "here:1")
+
+
+@pytest.mark.parametrize("sentences", SENTENCES, ids=lambda sentences: sentences[0][:20])
+def test_sentences_end_where_a_reader_ends_them(sentences: list[str]) -> None:
+    text = "  ".join(sentences) + "\n"
+    assert [text[start:end] for start, end in split_sentences(text)] == sentences
+
+
+@given(st.text())
+@settings(max_examples=300, deadline=None)
+def test_sentences_are_in_order_and_leave_out_only_blanks(text: str) -> None:
+    bounds = split_sentences(text)
+    end = 0
+    for start, stop in bounds:
+        assert end <= start < stop
+        assert not text[end:start].strip()
+        assert text[start:stop] == text[start:stop].strip()
+        end = stop
+    assert not text[end:].strip()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "title", "limit", "blocks"),
+    [
+        ([4, 4, 4], 1, 12, [(0, 2), (2, 3)]),  # 3 + 1 + 8 = 12 fits, a third sentence does not
+        ([4, 5, 4], 1, 12, [(0, 1), (1, 2), (2, 3)]),  # 9 does not fit, in either pair
+        ([20, 1, 1], 1, 12, [(0, 1), (1, 3)]),  # too long alone: its own block
+        ([1, 20, 1], 1, 12, [(0, 1), (1, 2), (2, 3)]),
+        ([2, 2], 50, 12, [(0, 1), (1, 2)]),  # the title leaves no room
+        ([], 1, 12, []),
+    ],
+)
+def test_blocks_are_greedy(lengths: list[int], title: int, limit: int, blocks: list[tuple[int, int]]) -> None:
+    assert list(pack_sentences(lengths, title, limit)) == blocks
+
+
+def test_passages_carry_offsets_of_their_own_text() -> None:
+    documents = [document("A bé. Ca d!  Da b a.", title="b"), document("E. "), document("\n A.")]
+    batch = cut_passages(documents, TOKENIZER, block_wordpieces=3 + 1 + 6)
+    texts = [documents[p.document].text[slice(*p.chars)] for p in batch.passages]
+    # Wordpieces: a b ##e . | c ##a d [UNK] | d ##a b a . | e . | a .
+    assert texts == ["A bé.", "Ca d!", "Da b a.", "E.", "A."]
+    words = [
+        [text[a:b] for a, b in batch.chars[slice(*p.tokens)]]
+        for p, text in zip(batch.passages, texts, strict=True)
+    ]
+    assert words[0] == ["A", "b", "é", "."]
+    assert words[2] == ["D", "a", "b", "a", "."]
+    assert words[4] == ["A", "."]
+    assert batch.sentences.tolist() == [[0, 4], [0, 4], [0, 5], [0, 2], [0, 2]]
+    assert [p.digest for p in batch.passages] == [
+        passage_digest(documents[p.document].title, text)
+        for p, text in zip(batch.passages, texts, strict=True)
+    ]
+    wider = cut_passages(documents[:1], TOKENIZER, block_wordpieces=3 + 1 + 8)
+    assert wider.sentences.tolist() == [[0, 4], [4, 8], [0, 5]]
+
+
+def test_a_wordpiece_keeps_its_accent_when_it_is_a_character_of_its_own() -> None:
+    text = "Be\u0301 e\u0301a, e\u0301\u0323."
+    batch = cut_passages([document(text)], TOKENIZER, block_wordpieces=30)
+    assert [text[a:b] for a, b in batch.chars] == ["B", "e\u0301", "e\u0301", "a", ",", "e\u0301\u0323", "."]
+
+
+def test_a_document_of_control_characters_is_counted_as_empty() -> None:
+    batch = cut_passages([document("\u200b\u200b"), document("A.")], TOKENIZER, block_wordpieces=20)
+    assert batch.empty == 1
+    assert [p.document for p in batch.passages] == [1]
+
+
+@given(
+    st.lists(
+        st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("ab. \n")), max_size=80)
+    )
+)
+@settings(max_examples=300, deadline=None)
+def test_every_wordpiece_belongs_to_one_sentence_of_one_passage(texts: list[str]) -> None:
+    documents = [document(text) for text in texts]
+    batch = cut_passages(documents, TOKENIZER, block_wordpieces=12)
+    whole = [i for text in texts for i in TOKENIZER.encode(text, add_special_tokens=False).ids]
+    assert batch.ids.tolist() == whole
+    token = sentence = 0
+    for passage in batch.passages:
+        text = documents[passage.document].text[slice(*passage.chars)]
+        assert passage.tokens[0] == token
+        assert passage.sentences[0] == sentence
+        token, sentence = passage.tokens[1], passage.sentences[1]
+        chars = batch.chars[slice(*passage.tokens)]
+        assert (chars >= 0).all()
+        assert (chars <= len(text)).all()
+        assert (chars[:, 0] < chars[:, 1]).all()
+        bounds = batch.sentences[slice(*passage.sentences)].ravel().tolist()
+        assert bounds[0] == 0
+        assert bounds[-1] == len(chars)
+        assert bounds[1:-1:2] == bounds[2:-1:2]
+    assert token == len(batch.ids)
+    assert sentence == len(batch.sentences)

@@ -1,0 +1,167 @@
+"""The report: charts, tables and answers in one page that needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from realmops.evaluate.charts import Series, line_chart, number, running_mean, ticks
+from realmops.evaluate.openqa import Prediction, write_predictions
+from realmops.evaluate.report import (
+    headline_rows,
+    read_journal,
+    refresh_steps,
+    seconds_rows,
+    series_of,
+    summary_table,
+    write_report,
+)
+
+RECORDS = [
+    {"stage": "pretrain", "step": 0, "time": 1.0, "loss": 4.0, "refreshed": 1.0, "recall_at_5": 0.5},
+    {"stage": "pretrain", "step": 1, "time": 2.0, "loss": None},
+    {"stage": "pretrain", "step": 2, "time": 3.0, "loss": 2.0, "refreshed": 1.0, "recall_at_5": 0.75},
+    {"stage": "ict", "step": 1, "time": 4.0, "loss": 9.0},
+]
+METRICS: Mapping[str, Mapping[str, Any]] = {
+    "pretrain": {"refreshes": 2, "retrieval_utility": -0.25, "index_staleness_steps": 31.25, "seconds": 90.4},
+    "evaluate": {"em": 0.5, "em_low": 0.25, "em_high": 0.75, "seconds": 9.7},
+}
+PREDICTION = Prediction(
+    question_id="q1",
+    question="Where did <Ada> live?",
+    prediction="Tor & Hollow",
+    answers=("Lintel",),
+    em=False,
+    passage_ids=("p7",),
+    titles=("Ada <Vell>",),
+    p_z=(0.5,),
+    evidence="In Tor & Hollow, <b>north</b>.",
+    evidence_rank=0,
+    char_start=3,
+    char_end=15,
+    span_score=1.0,
+)
+
+
+def journal(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_ticks_are_round_and_enclose() -> None:
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert ticks(-1.5, 0.3) == [-1.5, -1, -0.5, 0, 0.5]
+    assert ticks(3, 3) == [1, 2, 3, 4, 5]
+    assert ticks(0, 200_000) == [0, 50_000, 100_000, 150_000, 200_000]
+
+
+def test_running_mean() -> None:
+    assert running_mean([1, 2, 6, 3], 3) == [1.5, 3, pytest.approx(11 / 3), 4.5]
+    assert running_mean([1, 2, 6, 3], 1) == [1, 2, 6, 3]
+
+
+def test_number() -> None:
+    assert [number(value) for value in (12345, 0.25, 1 / 3, -2.0)] == ["12,345", "0.25", "0.3333", "-2"]
+
+
+def test_points_lie_where_the_axes_say() -> None:
+    svg = ElementTree.fromstring(line_chart("Loss", "nats", [Series("loss", [0, 10], [0.0, 1.0])]))
+    circles = [
+        (float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in svg.iter() if "circle" in dot.tag
+    ]
+    # 560 x 300 with margins left 56, right 16, top 64, bottom 44.
+    assert circles == [(56, 256), (544, 64)]
+
+
+def test_a_long_series_is_smoothed_only_on_request() -> None:
+    zigzag = Series("age", list(range(100)), [float(step % 2) for step in range(100)])
+    assert line_chart("Age", "steps", [zigzag]).count("<polyline") == 2
+    assert line_chart("Age", "steps", [zigzag], smooth=False).count("<polyline") == 1
+
+
+def test_series_leave_out_what_is_not_finite() -> None:
+    assert series_of(RECORDS, "pretrain", "loss") == Series("loss", [0, 2], [4.0, 2.0])
+    assert refresh_steps(RECORDS) == [0, 2]
+
+
+def test_journal_of_a_running_stage_may_end_within_a_line(tmp_path: Path) -> None:
+    path = journal(tmp_path / "metrics.jsonl", RECORDS)
+    with open(path, "a") as file:
+        file.write('{"stage": "pretr')
+    assert read_journal(path) == RECORDS
+
+
+@pytest.mark.parametrize("line", ["no json", '{"stage": "ict"}', "[1]", '{"stage": "ict", "step": null}'])
+def test_a_damaged_journal_names_its_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"stage": "ict", "step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*run its stage again"):
+        read_journal(path)
+
+
+def test_report_needs_no_network_and_shows_everything(tmp_path: Path) -> None:
+    write_predictions(tmp_path / "predictions.parquet", [PREDICTION])
+    page = write_report(
+        tmp_path / "out",
+        journals=[journal(tmp_path / "metrics.jsonl", RECORDS)],
+        metrics=METRICS,
+        predictions=tmp_path / "predictions.parquet",
+    )
+    text = page.read_text()
+    assert page == tmp_path / "out" / "report.html"
+    assert not re.search(r"(src|href)\s*=|@import|url\(|<script|<link", text)
+    assert text.count("<svg") == 3  # pre-training loss, recall, inverse cloze loss
+    assert text.count('class="refresh"') == 3  # two refreshes and the legend's sample
+    assert "0.250 to 0.750" in text
+    assert "&lt;Ada&gt; live?" in text
+    assert "In <mark>Tor &amp; Hollow</mark>, &lt;b&gt;north&lt;/b&gt;." in text
+
+
+def test_plots_are_files_of_their_own(tmp_path: Path) -> None:
+    write_report(tmp_path, journals=[journal(tmp_path / "metrics.jsonl", RECORDS)], metrics={})
+    plots = tmp_path / "plots"
+    assert sorted(path.name for path in plots.iterdir()) == [
+        "ict_loss.csv",
+        "ict_loss.svg",
+        "pretrain_loss.csv",
+        "pretrain_loss.svg",
+        "pretrain_recall_at_5.csv",
+        "recall.svg",
+    ]
+    assert (plots / "pretrain_loss.csv").read_text() == "step,loss\n0,4.0\n2,2.0\n"
+    svg = ElementTree.parse(plots / "recall.svg").getroot()
+    assert [line.text for line in svg.iter("{http://www.w3.org/2000/svg}title")][:2] == [
+        "new index at step 0",
+        "new index at step 2",
+    ]
+
+
+def test_headlines_leave_out_what_no_stage_wrote() -> None:
+    assert headline_rows(METRICS) == [
+        ("EM (test questions)", "0.500", "0.250 to 0.750"),
+        ("retrieval utility at the end (nats)", "-0.250", ""),
+        ("index refreshes", "2", ""),
+        ("mean staleness (steps)", "31.2", ""),
+    ]
+    assert seconds_rows(METRICS) == [
+        ("seconds, pretrain", "90"),
+        ("seconds, evaluate", "10"),
+        ("seconds, all stages", "100"),
+    ]
+    assert headline_rows({}) == []
+    assert seconds_rows({}) == []
+
+
+def test_summary_table_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=100).print(summary_table(METRICS))
+    printed = capsys.readouterr().out
+    assert "EM (test questions)" in printed
+    assert "seconds, all stages" in printed

@@ -1,0 +1,99 @@
+"""Recall@k under both rules, the ceilings and BM25, on a corpus of four passages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from realmops.corpus.questions import Question
+from realmops.evaluate.retrieval import (
+    answer_fits_reader,
+    answered_in_corpus,
+    bm25_ranking,
+    first_hit_ranks,
+    hits_at,
+    reader_can_answer,
+    recall_metrics,
+)
+
+TEXTS = [
+    "The mill burned in 1995.",
+    "Ada Vell was born in Tor Hollow.",
+    "Ferries cross the lake on Sundays.",
+    "TOR HOLLOW has 1 mill.",
+]
+QUESTIONS = [
+    Question("born", "Where was Ada Vell born?", ("Tor Hollow",)),
+    Question("mills", "How many mills are there?", ("1",)),
+    Question("none", "Who owns the ferry?", ("Orla Quist",)),
+]
+RANKED = np.array([[3, 1, 0, 2], [0, 3, 1, 2], [2, 1, 0, 3]])
+
+
+def ranks(rule: str) -> list[int]:
+    return first_hit_ranks(QUESTIONS, RANKED, TEXTS.__getitem__, rule=rule).tolist()
+
+
+def test_first_hits_differ_by_rule() -> None:
+    # The raw string misses "TOR HOLLOW" and finds "1" in "1995"; whole tokens do the opposite.
+    assert ranks("substring") == [1, 0, 4]
+    assert ranks("token_boundary") == [0, 1, 4]
+
+
+def test_hits_at_k() -> None:
+    assert hits_at(np.array([0, 4, 5]), 5).tolist() == [True, True, False]
+
+
+def test_recall_metrics_name_k_and_rule() -> None:
+    padded = np.pad(RANKED, ((0, 0), (0, 96)), constant_values=-1)
+    metrics = recall_metrics(QUESTIONS, padded, TEXTS.__getitem__, prefix="zero_shot_")
+    third = pytest.approx(1 / 3)
+    assert metrics["zero_shot_recall_at_1_substring"] == third
+    assert metrics["zero_shot_recall_at_1_token_boundary"] == third
+    assert metrics["zero_shot_recall_at_5_token_boundary"] == pytest.approx(2 / 3)
+    assert sorted(metrics) == sorted(
+        f"zero_shot_recall_at_{k}_{rule}" for k in (1, 5, 20, 100) for rule in ("substring", "token_boundary")
+    )
+
+
+def test_a_ranking_that_is_too_short_is_an_error() -> None:
+    with pytest.raises(ValueError, match="recall@100 needs as many"):
+        recall_metrics(QUESTIONS, RANKED, TEXTS.__getitem__)
+
+
+def test_answered_in_corpus_looks_only_for_open_questions() -> None:
+    rule = "token_boundary"
+    assert answered_in_corpus(QUESTIONS, TEXTS, rule=rule).tolist() == [True, True, False]
+    assert answered_in_corpus(QUESTIONS, TEXTS[:3], rule=rule).tolist() == [True, False, False]
+    known = np.array([False, True, False])
+    assert answered_in_corpus(QUESTIONS, TEXTS[:3], rule=rule, known_Q=known).tolist() == [True, True, False]
+    assert known.tolist() == [False, True, False]
+
+
+def test_answer_fits_reader_takes_the_shortest_answer() -> None:
+    questions = [
+        Question("a", "?", ("one two three four five six seven eight nine ten eleven", "ten")),
+        Question("b", "?", ("one two three four five six seven eight nine ten eleven",)),
+        Question("c", "?", ("one two three four five six seven eight nine ten",)),
+    ]
+    fits = answer_fits_reader(questions, lambda text: len(text.split()))
+    assert fits.tolist() == [True, False, True]
+
+
+def test_reader_can_answer_needs_the_span_in_the_top_five() -> None:
+    words = [
+        [(text.index(word), text.index(word) + len(word)) for word in text[:-1].split()] for text in TEXTS
+    ]
+    ranked = np.array([[2, 2, 2, 2, 1, 3], [2, 2, 2, 2, -1, 3], [2, 1, 0, 3, 0, 0]])
+    found = reader_can_answer(
+        QUESTIONS, ranked, TEXTS.__getitem__, lambda i: np.array(words[i]), rule="token_boundary"
+    )
+    assert found.tolist() == [True, False, False]
+
+
+def test_bm25_finds_stems_and_pads_a_small_corpus() -> None:
+    ranking = bm25_ranking(TEXTS, ["Which ferry crosses lakes?", "Where was Vell born?"], k=6)
+    assert ranking.shape == (2, 6)
+    assert ranking[:, 0].tolist() == [2, 1]
+    assert ranking[:, 4:].tolist() == [[-1, -1], [-1, -1]]
+    assert sorted(ranking[0, :4].tolist()) == [0, 1, 2, 3]

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from realmops.artifacts import atomic_folder
+from realmops.corpus.passages import passage_digest
+from realmops.corpus.snapshot import Snapshot, is_navigation_title, write_snapshot
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, train_vocabulary, vocabulary_hash
+
+VOCABULARY = [
+    *SPECIAL_TOKENS,
+    *"abcdefghijklmnopqrstuvwxyz.0123456789",
+    *(f"##{c}" for c in "abcdefgh0123456789"),
+]
+
+
+def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
+    content = "".join(json.dumps(document) + "\n" for document in documents).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def snapshot(paths: list[Path], folder: Path, **options: Any) -> Snapshot:
+    with atomic_folder(folder) as stage:
+        write_snapshot(paths, stage, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
+    return Snapshot.open(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
+    corpus = write_corpus(
+        tmp_path / "corpus.jsonl.gz",
+        {"title": "a b", "text": " Ab cd. Ef ab. Gh! ", "id": "one"},
+        {"title": "", "text": "Z.", "id": 2},
+        {"title": "a b", "text": "Ab cd."},
+    )
+    told: list[int] = []
+    found = snapshot([corpus], tmp_path / "snapshot", progress=told.append)
+    # Wordpieces: a ##b c ##d . | e ##f a ##b . | g ##h [UNK].
+    # With 3 special tokens and the title's 2 they make 10, 10 and 8, the last two together 13.
+    assert [found.text(i) for i in range(len(found))] == ["Ab cd.", "Ef ab. Gh!", "Z.", "Ab cd."]
+    assert [found.title(i) for i in range(4)] == ["a b", "a b", "", "a b"]
+    assert [found.document_id(i) for i in range(3)] == ["one", "one", "2"]
+    assert found.document_id(3).startswith("document-")
+    assert found.column("text") == [found.text(i) for i in range(4)]
+    first = passage_digest("a b", "Ab cd.")
+    assert [found.passage_id(0), found.passage_id(3)] == [first, f"{first}-2"]
+    assert (
+        found.corpus_hash
+        == hashlib.sha256("".join(f"{i}\n" for i in found.column("passage_id")).encode()).hexdigest()
+    )
+    assert found.vocabulary_hash == vocabulary_hash(VOCABULARY)
+    words = found.vocabulary
+    assert [words[i] for i in found.body(1)] == ["e", "##f", "a", "##b", ".", "g", "##h", "[UNK]"]
+    assert found.body(1).dtype == np.int64
+    assert [words[i] for i in found.title_tokens(1)] == ["a", "b"]
+    assert found.title_tokens(2).tolist() == []
+    assert [found.text(1)[a:b] for a, b in found.chars(1)] == ["E", "f", "a", "b", ".", "G", "h", "!"]
+    assert found.sentences(1).tolist() == [[0, 5], [5, 8]]
+    assert found.sentence_rows.tolist() == [[0, 0, 5], [1, 0, 5], [1, 5, 8], [2, 0, 2], [3, 0, 5]]
+    assert found.tokens.dtype == np.uint16
+    assert found.given_spans() is None
+    counts = {key: found.manifest[key] for key in ("passages", "documents", "sentences", "tokens")}
+    assert counts == {"passages": 4, "documents": 3, "sentences": 5, "tokens": 20}
+    assert found.manifest["settings"] == {"block_wordpieces": 13, "drop_titles": False, "language": "en"}
+    assert sum(told) == 3
+    with pytest.raises(IndexError):
+        found.text(4)
+    assert sorted(contents(tmp_path / "snapshot")) == sorted(["manifest.json", *found.manifest["files"]])
+
+
+def test_blocks_have_at_most_the_wordpieces_asked_for(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    texts = [
+        " ".join("A" + "b" * generator.integers(0, 9) + "." for _ in range(generator.integers(1, 40)))
+        for _ in range(40)
+    ]
+    corpus = write_corpus(tmp_path / "c.jsonl", *({"title": "ab", "text": text} for text in texts))
+    found = snapshot([corpus], tmp_path / "s", block_wordpieces=20)
+    for i in range(len(found)):
+        size = 3 + len(found.title_tokens(i)) + len(found.body(i))
+        assert size <= 20 or len(found.sentences(i)) == 1
+        same_document = i + 1 < len(found) and found.document_id(i) == found.document_id(i + 1)
+        if same_document:  # greedy: the next sentence would not have fitted
+            first, end = found.sentences(i + 1)[0]
+            assert size + end - first > 20
+
+
+def many_documents(path: Path, count: int) -> Path:
+    generator = np.random.default_rng(1)
+    return write_corpus(
+        path,
+        *(
+            {
+                "title": f"d{number % 50}",
+                "text": " ".join(f"Word{n} ab cd." for n in generator.integers(0, 99, 3)),
+                "spans": [[0, 4, "W"]] if number % 3 else [],
+            }
+            for number in range(count)
+        ),
+    )
+
+
+def test_bytes_are_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    corpus = many_documents(tmp_path / "corpus.jsonl", 2500)  # three batches, three row groups
+    vocabulary = train_vocabulary([corpus], size=200)
+    options = {"vocabulary": vocabulary, "block_wordpieces": 16}
+    alone = snapshot([corpus], tmp_path / "one", **options)
+    snapshot([corpus], tmp_path / "again", **options)
+    snapshot([corpus], tmp_path / "two", workers=2, **options)
+    assert len(alone) > 2048
+    assert contents(tmp_path / "one") == contents(tmp_path / "again") == contents(tmp_path / "two")
+    assert alone.text(1500) == alone.column("text")[1500]
+    assert len(set(alone.column("passage_id"))) == len(alone)
+
+
+def test_a_passage_keeps_its_id_when_others_change(tmp_path: Path) -> None:
+    a, b, c = ({"title": letter, "text": f"{letter} text."} for letter in "abc")
+    before = snapshot([write_corpus(tmp_path / "1.jsonl", a, b)], tmp_path / "1")
+    after = snapshot([write_corpus(tmp_path / "2.jsonl", c, b)], tmp_path / "2")
+    assert before.passage_id(1) == after.passage_id(1)
+    assert before.corpus_hash != after.corpus_hash
+
+
+def test_documents_are_dropped_and_counted_by_reason(tmp_path: Path) -> None:
+    corpus = write_corpus(
+        tmp_path / "corpus.jsonl",
+        {"title": "List of cats", "text": "A."},
+        {"title": "Cat (disambiguation)", "text": "A."},
+        {"title": "Listing", "text": "A."},
+        {"title": "Empty", "text": " \n"},
+        {"title": "Zero", "text": "\u200b"},
+    )
+    kept = snapshot([corpus], tmp_path / "kept")
+    assert [kept.title(i) for i in range(len(kept))] == ["List of cats", "Cat (disambiguation)", "Listing"]
+    dropped = snapshot([corpus], tmp_path / "dropped", drop_titles=True)
+    assert [dropped.title(i) for i in range(len(dropped))] == ["Listing"]
+    assert dropped.manifest["dropped"] == {"navigation_title": 2, "empty_text": 1, "no_wordpieces": 1}
+    assert dropped.manifest["documents"] == 5
+
+
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("List of kings", True),
+        ("Index of law articles", True),
+        ("Outline of physics", True),
+        ("Mercury (disambiguation)", True),
+        ("Mercury (planet)", False),
+        ("The List of Adrian", False),
+    ],
+)
+def test_navigation_titles(title: str, expected: bool) -> None:
+    assert is_navigation_title(title) is expected
+
+
+def test_given_spans_pass_through(tmp_path: Path) -> None:
+    corpus = write_corpus(
+        tmp_path / "corpus.jsonl",
+        {"title": "t", "text": "Nothing here."},
+        # passages: "Ab cd ef." and "Gh ab. Cd." (13 wordpieces at most, 4 are not the body)
+        {
+            "title": "t",
+            "text": " Ab cd ef. Gh ab. Cd.",
+            "spans": [[11, 13, "X"], [1, 3, "X"], [4, 9, "Y"], [7, 13, "Y"], [14, 20, "Y"]],
+        },
+        {"title": "t", "text": "Ef."},
+    )
+    found = snapshot([corpus], tmp_path / "snapshot")
+    texts = found.column("text")
+    assert texts[-3:] == ["Ab cd ef.", "Gh ab. Cd.", "Ef."]
+    spans = found.given_spans()
+    assert spans is not None
+    assert len(spans) == len(found)
+    first = texts.index("Ab cd ef.")
+    for passage, expected in (
+        (first, [("Ab", "X"), ("cd ef", "Y")]),
+        (first + 1, [("Gh", "X")]),
+        (first + 2, []),
+    ):
+        rows = spans.of(passage)
+        assert [found.text(passage)[row[4] : row[5]] for row in rows] == [word for word, _ in expected]
+        assert spans.labels_of(passage) == [label for _, label in expected]
+        for row in rows:
+            chars = found.chars(passage)
+            assert (chars[row[2], 0], chars[row[3] - 1, 1]) == (row[4], row[5])
+            assert found.sentence_rows[row[1], 0] == row[0] == passage
+    assert spans.manifest["dropped"] == {"not_in_one_sentence": 2}
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (b"", "holds no documents"),
+        (b'{"title": "A", "text": "a"}\n{"title": \n', ":2: not valid JSON"),
+        (b'{"title": "A", "text": "a"}\n{"text": "a"}\n', ":2: the key 'title' is missing"),
+        (b'{"title": "A", "text": "\xff"}\n', ":1: invalid UTF-8"),
+        (
+            b'{"title": "A", "text": "a", "id": 1}\n{"title": "B", "text": "b", "id": "1"}\n',
+            ":2: the id '1' was used at ",
+        ),
+        (b'{"title": "A", "text": " "}\n', "no passage is left of 1 documents"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_input_leaves_nothing_behind(tmp_path: Path, lines: bytes, says: str, workers: int) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(lines)
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        snapshot([corpus], tmp_path / "snapshot", workers=workers)
+    assert str(corpus) in str(caught.value)
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
+
+
+def test_a_cut_gzip_file_leaves_the_old_snapshot(tmp_path: Path) -> None:
+    corpus = many_documents(tmp_path / "corpus.jsonl.gz", 30)
+    old = snapshot([corpus], tmp_path / "snapshot")
+    corpus.write_bytes(corpus.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="ends in the middle"):
+        snapshot([corpus], tmp_path / "snapshot")
+    assert Snapshot.open(tmp_path / "snapshot").corpus_hash == old.corpus_hash
+    assert sorted(os.listdir(tmp_path)) == ["corpus.jsonl.gz", "snapshot"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("block_wordpieces", 3), ("workers", 0)])
+def test_settings_out_of_range_are_refused(tmp_path: Path, option: str, value: int) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", {"title": "A", "text": "a"})
+    with pytest.raises(ValueError, match=f"{option} is {value}"):
+        snapshot([corpus], tmp_path / "s", **{option: value})
+
+
+def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
+    found = snapshot([many_documents(tmp_path / "c.jsonl", 5)], tmp_path / "s")
+    path = found.folder / "tokens.npy"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"tokens\.npy has \d+ bytes"):
+        Snapshot.open(found.folder)
+
+
+def test_memory_stays_flat_as_the_corpus_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.corpus.snapshot._BATCH_DOCUMENTS", 50)
+    monkeypatch.setattr("realmops.corpus.snapshot._ROWS_PER_GROUP", 50)
+
+    def peak(count: int) -> int:
+        documents = ({"title": "t", "text": f"Ab cd ef gh. A{i}.", "id": i} for i in range(count))
+        corpus = write_corpus(tmp_path / f"{count}.jsonl", *documents)
+        tracemalloc.start()
+        try:
+            with atomic_folder(tmp_path / f"{count}") as stage:
+                write_snapshot([corpus], stage, vocabulary=VOCABULARY, block_wordpieces=288)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    small = peak(200)
+    assert peak(2000) < 1.3 * small

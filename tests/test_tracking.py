@@ -1,0 +1,334 @@
+"""The journal, and its way to MLflow: a real local database, and a stand-in server that goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realmops import tracking
+from realmops.tracking import Journal, Run, Tracker, flat_params, git_commit, sync
+
+RUN = Run("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")] + ["DVC_EXP_NAME"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The journal
+
+
+def test_journal_writes_one_line_a_step(tmp_path: Path) -> None:
+    with Journal(tmp_path / "run" / "metrics.jsonl", "ict") as journal:
+        journal.log(1, loss=2.5)
+        journal.log(2, loss=float("nan"), refreshes=3)
+    first, second = lines(journal.path)
+    assert time.time() - first.pop("time") < 60
+    assert first == {"stage": "ict", "step": 1, "loss": 2.5}
+    assert (second["loss"], second["refreshes"]) == (None, 3)
+
+
+def test_journal_resumes_at_a_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Journal(path, "ict") as journal:
+        journal.log(1, loss=3.0)
+        position = journal.position()
+        journal.log(2, loss=2.0)
+    with Journal(path, "ict") as journal:
+        journal.truncate(position)
+        journal.log(2, loss=1.0)
+    assert [(line["step"], line["loss"]) for line in lines(path)] == [(1, 3.0), (2, 1.0)]
+
+
+def test_journal_cuts_off_the_unfinished_line_of_a_killed_process(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"stage": "ict", "step": 1, "time": 0, "loss": 3.0}\n{"stage": "ict", "st')
+    with Journal(path, "ict") as journal:
+        journal.log(2, loss=2.0)
+    assert [line["step"] for line in lines(path)] == [1, 2]
+
+
+def test_journal_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with (
+        Journal(tmp_path / "metrics.jsonl", "ict") as journal,
+        pytest.raises(ValueError, match=r"metrics.jsonl.*900"),
+    ):
+        journal.truncate(900)
+
+
+# What a run says about itself
+
+
+def test_params_are_flat() -> None:
+    assert flat_params(RUN.params) == {"seed": "7", "ict.batch": "32", "ict.lr": "0.0005"}
+
+
+def test_git_commit_says_when_files_were_changed(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        command = ["git", *identity, "-C", str(tmp_path), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert git_commit(tmp_path) is None
+    git("init", "--quiet")
+    (tmp_path / "code.py").write_text("1\n")
+    (tmp_path / "dvc.lock").write_text("1\n")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "dvc.lock").write_text("2\n")
+    assert git_commit(tmp_path) == commit
+    (tmp_path / "code.py").write_text("2\n")
+    assert git_commit(tmp_path) == f"{commit}-dirty"
+
+
+@pytest.fixture
+def dead_sender() -> Iterator[pytest.MonkeyPatch]:
+    """A child process that ends at once, as one killed for its memory; ``undo`` gives the real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/true")
+        yield patch
+
+
+# A real local MLflow
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow database: making one takes seconds, copying it none."""
+    database = tmp_path_factory.mktemp("template") / "mlflow.db"
+    tracking._mlflow_client(f"sqlite:///{database}").search_experiments()
+    return database
+
+
+@pytest.fixture
+def folder(template: Path, tmp_path: Path) -> Path:
+    (tmp_path / "tracking").mkdir()
+    shutil.copy(template, tmp_path / "tracking" / "mlflow.db")
+    return tmp_path / "tracking"
+
+
+def query(folder: Path, statement: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(folder / "mlflow.db")
+    try:
+        return connection.execute(statement).fetchall()
+    finally:
+        connection.close()
+
+
+def test_one_run_holds_every_stage(
+    tmp_path: Path, folder: Path, dead_sender: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DVC_EXP_NAME", "wild-card")
+    for stage, params in (("ict", RUN.params), ("pretrain", {"pretrain": {"k": 8}})):
+        path = tmp_path / stage / "metrics.jsonl"
+        run = Run(RUN.key, params, RUN.tags)
+        with Journal(path, stage) as journal, Tracker(path, stage, run, folder) as tracker:
+            journal.log(1, loss=2.0)
+            journal.log(2, loss=1.0)
+            tracker.finish({"em": 0.25, "note": "not a number"})
+        sync(folder)
+        dead_sender.undo()
+
+    assert query(folder, "SELECT name, status FROM runs") == [("wild-card", "FINISHED")]
+    points = query(folder, "SELECT key, step, value FROM metrics WHERE key LIKE '%/loss' ORDER BY key, step")
+    assert points == [
+        ("ict/loss", 1, 2.0),
+        ("ict/loss", 2, 1.0),
+        ("pretrain/loss", 1, 2.0),
+        ("pretrain/loss", 2, 1.0),
+    ]
+    assert query(folder, "SELECT key, value FROM latest_metrics WHERE key NOT LIKE '%/%'") == [("em", 0.25)]
+    params_found = query(folder, "SELECT key, value FROM params ORDER BY key")
+    assert params_found == [("ict.batch", "32"), ("ict.lr", "0.0005"), ("pretrain.k", "8"), ("seed", "7")]
+    tags = dict(query(folder, "SELECT key, value FROM tags"))
+    assert tags["realmops.run_key"] == "5eed"
+    assert tags["realmops.corpus_hash"] == "c0"
+    assert not list((folder / "spool").glob("*.ticket.json"))
+    assert not (tmp_path / "mlruns").exists()
+
+
+def test_a_resumed_stage_sends_each_step_once(
+    tmp_path: Path, folder: Path, dead_sender: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Journal(path, "ict") as journal:
+        with pytest.raises(KeyboardInterrupt):
+            _interrupted_stage(journal, folder)
+        sync(folder)
+        assert query(folder, "SELECT status FROM runs") == [("FAILED",)]
+        dead_sender.undo()
+        position = path.read_bytes().index(b"\n") + 1
+        with Tracker(path, "ict", RUN, folder, interval=0.1):
+            wait_until(lambda: query(folder, "SELECT status FROM runs") == [("RUNNING",)])
+            journal.truncate(position)
+            journal.log(2, loss=2.0)
+            journal.log(3, loss=1.0)
+    points = query(folder, "SELECT step, value FROM metrics ORDER BY step")
+    assert points == [(1, 3.0), (2, 2.0), (3, 1.0)]
+    assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
+
+
+def _interrupted_stage(journal: Journal, folder: Path) -> None:
+    with Tracker(journal.path, "ict", RUN, folder):
+        journal.log(1, loss=3.0)
+        journal.log(2, loss=2.0)
+        raise KeyboardInterrupt
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# A server that is away: every request is a real one
+
+
+class StandIn:
+    """As much of MLflow's REST interface as is used; ``fault`` may refuse points or lose the answer."""
+
+    def __init__(self) -> None:
+        self.points: set[tuple[str, int, float, int]] = set()
+        self.params: dict[str, str] = {}
+        self.statuses: list[str] = []
+        self.runs = 0
+        self.batches = 0
+        self.fault: Callable[[int], str] = lambda number: "none"
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                stand_in.answer(self)
+
+            do_POST = do_GET
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers.get("Content-Length") or 0)) or b"{}")
+        self.batches += bool(body.get("metrics"))
+        fault = self.fault(self.batches) if body.get("metrics") else "none"
+        if fault == "refuse":
+            return handler.send_error(500)
+        reply = json.dumps(self.serve(handler.path, body)).encode()
+        if fault == "lose the answer":
+            handler.close_connection = True
+            return handler.connection.close()
+        handler.send_response(200)
+        handler.send_header("Content-Type", "application/json")
+        handler.send_header("Content-Length", str(len(reply)))
+        handler.end_headers()
+        handler.wfile.write(reply)
+        return None
+
+    def serve(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING", "start_time": 1}
+        run = {"info": info, "data": {"params": [{"key": k, "value": v} for k, v in self.params.items()]}}
+        if "experiments/get-by-name" in path:
+            return {"experiment": {"experiment_id": "1", "name": "realmops", "lifecycle_stage": "active"}}
+        if path.endswith("runs/search"):
+            return {"runs": [run] * self.runs}
+        if path.endswith("runs/create"):
+            self.runs += 1
+        if path.endswith("runs/log-batch"):
+            self.params |= {param["key"]: param["value"] for param in body.get("params", [])}
+            points = body.get("metrics", [])
+            self.points |= {(p["key"], int(p["step"]), p["value"], int(p["timestamp"])) for p in points}
+        if path.endswith("runs/update") and "status" in body:
+            self.statuses.append(body["status"])
+        return {"run": run, "run_info": info}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    stand_in = StandIn()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", stand_in.address)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    yield stand_in
+    stand_in.server.shutdown()
+    stand_in.server.server_close()
+
+
+def test_600_of_600_points_survive_an_outage_and_lost_answers(
+    tmp_path: Path, server: StandIn, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    server.fault = lambda number: {1: "lose the answer", 2: "refuse"}.get(number, "none")
+    with Journal(path, "pretrain") as journal, Tracker(path, "pretrain", RUN, tmp_path / "t", interval=0.05):
+        for step in range(300):
+            journal.log(step, loss=1 / (step + 1))
+        wait_until(lambda: server.batches >= 3)
+        server.fault = lambda number: "refuse"
+        for step in range(300, 600):
+            journal.log(step, loss=1 / (step + 1))
+    assert len(server.points) == 300
+    assert capfd.readouterr().err.count("warning: MLflow tracking") == 1
+
+    path.unlink()  # the stage's folder was moved away
+    server.fault = lambda number: "none"
+    assert sync(tmp_path / "t") == tracking.SyncReport(300, ())
+    assert sorted(step for _, step, _, _ in server.points) == list(range(600))
+    assert server.runs == 1
+    assert server.statuses[-1] == "FINISHED"
+    assert sync(tmp_path / "t") == tracking.SyncReport(0, ())
+
+
+@pytest.mark.usefixtures("dead_sender")
+def test_a_given_run_is_used_and_its_parameters_stay(
+    tmp_path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_RUN_ID", "r1")
+    server.params = {"seed": "of the launcher"}
+    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
+        journal.log(1, loss=1.0)
+    assert sync(tmp_path / "t") == tracking.SyncReport(1, ())
+    assert [(name, step, value) for name, step, value, _ in server.points] == [("ict/loss", 1, 1.0)]
+    assert server.params == {"seed": "of the launcher", "ict.batch": "32", "ict.lr": "0.0005"}
+    assert server.runs == 0
+    assert server.statuses == []
+
+
+@pytest.mark.usefixtures("dead_sender")
+def test_sync_reports_a_server_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
+        journal.log(1, loss=1.0)
+    report = sync(tmp_path / "t")
+    assert report.sent == 0
+    assert len(report.problems) == 1
+    assert report.problems[0].startswith("5eed.ict.ticket.json: MlflowException")
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t").write_text("a file where the folder should be")
+    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
+        journal.log(1, loss=1.0)
+    assert capfd.readouterr().err.count("warning: MLflow tracking") == 1

@@ -1,0 +1,574 @@
+"""The store of versions: publishing, reading and removing under kills, errors, power cuts and damage.
+
+Each campaign returns what it saw go wrong. It must be nothing for the store as it is, and something for every
+mutant, a store with one of its precautions switched off.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exchange_lab import FAULTS, Fault, Inode, Killed, MemoryFiles, StillClock
+
+from realmops.artifacts import canonical_json, digest_of
+from realmops.index.files import Files
+from realmops.index.versions import MANIFEST, Damaged, Version, Versions, fence_of, step_of, version_name
+
+RUN = {"corpus": "c0ffee", "dimensions": 4}
+OLD, NEW = version_name(1, 10), version_name(1, 20)
+CONTENT = {"a.bin": b"alpha" * 3, "b.bin": b"beta" * 2}
+ROOT = Path("/x")
+
+
+def volume() -> MemoryFiles:
+    """A volume with the folders of one kind, all of it durable."""
+    files = MemoryFiles()
+    for folder in (
+        "/x",
+        "/x/kind",
+        "/x/pins",
+        "/x/pins/trainer",
+        "/x/pins/builder",
+        "/x/alive",
+        "/x/alive/trainer",
+    ):
+        files.mkdir(Path(folder))
+        files.sync_folder(Path(folder).parent)
+    return files
+
+
+def store_on(
+    files: Files,
+    store: type[Versions] = Versions,
+    holder: str = "trainer",
+    root: Path = ROOT,
+    **settings: Any,
+) -> Versions:
+    return store(root, "kind", RUN, holder, files, StillClock(), **{"grace": 0.0, **settings})
+
+
+def real_volume(tmp_path: Path) -> Path:
+    for folder in ("kind", "pins/trainer", "pins/builder", "alive/trainer"):
+        (tmp_path / folder).mkdir(parents=True)
+    return tmp_path
+
+
+def visible_faults(files: Files, expected: Mapping[str, Mapping[str, bytes]] | None = None) -> list[str]:
+    """I1: every version that can be seen is whole, and those that are expected are there."""
+    store, wrong = store_on(files, holder="builder-checker"), []
+    found = {}
+    for name in store.names():
+        try:
+            version = store.load(name)
+            store.unpin(version)
+            found[name] = version.files
+        except (Damaged, OSError) as error:
+            wrong.append(f"visible but not whole: {error}")
+    wrong += [
+        f"{name} is lost or changed" for name in expected or {} if found.get(name) != (expected or {})[name]
+    ]
+    return wrong
+
+
+def test_what_was_published_comes_back(tmp_path: Path) -> None:
+    store = store_on(Files(), root=real_volume(tmp_path))
+    assert store.publish(OLD, CONTENT, {"loss": 0.5})
+    version = store.load(OLD)
+    assert version.files == CONTENT
+    assert (version.meta, version.run, version.writer, version.step) == ({"loss": 0.5}, RUN, "trainer", 10)
+    assert os.listdir(tmp_path / "pins" / "trainer") == [version.pin.name]  # type: ignore[union-attr]
+    store.unpin(version)
+    assert os.listdir(tmp_path / "pins" / "trainer") == []
+
+
+def test_the_first_of_two_publishers_wins_and_the_second_leaves_nothing(tmp_path: Path) -> None:
+    one = store_on(Files(), root=real_volume(tmp_path))
+    other = store_on(Files(), root=tmp_path, holder="builder-1")
+    assert one.publish(OLD, CONTENT, {})
+    assert not other.publish(OLD, {"a.bin": b"something else"}, {})
+    assert one.load(OLD).files == CONTENT
+    assert os.listdir(tmp_path / "kind") == [OLD]
+
+
+def test_names_sort_by_life_then_step_and_foreign_names_are_not_listed(tmp_path: Path) -> None:
+    store = store_on(Files(), root=real_volume(tmp_path))
+    for name in (version_name(2, 5), version_name(1, 100), version_name(1, 20)):
+        store.publish(name, {}, {})
+    for other in ("v-1-2", "step-5", ".stage.trainer.ab", "v-000001-00000020x"):
+        (tmp_path / "kind" / other).mkdir()
+    assert store.names() == ["v-000001-00000020", "v-000001-00000100", "v-000002-00000005"]
+    assert (fence_of("v-000002-00000005"), step_of("v-000002-00000005")) == (2, 5)
+
+
+# Publishing under faults
+
+
+def killed_publishes(store: type[Versions] = Versions) -> list[str]:
+    """I1: a publisher that is killed before or after any operation leaves the old state or the new one."""
+    wrong, at, ended = [], 0, False
+    while not ended:
+        for kind in ("kill", "kill after"):
+            files = volume()
+            store_on(files).publish(OLD, CONTENT, {})
+            fault = Fault(at, kind)
+            try:
+                store_on(files.seen_by(fault), store).publish(NEW, CONTENT, {})
+                ended = True
+            except Killed:
+                pass
+            wrong += [f"{kind} at {at}: {fault}" for fault in visible_faults(files, {OLD: CONTENT})]
+            # The next life sweeps and publishes.
+            again = store_on(files)
+            again.sweep_own()
+            if NEW not in again.names() and not again.publish(NEW, CONTENT, {}):
+                wrong.append(f"{kind} at {at}: cannot publish again")
+            again.collect(lambda: {OLD, NEW})
+            if files.listdir(ROOT / "kind") != [OLD, NEW] and at < fault.count:
+                wrong.append(f"{kind} at {at}: left {files.listdir(ROOT / 'kind')}")
+        at += 1
+    assert at > 10
+    return wrong
+
+
+def publishes_with_one_error(store: type[Versions] = Versions) -> list[str]:
+    """One operation fails, or works and reports an error: success is true, failure leaves nothing half."""
+    wrong = []
+    for kind in ("ENOSPC", "EIO", "applied but error"):
+        at, ended = 0, False
+        while not ended:
+            files, fault = volume(), Fault(at, kind)
+            try:
+                if not store_on(files.seen_by(fault), store).publish(NEW, CONTENT, {}):
+                    wrong.append(f"{kind} at {at}: my own version is taken for another's")
+                wrong += [f"{kind} at {at}: {found}" for found in visible_faults(files, {NEW: CONTENT})]
+            except OSError as error:
+                if fault.operations[at][0] in ("rename", "sync_folder") and fault.operations[at][1].name in (
+                    NEW,
+                    "kind",
+                ):
+                    wrong.append(
+                        f"{kind} at {at}: a commit that was done, or can be tried again, failed: {error}"
+                    )
+                wrong += [f"{kind} at {at}: {found}" for found in visible_faults(files)]
+            ended = fault.count <= at
+            at += 1
+    return wrong
+
+
+def power_cuts(store: type[Versions] = Versions, files_class: type[MemoryFiles] = MemoryFiles) -> list[str]:
+    """After a power cut at any operation what is visible is whole, and what was acknowledged is there."""
+    wrong, cuts, at, ended = [], 0, 0, False
+    while not ended:
+        for seed in range(25):
+            files = volume()
+            files.__class__ = files_class
+            store_on(files).publish(OLD, CONTENT, {})
+            acknowledged = {OLD: CONTENT}
+            try:
+                store_on(files.seen_by(Fault(at)), store).publish(NEW, CONTENT, {})
+                acknowledged[NEW], ended = CONTENT, True
+            except Killed:
+                pass
+            files.power_cut(random.Random(seed))
+            wrong += [f"cut at {at}, seed {seed}: {fault}" for fault in visible_faults(files, acknowledged)]
+            cuts += 1
+        at += 1
+    assert cuts > 250
+    return wrong
+
+
+def order_of_writes(store: type[Versions] = Versions) -> list[str]:
+    """The manifest is the last file written, and it is durable before the commit."""
+    fault = Fault(-1)
+    store_on(volume().seen_by(fault), store).publish(NEW, CONTENT, {})
+    steps = [
+        (operation, path.name)
+        for operation, path in fault.operations
+        if operation in ("write", "fsync", "rename")
+    ]
+    wanted = [(step, file) for file in (*CONTENT, MANIFEST) for step in ("write", "fsync")] + [
+        ("rename", NEW)
+    ]
+    return [] if steps == wanted else [f"{steps} instead of {wanted}"]
+
+
+def damaged_loads(store: type[Versions] = Versions) -> list[str]:
+    """I6: files cut anywhere, flipped in any bit, made longer or missing are refused before use."""
+    files = volume()
+    store_on(files).publish(OLD, CONTENT, {})
+    wrong, cases = [], 0
+    for file in (MANIFEST, *CONTENT):
+        node = files._at(ROOT / "kind" / OLD / file)
+        whole = node.data
+        cut = [whole[:length] for length in range(len(whole))]
+        flipped = [
+            whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+            for place in range(len(whole))
+            for bit in range(8)
+        ]
+        for damaged in [*cut, *flipped, whole + b"\0"]:
+            node.data, cases = damaged, cases + 1
+            try:
+                store_on(files, store).load(OLD)
+                wrong.append(f"{file}: accepted {damaged!r}")
+            except Damaged as error:
+                if str(ROOT / "kind" / OLD / file) not in str(error):
+                    wrong.append(f"{file} is not named: {error}")
+            except Exception as error:
+                wrong.append(f"{file}: ends with {error!r}")
+        node.data = whole
+    assert cases > 4000
+    assert store_on(files).load(OLD).files == CONTENT
+    return wrong
+
+
+def races_of_reader_and_collector(store: type[Versions] = Versions) -> list[str]:
+    """A reader that comes before any operation of the collector keeps what it has accepted."""
+    wrong, at, ended = [], 0, False
+    while not ended:
+        files, accepted = volume(), []
+        store_on(files).publish(OLD, CONTENT, {})
+        fault = Fault(at)
+
+        def reader_first(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+            if fault.count == at:  # noqa: B023
+                reader = store_on(files, holder="builder-1")  # noqa: B023
+                with suppress(FileNotFoundError):  # in the trash: the reader takes another
+                    accepted.append(reader.load(OLD))  # noqa: B023
+            fault.count += 1  # noqa: B023
+            return effect()
+
+        collector = store_on(files.seen_by(reader_first), store)
+        collector.collect(lambda: set())
+        if accepted and OLD not in collector.names():
+            wrong.append(f"read before operation {at}, and deleted")
+        if not accepted and OLD in collector.names():
+            wrong.append(f"kept for nobody, operation {at}")
+        ended = fault.count <= at
+        at += 1
+    assert at > 8
+    return wrong
+
+
+CAMPAIGNS: dict[str, Callable[..., list[str]]] = {
+    "kills": killed_publishes,
+    "errors": publishes_with_one_error,
+    "power": power_cuts,
+    "order": order_of_writes,
+    "damage": damaged_loads,
+    "races": races_of_reader_and_collector,
+}
+
+
+@pytest.mark.parametrize("campaign", CAMPAIGNS)
+def test_i1_i6_the_store_withstands(campaign: str) -> None:
+    assert CAMPAIGNS[campaign]() == []
+
+
+# Mutants: one precaution switched off each
+
+
+class FilesNotSynced(MemoryFiles):
+    def fsync(self, node: Inode) -> None:
+        pass
+
+
+class FolderNotSynced(MemoryFiles):
+    def fsync_folder(self, folder: Path) -> None:
+        if not folder.name.startswith(".stage."):
+            super().fsync_folder(folder)
+
+
+class ParentNotSynced(MemoryFiles):
+    def fsync_folder(self, folder: Path) -> None:
+        if folder.name != "kind":
+            super().fsync_folder(folder)
+
+
+class ManifestFirst(Versions):
+    def _fill(self, stage: Path, contents: Mapping[str, bytes], manifest: bytes) -> None:
+        self.files.write(stage / MANIFEST, manifest)
+        for file, content in contents.items():
+            self.files.write(stage / file, content)
+        self.files.sync_folder(stage)
+
+
+class InPlace(Versions):
+    def _fill(self, stage: Path, contents: Mapping[str, bytes], manifest: bytes) -> None:
+        final = stage.parent / json.loads(manifest)["name"]
+        self.files.mkdir(final)
+        super()._fill(final, contents, manifest)
+
+    def _commit(self, stage: Path, name: str, nonce: str) -> bool:
+        return True
+
+
+class NoNonceCheck(Versions):
+    def _owner(self, name: str) -> str | None:
+        return "somebody"
+
+
+class NoLookAfterAnError(Versions):
+    def _commit(self, stage: Path, name: str, nonce: str) -> bool:
+        self.files.rename(stage, self.folder / name)
+        self.files.sync_folder(self.folder)
+        return True
+
+
+class NoDigestCheck(Versions):
+    def _checked(self, path: Path, content: bytes, entry: Mapping[str, Any]) -> bytes:
+        return content
+
+
+class NoManifestDigest(Versions):
+    def _parse(self, name: str, content: bytes) -> Version:
+        fields = json.loads(content)
+        kind, _, digest = fields.pop("kind"), fields.pop("schema"), fields.pop("digest")
+        assert kind
+        return Version(**fields, digest=digest)
+
+
+class NoSecondLook(Versions):
+    def _settle(self, trash: Any, keep: Callable[[], set[str]]) -> None:
+        for entry in trash:
+            self._bury(entry)
+
+
+MUTANTS = [
+    ("power", {"files_class": FilesNotSynced}),
+    ("power", {"files_class": FolderNotSynced}),
+    ("power", {"files_class": ParentNotSynced}),
+    ("order", {"store": ManifestFirst}),
+    ("kills", {"store": InPlace}),
+    ("errors", {"store": NoNonceCheck}),
+    ("errors", {"store": NoLookAfterAnError}),
+    ("damage", {"store": NoDigestCheck}),
+    ("damage", {"store": NoManifestDigest}),
+    ("races", {"store": NoSecondLook}),
+]
+
+
+@pytest.mark.parametrize(
+    ("campaign", "mutant"), MUTANTS, ids=[next(iter(m.values())).__name__ for _, m in MUTANTS]
+)
+def test_the_campaign_notices_the_mutant(campaign: str, mutant: dict[str, Any]) -> None:
+    assert CAMPAIGNS[campaign](**mutant) != []
+
+
+# What is refused, set aside, swept and removed
+
+
+def test_a_missing_file_is_damage_after_a_second_look(tmp_path: Path) -> None:
+    store = store_on(Files(), root=real_volume(tmp_path))
+    store.publish(OLD, CONTENT, {})
+    (tmp_path / "kind" / OLD / "b.bin").unlink()
+    with pytest.raises(Damaged, match=r"b\.bin is missing"):
+        store.load(OLD)
+    with pytest.raises(FileNotFoundError):
+        store.load(NEW)
+    assert os.listdir(tmp_path / "pins" / "trainer") == []
+
+
+def test_a_link_in_a_version_is_refused(tmp_path: Path) -> None:
+    store = store_on(Files(), root=real_volume(tmp_path))
+    store.publish(OLD, CONTENT, {})
+    secret = tmp_path / "secret"
+    secret.write_bytes(CONTENT["a.bin"])
+    (tmp_path / "kind" / OLD / "a.bin").unlink()
+    (tmp_path / "kind" / OLD / "a.bin").symlink_to(secret)
+    with pytest.raises(Damaged, match="symbolic link"):
+        store.load(OLD)
+
+
+def forged(changes: Mapping[str, Any]) -> bytes:
+    """A manifest with other fields and a right digest: the work of another version, or of an enemy."""
+    fields = {
+        "kind": "kind", "name": OLD, "nonce": "0", "writer": "trainer", "run": RUN, "listing": {}, "meta": {},
+        "created_unix": 0.0, **changes,
+    }  # fmt: skip
+    schema = fields.pop("schema", 1)
+    return canonical_json({**fields, "digest": digest_of(fields), "schema": schema})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": {**RUN, "corpus": "dead"}}, "corpus is 'dead' there and 'c0ffee' here"),
+        ({"run": {"corpus": "c0ffee"}}, "dimensions is None there and 4 here"),
+        ({"schema": 2}, "schema other than 1"),
+        ({"surprise": 1}, "surprise"),
+        ({"kind": "weights"}, "describes weights"),
+        ({"name": NEW}, f"describes kind {NEW}"),
+        ({"listing": {"../a": {"bytes": 1, "sha256": ""}}}, r"lists the file '\.\./a'"),
+        ({"listing": {"a": {"bytes": "1", "sha256": ""}}}, "lists the file 'a'"),
+        ({"listing": [1]}, "items"),
+    ],
+)
+def test_i8_a_manifest_that_is_not_ours_is_refused(changes: dict[str, Any], message: str) -> None:
+    files = volume()
+    files.mkdir(ROOT / "kind" / OLD)
+    files.write(ROOT / "kind" / OLD / MANIFEST, forged(changes))
+    with pytest.raises(Damaged, match=message):
+        store_on(files).load(OLD)
+
+
+def test_other_spellings_of_a_manifest_are_refused() -> None:
+    files = volume()
+    files.mkdir(ROOT / "kind" / OLD)
+    node = ROOT / "kind" / OLD / MANIFEST
+    files.write(node, forged({}))
+    assert store_on(files).load(OLD).files == {}
+    twice = forged({}).replace(b'{"created_unix"', b'{"created_unix":1.0,"created_unix"')
+    for content in (forged({}) + b" ", twice, b"[" * 5000, b"3", b"null", b'{"a":NaN}', b"\xff"):
+        files._at(node).data = content
+        with pytest.raises(Damaged):
+            store_on(files).load(OLD)
+
+
+def test_damaged_versions_are_set_aside_and_only_a_few_are_kept() -> None:
+    files = volume()
+    store = store_on(files)
+    for step in range(6):
+        store.publish(version_name(1, step), CONTENT, {})
+        store.set_aside(version_name(1, step), "a test")
+    assert len(store.bad()) == 4
+    assert files.listdir(ROOT / "kind") == store.bad()
+    assert store.publish(OLD, CONTENT, {})
+
+
+def test_where_a_reader_may_not_write_it_steps_over_what_is_damaged() -> None:
+    files = volume()
+    store_on(files).publish(OLD, CONTENT, {})
+
+    def read_only(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+        if operation == "rename":
+            raise OSError(errno.EROFS, "read-only", str(path))
+        return effect()
+
+    reader = store_on(files.seen_by(read_only), holder="builder-1")
+    reader.set_aside(OLD, "a test")
+    assert reader.names() == []
+    assert store_on(files).names() == [OLD]
+
+
+def test_a_damaged_version_that_has_the_name_makes_way_for_a_sound_one() -> None:
+    files = volume()
+    store = store_on(files)
+    store.publish(OLD, {"a.bin": b"rotten"}, {})
+    files._at(ROOT / "kind" / OLD / MANIFEST).data = b"{}"
+    assert store.publish(OLD, CONTENT, {})
+    assert store.load(OLD).files == CONTENT
+    assert len(store.bad()) == 1
+
+
+def test_a_volume_that_fails_says_nothing_about_the_version() -> None:
+    files = volume()
+    store_on(files).publish(OLD, CONTENT, {})
+    fault = Fault(5, "EIO")
+    with pytest.raises(OSError, match="EIO"):
+        store_on(files.seen_by(fault)).load(OLD)
+    assert fault.operations[5][0] == "read"
+    assert store_on(files).load(OLD).files == CONTENT
+
+
+def test_the_draft_of_another_is_left_alone_until_it_has_been_still_for_long() -> None:
+    files = volume()
+    draft = ROOT / "kind" / ".stage.builder-1.ab"
+    files.mkdir(draft)
+    store = store_on(files, stale=600.0)
+    store.sweep_own()
+    store.collect(set)
+    store.clock.sleep(599.0)
+    files.write(draft / "a.bin", b"1")
+    store.collect(set)
+    store.clock.sleep(599.0)
+    store.collect(set)
+    assert files.listdir(ROOT / "kind") == [draft.name]
+    store.clock.sleep(1.0)
+    store.collect(set)
+    assert files.listdir(ROOT / "kind") == []
+
+
+def test_a_draft_that_was_swept_under_its_owner_is_reported_and_never_half_published() -> None:
+    files = volume()
+
+    def sweep_first(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+        if operation == "rename" and path.name == OLD:
+            store_on(files).sweep_own()
+        return effect()
+
+    with pytest.raises(OSError, match="swept away"):
+        store_on(files.seen_by(sweep_first)).publish(OLD, CONTENT, {})
+    assert files.listdir(ROOT / "kind") == []
+
+
+def test_the_pin_of_a_dead_reader_ends_and_that_of_a_living_one_does_not() -> None:
+    files = volume()
+    store, reader = store_on(files, holder="builder-1", stale=600.0), store_on(files)
+    reader.publish(OLD, CONTENT, {})
+    reader.load(OLD)
+    for beat in range(3):
+        files.replace(ROOT / "alive" / "trainer" / "trainer.json", b"%d" % beat)
+        store.collect(set)
+        store.clock.sleep(500.0)
+    assert store.names() == [OLD]
+    store.collect(set)
+    assert store.names() == [OLD]
+    store.clock.sleep(600.0)
+    store.collect(set)
+    assert store.names() == []
+
+
+def test_trash_waits_for_its_grace_and_returns_when_it_is_needed() -> None:
+    files = volume()
+    store = store_on(files, grace=120.0)
+    store.publish(OLD, CONTENT, {})
+    store.collect(set)
+    assert (store.names(), store.present(OLD)) == ([], True)
+    store.clock.sleep(119.0)
+    store.collect(set)
+    assert store.present(OLD)
+    store.clock.sleep(1.0)
+    store.collect(lambda: {OLD})
+    assert store.load(OLD).files == CONTENT
+    store.sweep_own()  # gives up the pin
+    store.collect(set)
+    store.clock.sleep(120.0)
+    store.collect(set)
+    assert not store.present(OLD)
+
+
+def test_a_collector_killed_anywhere_is_finished_by_the_next_and_shows_nothing_half() -> None:
+    for kind in FAULTS:
+        at, ended = 0, False
+        while not ended:
+            files, fault = volume(), Fault(at, kind)
+            for name in (OLD, NEW):
+                store_on(files).publish(name, CONTENT, {})
+            with suppress(Killed, OSError):
+                store_on(files.seen_by(fault)).collect(lambda: {NEW})
+            assert visible_faults(files, {NEW: CONTENT}) == [], (kind, at)
+            store_on(files).collect(lambda: {NEW})
+            assert files.listdir(ROOT / "kind") == [NEW], (kind, at)
+            ended = fault.count <= at
+            at += 1
+
+
+def test_digests_are_plain_sha256_of_the_files() -> None:
+    files = volume()
+    store_on(files).publish(OLD, {"a.bin": b"abc"}, {})
+    listed = store_on(files).manifest(OLD).listing["a.bin"]
+    assert listed == {
+        "bytes": 3,
+        "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+    }
+    assert listed["sha256"] == hashlib.sha256(b"abc").hexdigest()
