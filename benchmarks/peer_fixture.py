@@ -45,9 +45,9 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
     """Weights and biases large enough that a term left out shows."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.normal_(0.0, 0.3, generator=generator)
-            if "norm" in name.lower() and name.endswith("weight"):
-                parameter.add_(1.0)
+            value = torch.randn(parameter.shape, generator=generator) * 0.3  # float32, as in the fixture
+            is_scale = "norm" in name.lower() and name.endswith("weight")
+            parameter.copy_(value + 1.0 if is_scale else value)
 
 
 def join(parts: list[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -70,9 +70,8 @@ def scores(config: RealmConfig, generator: torch.Generator) -> dict[str, Tensor]
     randomise(document, generator)
     randomise(query, generator)
     queries = [join([length], generator) for length in (4, 7, 2)]
-    candidates = [
-        join([1 + k % 3, 3 + (5 * b + 2 * k) % 9], generator) for b in range(QUERIES) for k in range(CANDIDATES)
-    ]
+    lengths = [(1 + k % 3, 3 + (5 * b + 2 * k) % 9) for b in range(QUERIES) for k in range(CANDIDATES)]
+    candidates = [join([title, body], generator) for title, body in lengths]
     query_BL, document_NL = pad([t for t, _ in queries]), pad([t for t, _ in candidates])
     segment_NL = pad([s for _, s in candidates])
     by_query = (QUERIES, CANDIDATES, -1)

@@ -295,15 +295,20 @@ class Town:
         self.turns[self.rng.choice(awake)].release()
 
 
+def town_of(seed: int, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Town:
+    """A town whose seed decides everything, the nonces too: a failing seed can be run again."""
+    nonces = random.Random(-seed - 1)
+    monkeypatch.setattr(
+        versions, "secrets", SimpleNamespace(token_hex=lambda size: nonces.randbytes(size).hex())
+    )
+    return Town(seed, Plan(steps=6, policy=policy), 1500, MemoryFiles())
+
+
 @pytest.mark.parametrize("policy", [PLAN.policy, AS_SOON], ids=["fixed_lag", "as_soon_as_ready"])
 def test_i1_to_i4_i7_random_schedules(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(steps=6, policy=policy)
     totals = {"operations": 0, "kills": 0, "zombies": 0}
     for seed in range(100):
-        nonces = random.Random(-seed - 1)
-        fake = SimpleNamespace(token_hex=lambda size, nonces=nonces: nonces.randbytes(size).hex())
-        monkeypatch.setattr(versions, "secrets", fake)
-        town = Town(seed, plan, 1500, MemoryFiles())
+        town = town_of(seed, policy, monkeypatch)
         assert town.run() == [], f"seed {seed}"
         sound(town.volume)
         # I4: 2 kept, 2 that checkpoints name, 1 awaited, and what at most four builders have in hand.
@@ -313,6 +318,20 @@ def test_i1_to_i4_i7_random_schedules(policy: Policy, monkeypatch: pytest.Monkey
     assert totals["operations"] > 150_000
     assert totals["kills"] > 800
     assert totals["zombies"] > 150
+
+
+def delete_without_claiming(store: versions.Versions, entry: str) -> None:
+    with suppress(OSError):
+        store.files.delete(store.folder / entry)
+
+
+@pytest.mark.parametrize("mutant", ["no fence", "a sweep that does not claim"])
+def test_the_schedules_notice_the_mutant(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant == "no fence":
+        monkeypatch.setattr(Trainer, "check_fence", lambda trainer: None)
+    else:
+        monkeypatch.setattr(versions.Versions, "_bury", delete_without_claiming)
+    assert any(town_of(seed, PLAN.policy, monkeypatch).run() for seed in range(40))
 
 
 # The trainer's side in single steps
@@ -451,6 +470,39 @@ def test_a_trainer_that_wakes_up_beside_its_successor_writes_nothing_more() -> N
             act()
     assert {kind: files.listdir(ROOT / kind) for kind in before} == before
     new.save_checkpoint(2, PARAMS, {})
+
+
+def test_the_index_that_a_checkpoint_names_outlives_newer_ones_and_its_pin() -> None:
+    files = MemoryFiles()
+    trainer = open_trainer(files, AS_SOON)
+    trainer.publish_weights(0, PARAMS, {})
+    build(files)
+    trainer.newest_index(0)
+    trainer.save_checkpoint(1, PARAMS, {})
+    for step in (2, 4, 6):
+        trainer.publish_weights(step, PARAMS, {})
+        build(files)
+    again = open_trainer(files)  # fixed_lag: needs that very index
+    assert files.listdir(ROOT / "pins" / "trainer") == []
+    build(files)
+    checkpoint = again.restore()
+    assert checkpoint is not None
+    assert checkpoint.step == 1
+    check_index(again.index_for(0))
+
+
+def test_weights_published_after_the_checkpoint_of_their_step_belong_to_it() -> None:
+    files = MemoryFiles()
+    first = open_trainer(files)
+    first.save_checkpoint(2, PARAMS, {})
+    first.publish_weights(2, PARAMS, {})
+    for _ in range(2):  # before and after the index is there, adopted and its weights are collected
+        second = open_trainer(files)
+        assert second.restore() is not None
+        second.publish_weights(2, PARAMS, {})
+        assert files.listdir(ROOT / "weights") == [version_name(1, 2)]
+        build(files)
+        assert second.index_for(2).name == version_name(1, 2)
 
 
 def test_what_a_lost_life_published_is_retired_and_its_indexes_are_not_adopted() -> None:

@@ -241,7 +241,7 @@ def races_of_reader_and_collector(store: type[Versions] = Versions) -> list[str]
 
         def reader_first(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
             if fault.count == at:  # noqa: B023
-                reader = store_on(files, holder="builder-1")  # noqa: B023
+                reader = store_on(files, store, holder="builder-1")  # noqa: B023
                 with suppress(FileNotFoundError):  # in the trash: the reader takes another
                     accepted.append(reader.load(OLD))  # noqa: B023
             fault.count += 1  # noqa: B023
@@ -337,6 +337,11 @@ class NoManifestDigest(Versions):
         return Version(**fields, digest=digest)
 
 
+class NoPins(Versions):
+    def _pin(self, name: str) -> Path:
+        return self.root / "pins" / "nowhere"
+
+
 class NoSecondLook(Versions):
     def _settle(self, trash: Any, keep: Callable[[], set[str]]) -> None:
         for entry in trash:
@@ -354,6 +359,7 @@ MUTANTS = [
     ("damage", {"store": NoDigestCheck}),
     ("damage", {"store": NoManifestDigest}),
     ("races", {"store": NoSecondLook}),
+    ("races", {"store": NoPins}),
 ]
 
 

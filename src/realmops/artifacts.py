@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); it is damaged: remove it and run its stage again") from None
+        raise ValueError(
+            f"{path} is not valid JSON ({error}); it is damaged: remove it and run its stage again"
+        ) from None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -84,12 +88,17 @@ def sync_folder(folder: Path) -> None:
 def atomic_folder(final: Path) -> Iterator[Path]:
     """A stage folder beside ``final`` that takes its place when the block ends without an error.
 
-    Until then ``final`` stays as it was; after an error the stage folder is gone.
+    Until then ``final`` stays as it was; after an error the stage folder is gone.  That of a killed process
+    goes when ``final`` is made the next time.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(final)
     stage = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
     stage.mkdir()
+    handle = os.open(stage, os.O_RDONLY)
     try:
+        with suppress(OSError):  # a volume without locks: there nobody takes the folder for abandoned either
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield stage
         for path in sorted(stage.rglob("*")):
             if path.is_file():
@@ -101,12 +110,31 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         old = final.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
         if final.exists():
             os.rename(final, old)
-        os.rename(stage, final)
+        try:
+            os.rename(stage, final)
+        except BaseException:
+            if old.exists():
+                os.rename(old, final)
+            raise
         sync_folder(final.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+    finally:
+        os.close(handle)
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove the stage folders of processes that were killed: those that nobody has a lock on."""
+    for folder in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 32}*"):
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
@@ -132,9 +160,18 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
         raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("kind") != kind or manifest.get("schema") != SCHEMA:
-        found = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
-        raise ValueError(f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again")
-    for name, expected in manifest["files"].items():
+        found = (
+            (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
+        )
+        raise ValueError(
+            f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again"
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(
+        isinstance(e, dict) and {"bytes", "sha256"} <= e.keys() for e in files.values()
+    ):
+        raise ValueError(f"{path} has no list of files with their bytes and sha256; run the stage that makes it again")
+    for name, expected in files.items():
         file = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path}: the file name {name!r} leaves the folder; do not use this {kind}")

@@ -42,7 +42,8 @@ class BertConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The fields under the names of a Hugging Face ``config.json``."""
-        return {"model_type": "bert", "hidden_act": "gelu", **{_JSON[k]: v for k, v in asdict(self).items()}}
+        fixed = {"model_type": "bert", "hidden_act": "gelu", "attention_probs_dropout_prob": self.dropout}
+        return fixed | {_JSON[k]: v for k, v in asdict(self).items()}
 
     @staticmethod
     def from_json(values: Mapping[str, Any], source: str) -> BertConfig:
@@ -80,7 +81,7 @@ class Packed:
 
     def __init__(self, sequences: Sequence[np.ndarray], segments: Sequence[np.ndarray] | None = None) -> None:
         self.lengths = np.array([len(s) for s in sequences], dtype=np.int64)
-        assert len(self.lengths) and self.lengths.min() > 0, "a batch needs sequences, each with a wordpiece"
+        assert self.lengths.min(initial=1) > 0, "each sequence needs a wordpiece"
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self.longest = int(self.lengths.max())
         position_T = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
@@ -141,6 +142,16 @@ class _Unpad(torch.autograd.Function):
         return grad_TD.new_zeros(ctx.count, grad_TD.shape[1]).index_copy_(0, rows_T, grad_TD), None
 
 
+def _pad(x_TD: Tensor, rows_T: Tensor, count: int) -> Tensor:
+    padded: Tensor = _Pad.apply(x_TD, rows_T, count)  # type: ignore[no-untyped-call]
+    return padded
+
+
+def _unpad(x_PD: Tensor, rows_T: Tensor) -> Tensor:
+    packed: Tensor = _Unpad.apply(x_PD, rows_T)  # type: ignore[no-untyped-call]
+    return packed
+
+
 class _Layer(nn.Module):
     """One transformer block with LayerNorm behind each sub-layer."""
 
@@ -165,10 +176,8 @@ class _Layer(nn.Module):
     def _attend(self, qkv_TD: Tensor, batch: Packed) -> Tensor:
         size, longest = len(batch), batch.longest
         if not batch.full:
-            qkv_TD = _Pad.apply(qkv_TD, batch.padded_row_T, size * longest)
-        q_BHLD, k_BHLD, v_BHLD = (
-            qkv_TD.view(size, longest, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        )
+            qkv_TD = _pad(qkv_TD, batch.padded_row_T, size * longest)
+        q_BHLD, k_BHLD, v_BHLD = qkv_TD.view(size, longest, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         drop = self.dropout if self.training else 0.0
         if qkv_TD.is_cuda:
             mask = None if batch.full else ~batch.is_padding_BL[:, None, None, :]
@@ -179,7 +188,7 @@ class _Layer(nn.Module):
                 scores_BHLL = scores_BHLL.masked_fill(batch.is_padding_BL[:, None, None, :], -torch.inf)
             y_BHLD = F.dropout(scores_BHLL.softmax(-1), drop, self.training) @ v_BHLD
         y_PD = y_BHLD.transpose(1, 2).reshape(size * longest, -1)
-        return y_PD if batch.full else _Unpad.apply(y_PD, batch.padded_row_T)
+        return y_PD if batch.full else _unpad(y_PD, batch.padded_row_T)
 
 
 class Bert(nn.Module):
@@ -198,7 +207,7 @@ class Bert(nn.Module):
         """Hidden states T x D of a packed batch; sequences must fit ``config.positions``."""
         assert batch.longest <= self.config.positions, (batch.longest, self.config.positions)
         batch.to(self.word.weight.device)
-        x_TD = self.word(batch.tokens_T) + self.position(batch.positions_T) + self.segment(batch.segments_T)
+        x_TD: Tensor = self.word(batch.tokens_T) + self.position(batch.positions_T) + self.segment(batch.segments_T)
         x_TD = F.dropout(self.norm(x_TD), self.config.dropout, self.training)
         for layer in self.layers:
             x_TD = layer(x_TD, batch)
@@ -206,7 +215,8 @@ class Bert(nn.Module):
 
     def cls(self, batch: Packed) -> Tensor:
         """The hidden state of each sequence's first wordpiece, B x D."""
-        return self(batch).index_select(0, batch.first_B)
+        hidden_TD: Tensor = self(batch)
+        return hidden_TD.index_select(0, batch.first_B)
 
 
 class MaskedWordHead(nn.Module):
@@ -281,7 +291,11 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
     """Pairs of our parameter's name and Hugging Face's, without the fused query, key and value."""
-    for ours, theirs in (("word", "word_embeddings"), ("position", "position_embeddings"), ("segment", "token_type_embeddings")):
+    for ours, theirs in (
+        ("word", "word_embeddings"),
+        ("position", "position_embeddings"),
+        ("segment", "token_type_embeddings"),
+    ):
         yield f"{ours}.weight", f"embeddings.{theirs}.weight"
     modules = [("norm", "embeddings.LayerNorm")]
     for i in range(config.layers):
@@ -382,6 +396,7 @@ def encoder_folder(init: str) -> Path:
 
 def load_bert(folder: Path) -> tuple[Bert, MaskedWordHead, bool]:
     """An encoder and a masked word head from a folder; the flag says whether the folder had a head."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     path = folder / "config.json"
@@ -389,9 +404,16 @@ def load_bert(folder: Path) -> tuple[Bert, MaskedWordHead, bool]:
         values = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object; it is no BERT configuration")
     config = BertConfig.from_json(values, str(path))
     bert, head = Bert(config), MaskedWordHead(config)
-    found = import_state(bert, load_file(folder / "model.safetensors"), str(folder / "model.safetensors"), head)
+    weights = folder / "model.safetensors"
+    try:
+        state = load_file(weights)
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is damaged ({error}); fetch it again") from None
+    found = import_state(bert, state, str(weights), head)
     return bert, head, found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,10 +37,34 @@ def _explains_errors(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-_params = click.option("--params", type=click.Path(path_type=Path), default=Path("params.yaml"), show_default=True, help="The params file; relative file names in it start at its folder.")
-_preset = click.option("--preset", "presets", multiple=True, metavar="NAME", help="Lay pipelines/presets/NAME.yaml, or a file of that form, over the params. Can be repeated.")
-_set = click.option("--set", "settings", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one option, for example pretrain.steps=100. Can be repeated.")
-_root = click.option("--root", type=click.Path(path_type=Path), default=Path(), show_default=True, help="Folder under which data/, models/ and results/ lie.")
+_params = click.option(
+    "--params",
+    type=click.Path(path_type=Path),
+    default=Path("params.yaml"),
+    show_default=True,
+    help="The params file; relative file names in it start at its folder.",
+)
+_preset = click.option(
+    "--preset",
+    "presets",
+    multiple=True,
+    metavar="NAME",
+    help="Lay pipelines/presets/NAME.yaml, or a file of that form, over the params. Can be repeated.",
+)
+_set = click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one option, for example pretrain.steps=100. Can be repeated.",
+)
+_root = click.option(
+    "--root",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    show_default=True,
+    help="Folder under which data/, models/ and results/ lie.",
+)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -69,6 +94,8 @@ def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str,
     from realmops.console import Console
     from realmops.stages.runner import run_stage
 
+    # a stage that is told to end removes what it has half written and stops its index builder
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     files = [config.preset_path(name, params) for name in presets]
     values = config.load(params, presets=files, settings=settings)
     report = Console()
@@ -80,9 +107,9 @@ def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str,
 @main.command("index-builder")
 @click.option("--exchange", type=click.Path(path_type=Path), required=True, help="The folder shared with the trainer.")
 @click.option("--snapshot", type=click.Path(path_type=Path), required=True, help="The snapshot folder of the corpus.")
-@click.option("--watch-parent", is_flag=True, help="End when the process that started this one has ended.")
+@click.option("--watch-parent", type=int, metavar="PID", help="End when this process, the parent, has ended.")
 @_explains_errors
-def index_builder(exchange: Path, snapshot: Path, watch_parent: bool) -> None:
+def index_builder(exchange: Path, snapshot: Path, watch_parent: int | None) -> None:
     """Embed the corpus again whenever the trainer has published weights, until it says that it has finished."""
     from realmops.stages.builder import run_index_builder
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,6 +83,7 @@ class Tag:
     steps: int
     batch_size: int
     learning_rate: float
+    hidden: float
     wordpieces: int
 
 
@@ -210,10 +213,36 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config)}
 
 # what a number must satisfy beside its type: section.key -> (smallest, largest)
-_POSITIVE = {"steps": 0, "epochs": 0, "reader_steps": 0, "retriever_delay": 0, "lag": 0, "staleness_queries": 0, "seed": 0,
-             "weight_decay": 0, "warmup_share": 0, "warmup_min": 0, "dropout": 0, "removal": 0, "reader_random_masks": 0,
-             "collapse_share": 0, "bootstrap": 0, "masked_sentences": 0, "candidates": 2}
-_AT_MOST_ONE = {"test_share", "dev_share", "dropout", "removal", "reader_random_masks", "collapse_share", "warmup_share"}
+_POSITIVE = {
+    "steps": 0,
+    "epochs": 0,
+    "reader_steps": 0,
+    "retriever_delay": 0,
+    "lag": 0,
+    "staleness_queries": 0,
+    "seed": 0,
+    "hidden": 0,
+    "weight_decay": 0,
+    "warmup_share": 0,
+    "warmup_min": 0,
+    "dropout": 0,
+    "removal": 0,
+    "reader_random_masks": 0,
+    "collapse_share": 0,
+    "bootstrap": 0,
+    "masked_sentences": 0,
+    "candidates": 2,
+}
+_AT_MOST_ONE = {
+    "hidden",
+    "test_share",
+    "dev_share",
+    "dropout",
+    "removal",
+    "reader_random_masks",
+    "collapse_share",
+    "warmup_share",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -221,14 +250,16 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise ValueError(f"line {mark.line + 1}: an alias (*name) is not allowed; write the value out")
-        return super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=deep)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=deep)
+            if not isinstance(key, Hashable):
+                raise ValueError(f"line {key_node.start_mark.line + 1}: a key must be a word, not a list or a mapping")
             if key in seen:
                 raise ValueError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice; keep one")
             seen.add(key)
@@ -242,7 +273,7 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     if path.stat().st_size > LARGEST_FILE:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; a params file has at most {LARGEST_FILE}")
     try:
-        values = yaml.load(path.read_bytes(), _Loader)  # noqa: S506 (a SafeLoader)
+        values = yaml.load(path.read_bytes(), _Loader)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     if values is None:
@@ -252,7 +283,9 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     return values
 
 
-def merge(base: Mapping[str, Mapping[str, Any]], difference: Mapping[str, Mapping[str, Any]], source: str) -> dict[str, dict[str, Any]]:
+def merge(
+    base: Mapping[str, Mapping[str, Any]], difference: Mapping[str, Mapping[str, Any]], source: str
+) -> dict[str, dict[str, Any]]:
     """``base`` with the values of ``difference``; a key that ``base`` lacks is an error that names ``source``."""
     merged = {section: dict(keys) for section, keys in base.items()}
     for section, keys in difference.items():
@@ -260,7 +293,9 @@ def merge(base: Mapping[str, Mapping[str, Any]], difference: Mapping[str, Mappin
             raise ValueError(f"{source}: there is no section {section!r}; sections are {', '.join(merged)}")
         for key, value in keys.items():
             if key not in merged[section]:
-                raise ValueError(f"{source}: there is no key {section}.{key}; its keys are {', '.join(merged[section])}")
+                raise ValueError(
+                    f"{source}: there is no key {section}.{key}; its keys are {', '.join(merged[section])}"
+                )
             merged[section][key] = value
     return merged
 
@@ -272,7 +307,7 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
     if not (equals and dot and section and key):
         raise ValueError(f"--set {text!r}: section.key=value is wanted, for example pretrain.steps=100")
     try:
-        return {section: {key: yaml.load(value, _Loader)}}  # noqa: S506 (a SafeLoader)
+        return {section: {key: yaml.load(value, _Loader)}}
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--set {text!r}: {' '.join(str(error).split())}") from None
 
@@ -301,7 +336,7 @@ def check_names(values: Mapping[str, Any], source: str) -> None:
 
 
 def parse_section(name: str, values: Mapping[str, Any], source: str = "params") -> Any:
-    """One section as its dataclass; ValueError names a key that is unknown, missing, of a wrong type or out of range."""
+    """One section as its dataclass; ValueError names a key that is unknown, missing, of a wrong type or range."""
     section = SECTIONS[name]
     hints = typing.get_type_hints(section)
     for key in values:
@@ -321,18 +356,20 @@ def _checked(value: Any, hint: Any, where: str, key: str) -> Any:
             raise ValueError(f"{where} is {value!r}; allowed are {', '.join(map(str, allowed))}")
         return value
     if hint is float and isinstance(value, str):  # YAML reads 1e-5 as text
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not hint:
         raise ValueError(f"{where} is {value!r} ({type(value).__name__}); {_KIND[hint]} is wanted")
     if hint in (int, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{where} is {value}; a finite number is wanted")
         smallest = _POSITIVE.get(key)
         if (value < smallest) if smallest is not None else (value <= 0):
-            raise ValueError(f"{where} is {value}; it must be {'more than 0' if smallest is None else f'at least {smallest}'}")
+            raise ValueError(
+                f"{where} is {value}; it must be {'more than 0' if smallest is None else f'at least {smallest}'}"
+            )
         if key in _AT_MOST_ONE and value > 1:
             raise ValueError(f"{where} is {value}; it must be at most 1")
     return value
@@ -348,4 +385,6 @@ def preset_path(name: str, params: Path) -> Path:
         if candidate.is_file():
             return candidate
     known = sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yaml"))
-    raise ValueError(f"--preset {name!r}: no such file, and none of the presets {', '.join(known) or '(none)'} under {folder}")
+    raise ValueError(
+        f"--preset {name!r}: no such file, and none of the presets {', '.join(known) or '(none)'} under {folder}"
+    )

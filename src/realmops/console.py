@@ -27,7 +27,9 @@ class Console:
 
     def metrics(self, name: str, metrics: Mapping[str, Any]) -> None:
         """The figures of a finished stage, on one line."""
-        shown = (f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in metrics.items())
+        shown = (
+            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in metrics.items()
+        )
         print(f"{name}: {', '.join(shown)}", flush=True)
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LARGEST_FILE = 1 << 30
-
 
 @dataclass(frozen=True)
 class TaggedSentence:
@@ -25,15 +23,20 @@ def read_conll(path: Path) -> list[TaggedSentence]:
     """
     sentences = list(_sentences(path))
     if not any(tag != "O" for s in sentences for tag in s.tags):
-        raise ValueError(f"{path}: no entity in {len(sentences)} sentences; lines of 'token tag' with tags as B-PER are wanted")
+        raise ValueError(
+            f"{path}: no entity in {len(sentences)} sentences; lines of 'token tag' with tags as B-PER are wanted"
+        )
     return sentences
 
 
 def _sentences(path: Path) -> Iterator[TaggedSentence]:
     import gzip
+    import zlib
 
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; set tag.train and tag.dev to CoNLL files, or tag.method to dates or given")
+        raise ValueError(
+            f"{path} does not exist; set tag.train and tag.dev to CoNLL files, or tag.method to dates or given"
+        )
     opener = gzip.open if path.suffix == ".gz" else open
     words: list[str] = []
     tags: list[str] = []
@@ -53,7 +56,7 @@ def _sentences(path: Path) -> Iterator[TaggedSentence]:
                     tag = _tag(columns, f"{path}:{number}")
                     words.append(columns[0])
                     tags.append(tag)
-    except (UnicodeDecodeError, EOFError, OSError) as error:
+    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from None
     if words:
         yield TaggedSentence(tuple(words), tuple(_iob2(tags)))
@@ -62,7 +65,7 @@ def _sentences(path: Path) -> Iterator[TaggedSentence]:
 def _tag(columns: Sequence[str], place: str) -> str:
     """The last column that looks like a tag (some sets have dashes behind it)."""
     for column in reversed(columns[1:]):
-        if column == "O" or column[:2] in ("B-", "I-"):
+        if column == "O" or (column[:2] in ("B-", "I-") and len(column) > 2):
             return column
         if column != "-":
             break

@@ -8,6 +8,7 @@ files, and ids seen before are kept in a temporary database on disk. ``Snapshot`
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import multiprocessing
@@ -333,19 +334,19 @@ class _SeenIds:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._database = sqlite3.connect(path, isolation_level=None)
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("PRAGMA synchronous = OFF")
-        self._database.execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
-        self._database.execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
-        self._database.execute("BEGIN")
+        self._execute("PRAGMA journal_mode = OFF")
+        self._execute("PRAGMA synchronous = OFF")
+        self._execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
+        self._execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
+        self._execute("BEGIN")
 
     def check_document(self, identifier: str, place: str) -> None:
         """Remember a document id; ValueError naming both places when it came before."""
         try:
-            self._database.execute("INSERT INTO documents VALUES (?, ?)", (identifier, place))
+            self._execute("INSERT INTO documents VALUES (?, ?)", (identifier, place))
         except sqlite3.IntegrityError:
             query = "SELECT place FROM documents WHERE id = ?"
-            (earlier,) = self._database.execute(query, (identifier,)).fetchone()
+            (earlier,) = self._execute(query, (identifier,)).fetchone()
             raise ValueError(
                 f"{place}: the id {identifier!r} was used at {earlier}; give each document its own id"
             ) from None
@@ -356,8 +357,15 @@ class _SeenIds:
             "INSERT INTO passages VALUES (?, 1) "
             "ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
         )
-        ((copies,),) = self._database.execute(statement, (bytes.fromhex(digest),)).fetchall()
+        ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
         return int(copies)
+
+    def _execute(self, statement: str, values: tuple[str | bytes, ...] = ()) -> sqlite3.Cursor:
+        try:
+            return self._database.execute(statement, values)
+        except sqlite3.OperationalError as error:  # in a database of our own only the disk can be at fault
+            code = errno.ENOSPC if error.sqlite_errorname == "SQLITE_FULL" else errno.EIO
+            raise OSError(code, str(error), str(self._path)) from None
 
     def close(self) -> None:
         """Remove the database; closing again does nothing."""

@@ -10,7 +10,7 @@ from realmops.corpus.snapshot import Snapshot
 
 
 def contains(body: np.ndarray, run: np.ndarray) -> bool:
-    """Whether ``run`` occurs in ``body`` without a gap; both int64, one-dimensional.  The empty run occurs everywhere."""
+    """Whether ``run`` occurs in ``body`` without a gap; both int64.  The empty run occurs everywhere."""
     hay, needle, place = body.tobytes(), run.tobytes(), -1
     while (place := hay.find(needle, place + 1)) >= 0:
         if place % body.itemsize == 0:

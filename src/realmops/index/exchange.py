@@ -469,8 +469,8 @@ class Trainer:
         if found is None and not self._can_be_had(name) and self._ages.age(name, None) >= self.exchange.grace:
             self.check_fence()
             raise RuntimeError(
-                f"neither the index nor the weights {name} are left in {self.exchange.root} (damaged ones are "
-                "set aside as .bad); start again: training goes on from the checkpoint before"
+                f"neither the index nor the weights {name} are left in {self.exchange.root} (damaged ones "
+                "are set aside as .bad); start again: training goes on from the checkpoint before"
             )
         return found
 

@@ -22,7 +22,7 @@ def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tens
     k = min(k, embedding_PE.shape[0])
     if embedding_PE.shape[0] <= _LARGE:
         return _top(query_QE @ embedding_PE.T, k)
-    best = [_search_groups(query_QE, part_PE, min(k, len(part_PE))) for part_PE in embedding_PE.split(_CHUNK)]
+    best = [_search_groups(query_QE, part_PE, min(k, len(part_PE))) for part_PE in torch.split(embedding_PE, _CHUNK)]
     score = torch.cat([s for s, _ in best], dim=1)
     ids = torch.cat([i + n * _CHUNK for n, (_, i) in enumerate(best)], dim=1)
     top_QK, place_QK = _top(score, k)

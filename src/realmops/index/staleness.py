@@ -16,6 +16,6 @@ def generation_in_use(step: int, *, refresh_every: int, lag: int) -> int:
 
 def top_k_change(old_QK: np.ndarray, new_QK: np.ndarray) -> float:
     """Share of the top k, over all queries, that another index would change (order does not count)."""
-    assert old_QK.shape == new_QK.shape and old_QK.size
+    assert old_QK.shape == new_QK.shape
     kept = sum(len(set(old) & set(new)) for old, new in zip(old_QK.tolist(), new_QK.tolist(), strict=True))
     return 1 - kept / old_QK.size

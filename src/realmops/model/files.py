@@ -29,10 +29,18 @@ def build_bert(options: BertOptions, vocabulary: int, seed: int) -> tuple[Bert, 
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
         config = BertConfig(
-            vocabulary, options.width, options.layers, options.heads, options.intermediate, options.positions, options.dropout
+            vocabulary,
+            options.width,
+            options.layers,
+            options.heads,
+            options.intermediate,
+            options.positions,
+            options.dropout,
         )
         if options.width % options.heads:
-            raise ValueError(f"bert.width {options.width} is no multiple of bert.heads {options.heads}; choose such a width")
+            raise ValueError(
+                f"bert.width {options.width} is no multiple of bert.heads {options.heads}; choose such a width"
+            )
         bert, head = Bert(config), MaskedWordHead(config)
         initialise_small(bert, head, generator)
         return bert, head
@@ -50,7 +58,9 @@ def build_bert(options: BertOptions, vocabulary: int, seed: int) -> tuple[Bert, 
     return bert, head
 
 
-def build_models(bert: BertOptions, retriever: RetrieverOptions, vocabulary: int, seed: int) -> tuple[Retriever, Reader]:
+def build_models(
+    bert: BertOptions, retriever: RetrieverOptions, vocabulary: int, seed: int
+) -> tuple[Retriever, Reader]:
     """Retriever and reader that start from the same encoder; all towers and projections start equal."""
     reader_bert, head = build_bert(bert, vocabulary, seed)
     query = Embedder(copy.deepcopy(reader_bert), retriever.embedding_width, retriever.head)
@@ -99,7 +109,9 @@ def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, byt
 def parse_retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Retriever:
     """A retriever from its description and parameters."""
     towers = [
-        Embedder(Bert(BertConfig.from_json(description["bert"], MODEL)), description["embedding_width"], description["head"])
+        Embedder(
+            Bert(BertConfig.from_json(description["bert"], MODEL)), description["embedding_width"], description["head"]
+        )
         for _ in range(1 if description["share_embedders"] else 2)
     ]
     retriever = Retriever(towers[0], towers[-1])
@@ -117,7 +129,9 @@ def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
 
 def save_models(folder: Path, retriever: Retriever, reader: Reader, vocabulary_hash: str) -> None:
     """Write both models into a stage folder."""
-    (folder / MODEL).write_text(json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True) + "\n")
+    (folder / MODEL).write_text(
+        json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True) + "\n"
+    )
     (folder / RETRIEVER).write_bytes(save_tensors(retriever_state(retriever)))
     (folder / READER).write_bytes(save_tensors(cpu_state(reader)))
 

@@ -24,11 +24,12 @@ class SpecialTokens:
     @staticmethod
     def of(tokenizer: Tokenizer) -> SpecialTokens:
         """Look the ids up by name; ValueError names the one that the vocabulary lacks."""
-        ids = {}
+        ids: dict[str, int] = {}
         for name in ("[CLS]", "[SEP]", "[MASK]", "[UNK]", "[PAD]"):
-            ids[name] = tokenizer.token_to_id(name)
-            if ids[name] is None:
+            found = tokenizer.token_to_id(name)
+            if found is None:
                 raise ValueError(f"the vocabulary has no wordpiece {name}; use the vocabulary of a BERT encoder")
+            ids[name] = found
         return SpecialTokens(ids["[CLS]"], ids["[SEP]"], ids["[MASK]"], ids["[UNK]"], ids["[PAD]"])
 
 
@@ -37,7 +38,9 @@ def join_query(x: np.ndarray, special: SpecialTokens, limit: int) -> np.ndarray:
     return np.concatenate([[special.cls], x[: limit - 2], [special.sep]])
 
 
-def join_document(title: np.ndarray, body: np.ndarray, special: SpecialTokens, limit: int) -> tuple[np.ndarray, np.ndarray]:
+def join_document(
+    title: np.ndarray, body: np.ndarray, special: SpecialTokens, limit: int
+) -> tuple[np.ndarray, np.ndarray]:
     """[CLS] title [SEP] body [SEP] and its segments (0 title, 1 body); the body is cut, the title kept.
 
     The null document is the empty title with the empty body.
@@ -50,7 +53,9 @@ def join_document(title: np.ndarray, body: np.ndarray, special: SpecialTokens, l
     return tokens, segments
 
 
-def join_reader(x: np.ndarray, body: np.ndarray, special: SpecialTokens, limit: int) -> tuple[np.ndarray, np.ndarray, int]:
+def join_reader(
+    x: np.ndarray, body: np.ndarray, special: SpecialTokens, limit: int
+) -> tuple[np.ndarray, np.ndarray, int]:
     """[CLS] x [SEP] body [SEP], its segments (0 x, 1 body) and the row of the body's first wordpiece.
 
     ``x`` is kept, the body is cut; the title is left out, as in the release.

@@ -46,7 +46,8 @@ class SpanHead(nn.Module):
         """Scores of the spans from row ``start_S`` to row ``end_S`` (both inside), length S."""
         start_TD, end_TD = self.start(hidden_TD), self.end(hidden_TD)
         inner_SD = F.relu(start_TD.index_select(0, start_S) + end_TD.index_select(0, end_S))
-        return self.score(self.norm(inner_SD))[:, 0].float()
+        score_S: Tensor = self.score(self.norm(inner_SD))[:, 0]
+        return score_S.float()
 
 
 def enumerate_spans(first_row: int, length: int, longest: int) -> tuple[np.ndarray, np.ndarray]:

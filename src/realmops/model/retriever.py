@@ -35,10 +35,10 @@ class Embedder(nn.Module):
 
     def forward(self, batch: Packed) -> Tensor:
         """Embeddings B x E."""
-        cls_BD = self.bert.cls(batch)
+        cls_BD: Tensor = self.bert.cls(batch)
         if self.pooler is not None:
             cls_BD = torch.tanh(self.pooler(cls_BD))
-        embedding_BE = self.projection(cls_BD)
+        embedding_BE: Tensor = self.projection(cls_BD)
         if self.norm is not None:
             embedding_BE = self.norm(embedding_BE)
         if self.head == "release":

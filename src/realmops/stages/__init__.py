@@ -64,7 +64,9 @@ class Stage:
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("sample", ("sample",), (), "data/sample", "Make the embedded corpus of invented facts, with its questions."),
+        Stage(
+            "sample", ("sample",), (), "data/sample", "Make the embedded corpus of invented facts, with its questions."
+        ),
         Stage(
             "snapshot",
             ("snapshot", "bert"),
@@ -139,4 +141,6 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
             content[name] = artifacts.read_json(path / artifacts.MANIFEST)["files"]
         elif path.is_file():
             content[name] = artifacts.sha256_file(path)
-    return artifacts.digest_of({"stage": stage.name, "sections": {s: values[s] for s in stage.sections}, "inputs": content})
+    return artifacts.digest_of(
+        {"stage": stage.name, "sections": {s: values[s] for s in stage.sections}, "inputs": content}
+    )

@@ -24,7 +24,9 @@ from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
 EMBEDDINGS = "embeddings.safetensors"
 
 
-def identity(snapshot: Snapshot, *, run_key: str, embedding_width: int, precision: str, threads: int, part_rows: int) -> dict[str, Any]:
+def identity(
+    snapshot: Snapshot, *, run_key: str, embedding_width: int, precision: str, threads: int, part_rows: int
+) -> dict[str, Any]:
     """What trainer and builder must agree on: another corpus, vocabulary, width or precision is refused."""
     return {
         "run_key": run_key,
@@ -39,14 +41,13 @@ def identity(snapshot: Snapshot, *, run_key: str, embedding_width: int, precisio
     }
 
 
-def run_index_builder(root: Path, folder: Path, *, watch_parent: bool) -> int:
+def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> int:
     """Serve one exchange until its trainer has finished; returns the exit code (builder.run_builder)."""
-    parent = os.getppid() if watch_parent else None
     snapshot = Snapshot.open(folder)
     exchange = Exchange(root, None, "builder-new")
     while CARD not in exchange.card.names():
         _say(f"waiting for a trainer to begin at {root}")
-        if parent is not None and os.getppid() != parent:
+        if watch_parent is not None and os.getppid() != watch_parent:
             return DONE
         exchange.clock.sleep(1.0)
     card = exchange.card.manifest(CARD).run
@@ -76,13 +77,26 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: bool) -> int:
         return rows
 
     work = Work(len(snapshot), card["part_rows"], embedder, merge)
-    return run_builder(root, ours, work, name=os.environ.get("HOSTNAME", "0"), parent_pid=parent, poll=0.1, on_status=_say)
+    return run_builder(
+        root,
+        ours,
+        work,
+        name=os.environ.get("HOSTNAME", "0"),
+        parent_pid=watch_parent,
+        poll=0.1,
+        grace=120.0 if watch_parent is None else 0.0,
+        on_status=_say,
+    )
 
 
 def merge(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, Any]]:
     """All parts as one matrix, beside the retriever that made it."""
     embedding = torch.cat([load_tensors(files[EMBEDDINGS])["embeddings"] for _, _, files in parts])
-    files = {EMBEDDINGS: save_tensors({"embeddings": embedding}), MODEL: weights.files[MODEL], RETRIEVER: weights.files[RETRIEVER]}
+    files = {
+        EMBEDDINGS: save_tensors({"embeddings": embedding}),
+        MODEL: weights.files[MODEL],
+        RETRIEVER: weights.files[RETRIEVER],
+    }
     width = json.loads(weights.files[MODEL])["embedding_width"]
     return files, {"width": width, "published": weights.meta["trainer"]["published"]}
 

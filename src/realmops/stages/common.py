@@ -68,7 +68,9 @@ def context(job: Job, stream: str, steps: int, label: str, **journal: Any) -> Co
     run: Run = job.sections["run"]
     device, dtype = prepare(run)
     checkpoints = FolderCheckpoints(job.work / stream)
-    return Context(stream, run.seed, device, dtype, checkpoints, job.journal, job.report.progress(label, steps), **journal)
+    return Context(
+        stream, run.seed, device, dtype, checkpoints, job.journal, job.report.progress(label, steps), **journal
+    )
 
 
 def open_snapshot(job: Job, name: str = "corpus") -> Snapshot:
@@ -78,7 +80,13 @@ def open_snapshot(job: Job, name: str = "corpus") -> Snapshot:
 
 def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
     """The salient spans of a snapshot."""
-    return Spans.open(job.inputs["tag"] / name, verify=False, corpus_hash=snapshot.corpus_hash)
+    spans = Spans.open(job.inputs["tag"] / name, verify=False, corpus_hash=snapshot.corpus_hash)
+    if spans.vocabulary_hash != snapshot.vocabulary_hash:
+        raise ValueError(
+            f"{spans.folder}: made with the vocabulary {spans.vocabulary_hash[:12]}, the snapshot has "
+            f"{snapshot.vocabulary_hash[:12]}; run the tag stage again"
+        )
+    return spans
 
 
 def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
@@ -86,10 +94,20 @@ def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -
     return embed(retriever.document, document_sequences(snapshot, range(len(snapshot))), dtype)
 
 
-def rank(retriever: Retriever, snapshot: Snapshot, embedding: Tensor, questions: list[Question], limit: int, k: int, dtype: torch.dtype) -> np.ndarray:
+def rank(
+    retriever: Retriever,
+    snapshot: Snapshot,
+    embedding: Tensor,
+    questions: list[Question],
+    limit: int,
+    k: int,
+    dtype: torch.dtype,
+) -> np.ndarray:
     """Ids of the top k passages of each question, Q x k."""
     special = SpecialTokens.of(snapshot.tokenizer)
-    tokens = [np.array(snapshot.tokenizer.encode(q.question, add_special_tokens=False).ids, dtype=np.int64) for q in questions]
+    tokens = [
+        np.array(snapshot.tokenizer.encode(q.question, add_special_tokens=False).ids, dtype=np.int64) for q in questions
+    ]
     query = embed(retriever.query, query_sequences([join_query(t, special, limit) for t in tokens]), dtype)
     ids: np.ndarray = search(query.to(embedding.device), embedding, k)[1].cpu().numpy()
     return ids

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from realmops import artifacts
+from realmops import __version__, artifacts
 from realmops.index.exchange import inspect
 from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import WORK
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "f
 
 def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     """Lines for a person, the most general first."""
-    yield f"realmops {importlib.metadata.version('realmops')}, Python {platform.python_version()}, {platform.platform()}"
+    yield f"realmops {__version__}, Python {platform.python_version()}, {platform.platform()}"
     for name in PACKAGES:
         yield f"  {name}: {_version(name)}"
     yield from _device()
@@ -49,7 +49,9 @@ def _device() -> Iterator[str]:
     from realmops.bert import resolve_device, resolve_precision
 
     device = resolve_device("auto")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
+    name = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
+    )
     yield f"device: {device.type} ({name}), precision {str(resolve_precision('auto', device)).removeprefix('torch.')}"
 
 

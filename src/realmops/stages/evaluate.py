@@ -57,7 +57,9 @@ def run(job: Job) -> dict[str, Any]:
     model = OpenQa(retriever.to(device), reader.to(device), snapshot, embedding, options, dtype)
     progress = job.report.progress("test questions", len(questions))
     answers = model.answer(questions, ranked=depth, batch_size=32, progress=progress)
-    score = score_predictions(questions, {q.id: a.text for q, a in zip(questions, answers, strict=True)}, seed=seed)
+    resamples = job.sections["evaluate"].bootstrap
+    texts = {q.id: a.text for q, a in zip(questions, answers, strict=True)}
+    score = score_predictions(questions, texts, seed=seed, resamples=resamples)
     ranked = _padded([answer.ranked for answer in answers], depth)
     metrics: dict[str, Any] = {"questions": len(questions), **_interval("em", score.em)}
     metrics |= {"closed_book_em": closed_book_floor(read_questions([job.inputs["questions.train"]]), questions)[1]}
@@ -65,14 +67,20 @@ def run(job: Job) -> dict[str, Any]:
     metrics["recall_at_5"] = metrics[f"recall_at_5_{MATCH_RULE}"]
     for name, prefix in (("ict", "before_realm_"), ("pretrain", "zero_shot_")):
         zero_shot = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
-        found = _rank_all(zero_shot, snapshot, embed_corpus(zero_shot, snapshot, dtype), questions, options, depth, dtype)
+        found = _rank_all(
+            zero_shot, snapshot, embed_corpus(zero_shot, snapshot, dtype), questions, options, depth, dtype
+        )
         metrics |= _retrieval(job, snapshot, questions, found, prefix, seed)
     lexical = bm25_ranking(
-        [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))], [q.question for q in questions], depth
+        [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))],
+        [q.question for q in questions],
+        depth,
     )
     metrics |= _retrieval(job, snapshot, questions, lexical, "bm25_", seed)
     metrics |= _ceilings(snapshot, questions, ranked)
-    predictions = [_prediction(q, a, snapshot, bool(c)) for q, a, c in zip(questions, answers, score.correct, strict=True)]
+    predictions = [
+        _prediction(q, a, snapshot, bool(c)) for q, a, c in zip(questions, answers, score.correct, strict=True)
+    ]
     write_predictions(job.out / PREDICTIONS, predictions)
     _report(job, metrics)
     return metrics
@@ -87,17 +95,25 @@ def _padded(ranked: Sequence[Sequence[int]], depth: int) -> np.ndarray:
 
 
 def _rank_all(
-    retriever: Retriever, snapshot: Snapshot, embedding: Tensor, questions: list[Question], options: Finetune, depth: int, dtype: Any
+    retriever: Retriever,
+    snapshot: Snapshot,
+    embedding: Tensor,
+    questions: list[Question],
+    options: Finetune,
+    depth: int,
+    dtype: Any,
 ) -> np.ndarray:
     ids = rank(retriever, snapshot, embedding, questions, options.query_wordpieces, depth, dtype)
     return _padded(ids.tolist(), depth)
 
 
-def _retrieval(job: Job, snapshot: Snapshot, questions: list[Question], ranked: np.ndarray, prefix: str, seed: int) -> dict[str, float]:
+def _retrieval(
+    job: Job, snapshot: Snapshot, questions: list[Question], ranked: np.ndarray, prefix: str, seed: int
+) -> dict[str, float]:
     """Recall under both match rules, with an interval for recall@5 by token boundaries."""
     metrics = recall_metrics(questions, ranked, snapshot.text, prefix=prefix)
     hits = hits_at(first_hit_ranks(questions, ranked[:, :5], snapshot.text, rule=MATCH_RULE), 5)
-    interval = bootstrap_interval(hits, seed=seed)
+    interval = bootstrap_interval(hits, seed=seed, resamples=job.sections["evaluate"].bootstrap)
     name = f"{prefix}recall_at_5_{MATCH_RULE}"
     return metrics | {f"{name}_low": interval.low, f"{name}_high": interval.high}
 

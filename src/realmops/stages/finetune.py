@@ -6,7 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from realmops.config import Finetune
@@ -25,7 +25,9 @@ INDEX = "index.safetensors"
 
 def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retriever, Reader]:
     """Retriever and reader from the stages that the options name, the query tower apart from the passages'."""
-    models = {name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {options.retriever, options.reader}}
+    models = {
+        name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {options.retriever, options.reader}
+    }
     retriever, reader = models[options.retriever][0], models[options.reader][1]
     return Retriever(copy.deepcopy(retriever.query), retriever.document), reader
 
@@ -47,7 +49,9 @@ def run(job: Job) -> dict[str, Any]:
     steps = options.epochs * -(-len(questions) // options.batch_size)
     finetune(context(job, "finetune", steps, "fine-tuning"), model, questions, options, job.sections["optimiser"])
     _save(job.out, model, embedding, snapshot)
-    answers = model.answer(held_out, ranked=5, batch_size=32, progress=job.report.progress("dev questions", len(held_out)))
+    answers = model.answer(
+        held_out, ranked=5, batch_size=32, progress=job.report.progress("dev questions", len(held_out))
+    )
     predictions = {q.id: a.text for q, a in zip(held_out, answers, strict=True)}
     return {
         "dev_em": score_predictions(held_out, predictions, seed=seed).em.mean,
@@ -60,4 +64,4 @@ def run(job: Job) -> dict[str, Any]:
 
 def _save(folder: Path, model: OpenQa, embedding: Tensor, snapshot: Snapshot) -> None:
     save_models(folder, model.retriever, model.reader, snapshot.vocabulary_hash)
-    save_file({"embeddings": embedding.cpu().contiguous()}, str(folder / INDEX))
+    (folder / INDEX).write_bytes(save_tensors({"embeddings": embedding.cpu().contiguous()}))

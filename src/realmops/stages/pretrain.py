@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,26 @@ from realmops.artifacts import seed_for
 from realmops.config import Pretrain
 from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.corpus.wordpieces import contains
+from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.index.builder import MISCONFIGURED
 from realmops.index.embed import embed, query_sequences
-from realmops.index.exchange import Exchange, Policy, Trainer
-from realmops.index.mips import search
+from realmops.index.exchange import Exchange, Fenced, Policy, Trainer
 from realmops.index.staleness import generation_in_use
-from realmops.index.versions import Version
 from realmops.model.files import load_models, retriever_files, retriever_from_files, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.stages.builder import EMBEDDINGS, identity
-from realmops.stages.common import context, embed_corpus, journal_values, open_snapshot, open_spans, prepare, rank, tail_mean
+from realmops.stages.common import (
+    context,
+    embed_corpus,
+    journal_values,
+    open_snapshot,
+    open_spans,
+    prepare,
+    rank,
+    tail_mean,
+)
 from realmops.train.pretrain import Candidates, Examples, Index, Realm, pretrain
 
 BUILDER_LOG = "index-builder.log"
@@ -72,7 +79,7 @@ def run(job: Job) -> dict[str, Any]:
         if seconds >= QUIET_SECONDS:
             job.report.say(message)
 
-    trainer = Trainer(Exchange.open(root, card, grace=2.0 if options.builder == "child" else 120.0), policy, on_wait)
+    trainer = Trainer(Exchange.open(root, card, grace=0.0 if options.builder == "child" else 120.0), policy, on_wait)
     source = ExchangeSource(trainer, options, snapshot.vocabulary_hash, device, waits)
     surroundings = replace(surroundings, checkpoints=source)
     try:
@@ -90,8 +97,9 @@ def run(job: Job) -> dict[str, Any]:
                 warn=job.report.warn,
             )
             trainer.finish("done")
-    except (ValueError, TimeoutError, RuntimeError) as error:
-        trainer.finish("failed", str(error))
+    except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
+        with suppress(Fenced):  # the last word is the successor's
+            trainer.finish("failed", str(error))
         raise
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
     return _metrics(job, measure(_final_index(retriever, snapshot, dtype, options.steps)), source)
@@ -127,50 +135,58 @@ class ExchangeSource:
         self.waits = waits
         self.refreshes = 0
         self._step: int | None = None  # of the index in use
-        self._resumed = False
+        self._resumed_index: str | None = None  # the one in use when the checkpoint was made
 
     def restore(self) -> dict[str, bytes] | None:
         """The newest checkpoint's files."""
-        version = self.trainer.restore()
+        with _one_message():
+            version = self.trainer.restore()
         if version is None:
             return None
-        self._resumed = True
+        self._resumed_index = version.meta["index"]
         self.refreshes = version.meta["trainer"]["refreshes"]
         return version.files
 
     def save(self, step: int, files: Mapping[str, bytes]) -> None:
         """Commit a checkpoint to the exchange."""
-        self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes})
+        with _one_message():
+            self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes})
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """Publish the weights when it is time, and adopt an index when one is due."""
-        started = time.perf_counter()
         self.trainer.beat(step)
-        if step == 0 or (step % self.options.refresh_every == 0 and step > self.options.retriever_delay):
-            if self.options.adopt != "fixed_lag" or step == 0 or step + self.options.lag < self.options.steps:
-                files = retriever_files(retriever, self.vocabulary_hash)
-                self.trainer.publish_weights(step, files, {"published": time.time()})
-        before_wait = time.perf_counter()
-        version = self._due(step)
-        self.waits.append(time.perf_counter() - before_wait)
-        assert self.waits[-1] <= time.perf_counter() - started
+        if self._publishes(step):
+            files = retriever_files(retriever, self.vocabulary_hash)
+            self.trainer.publish_weights(step, files, {"published": time.time()})
+        used = self.trainer.index_step
+        started = time.perf_counter()
+        if self.options.adopt == "as_soon_as_ready":
+            version = self.trainer.newest_index(step)
+            new = step == 0 or (version is not None and version.step != used)
+        else:
+            wanted = self._generation(step)
+            version = None if wanted == self._step else self.trainer.index_for(wanted)
+            new = step == 0 or wanted != self._generation(step - 1)
+        self.waits.append(time.perf_counter() - started)
         if version is None:
             return None
-        first = self._step is None
         self._step = version.step
-        new = not (first and self._resumed)
-        self.refreshes += int(new and not first)
+        self.refreshes += int(new and step > 0)
         embedding = load_tensors(version.files[EMBEDDINGS])["embeddings"].to(self.device)
         searcher = retriever_from_files(version.files).to(self.device).eval()
         return Index(version.step, embedding, searcher, float(version.meta["published"]), new)
 
-    def _due(self, step: int) -> Version | None:
-        if self.options.adopt == "as_soon_as_ready":
-            return self.trainer.newest_index(step)
+    def _publishes(self, step: int) -> bool:
+        """At step 0 and every ``refresh_every`` steps; not while the retriever stands still, nor what nobody adopts."""
+        if step == 0 or self.trainer.lacks_index:
+            return True
+        in_time = self.options.adopt != "fixed_lag" or step + self.options.lag < self.options.steps
+        return step % self.options.refresh_every == 0 and step > self.options.retriever_delay and in_time
+
+    def _generation(self, step: int) -> int:
+        """The step whose weights the index of ``step`` is made from, under ``fixed_lag``."""
         wanted = generation_in_use(step, refresh_every=self.options.refresh_every, lag=self.options.lag)
-        if wanted <= self.options.retriever_delay:
-            wanted = 0
-        return None if wanted == self._step else self.trainer.index_for(wanted)
+        return wanted if wanted > self.options.retriever_delay else 0
 
 
 def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> Callable[[Index], dict[str, float]]:
@@ -188,7 +204,9 @@ def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> 
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule="token_boundary"), 5)
         query = embed(index.retriever.query, query_sequences(realm.queries(masked)), dtype)
         found = candidates.retrieve(masked, query, index)
-        hit = [any(contains(snapshot.body(p), e.targets) for p in row[:5]) for e, row in zip(masked, found, strict=True)]
+        hit = [
+            any(contains(snapshot.body(p), e.targets) for p in row[:5]) for e, row in zip(masked, found, strict=True)
+        ]
         candidates.counts.clear()
         return {"recall_at_5": float(hits.mean()), "hit_at_5": float(np.mean(hit))}
 
@@ -199,6 +217,15 @@ def _final_index(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, s
     return Index(step, embed_corpus(retriever, snapshot, dtype), retriever, time.time(), True)
 
 
+@contextmanager
+def _one_message() -> Iterator[None]:
+    """What is wrong with the exchange is for a person to mend: one message instead of a traceback."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
 class ChildBuilder:
     """The index builder as a child process: ends with this one, and is started again when it was killed."""
 
@@ -206,7 +233,7 @@ class ChildBuilder:
 
     def __init__(self, root: Path, snapshot: Path, log: Path) -> None:
         self.log, self.starts = log, 0
-        arguments = ["--exchange", str(root), "--snapshot", str(snapshot), "--watch-parent"]
+        arguments = ["--exchange", str(root), "--snapshot", str(snapshot), "--watch-parent", str(os.getpid())]
         self.command = [sys.executable, "-m", "realmops", "index-builder", *arguments]
 
     def __enter__(self) -> ChildBuilder:
@@ -225,15 +252,21 @@ class ChildBuilder:
         self.starts += 1
         with open(self.log, "ab") as file:
             self.process = subprocess.Popen(
-                self.command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env={**os.environ, "HOSTNAME": "child"}
+                self.command,
+                stdout=file,
+                stderr=file,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "HOSTNAME": "child"},
             )
 
     def keep_alive(self) -> None:
-        """Start it again when it has ended; RuntimeError when that is of no use."""
+        """Start it again when it has ended; ChildProcessError when that is of no use."""
         code = self.process.poll()
         if code is None:
             return
         if code == MISCONFIGURED or self.starts >= self.MOST_STARTS:
             last = self.log.read_text(errors="replace").splitlines()[-5:]
-            raise RuntimeError(f"the index builder ended with exit code {code} after {self.starts} starts:\n" + "\n".join(last))
+            raise ChildProcessError(
+                f"the index builder ended with exit code {code} after {self.starts} starts:\n" + "\n".join(last)
+            )
         self._start()

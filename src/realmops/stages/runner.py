@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -22,7 +23,13 @@ def tracking_folder(root: Path) -> Path:
 
 
 def run_stage(
-    name: str, values: Mapping[str, Mapping[str, Any]], *, project: Path, root: Path, report: Report, force: bool = False
+    name: str,
+    values: Mapping[str, Mapping[str, Any]],
+    *,
+    project: Path,
+    root: Path,
+    report: Report,
+    force: bool = False,
 ) -> dict[str, Any]:
     """Run a stage on the folders under ``root``; returns its metrics.
 
@@ -49,10 +56,11 @@ def run_stage(
     work.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     with ExitStack() as stack:
+        stack.callback(_remove_empty, work)
         out = stack.enter_context(artifacts.atomic_folder(final))
         journal = stack.enter_context(tracking.Journal(work / JOURNAL, name))
         tracker = _tracker(stack, journal, name, values, inputs, project, root)
-        metrics = stage.run(Job(sections, inputs, out, work, journal, report))
+        metrics = _finite(stage.run(Job(sections, inputs, out, work, journal, report)))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
@@ -75,6 +83,17 @@ def _inputs(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path
         inputs[need] = folder
     inputs |= external_files(stage, values, project, root)
     return inputs
+
+
+def _finite(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics without those that have no value, as the loss of no step."""
+    return {name: v for name, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
+
+
+def _remove_empty(work: Path) -> None:
+    """Leave no work folder of a stage that ended before there was anything to go on from."""
+    if not any(path.stat().st_size for path in work.rglob("*") if path.is_file()):
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:

@@ -87,11 +87,18 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
         for passage, found in enumerate(entities):
             chars = snapshot.chars(passage)
             when = [(start, end, DATE) for start, end in find_dates(snapshot.text(passage))] if dates else []
-            writer.add(_without_overlap(when, found), chars, snapshot.sentences(passage), int(snapshot.sentence_offsets[passage]))
+            writer.add(
+                _without_overlap(when, found),
+                chars,
+                snapshot.sentences(passage),
+                int(snapshot.sentence_offsets[passage]),
+            )
         manifest = writer.close(corpus_hash=snapshot.corpus_hash, vocabulary_hash=snapshot.vocabulary_hash)
     return {"spans": manifest["spans"], "spans_dropped": manifest["dropped"]["not_in_one_sentence"]}
 
 
-def _without_overlap(dates: list[tuple[int, int, str]], entities: list[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+def _without_overlap(
+    dates: list[tuple[int, int, str]], entities: list[tuple[int, int, str]]
+) -> list[tuple[int, int, str]]:
     """Dates, and the entities that touch none of them."""
     return dates + [e for e in entities if not any(e[0] < d[1] and d[0] < e[1] for d in dates)]

@@ -28,7 +28,6 @@ from realmops.model.retriever import Retriever
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 
-
 MATCH_RULE = "token_boundary"
 
 
@@ -49,10 +48,22 @@ class OpenQa:
     """Retriever and reader as one question answering model over a corpus whose embeddings are fixed."""
 
     def __init__(
-        self, retriever: Retriever, reader: Reader, snapshot: Snapshot, embedding_PE: Tensor, options: Finetune, dtype: torch.dtype
+        self,
+        retriever: Retriever,
+        reader: Reader,
+        snapshot: Snapshot,
+        embedding_PE: Tensor,
+        options: Finetune,
+        dtype: torch.dtype,
     ) -> None:
         assert reader.spans is not None, "the reader needs a span head"
-        self.retriever, self.reader, self.snapshot, self.options, self.dtype = retriever, reader, snapshot, options, dtype
+        self.retriever, self.reader, self.snapshot, self.options, self.dtype = (
+            retriever,
+            reader,
+            snapshot,
+            options,
+            dtype,
+        )
         self.device = reader.bert.word.weight.device
         self.embedding_PE = embedding_PE.to(self.device)
         self.special = SpecialTokens.of(snapshot.tokenizer)
@@ -64,7 +75,8 @@ class OpenQa:
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(queries)
         if k >= len(self.embedding_PE):
-            return (self.retriever.scale * query_BE @ self.embedding_PE.T).sort(dim=1, descending=True)
+            score_BP: Tensor = self.retriever.scale * query_BE @ self.embedding_PE.T
+            return torch.sort(score_BP, dim=1, descending=True)
         with torch.no_grad():
             _, id_BK = search(query_BE.detach(), self.embedding_PE, k)
         return self.retriever.relevance(query_BE, self.embedding_PE[id_BK]), id_BK
@@ -102,7 +114,9 @@ class OpenQa:
                 start, end = enumerate_spans(first, length, options.answer_wordpieces)
                 starts.append(offset + start)
                 ends.append(offset + end)
-                rows.append(np.column_stack([np.full(len(start), b), np.full(len(start), rank), start - first, end - first]))
+                rows.append(
+                    np.column_stack([np.full(len(start), b), np.full(len(start), rank), start - first, end - first])
+                )
                 sequences.append(sequence)
                 segments.append(segment)
                 offset += len(sequence)
@@ -135,7 +149,9 @@ class OpenQa:
         options = self.options
         relevance_BP, id_BP = self.relevance(tokens, options.retriever_candidates)
         ids = id_BP.cpu().tolist()
-        correct_BP = torch.from_numpy(np.stack([self.is_correct(q, row) for q, row in zip(questions, ids, strict=True)]))
+        correct_BP = torch.from_numpy(
+            np.stack([self.is_correct(q, row) for q, row in zip(questions, ids, strict=True)])
+        )
         early_B = marginal_span_loss(relevance_BP, correct_BP.to(self.device))
         read = [row[: options.reader_candidates] for row in ids]
         score_S, rows = self.spans(tokens, read)
@@ -155,7 +171,14 @@ class OpenQa:
         return (early_B + span_B).mean(), metrics
 
     @torch.no_grad()
-    def answer(self, questions: Sequence[Question], *, ranked: int, batch_size: int, progress: Callable[[int], None] | None = None) -> list[Answer]:
+    def answer(
+        self,
+        questions: Sequence[Question],
+        *,
+        ranked: int,
+        batch_size: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[Answer]:
         """Answer questions; ``ranked`` passages of each are returned for recall."""
         self.retriever.eval()
         self.reader.eval()
@@ -173,13 +196,21 @@ class OpenQa:
             for b in range(len(batch)):
                 mine = np.flatnonzero(rows[:, 0] == b)
                 best = mine[logit_S[mine].argmax()] if len(mine) else None
-                answers.append(self._answer(best, rows, logit_S, read_BK[b].tolist(), log_prior_BK[b], id_BK[b, :ranked].tolist()))
+                answers.append(
+                    self._answer(best, rows, logit_S, read_BK[b].tolist(), log_prior_BK[b], id_BK[b, :ranked].tolist())
+                )
             if progress is not None:
                 progress(len(batch))
         return answers
 
     def _answer(
-        self, best: int | None, rows: np.ndarray, logit_S: np.ndarray, read: list[int], log_prior: list[float], ranked: list[int]
+        self,
+        best: int | None,
+        rows: np.ndarray,
+        logit_S: np.ndarray,
+        read: list[int],
+        log_prior: list[float],
+        ranked: list[int],
     ) -> Answer:
         if best is None:
             return Answer("", None, (0, 0), float("-inf"), read, log_prior, ranked)
@@ -201,7 +232,9 @@ def _by_question(logit_S: Tensor, gold_S: Tensor, question_S: np.ndarray, count:
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
 
-def finetune(context: Context, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser) -> None:
+def finetune(
+    context: Context, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
+) -> None:
     """Train query tower and reader; every epoch sees the questions in an order of its own."""
     tokens = [model.wordpieces(q.question) for q in questions]
     per_epoch = -(-len(questions) // options.batch_size)

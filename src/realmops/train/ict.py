@@ -33,9 +33,7 @@ class Cloze:
     removed: bool
 
 
-def cloze(
-    snapshot: Snapshot, passage: int, rng: np.random.Generator, options: Ict, special: SpecialTokens
-) -> Cloze:
+def cloze(snapshot: Snapshot, passage: int, rng: np.random.Generator, options: Ict, special: SpecialTokens) -> Cloze:
     """A uniform sentence of the passage; it is taken out with probability ``removal``.
 
     A passage of one sentence keeps it: nothing else would be left.
@@ -101,9 +99,34 @@ def train_retriever(
 def sentences_with_spans(snapshot: Snapshot, spans: Spans) -> np.ndarray:
     """All spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body."""
     if not len(spans.rows):
-        raise ValueError(f"{spans.folder} holds no salient span: nothing can be masked; see the tag section of params.yaml")
+        raise ValueError(
+            f"{spans.folder} holds no salient span: nothing can be masked; see the tag section of params.yaml"
+        )
     sentences = snapshot.sentence_rows[spans.rows[:, 1], 1:]
     return np.column_stack([spans.rows[:, 0], sentences, spans.rows[:, 2:4]]).astype(np.int64)
+
+
+Z_SHARES = {"own": 0.3, "neighbour": 0.35, "random": 0.2, "null": 0.15}
+NEAREST = 4
+
+
+class Neighbours:
+    """Passages near to a sentence by words: BM25 over wordpieces."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        import bm25s
+
+        self.index = bm25s.BM25()
+        bodies = [list(map(str, snapshot.body(i).tolist())) for i in range(len(snapshot))]
+        self.index.index(bodies, show_progress=False)
+
+    def draw(self, sentence: np.ndarray, own: int, rng: np.random.Generator) -> int:
+        """One of the four nearest passages, x's own left out."""
+        score_P = self.index.get_scores(list(map(str, sentence.tolist())))
+        score_P[own] = -np.inf
+        count = min(NEAREST, len(score_P))
+        nearest = np.argpartition(-score_P, count - 1)[:count]
+        return int(rng.choice(np.sort(nearest)))
 
 
 def train_reader(
@@ -114,13 +137,14 @@ def train_reader(
     options: Ict,
     optimiser: Optimiser,
 ) -> None:
-    """Masked words over join(x, z): z is x's own passage, another passage, or nothing.
+    """Masked words over join(x, z), so that the reader starts with a second segment that can be worth reading.
 
-    One salient span of x is masked, and a share of the other wordpieces of x and z as in BERT; so the
-    reader starts as BERT does, with a second segment that can be worth reading and one that is not.
+    One salient span of x is masked, and a share of its other wordpieces.  z is x's own passage, a passage
+    near to the unmasked x by words (BM25), any other passage, or nothing (``Z_SHARES``).
     """
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = sentences_with_spans(snapshot, spans)
+    neighbours = Neighbours(snapshot)
 
     def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         passage, first, end, start, stop = rows[rng.integers(len(rows))]
@@ -132,18 +156,19 @@ def train_reader(
         masked_x = np.zeros(len(x), dtype=bool)
         if salient[0] < len(x):
             masked_x[salient[0] : salient[1]] = True
-        kind = rng.choice(3, p=(0.6, 0.2, 0.2))
-        if kind == 0:
+        kind = rng.choice(list(Z_SHARES), p=list(Z_SHARES.values()))
+        if kind == "own":
             z = body
-        elif kind == 1:
+        elif kind == "neighbour":
+            z = snapshot.body(neighbours.draw(body[first:end], int(passage), rng))
+        elif kind == "random":
             z = snapshot.body(int(rng.integers(len(snapshot))))
         else:
             z = body[:0]
         masked_x |= rng.random(len(x)) < options.reader_random_masks
-        tokens, segments, first_z = join_reader(x, z, special, options.reader_wordpieces)
+        tokens, segments, _ = join_reader(x, z, special, options.reader_wordpieces)
         masked = np.zeros(len(tokens), dtype=bool)
         masked[1 : 1 + len(x)] = masked_x
-        masked[first_z:-1] = rng.random(len(tokens) - 1 - first_z) < options.reader_random_masks
         at = np.flatnonzero(masked)
         targets = tokens[at]
         tokens = np.where(masked, special.mask, tokens)
@@ -167,5 +192,3 @@ def train_reader(
         steps=options.reader_steps,
         checkpoint_every=options.checkpoint_every,
     )
-
-

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Optimiser
-from realmops.train.optimiser import BertAdamW, Group, linear_schedule
+from realmops.train.optimiser import BertAdamW, Group, Schedule
 
 STATE, TENSORS = "state.json", "training.safetensors"
 
@@ -91,17 +91,15 @@ def fit(
     steps: int,
     checkpoint_every: int,
     at_step: Callable[[int], None] | None = None,
-    frozen: Callable[[int], tuple[str, ...]] = lambda step: (),
 ) -> int:
     """Train for ``steps`` steps, or what is left of them after a kill; returns the journal's length at its end.
 
     ``step_loss(step)`` gives the loss and the metrics to log; everything random in it is a function of
     (seed, stream, step), so that the state after a resume is the undisturbed run's, bit for bit on one
     machine.  ``at_step(step)`` runs between two steps, after the checkpoint of that step was committed.
-    ``frozen(step)`` names the groups that do not learn in a step.
     """
     optimiser = BertAdamW(groups, weight_decay=options.weight_decay, clip=options.clip)
-    warmup = int(min(10_000, max(options.warmup_min, options.warmup_share * steps)))
+    schedule = Schedule(steps, int(min(10_000, max(options.warmup_min, options.warmup_share * steps))))
     start, position = _restore(context, optimiser)
     if start == steps:
         return position
@@ -118,9 +116,8 @@ def fit(
         loss, metrics = step_loss(step)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        rate = linear_schedule(step, steps=steps, warmup=warmup)
-        norm = optimiser.step(rate, frozen=frozen(step))
-        metrics |= {"loss": loss.item(), "gradient_norm": norm, "rate": rate}
+        norm = optimiser.step(step, schedule)
+        metrics |= {"loss": loss.item(), "gradient_norm": norm, "rate": schedule.factor(step)}
         metrics |= {"step_seconds": timer.lap(), "between_seconds": between}
         named = {context.prefix + name: value for name, value in metrics.items()}
         context.journal.log(context.first_step + step, **named)

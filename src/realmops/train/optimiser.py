@@ -13,18 +13,31 @@ BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-6
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that share a learning rate."""
+    """Parameters that share a learning rate, and the step at which they begin to learn."""
 
     name: str
     module: nn.Module
     learning_rate: float
+    begin: int = 0
 
 
-def linear_schedule(step: int, *, steps: int, warmup: int) -> float:
-    """The factor of the learning rate at ``step`` (from 0): linear warm-up, then linear decay to 0."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return max(0.0, (steps - step) / max(1, steps - warmup))
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then linear decay to 0."""
+
+    steps: int
+    warmup: int
+
+    def factor(self, step: int, begin: int = 0) -> float:
+        """The factor of a learning rate at ``step`` (from 0); 0 before ``begin``, where a warm-up of its own starts."""
+        if step < begin:
+            return 0.0
+        if step - begin < self.warmup:
+            return (step - begin + 1) / self.warmup * self._decay(begin + self.warmup)
+        return self._decay(step)
+
+    def _decay(self, step: int) -> float:
+        return min(1.0, max(0.0, (self.steps - step) / max(1, self.steps - self.warmup)))
 
 
 class BertAdamW:
@@ -40,6 +53,7 @@ class BertAdamW:
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
         self.rates: list[float] = []
+        self.begins: list[int] = []
         self.decays: list[float] = []
         seen: set[int] = set()
         for group in groups:
@@ -49,6 +63,7 @@ class BertAdamW:
                     self.names.append(f"{group.name}.{name}")
                     self.parameters.append(parameter)
                     self.rates.append(group.learning_rate)
+                    self.begins.append(group.begin)
                     self.decays.append(weight_decay if parameter.dim() > 1 else 0.0)
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
@@ -59,18 +74,14 @@ class BertAdamW:
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, factor: float, *, frozen: tuple[str, ...] = ()) -> float:
-        """One update with the learning rates times ``factor``; returns the norm of the gradients before clipping.
+    def step(self, step: int, schedule: Schedule) -> float:
+        """One update; returns the norm of the gradients before clipping.
 
-        Parameters without a gradient, and those of the groups in ``frozen``, stay as they are.
+        Parameters without a gradient, and those that begin later, stay as they are.
         """
-        use = [
-            i
-            for i, p in enumerate(self.parameters)
-            if p.grad is not None and self.names[i].split(".", 1)[0] not in frozen
-        ]
-        gradients = [self.parameters[i].grad for i in use]
-        norm = torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
+        use = [i for i, p in enumerate(self.parameters) if p.grad is not None and step >= self.begins[i]]
+        gradients = [g for i in use if (g := self.parameters[i].grad) is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         parameters, m, v = ([items[i] for i in use] for items in (self.parameters, self.m, self.v))
         torch._foreach_lerp_(m, gradients, 1 - BETA_1)
@@ -80,13 +91,17 @@ class BertAdamW:
         for place, i in enumerate(use):
             if self.decays[i]:
                 update[place].add_(self.parameters[i], alpha=self.decays[i])
-        torch._foreach_mul_(update, [-factor * self.rates[i] for i in use])
+        torch._foreach_mul_(update, [-schedule.factor(step, self.begins[i]) * self.rates[i] for i in use])
         torch._foreach_add_(parameters, update)
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
         """The moments by parameter name, for a checkpoint."""
-        return {f"{kind}.{name}": t for kind, ts in (("m", self.m), ("v", self.v)) for name, t in zip(self.names, ts, strict=True)}
+        return {
+            f"{kind}.{name}": t
+            for kind, ts in (("m", self.m), ("v", self.v))
+            for name, t in zip(self.names, ts, strict=True)
+        }
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -71,15 +71,13 @@ class Examples:
     def example(self, row: int, rng: np.random.Generator) -> Example:
         """The sentence of one span, masked."""
         passage, first, end, start, stop = (int(v) for v in self.rows[row])
-        end = min(end, first + self.options.query_wordpieces - 2)
-        if start >= end:  # the span lies behind the limit: take the sentence's end instead of its start
-            end = stop
-            first = max(first, end - self.options.query_wordpieces + 2)
+        limit = min(self.options.query_wordpieces - 2, self.options.reader_wordpieces - 3)
+        if start >= first + limit:  # the span lies behind the limit: take the sentence's end instead of its start
+            first, end = max(first, min(start, stop - limit)), stop
+        end = min(end, first + limit)
         original = self.snapshot.body(passage)[first:end]
         salient = (start - first, min(stop, end) - first)
-        at = mask_positions(
-            self.options.masking, rng, salient, self.is_continuation[original], self.options.max_masks
-        )
+        at = mask_positions(self.options.masking, rng, salient, self.is_continuation[original], self.options.max_masks)
         x = original.copy()
         x[at] = self.special.mask
         return Example(passage, original, x, at, original[at])
@@ -112,7 +110,7 @@ class Candidates:
         self.counts = Counter[str]()  # passages that each rule dropped, and examples short of candidates
 
     def retrieve(self, examples: Sequence[Example], query_BE: Tensor, index: Index) -> list[list[int]]:
-        """Passage ids for each example, best first; fewer than wanted only where the corpus has no more.
+        """Passage ids for each example, best first; fewer than wanted where a search 16 times deeper has no more.
 
         Dropped are the passage of x itself and every passage that contains the unmasked sentence.
         """
@@ -120,34 +118,40 @@ class Candidates:
         _, ids = search(query_BE.to(index.embedding_PE.device), index.embedding_PE, wanted + 8)
         result = []
         for row, example in enumerate(examples):
-            kept = self._keep(example, ids[row].tolist(), wanted)
+            kept, dropped = self._keep(example, ids[row].tolist(), wanted)
             if len(kept) < wanted and ids.shape[1] < len(self.snapshot):
-                _, more = search(query_BE[row : row + 1].to(index.embedding_PE.device), index.embedding_PE, 16 * (wanted + 8))
-                kept = self._keep(example, more[0].tolist(), wanted)
+                _, more = search(
+                    query_BE[row : row + 1].to(index.embedding_PE.device), index.embedding_PE, 16 * (wanted + 8)
+                )
+                kept, dropped = self._keep(example, more[0].tolist(), wanted)
+            self.counts.update(dropped)
             self.counts["short"] += len(kept) < wanted
             result.append(kept)
         return result
 
-    def _keep(self, example: Example, ids: list[int], wanted: int) -> list[int]:
+    def _keep(self, example: Example, ids: list[int], wanted: int) -> tuple[list[int], Counter[str]]:
+        dropped = Counter[str]()
         if not self.options.exclude_trivial:
-            return ids[:wanted]
+            return ids[:wanted], dropped
         kept: list[int] = []
         for passage in ids:
             if len(kept) == wanted:
                 break
             if passage == example.passage:
-                self.counts["dropped_own"] += 1
+                dropped["dropped_own"] += 1
             elif contains(self.snapshot.body(passage), example.original):
-                self.counts["dropped_containing"] += 1
+                dropped["dropped_containing"] += 1
             else:
                 kept.append(passage)
-        return kept
+        return kept, dropped
 
 
 class Realm:
     """The two models joined: the loss of a batch of masked sentences and what there is to say about it."""
 
-    def __init__(self, retriever: Retriever, reader: Reader, snapshot: Snapshot, options: Pretrain, dtype: torch.dtype) -> None:
+    def __init__(
+        self, retriever: Retriever, reader: Reader, snapshot: Snapshot, options: Pretrain, dtype: torch.dtype
+    ) -> None:
         self.retriever, self.reader, self.snapshot, self.options = retriever, reader, snapshot, options
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self.device, self.dtype = reader.bert.word.weight.device, dtype
@@ -166,7 +170,9 @@ class Realm:
         passages = sorted({p for row in candidates for p in row})
         place = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
         documents = [
-            join_document(self.snapshot.title_tokens(p), self.snapshot.body(p), self.special, self.snapshot.block_wordpieces)
+            join_document(
+                self.snapshot.title_tokens(p), self.snapshot.body(p), self.special, self.snapshot.block_wordpieces
+            )
             for p in passages
         ]
         documents += [self.null] if self.options.null_document or not documents else []
@@ -176,11 +182,16 @@ class Realm:
         rows, missing = self._rows(candidates, place)
         relevance_BK = self.retriever.relevance(query_BE, document_UE[rows.to(document_UE.device)])
         missing = missing.to(relevance_BK.device)
+        if missing.all(-1).any():
+            raise ValueError(
+                "a masked sentence has no candidate: every passage found is its own or contains it, and "
+                "pretrain.null_document is false; set it to true, or use a larger corpus"
+            )
         return likelihood.log_prior(relevance_BK.masked_fill(missing, -torch.inf)), missing
 
     def _rows(self, candidates: Sequence[Sequence[int]], place: dict[int, int]) -> tuple[Tensor, Tensor]:
-        null = [NULL] if self.options.null_document else []
-        full = [[*row] + [None] * (self.options.candidates - len(null) - len(row)) + null for row in candidates]
+        null: list[int | None] = [NULL] if self.options.null_document else []
+        full = [[*row, *[None] * (self.options.candidates - len(null) - len(row)), *null] for row in candidates]
         missing = torch.tensor([[p is None for p in row] for row in full])
         return torch.tensor([[0 if p is None else place[p] for p in row] for row in full]), missing
 
@@ -206,7 +217,9 @@ class Realm:
                 start += len(sequence)
         with autocast(self.device, self.dtype):
             log_token_N = self.reader.log_token(
-                Packed(tokens, segments), torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets))
+                Packed(tokens, segments),
+                torch.from_numpy(np.concatenate(rows)),
+                torch.from_numpy(np.concatenate(targets)),
             )
         out = log_token_N.new_zeros(len(examples) * count * longest)
         out = out.index_copy(0, torch.from_numpy(np.concatenate(flat)).to(out.device), log_token_N)
@@ -228,7 +241,9 @@ class Realm:
             loss = -likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM).sum() / is_mask_BM.sum()
         return loss, self._metrics(log_prior_BK.detach(), log_likelihood_BK.detach(), log_joint_B.detach(), missing_BK)
 
-    def _metrics(self, log_prior_BK: Tensor, log_likelihood_BK: Tensor, log_joint_B: Tensor, missing_BK: Tensor) -> dict[str, float]:
+    def _metrics(
+        self, log_prior_BK: Tensor, log_likelihood_BK: Tensor, log_joint_B: Tensor, missing_BK: Tensor
+    ) -> dict[str, float]:
         prior_BK = log_prior_BK.exp()
         metrics = {"log_marginal": log_joint_B.mean().item(), "top_share": prior_BK.amax(-1).mean().item()}
         if self.options.null_document:
@@ -238,11 +253,15 @@ class Realm:
             best_B = utility_BK.masked_fill(~there_BK, -torch.inf).amax(-1)
             metrics |= {
                 "p_null": prior_BK[:, -1].mean().item(),
-                "retrieval_utility": utility_BK[there_BK].mean().item(),
-                "retrieval_utility_top": utility_BK[:, 0].mean().item(),
-                "retrieval_utility_best": best_B.mean().item(),
                 "marginal_gain": likelihood.marginal_gain(log_joint_B, null_B).mean().item(),
             }
+            has_any_B = there_BK[:, 0]
+            if has_any_B.any():
+                metrics |= {
+                    "retrieval_utility": utility_BK[there_BK].mean().item(),
+                    "retrieval_utility_top": utility_BK[has_any_B, 0].mean().item(),
+                    "retrieval_utility_best": best_B[has_any_B].mean().item(),
+                }
         return metrics
 
 
@@ -266,9 +285,14 @@ class CollapseAlarm:
         one = counts.max() / counts.sum()
         collapsed = null > self.share or one > self.share
         if collapsed and not self.raised:
-            what = f"the null document has {null:.0%} of p(z|x)" if null > self.share else f"passage {values[counts.argmax()]} comes first for {one:.0%} of the queries"
+            what = (
+                f"the null document has {null:.0%} of p(z|x)"
+                if null > self.share
+                else f"passage {values[counts.argmax()]} comes first for {one:.0%} of the queries"
+            )
             self.warn(
-                f"step {step}: the retriever has collapsed: {what} over the last {COLLAPSE_WINDOW} steps, and its gradient dies. "
+                f"step {step}: the retriever has collapsed: {what} over the last {COLLAPSE_WINDOW} steps, "
+                "and its gradient dies. "
                 "Train ict longer, raise pretrain.retriever_delay or lower pretrain.retriever_learning_rate"
             )
         self.raised = self.raised or collapsed
@@ -322,7 +346,7 @@ def pretrain(
         return loss, metrics
 
     groups = [
-        Group("retriever", retriever, options.retriever_learning_rate),
+        Group("retriever", retriever, options.retriever_learning_rate, options.retriever_delay),
         Group("reader", reader, options.reader_learning_rate),
     ]
     fit(
@@ -333,7 +357,6 @@ def pretrain(
         steps=options.steps,
         checkpoint_every=options.refresh_every,
         at_step=at_step,
-        frozen=lambda step: ("retriever",) if step < options.retriever_delay else (),
     )
 
 
@@ -344,5 +367,7 @@ def _change(old: Index, new: Index, examples: Examples, realm: Realm, options: P
     ids: list[Any] = []
     for index in (old, new):
         query_QE = embed(index.retriever.query, queries, context.dtype)
-        ids.append(search(query_QE.to(index.embedding_PE.device), index.embedding_PE, options.candidates)[1].cpu().numpy())
+        ids.append(
+            search(query_QE.to(index.embedding_PE.device), index.embedding_PE, options.candidates)[1].cpu().numpy()
+        )
     return top_k_change(ids[0], ids[1])

@@ -38,7 +38,8 @@ class Tagger(nn.Module):
 
     def forward(self, batch: Packed) -> Tensor:
         """Logits T x L."""
-        return self.output(self.bert(batch))
+        logits_TL: Tensor = self.output(self.bert(batch))
+        return logits_TL
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,7 @@ def _encode(sentence: TaggedSentence, tokenizer: Tokenizer, tags: Sequence[str],
         tokens += pieces
         capitals += [int(_is_capital(word))] * len(pieces)
         labels += [number.get(tag, 0)] + [number.get(inside, 0)] * (len(pieces) - 1)
-    return _Encoded(
-        np.array([*tokens, special.sep]), np.array([*capitals, 0]), np.array(first), np.array([*labels, 0])
-    )
+    return _Encoded(np.array([*tokens, special.sep]), np.array([*capitals, 0]), np.array(first), np.array([*labels, 0]))
 
 
 def _is_capital(word: str) -> bool:
@@ -78,17 +77,28 @@ def _is_capital(word: str) -> bool:
 
 
 def train_tagger(
-    context: Context, tagger: Tagger, sentences: Sequence[TaggedSentence], tokenizer: Tokenizer, options: Tag, optimiser: Optimiser
+    context: Context,
+    tagger: Tagger,
+    sentences: Sequence[TaggedSentence],
+    tokenizer: Tokenizer,
+    options: Tag,
+    optimiser: Optimiser,
 ) -> None:
-    """Cross entropy over every wordpiece; the pieces of a word behind its first are inside the entity."""
+    """Cross entropy over every wordpiece; the pieces of a word behind its first are inside the entity.
+
+    A share of the wordpieces is hidden behind [MASK] at random, so that the tagger learns what stands around
+    names instead of the names, which are others in another corpus.
+    """
     encoded = [_encode(s, tokenizer, tagger.tags, options.wordpieces) for s in sentences]
+    mask = SpecialTokens.of(tokenizer).mask
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         tagger.train()
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         batch = [encoded[i] for i in rng.integers(len(encoded), size=options.batch_size)]
+        hidden = [np.where(rng.random(len(e.tokens)) < options.hidden, mask, e.tokens) for e in batch]
         with autocast(context.device, context.dtype):
-            logits_TL = tagger(Packed([e.tokens for e in batch], [e.capitals for e in batch]))
+            logits_TL = tagger(Packed(hidden, [e.capitals for e in batch]))
         target_T = torch.from_numpy(np.concatenate([e.tags for e in batch])).to(logits_TL.device)
         return F.cross_entropy(logits_TL.float(), target_T), {}
 
@@ -103,7 +113,9 @@ def train_tagger(
 
 
 @torch.no_grad()
-def _predict(tagger: Tagger, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype) -> list[np.ndarray]:
+def _predict(
+    tagger: Tagger, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype
+) -> list[np.ndarray]:
     """The best tag of every row of every sequence."""
     tagger.eval()
     device = tagger.output.weight.device
@@ -130,7 +142,9 @@ def predict_words(
     """One tag per word, that of its first wordpiece; for scoring against CoNLL data."""
     encoded = [_encode(s, tokenizer, tagger.tags, options.wordpieces) for s in sentences]
     best = _predict(tagger, [(e.tokens, e.capitals) for e in encoded], dtype)
-    return [[tagger.tags[b[row]] if row >= 0 else "O" for row in e.first_piece] for e, b in zip(encoded, best, strict=True)]
+    return [
+        [tagger.tags[b[row]] if row >= 0 else "O" for row in e.first_piece] for e, b in zip(encoded, best, strict=True)
+    ]
 
 
 def find_entities(

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realmops import artifacts
+from realmops.artifacts import (
+    atomic_folder,
+    canonical_json,
+    digest_of,
+    read_json,
+    read_manifest,
+    seed_for,
+    sha256_file,
+    write_bytes,
+    write_json,
+    write_manifest,
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything under a folder, hidden names included."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+class Stop(BaseException):
+    """A kill, which no `except Exception` may swallow."""
+
+
+def test_digests_are_sha256(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, example B.1
+    assert sha256_file(tmp_path / "a") == known
+    assert digest_of({"b": 1, "a": 2}) == digest_of({"a": 2, "b": 1})
+
+
+def test_canonical_json_has_one_form() -> None:
+    assert canonical_json({"b": [1, 2.5], "a": "é"}) == '{"a":"é","b":[1,2.5]}'.encode()
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        canonical_json(float("nan"))
+
+
+def test_seeds_differ_by_stream_and_stay() -> None:
+    """The first 8 bytes of sha256('[0,"masks",3]'), shifted by one bit."""
+    assert seed_for(0, "masks", 3) == int(digest_of([0, "masks", 3])[:16], 16) >> 1
+    streams: list[tuple[Any, ...]] = [(0,), (1,), (0, "a"), (0, "b"), (0, "a", 1), (0, "a1"), (0, "a", "1")]
+    seeds = [seed_for(*stream) for stream in streams]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
+def test_json_files_read_back_and_damage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    write_json(path, {"b": "é", "a": [1, None]})
+    assert read_json(path) == {"b": "é", "a": [1, None]}
+    assert path.read_bytes().endswith(b"\n")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, float("inf"))
+    assert read_json(path)["a"] == [1, None], "the old value stays"
+    for damaged in (path.read_bytes()[:-4], b"", b"\xff\xfe"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=f"{path} is not valid JSON"):
+            read_json(path)
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    write_bytes(tmp_path / "a", b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts.os, broken, fail)
+        with pytest.raises(OSError, match="No space"):
+            write_bytes(tmp_path / "a", b"new")
+    assert contents(tmp_path) == {"a": b"old"}
+    write_bytes(tmp_path / "a", b"new")
+    assert contents(tmp_path) == {"a": b"new"}
+
+
+def test_a_folder_appears_whole_and_replaces_an_older_one(tmp_path: Path) -> None:
+    final = tmp_path / "deep" / "final"
+    for content in (b"one", b"two"):
+        with atomic_folder(final) as stage:
+            assert stage.parent == final.parent, "a rename must not cross file systems"
+            (stage / content.decode()).write_bytes(content)
+            (stage / "sub").mkdir()
+            (stage / "sub" / "x").write_bytes(content)
+            if content == b"two":
+                assert contents(final) == {"one": b"one", "sub/x": b"one"}, "untouched until the end"
+    assert contents(tmp_path) == {"deep/final/two": b"two", "deep/final/sub/x": b"two"}
+    assert [p.name for p in final.parent.iterdir()] == ["final"]
+
+
+def fill_and_raise(stage: Path, error: type[BaseException]) -> None:
+    (stage / "a").write_bytes(b"half")
+    raise error
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_error_in_the_block_leaves_what_was(
+    tmp_path: Path, error: type[BaseException], is_there: bool
+) -> None:
+    final = tmp_path / "final"
+    if is_there:
+        final.mkdir()
+        (final / "a").write_bytes(b"old")
+    before = contents(tmp_path)
+    with pytest.raises(error), atomic_folder(final) as stage:
+        fill_and_raise(stage, error)
+    assert contents(tmp_path) == before
+    assert [p.name for p in tmp_path.iterdir()] == (["final"] if is_there else [])
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_fault_at_any_call_of_the_commit_leaves_old_or_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, is_there: bool
+) -> None:
+    """The n-th fsync or rename fails, for every n: the folder is the old one whole, or the new one whole."""
+    real = getattr(os, call)
+    for failing in range(10):
+        root = tmp_path / str(failing)
+        final = root / "final"
+        if is_there:
+            final.mkdir(parents=True)
+            (final / "a").write_bytes(b"old")
+        before, calls = contents(root), 0
+
+        def faulty(*arguments: Any, failing: int = failing) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == failing + 1:
+                raise OSError(5, "Input/output error")
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(artifacts.os, call, faulty)
+            try:
+                with atomic_folder(final) as stage:
+                    (stage / "a").write_bytes(b"new")
+                    (stage / "b").write_bytes(b"new")
+            except OSError:
+                found = {name: c for name, c in contents(root).items() if name.startswith("final/")}
+                assert found in (before, {"final/a": b"new", "final/b": b"new"})
+            else:
+                assert calls <= failing, "an error of the disk must be heard"
+                assert contents(root) == {"final/a": b"new", "final/b": b"new"}
+                break
+    # two files, the stage folder and its parent; the old folder's name and the new one's
+    assert failing == {"fsync": 4, "rename": 1 + is_there}[call]
+
+
+def folder_with_manifest(folder: Path) -> Path:
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.bin").write_bytes(bytes(range(256)))
+    (folder / "sub" / "b.txt").write_bytes(b"bb")
+    write_manifest(folder, "thing", corpus_hash="c0ffee")
+    return folder
+
+
+def test_a_manifest_lists_all_files(tmp_path: Path) -> None:
+    folder = folder_with_manifest(tmp_path / "x")
+    manifest = read_manifest(folder, "thing")
+    assert manifest == json.loads((folder / "manifest.json").read_text())
+    assert manifest["corpus_hash"] == "c0ffee"
+    assert manifest["files"] == {
+        "a.bin": {"bytes": 256, "sha256": sha256_file(folder / "a.bin")},
+        "sub/b.txt": {"bytes": 2, "sha256": sha256_file(folder / "sub" / "b.txt")},
+    }
+    first = (folder / "manifest.json").read_bytes()
+    write_manifest(folder, "thing", corpus_hash="c0ffee")
+    assert (folder / "manifest.json").read_bytes() == first, "the manifest does not list itself"
+
+
+@pytest.mark.parametrize("place", range(0, 256, 17))
+def test_a_flipped_byte_is_found(tmp_path: Path, place: int) -> None:
+    folder = folder_with_manifest(tmp_path / "x")
+    content = bytearray((folder / "a.bin").read_bytes())
+    old = sha256_file(folder / "a.bin")
+    content[place] ^= 1
+    (folder / "a.bin").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.bin has sha256") as error:
+        read_manifest(folder, "thing")
+    assert old in str(error.value)
+    assert sha256_file(folder / "a.bin") in str(error.value)
+    assert read_manifest(folder, "thing", verify=False)
+
+
+def damage_cut(folder: Path) -> str:
+    os.truncate(folder / "a.bin", 255)
+    return r"a\.bin has 255 bytes, its manifest says 256; it was cut or changed: run the stage"
+
+
+def damage_longer(folder: Path) -> str:
+    with open(folder / "a.bin", "ab") as file:
+        file.write(b"x")
+    return r"a\.bin has 257 bytes, its manifest says 256"
+
+
+def damage_missing(folder: Path) -> str:
+    (folder / "sub" / "b.txt").unlink()
+    return r"sub/b\.txt is missing \(named in .*manifest\.json\); run the stage"
+
+
+def damage_no_manifest(folder: Path) -> str:
+    (folder / "manifest.json").unlink()
+    return r"x holds no manifest\.json: it is no finished thing"
+
+
+def damage_cut_manifest(folder: Path) -> str:
+    os.truncate(folder / "manifest.json", 60)
+    return r"manifest\.json is not valid JSON"
+
+
+def change_manifest(folder: Path, **changes: Any) -> None:
+    manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
+    kept = {key: value for key, value in manifest.items() if value is not None}
+    (folder / "manifest.json").write_text(json.dumps(kept))
+
+
+def damage_kind(folder: Path) -> str:
+    change_manifest(folder, kind="other")
+    return r"kind and schema are \('other', 1\), wanted \('thing', 1\)"
+
+
+def damage_schema(folder: Path) -> str:
+    change_manifest(folder, schema=2)
+    return r"kind and schema are \('thing', 2\), wanted \('thing', 1\)"
+
+
+def damage_no_object(folder: Path) -> str:
+    (folder / "manifest.json").write_text("[1]")
+    return r"kind and schema are list"
+
+
+def damage_no_files(folder: Path) -> str:
+    change_manifest(folder, files=None)
+    return r"manifest\.json has no list of files"
+
+
+def damage_entry(folder: Path) -> str:
+    change_manifest(folder, files={"a.bin": {"bytes": 256}})
+    return r"manifest\.json has no list of files"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_cut,
+        damage_longer,
+        damage_missing,
+        damage_no_manifest,
+        damage_cut_manifest,
+        damage_kind,
+        damage_schema,
+        damage_no_object,
+        damage_no_files,
+        damage_entry,
+    ],
+)
+def test_damage_is_named_even_without_reading_the_files(tmp_path: Path, damage: Any, verify: bool) -> None:
+    folder = folder_with_manifest(tmp_path / "x")
+    message = damage(folder)
+    with pytest.raises(ValueError, match=message):
+        read_manifest(folder, "thing", verify=verify)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/../../secret"])
+def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    """Before the file is looked at: whether it exists must make no difference."""
+    folder = folder_with_manifest(tmp_path / "x")
+    (tmp_path / "secret").write_bytes(b"s")
+    change_manifest(folder, files={name: {"bytes": 1, "sha256": sha256_file(tmp_path / "secret")}})
+    with pytest.raises(ValueError, match="leaves the folder; do not use this thing"):
+        read_manifest(folder, "thing")

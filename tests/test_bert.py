@@ -1,0 +1,333 @@
+"""Our encoder against transformers' BERT on random weights, and its files and error messages."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from realmops.bert import (
+    Bert,
+    BertConfig,
+    MaskedWordHead,
+    Packed,
+    encoder_folder,
+    export_state,
+    import_state,
+    initialise_small,
+    load_bert,
+    resolve_device,
+    resolve_precision,
+    save_bert,
+)
+
+SHAPE = {
+    "vocab_size": 60,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 16,
+    "type_vocab_size": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_act": "gelu",
+}
+LENGTHS = (7, 1, 16, 4)
+
+
+@pytest.fixture
+def theirs() -> transformers.BertForMaskedLM:
+    """Weights so large that every term counts."""
+    config = transformers.BertConfig(**SHAPE, attn_implementation="eager")
+    model = transformers.BertForMaskedLM(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+            if name.endswith("LayerNorm.weight"):
+                parameter.add_(1.0)
+    return model
+
+
+def sequences() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(1, SHAPE["vocab_size"], length) for length in LENGTHS]  # 0 is their padding
+    return tokens, [np.sort(rng.integers(0, 2, length)) for length in LENGTHS]
+
+
+def their_hidden(model: transformers.BertForMaskedLM) -> Tensor:
+    """Hidden states of the sequences, one by one, so that nothing is padded."""
+    rows = []
+    for tokens, segments in zip(*sequences(), strict=True):
+        inputs = {"input_ids": torch.from_numpy(tokens)[None], "token_type_ids": torch.from_numpy(segments)[None]}
+        rows.append(model.bert(**inputs).last_hidden_state[0])
+    return torch.cat(rows)
+
+
+def loaded(model: transformers.BertForMaskedLM, folder: Path) -> tuple[Bert, MaskedWordHead]:
+    model.save_pretrained(folder)
+    bert, head, found = load_bert(folder)
+    assert found
+    return bert.eval(), head
+
+
+def test_hidden_states_logits_and_gradients_are_transformers(
+    theirs: transformers.BertForMaskedLM, tmp_path: Path
+) -> None:
+    """A packed batch of four lengths against one sequence at a time on the other side."""
+    bert, head = loaded(theirs, tmp_path)
+    hidden_TD, their_TD = bert(Packed(*sequences())), their_hidden(theirs)
+    torch.testing.assert_close(hidden_TD, their_TD, rtol=0, atol=2e-5)
+    logits_TV, their_TV = head(hidden_TD, bert.word.weight), theirs.cls(their_TD)
+    torch.testing.assert_close(logits_TV, their_TV, rtol=0, atol=1e-4)
+    assert their_TV.abs().max() > 3
+
+    weight_TV = torch.randn(their_TV.shape, generator=torch.Generator().manual_seed(1)) / 100
+    (logits_TV.softmax(-1) * weight_TV).sum().backward()
+    (their_TV.softmax(-1) * weight_TV).sum().backward()
+    ours, other = Bert(bert.config), MaskedWordHead(bert.config)
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    assert import_state(ours, gradients, "gradients", other), "renames and joins them as it does parameters"
+    largest = 0.0
+    for found, expected in ((bert, ours), (head, other)):
+        for name, parameter in found.named_parameters():
+            gradient = expected.get_parameter(name)
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, gradient.detach(), rtol=1e-3, atol=2e-6, msg=name)
+            largest = max(largest, gradient.abs().max().item())
+    assert largest > 1e-3
+
+
+def test_a_packed_batch_is_its_sequences_one_by_one(
+    theirs: transformers.BertForMaskedLM, tmp_path: Path
+) -> None:
+    """Forwards and backwards, with padding in attention and without."""
+    bert, _ = loaded(theirs, tmp_path)
+    tokens, segments = sequences()
+
+    def gradients(batches: list[Packed]) -> tuple[Tensor, list[Tensor]]:
+        bert.zero_grad()
+        hidden_TD = torch.cat([bert(batch) for batch in batches])
+        hidden_TD.pow(3).sum().backward()
+        return hidden_TD.detach(), [p.grad.clone() for p in bert.parameters() if p.grad is not None]
+
+    whole_TD, whole = gradients([Packed(tokens, segments)])
+    singles = [Packed([t], [s]) for t, s in zip(tokens, segments, strict=True)]
+    assert all(batch.full for batch in singles)
+    apart_TD, apart = gradients(singles)
+    torch.testing.assert_close(whole_TD, apart_TD, rtol=0, atol=1e-5)
+    for one, other in zip(whole, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    cls_BD = bert.cls(Packed(tokens, segments))
+    torch.testing.assert_close(cls_BD, apart_TD[np.cumsum([0, *LENGTHS[:-1]])], rtol=0, atol=1e-5)
+
+
+def test_neighbours_in_a_batch_do_not_see_each_other(
+    theirs: transformers.BertForMaskedLM, tmp_path: Path
+) -> None:
+    bert, _ = loaded(theirs, tmp_path)
+    tokens, segments = sequences()
+    before = bert(Packed(tokens, segments))
+    tokens[2] = tokens[2][::-1].copy()
+    after = bert(Packed(tokens, segments))
+    same = [torch.equal(a, b) for a, b in zip(before.split(LENGTHS), after.split(LENGTHS), strict=True)]
+    assert same == [True, True, False, True]
+
+
+def test_packed_places() -> None:
+    """Sequences of 2, 1 and 3 wordpieces: rows, positions and the places in a padded 3 x 3 square."""
+    batch = Packed([np.array([7, 8]), np.array([9]), np.array([1, 2, 3])])
+    assert batch.tokens_T.tolist() == [7, 8, 9, 1, 2, 3]
+    assert batch.segments_T.tolist() == [0] * 6
+    assert batch.positions_T.tolist() == [0, 1, 0, 0, 1, 2]
+    assert batch.starts.tolist() == [0, 2, 3, 6]
+    assert batch.first_B.tolist() == [0, 2, 3]
+    assert batch.padded_row_T.tolist() == [0, 1, 3, 6, 7, 8]
+    assert batch.is_padding_BL.tolist() == [[False, False, True], [False, True, True], [False] * 3]
+    assert (len(batch), batch.longest, batch.full) == (3, 3, False)
+
+
+def test_dropout_only_while_training() -> None:
+    bert = Bert(BertConfig(60, 24, 2, 4, 40, 16, dropout=0.5))
+    batch = Packed(*sequences())
+    with torch.no_grad():
+        bert.eval()
+        assert torch.equal(bert(batch), bert(batch))
+        bert.train()
+        assert not torch.equal(bert(batch), bert(batch))
+
+
+def test_our_folder_loads_into_transformers_and_back(tmp_path: Path) -> None:
+    config = BertConfig(60, 24, 3, 4, 40, 16, dropout=0.25)
+    bert, head = Bert(config).eval(), MaskedWordHead(config)
+    with torch.no_grad():
+        head.bias.normal_()
+    save_bert(tmp_path, bert, head)
+    theirs, info = transformers.BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert (theirs.config.hidden_dropout_prob, theirs.config.attention_probs_dropout_prob) == (0.25, 0.25)
+    with torch.no_grad():
+        their_TD = their_hidden(theirs.eval())
+        torch.testing.assert_close(bert(Packed(*sequences())), their_TD, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            head(their_TD, bert.word.weight), theirs.cls(their_TD), rtol=0, atol=1e-5
+        )
+    theirs.save_pretrained(tmp_path / "theirs")
+    again, again_head, found = load_bert(tmp_path / "theirs")
+    assert found
+    assert again.config == config
+    for name, tensor in {**bert.state_dict(), **head.state_dict()}.items():
+        assert torch.equal(tensor, {**again.state_dict(), **again_head.state_dict()}[name]), name
+
+
+def test_an_encoder_without_a_head_is_found_out(tmp_path: Path) -> None:
+    """Names without the prefix "bert." and without a masked word head, as BertModel writes them."""
+    model = transformers.BertModel(transformers.BertConfig(**SHAPE))
+    model.save_pretrained(tmp_path)
+    bert, _, found = load_bert(tmp_path)
+    assert found is False
+    assert torch.equal(bert.word.weight, model.embeddings.word_embeddings.weight)
+
+
+def test_names_of_old_tensorflow_checkpoints_are_known() -> None:
+    """LayerNorm.gamma and .beta, as the first converted checkpoints had."""
+    bert = Bert(BertConfig(60, 24, 1, 4, 40, 16, 0.0))
+    state = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t + 1
+        for name, t in export_state(bert).items()
+    }
+    assert "bert.embeddings.LayerNorm.gamma" in state
+    other = Bert(bert.config)
+    import_state(other, state, "old")
+    assert torch.equal(other.norm.weight, bert.norm.weight + 1)
+
+
+def test_exported_state_is_a_copy() -> None:
+    bert = Bert(BertConfig(60, 24, 1, 4, 40, 16, 0.0))
+    state = export_state(bert)
+    before = state["bert.encoder.layer.0.attention.self.query.weight"].clone()
+    with torch.no_grad():
+        bert.layers[0].qkv.weight.add_(1.0)
+    assert torch.equal(state["bert.encoder.layer.0.attention.self.query.weight"], before)
+
+
+def test_a_missing_parameter_is_named() -> None:
+    bert = Bert(BertConfig(60, 24, 2, 4, 40, 16, 0.0))
+    state = export_state(bert)
+    del state["bert.encoder.layer.1.attention.self.key.bias"]
+    message = r"my\.safetensors: the parameter bert\.encoder\.layer\.1\.attention\.self\.key\.bias is missing"
+    with pytest.raises(ValueError, match=message):
+        import_state(bert, state, "my.safetensors")
+
+
+def test_another_shape_is_named() -> None:
+    bert, other = Bert(BertConfig(60, 24, 2, 4, 40, 16, 0.0)), Bert(BertConfig(61, 24, 2, 4, 40, 16, 0.0))
+    message = r"my: word\.weight has shape \[61, 24\], the configuration says \[60, 24\]"
+    with pytest.raises(ValueError, match=message):
+        import_state(bert, export_state(other), "my")
+
+
+def test_configurations_survive_json() -> None:
+    config = BertConfig(60, 24, 3, 4, 40, 16, dropout=0.1, segments=3, layer_norm_eps=1e-5)
+    assert BertConfig.from_json(json.loads(json.dumps(config.to_json())), "x") == config
+    fewer = {k: v for k, v in config.to_json().items() if k not in ("type_vocab_size", "layer_norm_eps")}
+    assert BertConfig.from_json(fewer, "x") == BertConfig(60, 24, 3, 4, 40, 16, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "roberta"}, r"config\.json: model_type 'roberta' with hidden_act 'gelu'; only BERT"),
+        ({"hidden_act": "relu"}, r"model_type 'bert' with hidden_act 'relu'; only BERT encoders with gelu"),
+        ({"hidden_size": None, "vocab_size": None}, r"the keys vocab_size, hidden_size are missing; it is no"),
+    ],
+)
+def test_other_configurations_are_refused(changes: dict[str, Any], message: str) -> None:
+    values = {**BertConfig(60, 24, 3, 4, 40, 16, 0.1).to_json(), **changes}
+    with pytest.raises(ValueError, match=message):
+        BertConfig.from_json({k: v for k, v in values.items() if v is not None}, "a/config.json")
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "7"])
+def test_a_config_file_that_is_no_object_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json"):
+        load_bert(tmp_path)
+
+
+def test_an_encoder_that_cannot_be_had_says_what_to_fetch(tmp_path: Path) -> None:
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    with pytest.raises(ValueError, match=r"bert\.init is 'bert-base-uncased': no such folder") as error:
+        encoder_folder("bert-base-uncased")
+    for words in ("config.json, model.safetensors, vocab.txt", "set bert.init to the folder", "bert.init=small"):
+        assert words in str(error.value)
+    with pytest.raises(ValueError, match=r"bert\.init is '.*/not/there': no such folder"):
+        encoder_folder(str(tmp_path / "not" / "there"))
+
+
+def test_an_incomplete_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"lacks model\.safetensors, vocab\.txt; a BERT encoder's folder has"):
+        encoder_folder(str(tmp_path))
+    for name in ("model.safetensors", "vocab.txt"):
+        (tmp_path / name).write_bytes(b"")
+    assert encoder_folder(str(tmp_path)) == tmp_path
+
+
+def test_a_half_written_safetensors_file_is_named(tmp_path: Path) -> None:
+    bert = Bert(BertConfig(60, 24, 1, 4, 40, 16, 0.0))
+    save_bert(tmp_path, bert)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load_bert(tmp_path)
+
+
+def test_half_precision_files_become_fp32(tmp_path: Path) -> None:
+    bert = Bert(BertConfig(60, 24, 1, 4, 40, 16, 0.0))
+    save_bert(tmp_path, bert)
+    path = tmp_path / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
+    again, _, _ = load_bert(tmp_path)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+
+
+def test_small_start_values_depend_on_the_seed_alone() -> None:
+    config = BertConfig(60, 24, 2, 4, 40, 16, 0.0)
+
+    def start(seed: int) -> dict[str, Tensor]:
+        bert, head = Bert(config), MaskedWordHead(config)
+        initialise_small(bert, head, torch.Generator().manual_seed(seed))
+        return {**bert.state_dict(), **{f"head.{name}": t for name, t in head.state_dict().items()}}
+
+    first, again, other = start(0), start(0), start(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["word.weight"], other["word.weight"])
+    # attention starts as half an identity: the output matrix times the value matrix is 0.5 I
+    value_DD = first["layers.0.qkv.weight"][48:]
+    product_DD = first["layers.0.attention_output.weight"] @ value_DD
+    torch.testing.assert_close(product_DD, 0.5 * torch.eye(24), rtol=0, atol=1e-5)
+    assert torch.equal(first["head.transform.weight"], 1.5 * torch.eye(24))
+
+
+def test_devices_and_precisions_by_name() -> None:
+    cpu = torch.device("cpu")
+    assert resolve_device("cpu") == cpu
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert resolve_precision("fp32", cpu) == torch.float32
+    assert resolve_precision("bf16", cpu) == torch.bfloat16
+    assert resolve_precision("auto", cpu) in (torch.float32, torch.bfloat16)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"run\.device is 'cuda', but torch finds no GPU here"):
+            resolve_device("cuda")

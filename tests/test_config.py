@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realmops import config
+from realmops.config import (
+    SECTIONS,
+    Pretrain,
+    load,
+    merge,
+    parse_section,
+    parse_setting,
+    preset_path,
+    read_yaml,
+)
+
+ROOT = Path(__file__).parents[1]
+PARAMS = ROOT / "params.yaml"
+TEXT = PARAMS.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Path:
+    """A copy of the project's params.yaml."""
+    path = tmp_path / "params.yaml"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def replaced(params: Path, old: str, new: str) -> Path:
+    assert old in TEXT
+    params.write_text(TEXT.replace(old, new, 1), encoding="utf-8")
+    return params
+
+
+def test_the_projects_params_are_whole_and_typed() -> None:
+    values = load(PARAMS)
+    assert list(values) == list(SECTIONS)
+    for name, section in SECTIONS.items():
+        parsed = parse_section(name, values[name])
+        assert isinstance(parsed, section)
+        assert dataclasses.asdict(parsed).keys() == values[name].keys()
+
+
+def test_code_has_no_defaults() -> None:
+    for section in SECTIONS.values():
+        for field in dataclasses.fields(section):
+            assert field.default is dataclasses.MISSING, f"{section.__name__}.{field.name}"
+
+
+def line_of(text: str) -> int:
+    return TEXT[: TEXT.index(text)].count("\n") + 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("  seed: 0 ", "  sed: 0 ", r"unknown key run\.sed; its keys are seed, device"),
+        ("  threads: 1 ", "  # threads: 1 ", r"the key run\.threads is missing; take it from"),
+        ("ict:\n", "itc:\n", r"unknown section 'itc'; sections are run, bert"),
+        ("  device: auto ", "  device: gpu ", r"run\.device is 'gpu'; allowed are auto, cpu, cuda"),
+        ("  heads: 4 ", "  heads: 4.0 ", r"bert\.heads is 4\.0 \(float\); a whole number is wanted"),
+        ("  heads: 4 ", "  heads: true ", r"bert\.heads is True \(bool\); a whole number is wanted"),
+        ("  heads: 4 ", "  heads: '4' ", r"bert\.heads is '4' \(str\); a whole number is wanted"),
+        ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); a whole number is wanted"),
+        ("  heads: 4 ", "  heads: [4] ", r"bert\.heads is \[4\] \(list\); a whole number is wanted"),
+        ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0; it must be more than 0"),
+        ("  dropout: 0.0 ", "  dropout: much ", r"bert\.dropout is 'much' \(str\); a number is wanted"),
+        ("  dropout: 0.0 ", "  dropout: -0.1 ", r"bert\.dropout is -0\.1; it must be at least 0"),
+        ("  dropout: 0.0 ", "  dropout: 1.5 ", r"bert\.dropout is 1\.5; it must be at most 1"),
+        ("  dropout: 0.0 ", "  dropout: false ", r"bert\.dropout is False \(bool\); a number is wanted"),
+        ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan; a finite number is wanted"),
+        ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf; a finite number is wanted"),
+        ("  init: small ", "  init: 7 ", r"bert\.init is 7 \(int\); a text is wanted"),
+        ("  share_embedders: true", "  share_embedders: 1 ", r"share_embedders is 1 \(int\); true or false"),
+        ("  candidates: 8 ", "  candidates: 1 ", r"pretrain\.candidates is 1; it must be at least 2"),
+        ("  device: auto ", "  device: [a] ", r"run\.device is \['a'\]; allowed are auto, cpu, cuda"),
+    ],
+)
+def test_a_wrong_value_names_file_key_and_what_is_allowed(
+    params: Path, old: str, new: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        load(replaced(params, old, new))
+    assert str(params) in str(error.value)
+
+
+def test_a_missing_section_is_named(params: Path) -> None:
+    params.write_text(TEXT[: TEXT.index("tracking:")], encoding="utf-8")
+    with pytest.raises(ValueError, match="the section 'tracking' is missing; take it from"):
+        load(params)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run:\n  seed: 0\n  seed: 1\n", r"line 3: the key 'seed' stands twice; keep one"),
+        ("run: {}\nbert: {}\nrun: {}\n", r"line 3: the key 'run' stands twice; keep one"),
+        ("run: &a\n  seed: 0\nbert: *a\n", r"line 3: an alias \(\*name\) is not allowed; write the value"),
+        ("run:\n  ? [1, 2]\n  : 3\n", r"line 2: a key must be a word, not a list or a mapping"),
+        ("run:\n\tseed: 0\n", r"found character '\\t' that cannot start any token"),
+        ("run: [1\n", r"params\.yaml: while parsing a flow sequence"),
+        ("run: !!python/object/apply:os.system ['true']\n", r"could not determine a constructor"),
+        ("run: 7\n", r"sections with keys are wanted, as in 'run:'"),
+        ("- run\n", r"sections with keys are wanted"),
+        ("[" * 5000, r"params\.yaml: "),
+        ("a: {b: " * 3000, r"params\.yaml: "),
+        ("run: \x00\n", r"params\.yaml: .*unacceptable character"),
+    ],
+)
+def test_what_is_no_params_file_is_refused(params: Path, text: str, message: str) -> None:
+    params.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as error:
+        read_yaml(params)
+    assert "\n" not in str(error.value), "one line"
+    assert str(params) in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_refused(params: Path) -> None:
+    params.write_bytes(b"run:\n  device: \xff\xfe\n")
+    with pytest.raises(ValueError, match=r"params\.yaml: .*invalid start byte"):
+        read_yaml(params)
+
+
+def test_a_file_that_is_missing_or_too_large_is_refused(params: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone\.yaml does not exist; run in the project's folder"):
+        read_yaml(params.with_name("gone.yaml"))
+    params.write_bytes(b"#" * (config.LARGEST_FILE + 1))
+    with pytest.raises(ValueError, match=r"has 1048577 bytes; a params file has at most 1048576"):
+        read_yaml(params)
+    params.write_bytes(b"#" * config.LARGEST_FILE)
+    assert read_yaml(params) == {}
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-5", 1e-5), ("1.0e-5", 1e-5), ("3", 3.0), ("1E2", 100.0)])
+def test_numbers_as_people_write_them(params: Path, text: str, value: float) -> None:
+    """YAML 1.1 reads 1e-5 as a text; a learning rate of 3 is a number too."""
+    values = load(params, settings=[f"tag.learning_rate={text}"])
+    parsed = parse_section("tag", values["tag"])
+    assert parsed.learning_rate == value
+    assert type(parsed.learning_rate) is float
+
+
+def test_presets_and_settings_lie_over_the_file_in_order(params: Path) -> None:
+    first, second = params.with_name("first.yaml"), params.with_name("second.yaml")
+    first.write_text("pretrain:\n  steps: 1\n  lag: 7\n")
+    second.write_text("pretrain:\n  steps: 2\n")
+    settings = ["pretrain.batch_size=3", "pretrain.batch_size=4"]
+    values = load(params, presets=[first, second], settings=settings)
+    parsed: Pretrain = parse_section("pretrain", values["pretrain"])
+    assert (parsed.steps, parsed.lag, parsed.batch_size) == (2, 7, 4)
+    assert parse_section("run", values["run"]) == parse_section("run", load(params)["run"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pretrain:\n  stpes: 1\n", r"preset\.yaml: there is no key pretrain\.stpes; its keys are steps"),
+        ("pretrian:\n  steps: 1\n", r"preset\.yaml: there is no section 'pretrian'; sections are run"),
+    ],
+)
+def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> None:
+    preset = params.with_name("preset.yaml")
+    preset.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load(params, presets=[preset])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("pretrain.stpes=1", r"--set pretrain\.stpes=1: there is no key pretrain\.stpes"),
+        ("steps=1", r"--set 'steps=1': section\.key=value is wanted, for example pretrain\.steps=100"),
+        ("pretrain.steps", r"section\.key=value is wanted"),
+        (".steps=1", r"section\.key=value is wanted"),
+        ("pretrain.=1", r"section\.key=value is wanted"),
+        ("pretrain.steps=[1", r"--set 'pretrain\.steps=\[1': while parsing"),
+        ("pretrain.steps=*a", r"an alias \(\*name\) is not allowed"),
+        ("pretrain.steps={[1]: 2}", r"a key must be a word"),
+        ("pretrain.steps=many", r"pretrain\.steps is 'many' \(str\); a whole number is wanted"),
+        ("pretrain.steps=", r"pretrain\.steps is None"),
+    ],
+)
+def test_a_wrong_setting_is_named(params: Path, setting: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(params, settings=[setting])
+
+
+def test_settings_are_read_as_yaml() -> None:
+    assert parse_setting(" pretrain.steps =100") == {"pretrain": {"steps": 100}}
+    assert parse_setting("bert.init=a=b") == {"bert": {"init": "a=b"}}
+    assert parse_setting("ict.removal=1e-1") == {"ict": {"removal": "1e-1"}}, "made a number by its type"
+    assert parse_setting("tracking.enabled=false") == {"tracking": {"enabled": False}}
+
+
+def test_merge_leaves_its_arguments_alone() -> None:
+    base: dict[str, dict[str, Any]] = {"a": {"x": 1, "y": 2}}
+    assert merge(base, {"a": {"x": 3}}, "here") == {"a": {"x": 3, "y": 2}}
+    assert base == {"a": {"x": 1, "y": 2}}
+
+
+def test_presets_are_found_by_name_or_path(params: Path) -> None:
+    folder = params.parent / "pipelines" / "presets"
+    (folder / "variants").mkdir(parents=True)
+    (folder / "big.yaml").write_text("{}")
+    (folder / "variants" / "orqa.yaml").write_text("{}")
+    assert preset_path("big", params) == folder / "big.yaml"
+    assert preset_path("variants/orqa", params) == folder / "variants" / "orqa.yaml"
+    assert preset_path(str(folder / "big.yaml"), params) == folder / "big.yaml"
+    with pytest.raises(ValueError, match=r"'bog': no such file, and none of the presets big, variants/orqa"):
+        preset_path("bog", params)
+
+
+PRESETS = sorted((ROOT / "pipelines" / "presets").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_of_the_project_fits_its_params(preset: Path) -> None:
+    assert load(PARAMS, presets=[preset]) != load(PARAMS), "a preset that changes nothing"

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import contextlib
+import gzip
+from pathlib import Path
+
+import pytest
+
+from realmops.corpus.conll import TaggedSentence, read_conll
+
+
+def write(path: Path, text: str) -> Path:
+    content = text.encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+CONLL_2003 = """-DOCSTART- -X- -X- O
+
+EU NNP B-NP B-ORG
+rejects VBZ B-VP O
+German JJ B-NP B-MISC
+call NN I-NP O
+
+Peter NNP B-NP I-PER
+Blackburn NNP I-NP I-PER
+"""
+
+
+@pytest.mark.parametrize("name", ["a.conll", "a.conll.gz"])
+def test_the_first_column_is_the_token_and_the_last_the_tag(tmp_path: Path, name: str) -> None:
+    assert read_conll(write(tmp_path / name, CONLL_2003)) == [
+        TaggedSentence(("EU", "rejects", "German", "call"), ("B-ORG", "O", "B-MISC", "O")),
+        TaggedSentence(("Peter", "Blackburn"), ("B-PER", "I-PER")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ("O I-A I-A O I-A", "O B-A I-A O B-A"),
+        ("I-A I-B I-B", "B-A B-B I-B"),
+        ("I-A B-A I-A", "B-A B-A I-A"),
+        ("B-A I-A O B-A", "B-A I-A O B-A"),
+        ("B-A I-B", "B-A B-B"),
+        ("B-A-X I-A-X I-A", "B-A-X I-A-X B-A"),
+    ],
+    ids=["IO", "IO, types touch", "IOB1", "IOB2", "I of another type", "type with a dash"],
+)
+def test_every_scheme_becomes_iob2(tmp_path: Path, tags: str, expected: str) -> None:
+    path = write(tmp_path / "a", "".join(f"w\t{tag}\n" for tag in tags.split()))
+    assert read_conll(path) == [TaggedSentence(("w",) * len(tags.split()), tuple(expected.split()))]
+
+
+def test_a_sentence_starts_fresh(tmp_path: Path) -> None:
+    """I-A at a sentence's start begins an entity even though the sentence before ended in one."""
+    first, second = read_conll(write(tmp_path / "a", "w B-A\n\nw I-A\n"))
+    assert (first.tags, second.tags) == (("B-A",), ("B-A",))
+
+
+def test_blank_lines_comments_and_docstart_are_skipped(tmp_path: Path) -> None:
+    text = "\n\n# text = a b\n# id 7\na B-X\n# O\n-DOCSTART- -X- O\nb O\n \nc O"
+    assert [(s.words, s.tags) for s in read_conll(write(tmp_path / "a", text))] == [
+        (("a", "#"), ("B-X", "O")),
+        (("b",), ("O",)),
+        (("c",), ("O",)),
+    ]
+
+
+def test_dashes_behind_the_tag_are_stepped_over(tmp_path: Path) -> None:
+    """Some sets, as WNUT and GermEval, have further columns of dashes."""
+    assert read_conll(write(tmp_path / "a", "Oslo B-LOC - -\nis O -\n"))[0].tags == ("B-LOC", "O")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a B-X\nb\n", r"ner:2: 'b' has one column; 'token tag' is wanted"),
+        ("a B-X\n\nb X-Y\n", r"ner:3: the tag 'X-Y' is not O, B-TYPE or I-TYPE"),
+        ("a B-X\nb B-\n", r"ner:2: the tag 'B-' is not O, B-TYPE or I-TYPE"),
+        ("a B-X\nb - -\n", r"ner:2: the tag '-' is not O"),
+        ("a O\n\nb O\n", r"ner: no entity in 2 sentences; lines of 'token tag' with tags as B-PER"),
+        ("", r"ner: no entity in 0 sentences"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_conll(write(tmp_path / "ner", text))
+
+
+def test_a_missing_file_says_which_options_name_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone\.conll does not exist; set tag\.train and tag\.dev"):
+        read_conll(tmp_path / "gone.conll")
+
+
+@pytest.mark.parametrize("damage", ["not utf-8", "not gzip", "cut", "checksum"])
+def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
+    if damage == "not utf-8":
+        path = tmp_path / "a.conll"
+        path.write_bytes(b"a B-X\n\xff O\n")
+    else:
+        path = write(tmp_path / "a.gz", "".join(f"w{i} B-X\n" for i in range(500)))
+        content = bytearray(path.read_bytes())
+        if damage == "not gzip":
+            content[:2] = b"PK"
+        elif damage == "cut":
+            del content[len(content) // 2 :]
+        else:
+            content[-6] ^= 0xFF
+        path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=f"{path} cannot be read as UTF-8 text"):
+        read_conll(path)
+
+
+def test_every_flipped_byte_of_a_gzip_file_is_an_error_or_harmless(tmp_path: Path) -> None:
+    """Whatever byte a disk or network changed: a ValueError, or the sentences as they were."""
+    path = write(tmp_path / "a.gz", CONLL_2003)
+    expected, content = read_conll(path), path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
+        with contextlib.suppress(ValueError):
+            assert read_conll(path) == expected

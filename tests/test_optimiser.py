@@ -1,0 +1,184 @@
+"""BERT's AdamW step by step. Numbers that stand here can be checked with a pocket calculator."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from realmops.train.optimiser import BertAdamW, Group, Schedule
+
+FULL = Schedule(steps=1, warmup=0)  # at step 0 the whole learning rate
+
+
+class Values(nn.Module):
+    """A matrix and a vector as parameters."""
+
+    def __init__(self, matrix: list[list[float]], vector: list[float]) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.tensor(matrix, dtype=torch.float64))
+        self.vector = nn.Parameter(torch.tensor(vector, dtype=torch.float64))
+
+    def set_gradients(self, matrix: list[list[float]], vector: list[float]) -> None:
+        self.matrix.grad = torch.tensor(matrix, dtype=torch.float64)
+        self.vector.grad = torch.tensor(vector, dtype=torch.float64)
+
+
+def test_two_steps_by_hand() -> None:
+    """p = 1, g = 0.5 twice, learning rate 0.1, decay 0.01 for the matrix and none for the vector.
+
+    step 1: m = 0.1 * 0.5 = 0.05            v = 0.001 * 0.25 = 0.00025
+            m / (sqrt(v) + 1e-6) = 0.05 / (0.015811388 + 0.000001) = 3.1620777
+            matrix: 1 - 0.1 * (3.1620777 + 0.01 * 1) = 0.6827922;  vector: 1 - 0.31620777 = 0.6837922
+    step 2: m = 0.9 * 0.05 + 0.05 = 0.095   v = 0.999 * 0.00025 + 0.00025 = 0.00049975
+            m / (sqrt(v) + 1e-6) = 0.095 / (0.022355089 + 0.000001) = 4.2494016
+            matrix: 0.6827922 - 0.1 * (4.2494016 + 0.01 * 0.6827922) = 0.2571693
+            vector: 0.6837922 - 0.42494016 = 0.2588521
+    (With bias correction both first steps would be 0.1 long.)
+    """
+    values = Values([[1.0]], [1.0])
+    optimiser = BertAdamW([Group("g", values, 0.1)], weight_decay=0.01, clip=10.0)
+    values.set_gradients([[0.5]], [0.5])
+    optimiser.step(0, FULL)
+    assert values.matrix.item() == pytest.approx(0.6827922, abs=5e-8)
+    assert values.vector.item() == pytest.approx(0.6837922, abs=5e-8)
+    values.set_gradients([[0.5]], [0.5])
+    optimiser.step(0, FULL)
+    assert values.matrix.item() == pytest.approx(0.2571693, abs=5e-8)
+    assert values.vector.item() == pytest.approx(0.2588521, abs=5e-8)
+    assert optimiser.state()["m.g.matrix"].item() == pytest.approx(0.095)
+    assert optimiser.state()["v.g.matrix"].item() == pytest.approx(0.00049975)
+
+
+def test_thirty_steps_against_the_formula() -> None:
+    """One number at a time, as BERT's release writes it; gradients and rates differ in every step."""
+    values = Values([[0.7, -1.3], [0.2, 0.0]], [0.4, -0.1, 2.0])
+    optimiser = BertAdamW([Group("g", values, 0.02)], weight_decay=0.1, clip=1e9)
+    generator = torch.Generator().manual_seed(0)
+    p = [0.7, -1.3, 0.2, 0.0, 0.4, -0.1, 2.0]
+    decay = [0.1] * 4 + [0.0] * 3
+    m, v = [0.0] * 7, [0.0] * 7
+    for step in range(30):
+        g = torch.randn(7, generator=generator, dtype=torch.float64)
+        values.matrix.grad, values.vector.grad = g[:4].view(2, 2).clone(), g[4:].clone()
+        factor = (step + 1) / 5 if step < 5 else (30 - step) / 25
+        optimiser.step(step, Schedule(steps=30, warmup=5))
+        for i in range(7):
+            m[i] = 0.9 * m[i] + (1 - 0.9) * g[i].item()
+            v[i] = 0.999 * v[i] + (1 - 0.999) * g[i].item() ** 2
+            update = m[i] / (math.sqrt(v[i]) + 1e-6)
+            p[i] -= 0.02 * factor * (update + decay[i] * p[i])
+        found = [*values.matrix.flatten().tolist(), *values.vector.tolist()]
+        assert found == pytest.approx(p, rel=1e-10), step
+
+
+def test_decay_spares_layer_norm_and_biases() -> None:
+    """With gradients of 0 only decay is left: 1 - 0.1 * 0.5 * 1 for matrices, nothing for vectors."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Embedding(3, 2))
+    for parameter in module.parameters():
+        nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    BertAdamW([Group("g", module, 0.1)], weight_decay=0.5, clip=1.0).step(0, FULL)
+    left = {name: set(p.flatten().tolist()) for name, p in module.named_parameters()}
+    assert {name for name, found in left.items() if found == {1.0}} == {"0.bias", "1.weight", "1.bias"}
+    for name in ("0.weight", "2.weight"):
+        assert sorted(left[name]) == pytest.approx([0.95])
+
+
+def moments(optimiser: BertAdamW) -> list[float]:
+    return [optimiser.state()[f"m.{name}"].item() for name in optimiser.names]
+
+
+@pytest.mark.parametrize(
+    ("clip", "clipped"),
+    [(1.0, (0.6, 0.8)), (2.5, (1.5, 2.0)), (5.1, (3.0, 4.0))],
+)
+def test_the_norm_of_all_gradients_together_is_clipped(clip: float, clipped: tuple[float, float]) -> None:
+    """(3, 4) has norm 5, over two parameters of two groups."""
+    first, second = Values([[1.0]], [0.0]), Values([[1.0]], [0.0])
+    optimiser = BertAdamW([Group("a", first, 0.1), Group("b", second, 0.1)], weight_decay=0.0, clip=clip)
+    first.set_gradients([[3.0]], [0.0])
+    second.set_gradients([[4.0]], [0.0])
+    assert optimiser.step(0, FULL) == pytest.approx(5.0)
+    assert moments(optimiser) == pytest.approx([0.1 * clipped[0], 0, 0.1 * clipped[1], 0], rel=1e-6)
+
+
+def test_a_group_that_begins_later_stays_and_does_not_count() -> None:
+    """Until then neither its parameters nor its moments move, and its gradient is no part of the norm."""
+    late, early = Values([[1.0]], [1.0]), Values([[1.0]], [1.0])
+    groups = [Group("late", late, 0.1, begin=3), Group("early", early, 0.1)]
+    optimiser = BertAdamW(groups, weight_decay=0.1, clip=1.0)
+    schedule = Schedule(steps=10, warmup=0)
+    late.set_gradients([[1e6]], [1e6])
+    early.set_gradients([[0.6]], [0.8])
+    assert optimiser.step(2, schedule) == pytest.approx(1.0)
+    assert (late.matrix.item(), late.vector.item()) == (1.0, 1.0)
+    assert moments(optimiser) == pytest.approx([0.0, 0.0, 0.06, 0.08], rel=1e-5)
+    assert early.matrix.item() < 1.0
+    assert optimiser.step(3, schedule) > 1e6
+    assert late.matrix.item() < 1.0
+
+
+def test_each_group_has_its_rate_and_a_shared_parameter_counts_once() -> None:
+    first, second = Values([[1.0]], [0.0]), Values([[1.0]], [0.0])
+    second.vector = first.vector
+    optimiser = BertAdamW([Group("a", first, 0.1), Group("b", second, 0.3)], weight_decay=0.0, clip=1e9)
+    assert optimiser.names == ["a.matrix", "a.vector", "b.matrix"]
+    first.set_gradients([[0.5]], [0.5])
+    second.matrix.grad = torch.tensor([[0.5]], dtype=torch.float64)
+    optimiser.step(1, Schedule(steps=2, warmup=0))  # half the learning rate
+    length = 0.5 * 0.05 / (math.sqrt(0.00025) + 1e-6)
+    assert first.matrix.item() == pytest.approx(1 - 0.1 * length)
+    assert second.matrix.item() == pytest.approx(1 - 0.3 * length)
+    assert first.vector.item() == pytest.approx(-0.1 * length)
+
+
+def test_a_parameter_without_a_gradient_stays() -> None:
+    values = Values([[1.0]], [1.0])
+    optimiser = BertAdamW([Group("g", values, 0.1)], weight_decay=0.1, clip=1.0)
+    values.vector.grad = torch.tensor([0.5], dtype=torch.float64)
+    optimiser.step(0, FULL)
+    assert values.matrix.item() == 1.0
+    assert values.vector.item() < 1.0
+    optimiser.zero_grad()
+    assert values.vector.grad is None
+
+
+def test_schedule_by_hand() -> None:
+    """10 steps, 2 of warm-up: up by halves, then down by eighths; the step behind the last would be 0."""
+    schedule = Schedule(steps=10, warmup=2)
+    found = [schedule.factor(step) for step in range(11)]
+    assert found == pytest.approx([0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0])
+    assert Schedule(steps=4, warmup=0).factor(0) == 1.0
+
+
+def test_a_late_beginner_warms_up_to_the_others_line() -> None:
+    """Begun at step 4, it reaches the value of the line at step 6, 4/8, in two steps, and goes on with it."""
+    schedule = Schedule(steps=10, warmup=2)
+    found = [schedule.factor(step, begin=4) for step in range(10)]
+    assert found == pytest.approx([0.0] * 4 + [2 / 8, 4 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
+
+
+def test_state_comes_back_bit_for_bit() -> None:
+    """Four steps, or two steps, a new optimiser with the state of the old, and two more: the same bits."""
+
+    def run(restart: bool) -> list[Tensor]:
+        values = Values([[0.7, -1.3]], [0.4])
+        optimiser = BertAdamW([Group("g", values, 0.05)], weight_decay=0.01, clip=1.0)
+        generator = torch.Generator().manual_seed(0)
+        for step in range(4):
+            if restart and step == 2:
+                state = {name: tensor.clone() for name, tensor in optimiser.state().items()}
+                optimiser = BertAdamW([Group("g", values, 0.05)], weight_decay=0.01, clip=1.0)
+                optimiser.load_state(state)
+            for parameter in values.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            optimiser.step(0, FULL)
+        return [*values.parameters(), *optimiser.state().values()]
+
+    names = {"m.g.matrix", "m.g.vector", "v.g.matrix", "v.g.vector"}
+    assert set(BertAdamW([Group("g", Values([[1.0]], [1.0]), 1.0)], weight_decay=0, clip=1).state()) == names
+    for undisturbed, restarted in zip(run(False), run(True), strict=True):
+        assert torch.equal(undisturbed, restarted)
