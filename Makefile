@@ -13,7 +13,7 @@ STAMP := $(VENV)/setup.stamp
 STARTED := $(VENV)/setup.started
 ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help setup run test lint bench
+.PHONY: help setup run test lint bench golden
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r target text; do
@@ -80,3 +80,7 @@ bench: setup  ## list the benchmarks; make bench NAME=... runs one
 		printf '  make bench NAME=%-14s %s\n' "$$(basename "$$file" .py)" \
 			"$$(python -c 'import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1]).read())).splitlines()[0])' "$$file")"
 	done
+
+golden: setup  ## write tests/fixtures/golden.json again after an intended change of the data or its order
+	@$(ACTIVATE)
+	OMP_NUM_THREADS=1 python tests/test_golden.py

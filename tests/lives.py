@@ -1,10 +1,11 @@
-"""Run stages in processes that are killed again and again, each life later than the one before.
+"""Run every stage twice: undisturbed under CALM, and under KILLED in processes that are killed again and again.
 
-    python tests/lives.py PROJECT ROOT DEATHS STAGE ...
+    python tests/lives.py PROJECT CALM KILLED
 
-A life dies by SIGKILL just before its n-th durable operation (fsync, rename, replace), n = 1, 1 + STEP, ...;
-after DEATHS deaths one may go on to its end. Prints, as JSON, the exit status of every life of every stage.
-Processes are forked from this one, which has loaded everything and done nothing: a life costs no start-up.
+A life dies by SIGKILL just before its n-th durable operation (fsync, rename, replace), each life of a stage some
+operations later than the one before; at last one comes to its end.  Prints, as JSON, the exit status of every
+life of every stage.  Processes are forked from this one, which has loaded everything and done nothing, so that a
+life costs no start-up.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from toy import Quiet
+from toy import Quiet, Values
 
 from realmops.config import load
-from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag  # noqa: F401 (loaded once)
+from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag
 from realmops.stages.builder import run_index_builder
 from realmops.stages.runner import run_stage
 
-STEP = {"pretrain": 9}
+LOADED = (sample, snapshot, tag, ict, pretrain, finetune, evaluate)  # once, for all lives
+LATER = {"sample": 7, "snapshot": 13, "tag": 7, "ict": 1, "pretrain": 5, "finetune": 3, "evaluate": 20}
 
 
 def die_at(number: int) -> None:
@@ -46,17 +48,16 @@ def die_at(number: int) -> None:
         setattr(os, name, dying(getattr(os, name)))
 
 
-def forked(work: Callable[[], None]) -> int:
-    """The id of a new process that does ``work`` and ends."""
+def forked(work: Callable[[], int]) -> int:
+    """The id of a new process that does ``work`` and ends with the exit code that it gives."""
     pid = os.fork()
     if pid == 0:
-        status = 1
+        code = 1
         try:
-            work()
-            status = 0
+            code = work()
         finally:
             sys.stderr.flush()
-            os._exit(status)
+            os._exit(code)
     return pid
 
 
@@ -65,37 +66,39 @@ def end_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def live(name: str, project: Path, root: Path, deaths: int) -> list[int]:
+def live(name: str, values: Values, project: Path, root: Path, *, killed: bool) -> list[int]:
     """Lives of one stage until one ends by itself; their exit statuses."""
-    values = load(project / "params.yaml")
     statuses: list[int] = []
+
+    def work() -> int:
+        if killed:
+            die_at(1 + len(statuses) * LATER[name])
+        run_stage(name, values, project=project, root=root, report=Quiet())
+        return 0
+
     while not statuses or statuses[-1] < 0:
-        number = len(statuses)
-
-        def work(number: int = number) -> None:
-            if number < deaths:
-                die_at(1 + number * STEP.get(name, 1))
-            run_stage(name, values, project=project, root=root, report=Quiet())
-
         statuses.append(end_of(forked(work)))
     return statuses
 
 
-def run() -> None:
-    project, root, deaths = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(1)
-    found: dict[str, list[int]] = {}
-    for name in sys.argv[4:]:
-        if name != "pretrain":
-            found[name] = live(name, project, root, deaths)
-            continue
-        exchange = Path(load(project / "params.yaml")["pretrain"]["exchange"])
-        corpus = root / STAGES["snapshot"].folder / "corpus"
-        builder = forked(lambda: sys.exit(run_index_builder(exchange, corpus, watch_parent=os.getppid())))  # noqa: B023
-        found[name] = live(name, project, root, deaths)
-        found["index-builder"] = [end_of(builder)]
-    print(json.dumps(found))
+def run_all(project: Path, root: Path, *, killed: bool) -> dict[str, list[int]]:
+    """All stages in order, with one index builder that lives on through the trainer's lives."""
+    values = load(project / "params.yaml")
+    exchange = root / "exchange"
+    values["pretrain"] |= {"builder": "external", "exchange": str(exchange)}
+    corpus = root / STAGES["snapshot"].folder / "corpus"
+    found = {}
+    for name in STAGES:
+        builder = 0
+        if name == "pretrain":
+            builder = forked(lambda: run_index_builder(exchange, corpus, watch_parent=None))
+        found[name] = live(name, values, project, root, killed=killed)
+        if builder:
+            found["index-builder"] = [end_of(builder)]
+    return found
 
 
 if __name__ == "__main__":
-    run()
+    torch.set_num_threads(1)
+    place, calm, disturbed = map(Path, sys.argv[1:])
+    print(json.dumps([run_all(place, calm, killed=False), run_all(place, disturbed, killed=True)]))

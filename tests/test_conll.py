@@ -72,6 +72,18 @@ def test_dashes_behind_the_tag_are_stepped_over(tmp_path: Path) -> None:
     assert read_conll(write(tmp_path / "a", "Oslo B-LOC - -\nis O -\n"))[0].tags == ("B-LOC", "O")
 
 
+def test_numbered_lines_behind_a_comment(tmp_path: Path) -> None:
+    """UNER's form: number, token, tag, and who said so. Numbers that are tokens themselves stay tokens."""
+    uner = "# sent_id = 1\n# text = In Oslo\n1\tIn\tO\t-\tann\n2\tOslo\tB-LOC\t-\tann\n\n"
+    counting = "# text = 1\n1 B-CARD\n\n1 O\n2 O\n\n# text = 1 3\n1 X O\n3 X B-CARD\n"
+    assert [(s.words, s.tags) for s in read_conll(write(tmp_path / "a", uner + counting))] == [
+        (("In", "Oslo"), ("O", "B-LOC")),
+        (("1",), ("B-CARD",)),
+        (("1", "2"), ("O", "O")),
+        (("1", "3"), ("O", "B-CARD")),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -28,8 +28,8 @@ def options(**changes: Any) -> Ict:
 
 
 def draws(world: World, passage: int, count: int, **changes: Any) -> list[ict.Cloze]:
-    rng = np.random.default_rng(0)
-    return [cloze(world.snapshot, passage, rng, options(**changes), world.special) for _ in range(count)]
+    rng, chosen, special = np.random.default_rng(0), options(**changes), world.special
+    return [cloze(world.snapshot, passage, rng, chosen, special) for _ in range(count)]
 
 
 def test_a_cloze_example_by_hand(world: World) -> None:
@@ -81,7 +81,7 @@ def test_batches_are_runs_of_neighbours(count: int, batch_size: int, neighbours:
     for seed in range(200):
         batch = cloze_batch(count, batch_size, neighbours, np.random.default_rng(seed))
         assert len(batch) == len(set(batch.tolist())) == min(batch_size, count)
-        assert 0 <= batch.min()
+        assert batch.min() >= 0
         assert batch.max() < count
         reached.update(batch.tolist())
         runs = 1 + int((np.diff(batch) != 1).sum())

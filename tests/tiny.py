@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,12 @@ def build_world(
 def section(name: str, **changes: Any) -> Any:
     """A section of params.yaml with changes."""
     assert name in SECTIONS
-    return parse_section(name, {**read_yaml(PARAMS)[name], **changes})
+    return parse_section(name, {**_params()[name], **changes})
+
+
+@cache
+def _params() -> dict[str, dict[str, Any]]:
+    return read_yaml(PARAMS)
 
 
 def tiny_models(

@@ -29,7 +29,8 @@ def _explains_errors(function: F) -> F:
             click.echo(f"realmops: {error}", err=True)
             sys.exit(EXIT_USAGE if isinstance(error, ValueError) else 1)
         except OSError as error:
-            name = f" {error.filename}:" if error.filename else ""
+            path = error.filename2 or error.filename
+            name = f" {path}:" if path else ""
             advice = " Make room and run the same command again: it goes on where it was." if error.errno == 28 else ""
             click.echo(f"realmops:{name} {error.strerror or error}.{advice}", err=True)
             sys.exit(EXIT_USAGE)

@@ -141,7 +141,6 @@ class Pretrain:
     builder_timeout: float
     exchange: str
     shard_rows: int
-    keep: int
     staleness_queries: int
     collapse_share: float
 

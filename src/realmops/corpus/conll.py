@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ class TaggedSentence:
 def read_conll(path: Path) -> list[TaggedSentence]:
     """Sentences of a CoNLL file (plain or .gz): first column the token, last column the tag.
 
+    UNER's numbered lines (number, token, tag, annotator) are read too.
+
     IO, IOB1 and IOB2 tags all become IOB2.  ``-DOCSTART-`` lines, and lines that start with ``# `` in front
     of a sentence, are skipped.  ValueError names the file and line of what cannot be read.
     """
@@ -31,45 +34,48 @@ def read_conll(path: Path) -> list[TaggedSentence]:
 
 def _sentences(path: Path) -> Iterator[TaggedSentence]:
     import gzip
-    import zlib
 
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist; set tag.train and tag.dev to CoNLL files, or tag.method to dates or given"
         )
     opener = gzip.open if path.suffix == ".gz" else open
-    words: list[str] = []
-    tags: list[str] = []
+    rows: list[tuple[int, list[str]]] = []
+    commented = False
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 columns = line.split()
                 if not columns or columns[0] == "-DOCSTART-":
-                    if words:
-                        yield TaggedSentence(tuple(words), tuple(_iob2(tags)))
-                    words, tags = [], []
-                elif line.startswith("# ") and not words:
-                    continue
-                elif len(columns) < 2:
-                    raise ValueError(f"{path}:{number}: {line.strip()!r} has one column; 'token tag' is wanted")
+                    if rows:
+                        yield _sentence(path, rows, commented)
+                    rows, commented = [], False
+                elif line.startswith("# ") and not rows:
+                    commented = True
                 else:
-                    tag = _tag(columns, f"{path}:{number}")
-                    words.append(columns[0])
-                    tags.append(tag)
+                    rows.append((number, columns))
     except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from None
-    if words:
-        yield TaggedSentence(tuple(words), tuple(_iob2(tags)))
+    if rows:
+        yield _sentence(path, rows, commented)
 
 
-def _tag(columns: Sequence[str], place: str) -> str:
-    """The last column that looks like a tag (some sets have dashes behind it)."""
-    for column in reversed(columns[1:]):
-        if column == "O" or (column[:2] in ("B-", "I-") and len(column) > 2):
-            return column
-        if column != "-":
-            break
-    raise ValueError(f"{place}: the tag {columns[-1]!r} is not O, B-TYPE or I-TYPE")
+def _sentence(path: Path, rows: Sequence[tuple[int, list[str]]], commented: bool) -> TaggedSentence:
+    """First column the token, last the tag; in lines numbered from 1 behind a comment, the second and the third."""
+    counted = all(len(columns) > 2 and columns[0] == str(n) for n, (_, columns) in enumerate(rows, start=1))
+    numbered = commented and counted
+    words, tags = [], []
+    for number, columns in rows:
+        if numbered:
+            columns = columns[1:3]
+        if len(columns) < 2:
+            raise ValueError(f"{path}:{number}: {' '.join(columns)!r} has one column; 'token tag' is wanted")
+        tag = next((c for c in reversed(columns[1:]) if c != "-"), "-")
+        if tag != "O" and not (tag[:2] in ("B-", "I-") and tag[2:]):
+            raise ValueError(f"{path}:{number}: the tag {tag!r} is not O, B-TYPE or I-TYPE")
+        words.append(columns[0])
+        tags.append(tag)
+    return TaggedSentence(tuple(words), tuple(_iob2(tags)))
 
 
 def _iob2(tags: Sequence[str]) -> Iterator[str]:

@@ -134,11 +134,15 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
 
 
 def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:
-    """A digest of everything that a stage's output depends on: its sections and the content of its inputs."""
+    """A digest of everything that a stage's output depends on: its sections and the content of its inputs.
+
+    The metrics of an earlier stage do not count: they hold the seconds that it took.
+    """
     content = {}
     for name, path in sorted(inputs.items()):
         if (path / artifacts.MANIFEST).is_file():
-            content[name] = artifacts.read_json(path / artifacts.MANIFEST)["files"]
+            files = artifacts.read_json(path / artifacts.MANIFEST)["files"]
+            content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         elif path.is_file():
             content[name] = artifacts.sha256_file(path)
     return artifacts.digest_of(

@@ -26,6 +26,7 @@ from realmops.index.builder import MISCONFIGURED
 from realmops.index.embed import embed, query_sequences
 from realmops.index.exchange import Exchange, Fenced, Policy, Trainer
 from realmops.index.staleness import generation_in_use
+from realmops.index.versions import Version
 from realmops.model.files import load_models, retriever_files, retriever_from_files, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
@@ -135,7 +136,6 @@ class ExchangeSource:
         self.waits = waits
         self.refreshes = 0
         self._step: int | None = None  # of the index in use
-        self._resumed_index: str | None = None  # the one in use when the checkpoint was made
 
     def restore(self) -> dict[str, bytes] | None:
         """The newest checkpoint's files."""
@@ -143,30 +143,30 @@ class ExchangeSource:
             version = self.trainer.restore()
         if version is None:
             return None
-        self._resumed_index = version.meta["index"]
         self.refreshes = version.meta["trainer"]["refreshes"]
+        self.waits = [version.meta["trainer"]["waited"]]
         return version.files
 
     def save(self, step: int, files: Mapping[str, bytes]) -> None:
         """Commit a checkpoint to the exchange."""
         with _one_message():
-            self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes})
+            self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes, "waited": sum(self.waits)})
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """Publish the weights when it is time, and adopt an index when one is due."""
         self.trainer.beat(step)
         if self._publishes(step):
             files = retriever_files(retriever, self.vocabulary_hash)
-            self.trainer.publish_weights(step, files, {"published": time.time()})
+            with _one_message():
+                self.trainer.publish_weights(step, files, {"published": time.time()})
         used = self.trainer.index_step
         started = time.perf_counter()
+        with _one_message():
+            version = self._due(step)
         if self.options.adopt == "as_soon_as_ready":
-            version = self.trainer.newest_index(step)
             new = step == 0 or (version is not None and version.step != used)
         else:
-            wanted = self._generation(step)
-            version = None if wanted == self._step else self.trainer.index_for(wanted)
-            new = step == 0 or wanted != self._generation(step - 1)
+            new = step == 0 or self._generation(step) != self._generation(step - 1)
         self.waits.append(time.perf_counter() - started)
         if version is None:
             return None
@@ -175,6 +175,12 @@ class ExchangeSource:
         embedding = load_tensors(version.files[EMBEDDINGS])["embeddings"].to(self.device)
         searcher = retriever_from_files(version.files).to(self.device).eval()
         return Index(version.step, embedding, searcher, float(version.meta["published"]), new)
+
+    def _due(self, step: int) -> Version | None:
+        if self.options.adopt == "as_soon_as_ready":
+            return self.trainer.newest_index(step)
+        wanted = self._generation(step)
+        return None if wanted == self._step else self.trainer.index_for(wanted)
 
     def _publishes(self, step: int) -> bool:
         """At step 0 and every ``refresh_every`` steps; not while the retriever stands still, nor what nobody adopts."""

@@ -47,10 +47,11 @@ def run_stage(
     inputs = _inputs(stage, values, project, root)
     key = fingerprint(stage, values, inputs)
     final = root / stage.folder
+    work = root / WORK / "work" / f"{name}-{key[:16]}"
     if not force and (done := _finished(final, stage, key)) is not None:
+        shutil.rmtree(work, ignore_errors=True)  # of a process killed as it ended
         report.say(f"{name}: nothing to do, {final} was made from the same inputs and options")
         return done
-    work = root / WORK / "work" / f"{name}-{key[:16]}"
     if force:
         shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,9 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
                 f"{job.inputs['snapshot']}: tag.method is 'given', but no document has 'spans'; give each JSON line "
                 'its "spans": [[start, end, label], ...] or set tag.method to tagger or dates'
             )
-        shutil.copytree(given, folder)
+        folder.mkdir()
+        for file in given.iterdir():
+            shutil.copyfile(file, folder / file.name)
         return {"spans": len(Spans.open(folder).rows)}
     folder.mkdir()
     progress = job.report.progress(f"tags of {snapshot.folder.name}", len(snapshot))

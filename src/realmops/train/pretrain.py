@@ -282,7 +282,7 @@ class CollapseAlarm:
             return False
         null = float(np.mean(self.null))
         values, counts = np.unique(self.first, return_counts=True)
-        one = counts.max() / counts.sum()
+        one = float(counts.max() / counts.sum()) if len(counts) else 0.0
         collapsed = null > self.share or one > self.share
         if collapsed and not self.raised:
             what = (
@@ -338,7 +338,8 @@ def pretrain(
         query_BE = embed(searcher.query, query_sequences(realm.queries(batch)), context.dtype)
         found = candidates.retrieve(batch, query_BE, index)
         loss, metrics = realm.loss(batch, found, retriever_learns=step >= options.retriever_delay)
-        metrics |= {"staleness_steps": float(step - index.step), "staleness_seconds": time.time() - index.published}
+        learned_from = max(index.step, min(step, options.retriever_delay))  # it stands still during the delay
+        metrics |= {"staleness_steps": float(step - learned_from), "staleness_seconds": time.time() - index.published}
         metrics["collapsed"] = float(alarm.watch(step, metrics.get("p_null", 0.0), [row[0] for row in found if row]))
         metrics |= {name: float(count) for name, count in candidates.counts.items()} | adopted
         candidates.counts.clear()

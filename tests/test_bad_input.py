@@ -1,0 +1,456 @@
+"""Bad input through the command line: one message with file, line or key and what to do, code 2, nothing left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import toy
+import yaml
+from click.testing import Result
+from safetensors.numpy import load as load_tensors
+from toy import cli, litter, run_command, stage, toy_values, write_params, write_project
+
+from realmops.stages import STAGES
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of which nothing was run."""
+    write_project(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose stages are done up to pretrain, which took no step."""
+    folder = tmp_path_factory.mktemp("trained")
+    values = yaml.safe_load(write_project(folder, pretrain={"steps": 0, "builder": "external"}).read_text())
+    for name in ("snapshot", "tag", "ict", "pretrain"):
+        stage(name, values, folder, folder / "root")
+    return folder
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def run(project: Path, name: str, *more: str | Path) -> Result:
+    return cli("run", name, "--params", project / "params.yaml", "--root", project / "root", *more)
+
+
+def refused(result: Result, *told: str) -> None:
+    """One message on standard error that holds every text of ``told``, and exit code 2."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    [message] = [line for line in result.stderr.splitlines() if line.startswith("realmops: ")]
+    for text in told:
+        assert text in message, message
+
+
+def nothing_of(project: Path, name: str) -> None:
+    """No output folder of the stage, no half-written folder beside it, no work folder."""
+    root = project / "root"
+    assert not (root / STAGES[name].folder).exists()
+    assert litter(root) == []
+    assert list((root / ".realmops" / "work").glob("*")) == []
+
+
+# The corpus
+
+GOOD = b'{"title": "Oslo", "text": "Oslo is a city."}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", ["documents.jsonl", "holds no documents", "give at least one line"]),
+        (b"\n\n", ["documents.jsonl", "holds no documents"]),
+        (GOOD + b"Oslo is a city.\n", ["documents.jsonl:2", "not valid JSON", "each line must be one JSON object"]),
+        (GOOD + b'["Oslo"]\n', ["documents.jsonl:2", "JSON list"]),
+        (GOOD + b'{"text": "Oslo."}\n', ["documents.jsonl:2", "'title' is missing", "add it"]),
+        (GOOD + b'{"title": 5, "text": "Oslo."}\n', ["documents.jsonl:2", "'title' is int", "correct this line"]),
+        (GOOD + b'{"title": "\xff", "text": ""}\n', ["documents.jsonl:2", "invalid UTF-8", "save the file as UTF-8"]),
+        (
+            GOOD + b'{"id": "a", "title": "A", "text": "A b."}\n' * 2,
+            ["documents.jsonl:3", "'a' was used at", "documents.jsonl:2", "its own id"],
+        ),
+        (b'{"title": "Oslo", "text": " "}\n', ["no passage is left of 1 documents", "give documents with text"]),
+        (
+            b'{"title": "A", "text": "A b.", "spans": [[0, 9, "X"]]}\n',
+            ["documents.jsonl:1", "[0, 9, 'X']", "0 <= start < end <= 4"],
+        ),
+    ],
+)
+def test_a_bad_corpus_is_refused(project: Path, content: bytes, told: list[str]) -> None:
+    (project / "documents.jsonl").write_bytes(content)
+    refused(run(project, "snapshot"), *told)
+    nothing_of(project, "snapshot")
+
+
+def test_a_corpus_on_one_line_is_refused(project: Path) -> None:
+    with open(project / "documents.jsonl", "wb") as file:
+        file.write(GOOD)
+        file.truncate(100 << 20)
+    refused(run(project, "snapshot"), "documents.jsonl:2", "longer than 16 MiB", "one document on each line")
+    nothing_of(project, "snapshot")
+
+
+def test_a_corpus_cut_in_the_middle_of_its_compression_is_refused(project: Path) -> None:
+    import gzip
+
+    (project / "documents.jsonl.gz").write_bytes(gzip.compress(GOOD * 1000)[:-20])
+    result = run(project, "snapshot", "--set", "snapshot.documents=documents.jsonl.gz")
+    refused(result, "documents.jsonl.gz:", "ends in the middle", "copy or download it again")
+    nothing_of(project, "snapshot")
+
+
+@pytest.mark.parametrize("name", ["nothere.jsonl", ".", "''"])
+def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str) -> None:
+    refused(run(project, "snapshot", "--set", f"snapshot.documents={name}"), "cannot be read", "check the path")
+    nothing_of(project, "snapshot")
+
+
+def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
+    assert run(project, "snapshot").exit_code == 0
+    before = {p: p.read_bytes() for p in (project / "root/data").rglob("*") if p.is_file()}
+    (project / "documents.jsonl").write_bytes(b"")
+    refused(run(project, "snapshot"), "holds no documents")
+    assert {p: p.read_bytes() for p in (project / "root/data").rglob("*") if p.is_file()} == before
+    assert litter(project / "root") == []
+
+
+# Questions and tagged sentences
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"id": "q", "question": "Who?", "answers": []}', ["'q' has no answer", "give one or remove the line"]),
+        ('{"id": "q", "question": "Who?", "answers": [" "]}', ["'q' has no answer"]),
+        ('{"id": "q", "question": "Who?"}', ["'answers' is missing"]),
+        ('{"id": "q", "question": "Who?", "answers": "A"}', ["'answers' is str", "list of strings"]),
+        ('{"id": "q", "question": "", "answers": ["A"]}', ["'q' has no text"]),
+        ('{"id": "one", "question": "Who?", "answers": ["A"]}', ["'one' was used at", ":1"]),
+    ],
+)
+@pytest.mark.parametrize(("name", "split"), [("pretrain", "dev"), ("finetune", "train"), ("finetune", "dev")])
+def test_bad_questions_are_refused(copy: Path, name: str, split: str, line: str, told: list[str]) -> None:
+    good = '{"id": "one", "question": "Who?", "answers": ["Oslo"]}\n'
+    (copy / f"questions.{split}.jsonl").write_text(good + line + "\n")
+    shutil.rmtree(copy / "root" / STAGES[name].folder, ignore_errors=True)
+    refused(run(copy, name), f"questions.{split}.jsonl:2", *told)
+    nothing_of(copy, name)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("Oslo\n", ["tagged.conll:1", "one column"]),
+        ("Oslo B-LOC\nis X\n", ["tagged.conll:2", "'X'", "O, B-TYPE or I-TYPE"]),
+        ("Oslo O\n", ["tagged.conll", "no entity"]),
+        ("", ["tagged.conll", "no entity"]),
+    ],
+)
+def test_bad_tagged_sentences_are_refused(copy: Path, content: str, told: list[str]) -> None:
+    (copy / "tagged.conll").write_text(content)
+    shutil.rmtree(copy / "root/data/spans")
+    refused(run(copy, "tag", "--set", "tag.method=tagger"), *told)
+    nothing_of(copy, "tag")
+
+
+def test_spans_that_nobody_gave_are_asked_for(project: Path) -> None:
+    (project / "documents.jsonl").write_bytes(GOOD)
+    assert run(project, "snapshot").exit_code == 0
+    refused(run(project, "tag"), "no document has 'spans'", "tag.method")
+    nothing_of(project, "tag")
+
+
+# params.yaml, presets and --set
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("pretrain.step=5", ["pretrain.step", "steps"]),
+        ("pretraining.steps=5", ["'pretraining'", "pretrain"]),
+        ("pretrain.steps=many", ["pretrain.steps", "'many'", "a whole number is wanted"]),
+        ("pretrain.steps=1.5", ["pretrain.steps", "1.5", "a whole number is wanted"]),
+        ("pretrain.steps=true", ["pretrain.steps", "True", "a whole number is wanted"]),
+        ("pretrain.steps=-1", ["pretrain.steps", "-1", "at least 0"]),
+        ("pretrain.marginal=both", ["pretrain.marginal", "'both'", "joint, per_token"]),
+        ("pretrain.null_document=1", ["pretrain.null_document", "true or false is wanted"]),
+        ("pretrain.steps", ["section.key=value is wanted", "pretrain.steps=100"]),
+        ("pretrain.steps=[", ["--set 'pretrain.steps=['"]),
+    ],
+)
+def test_a_bad_setting_is_refused(project: Path, setting: str, told: list[str]) -> None:
+    refused(run(project, "snapshot", "--set", setting), *told)
+    assert not (project / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "keys", "told"),
+    [
+        ("ict", {"stepz": 5}, ["params.yaml", "unknown key ict.stepz", "its keys are steps"]),
+        ("ict", {"steps": "5 steps"}, ["params.yaml", "ict.steps", "'5 steps'", "a whole number is wanted"]),
+        ("itc", {"steps": 5}, ["params.yaml", "unknown section 'itc'", "sections are run"]),
+    ],
+)
+def test_a_bad_params_file_is_refused(project: Path, section: str, keys: dict[str, object], told: list[str]) -> None:
+    values = toy_values()
+    write_params(project / "params.yaml", {**values, section: {**values.get(section, {}), **keys}})
+    refused(run(project, "snapshot"), *told)
+    assert not (project / "root").exists()
+
+
+def test_a_missing_key_section_file_or_preset_is_named(project: Path) -> None:
+    refused(run(project, "snapshot", "--preset", "tiny"), "--preset 'tiny'", "pipelines/presets")
+    refused(cli("run", "snapshot", "--params", project / "no.yaml"), "no.yaml does not exist", "--params")
+    values = toy_values()
+    del values["ict"]["steps"]
+    write_params(project / "params.yaml", values)
+    refused(run(project, "snapshot"), "params.yaml", "ict.steps is missing")
+    del values["ict"]
+    write_params(project / "params.yaml", values)
+    refused(run(project, "snapshot"), "params.yaml", "'ict' is missing")
+    (project / "params.yaml").write_text("run: [\n")
+    refused(run(project, "snapshot"), "params.yaml", "line 2")
+    assert not (project / "root").exists()
+
+
+# Outputs of other stages: missing, damaged, of another corpus or vocabulary
+
+
+def test_a_stage_without_its_input_says_what_to_run(project: Path) -> None:
+    refused(run(project, "tag"), "data/snapshot", "no finished snapshot", "run the stage that makes it")
+    nothing_of(project, "tag")
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (b"", ["manifest.json is not valid JSON", "run its stage again"]),
+        (b'{"kind": "snapshot", "sch', ["manifest.json is not valid JSON", "run its stage again"]),
+        (b"[]", ["manifest.json", "list", "run the stage that makes it again"]),
+        (b'{"kind": "tag", "schema": 1}', ["manifest.json", "('tag', 1)", "run the stage that makes it again"]),
+        (b'{"kind": "snapshot", "schema": 1}', ["manifest.json", "files", "run the stage that makes it again"]),
+        (
+            b'{"kind": "snapshot", "schema": 1, "files": {"a": 1}}',
+            ["manifest.json", "run the stage that makes it again"],
+        ),
+        (
+            b'{"kind": "snapshot", "schema": 1, "files": {"../a": {"bytes": 1, "sha256": ""}}}',
+            ["'../a' leaves the folder"],
+        ),
+    ],
+)
+def test_a_damaged_manifest_is_refused_and_its_stage_mends_it(copy: Path, damage: bytes, told: list[str]) -> None:
+    path = copy / "root/data/snapshot/manifest.json"
+    before = json.loads(path.read_bytes())["files"]
+    path.write_bytes(damage)
+    shutil.rmtree(copy / "root/data/spans")
+    refused(run(copy, "tag"), *told)
+    nothing_of(copy, "tag")
+    assert run(copy, "snapshot").exit_code == 0
+    after = json.loads(path.read_bytes())["files"]
+    assert {n: e for n, e in after.items() if n != "metrics.json"} == {
+        n: e for n, e in before.items() if n != "metrics.json"
+    }
+
+
+@pytest.mark.parametrize("change", ["cut", "flipped", "removed"])
+def test_a_damaged_file_is_refused(copy: Path, change: str) -> None:
+    path = copy / "root/models/ict/reader.safetensors"
+    content = path.read_bytes()
+    if change == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if change == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    shutil.rmtree(copy / "root/models/pretrain")
+    refused(run(copy, "pretrain"), "models/ict/reader.safetensors", "run the stage that makes it again")
+    nothing_of(copy, "pretrain")
+
+
+def test_spans_and_models_of_another_vocabulary_are_refused(copy: Path) -> None:
+    smaller = ("--set", "bert.vocabulary=120")
+    assert run(copy, "snapshot", *smaller).exit_code == 0
+    shutil.rmtree(copy / "root/models/pretrain")
+    refused(run(copy, "pretrain", *smaller), "data/spans/corpus", "run the tag stage again")
+    assert run(copy, "tag", *smaller).exit_code == 0
+    refused(run(copy, "pretrain", *smaller), "models/ict", "vocabulary", "run the stages since ict again")
+    nothing_of(copy, "pretrain")
+
+
+def test_spans_of_another_corpus_are_refused(copy: Path) -> None:
+    with open(copy / "documents.jsonl", "ab") as file:
+        file.write(GOOD)
+    assert run(copy, "snapshot").exit_code == 0
+    shutil.rmtree(copy / "root/models/ict")
+    refused(run(copy, "ict"), "data/spans/corpus", "made for corpus", "run the tag stage again")
+    nothing_of(copy, "ict")
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("corpus_hash", GOOD),
+        ("embedding_width", b""),
+    ],
+)
+def test_the_exchange_of_another_run_is_refused(copy: Path, field: str, more: bytes) -> None:
+    """The same folder for two runs: corpus, shapes or options differ."""
+    shared = ("--set", f"pretrain.exchange={copy / 'exchange'}")
+    shutil.rmtree(copy / "root/models/pretrain")
+    assert run(copy, "pretrain", *shared).exit_code == 0
+    shutil.rmtree(copy / "root/models/pretrain")
+    with open(copy / "documents.jsonl", "ab") as file:
+        file.write(more)
+    other = ("--set", "tag.method=dates", "--set", "retriever.embedding_width=4")
+    for name in ("snapshot", "tag", "ict"):
+        assert run(copy, name, *other).exit_code == 0
+    result = run(copy, "pretrain", *shared, *other)
+    refused(result, str(copy / "exchange"), "belongs to another run", "give this run another exchange folder")
+    card = next((copy / "exchange/run").glob("v-*/manifest.json"))
+    assert field in json.loads(card.read_bytes())["run"]
+    nothing_of(copy, "pretrain")
+
+
+def test_a_builder_on_the_exchange_of_another_corpus_is_refused(copy: Path, tmp_path: Path) -> None:
+    shared = copy / "exchange"
+    shutil.rmtree(copy / "root/models/pretrain")
+    assert run(copy, "pretrain", "--set", f"pretrain.exchange={shared}").exit_code == 0
+    (tmp_path / "other").mkdir()
+    write_project(tmp_path / "other")
+    (tmp_path / "other/documents.jsonl").write_bytes(GOOD)
+    assert run(tmp_path / "other", "snapshot").exit_code == 0
+    process = run_command(
+        "index-builder", "--exchange", shared, "--snapshot", tmp_path / "other/root/data/snapshot/corpus"
+    )
+    assert process.returncode == 2
+    assert "Traceback" not in process.stderr
+    for text in ("corpus_hash", str(shared), "belongs to another run"):
+        assert text in process.stderr, process.stderr
+
+
+def test_a_builder_on_a_folder_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:
+    result = cli("index-builder", "--exchange", tmp_path / "e", "--snapshot", tmp_path)
+    refused(result, str(tmp_path), "no finished snapshot")
+
+
+# A full disk
+
+
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[Path]:
+    """A file system of ``size`` bytes."""
+    folder = Path(tempfile.mkdtemp())
+    options = f"size={size},mode=700"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode
+    try:
+        yield folder
+    finally:
+        if mounted == 0:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def may_mount() -> bool:
+    with contextlib.suppress(OSError), small_disk(1 << 20) as folder:
+        return os.path.ismount(folder)
+    return False
+
+
+def link_inputs(trained: Path, name: str, root: Path) -> None:
+    """Let the outputs that a stage reads lie under a new root."""
+    for need in STAGES[name].needs:
+        if (source := trained / "root" / STAGES[need].folder).exists():
+            (root / STAGES[need].folder).parent.mkdir(parents=True, exist_ok=True)
+            (root / STAGES[need].folder).symlink_to(source)
+
+
+def on_a_small_disk(trained: Path, name: str, disk: Path) -> Result:
+    """Run a stage whose root lies on the disk."""
+    root = disk / "root"
+    link_inputs(trained, name, root)
+    return cli("run", name, "--params", trained / "params.yaml", "--root", root)
+
+
+@pytest.mark.skipif(not may_mount(), reason="file systems can be mounted by root only")
+@pytest.mark.parametrize("name", ["sample", "snapshot", "tag", "ict", "finetune"])
+def test_a_full_disk_ends_a_stage_until_there_is_room(trained: Path, name: str) -> None:
+    """More and more room, until there is enough: either the stage is whole or it was never there."""
+    refusals = 0
+    for kilobytes in (4, 12, 24, 48, 80, 128, 256, 4096):
+        with small_disk(kilobytes << 10) as disk:
+            result = on_a_small_disk(trained, name, disk)
+            if result.exit_code == 0:
+                break
+            refusals += 1
+            refused(result, "Make room and run the same command again")
+            assert not (disk / "root" / STAGES[name].folder).exists()
+            assert litter(disk / "root") == []
+    assert result.exit_code == 0
+    assert refusals >= 2
+
+
+@pytest.mark.skipif(not may_mount(), reason="file systems can be mounted by root only")
+def test_pre_training_on_a_full_disk_goes_on_when_there_is_room(trained: Path) -> None:
+    """The index builder is a child process; the disk fills while it works."""
+    words = ["--params", trained / "params.yaml", "--set", "pretrain.steps=5", "--set", "pretrain.builder=child"]
+    with small_disk(400 << 10) as disk:
+        on_a_small_disk(trained, "pretrain", disk)  # links the inputs; 0 steps fit
+        shutil.rmtree(disk / "root/models/pretrain")
+        filler = disk / "filler"
+        filler.write_bytes(bytes(330 << 10))
+        process = run_command("run", "pretrain", *words, "--root", disk / "root")
+        assert process.returncode == 2, process.stderr
+        assert "Traceback" not in process.stderr
+        assert "Make room and run the same command again" in process.stderr
+        assert not (disk / "root/models/pretrain").exists()
+        assert litter(disk / "root") == []
+        filler.unlink()
+        subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
+        process = run_command("run", "pretrain", *words, "--root", disk / "root")
+        assert process.returncode == 0, process.stderr
+        assert len(toy.journal(disk / "root/models/pretrain")) == 5
+
+
+def test_a_file_that_may_not_grow_is_refused(trained: Path, tmp_path: Path) -> None:
+    """The same for people who may not mount: a limit on the size of files."""
+    link_inputs(trained, "ict", tmp_path / "root")
+    process = subprocess.run(
+        toy.command("run", "ict", "--params", trained / "params.yaml", "--root", tmp_path / "root"),
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, 8 << 10)),
+        timeout=120,
+    )
+    assert process.returncode == 2, process.stderr
+    assert "Traceback" not in process.stderr
+    assert "File too large" in process.stderr
+    assert not (tmp_path / "root/models/ict").exists()
+    assert litter(tmp_path / "root") == []
+
+
+def test_what_is_written_is_readable_by_others(trained: Path) -> None:
+    """Another user's builder or server reads what a stage wrote; some writers of tensors make private files."""
+    for path in (trained / "root/models").rglob("*.safetensors"):
+        assert path.stat().st_mode & 0o044 == 0o644 & 0o044 & ~current_umask(), path
+        assert load_tensors(path.read_bytes())
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,170 @@
+"""What ``doctor``, ``report`` and ``sync`` say: on nothing, while a stage runs, after it, on damage."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from toy import cli, stage, write_project
+
+from realmops.stages import STAGES, pretrain
+
+
+def doctor(root: Path, *more: str | Path) -> list[str]:
+    result = cli("doctor", "--root", root, *more)
+    assert result.exit_code == 0, result.output
+    return result.output.splitlines()
+
+
+def state(lines: list[str], name: str) -> str:
+    """What it says of one stage."""
+    [line] = [line for line in lines if line.startswith(f"  {name}: ")]
+    return line.removeprefix(f"  {name}: ")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose stages are done up to pretrain, which took no step."""
+    folder = tmp_path_factory.mktemp("project")
+    values = yaml.safe_load(write_project(folder, pretrain={"steps": 0, "builder": "external"}).read_text())
+    for name in ("snapshot", "tag", "ict", "pretrain"):
+        stage(name, values, folder, folder / "root")
+    return folder
+
+
+@pytest.fixture
+def root(project: Path, tmp_path: Path) -> Path:
+    shutil.copytree(project / "root", tmp_path / "root")
+    return tmp_path / "root"
+
+
+def files(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def test_doctor_on_an_empty_folder(tmp_path: Path) -> None:
+    lines = doctor(tmp_path)
+    assert lines[0].startswith("realmops ")
+    assert any(line.startswith("  torch: 2.") for line in lines)
+    assert any(line.startswith("device: cpu") for line in lines)
+    for name in STAGES:
+        assert state(lines, name) == "not run yet"
+    assert lines[-1] == "exchange: none; pretrain makes one while it runs"
+    assert files(tmp_path) == set()
+
+
+def test_doctor_names_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.stages.doctor.PACKAGES", ("torch", "no-such-package"))
+    assert "  no-such-package: not installed" in doctor(tmp_path)
+
+
+def test_doctor_after_a_run(root: Path) -> None:
+    before = files(root)
+    lines = doctor(root)
+    assert state(lines, "sample") == "not run yet"
+    for name in ("snapshot", "tag", "ict", "pretrain"):
+        assert state(lines, name).startswith("done in ")
+        assert state(lines, name).endswith(f" s, {root / STAGES[name].folder}")
+    assert files(root) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged", "told"),
+    [
+        ("ict", "reader.safetensors", "models/ict/reader.safetensors has sha256"),
+        ("ict", "manifest.json", "models/ict/manifest.json is not valid JSON"),
+        ("snapshot", "corpus/tokens.npy", "data/snapshot/corpus/tokens.npy has sha256"),
+        ("snapshot", "metrics.json", "data/snapshot/metrics.json has sha256"),
+    ],
+)
+def test_doctor_names_the_damaged_file(root: Path, name: str, damaged: str, told: str) -> None:
+    path = root / STAGES[name].folder / damaged
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    lines = doctor(root)
+    assert state(lines, name).startswith("DAMAGED: ")
+    assert told in state(lines, name)
+    assert "run" in state(lines, name)  # what to do
+    assert state(lines, "tag").startswith("done in ")
+
+
+@contextlib.contextmanager
+def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> Iterator[None]:
+    """Let pretrain call ``look`` and then fail at a step, as if it were killed there."""
+
+    class Stopped(BaseException):
+        pass
+
+    usual = pretrain.ExchangeSource.at_step
+
+    def at_step(self: pretrain.ExchangeSource, at: int, retriever: Any) -> Any:
+        if at == step:
+            look()
+            raise Stopped
+        return usual(self, at, retriever)
+
+    monkeypatch.setattr(pretrain.ExchangeSource, "at_step", at_step)
+    with pytest.raises(Stopped):
+        yield
+
+
+def test_doctor_while_pre_training_runs_and_after_it_was_killed(
+    project: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = yaml.safe_load((project / "params.yaml").read_text())
+    values["pretrain"] |= {"steps": 12, "builder": "child"}
+    shutil.rmtree(root / "models/pretrain")
+    seen: list[list[str]] = []
+    with stopped_at(5, monkeypatch, lambda: seen.append(doctor(root))):
+        stage("pretrain", values, project, root)
+    during, after = seen[0], doctor(root)
+    [work] = (root / ".realmops/work").iterdir()
+    for lines in (during, after):
+        assert state(lines, "pretrain") == f"not run yet; unfinished work in {work}: run the stage again to go on"
+        assert f"exchange {work / 'exchange'}:" in lines
+        assert "  checkpoints: newest is v-000001-00000004" in lines
+        assert any(line.startswith("  trainer: training, running for ") for line in lines)
+        assert any(line.startswith("  builder-child: ") for line in lines)
+    assert any(line.startswith("  indexes: newest is v-000001-0000000") for line in during)
+    outside = doctor(root, "--exchange", work / "exchange")
+    assert f"exchange {work / 'exchange'}:" in outside
+
+    newest = work / "exchange/checkpoints/v-000001-00000004"
+    for path in newest.iterdir():
+        path.chmod(0o600)
+        path.write_bytes(b"")
+    lines = doctor(root)
+    assert "  checkpoints: newest is not there yet" in lines
+    assert any(line.startswith("  checkpoints: ") and "v-000001-00000004" in line for line in lines)
+
+
+def test_doctor_on_a_folder_that_is_no_exchange(tmp_path: Path) -> None:
+    lines = doctor(tmp_path, "--exchange", tmp_path / "nothing")
+    assert lines[-1] == f"  {tmp_path / 'nothing'} is no exchange: no trainer has started here"
+    assert files(tmp_path) == set()
+
+
+def test_report_without_results_says_what_to_run(tmp_path: Path) -> None:
+    result = cli("report", "--root", tmp_path)
+    assert result.exit_code == 2
+    assert "holds no results; run 'make run' or 'realmops run all'" in result.stderr
+
+
+def test_report_in_the_middle_of_the_chain_shows_what_there_is(root: Path) -> None:
+    result = cli("report", "--root", root)
+    assert result.exit_code == 0
+    assert "seconds, snapshot" in result.output
+    assert "seconds, evaluate" not in result.output
+    assert "report.html" not in result.output
+    assert f"sqlite:///{root / '.realmops/mlflow/mlflow.db'}" in " ".join(result.output.split())
+
+
+def test_sync_with_nothing_to_send(tmp_path: Path) -> None:
+    result = cli("sync", "--root", tmp_path)
+    assert (result.exit_code, result.stdout) == (0, "0 points sent\n")
+    assert files(tmp_path) == set()

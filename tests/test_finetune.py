@@ -1,0 +1,335 @@
+"""Open-QA on twelve passages: what counts as correct, gold spans, answers cut from the text, the loss by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
+from torch import Tensor
+
+from realmops.bert import Packed
+from realmops.config import Finetune
+from realmops.corpus.questions import Question
+from realmops.index.embed import document_sequences, embed
+from realmops.model.files import add_spans
+from realmops.model.joins import join_query, join_reader
+from realmops.train.finetune import OpenQa, finetune
+
+FP32 = torch.float32
+BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
+PORT = Question("port", "Which town is a port?", ("Bergen", "the port of Bergen"))
+NEVER = Question("never", "Who is she?", ("Nobody at all",))
+
+
+def options(**changes: Any) -> Finetune:
+    values: dict[str, Any] = {
+        "epochs": 2,
+        "batch_size": 2,
+        "retriever_learning_rate": 1e-2,
+        "reader_learning_rate": 1e-2,
+        "retriever_candidates": 8,
+        "reader_candidates": 3,
+        "query_wordpieces": 24,
+        "reader_wordpieces": 60,
+        "answer_wordpieces": 4,
+        "checkpoint_every": 100,
+    }
+    found: Finetune = section("finetune", **{**values, **changes})
+    return found
+
+
+def open_qa(world: World, *, width: int = 8, **changes: Any) -> OpenQa:
+    retriever, reader = tiny_models(world)
+    add_spans(reader, width, seed=0)
+    assert reader.spans is not None
+    with torch.no_grad():
+        for parameter in reader.spans.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
+    return OpenQa(
+        retriever, reader, world.snapshot, embed(retriever.document, sequences, FP32), options(**changes), FP32
+    )
+
+
+# ---- what is correct
+
+
+def test_passages_that_contain_an_answer(world: World) -> None:
+    """Oslo stands in the texts of passages 0, 1, 4 and 5; titles do not count."""
+    model = open_qa(world)
+    found = model.is_correct(BORN, range(12))
+    assert np.flatnonzero(found).tolist() == [0, 1, 4, 5]
+    assert model.is_correct(BORN, [5, 2, 0]).tolist() == [True, False, True]
+    assert np.flatnonzero(model.is_correct(PORT, range(12))).tolist() == [2, 3, 6, 8, 11]
+    assert not model.is_correct(NEVER, range(12)).any()
+
+
+def test_answers_are_whole_tokens_in_any_case(world: World) -> None:
+    """ "195" is no part of 1950 and "Osl" none of Oslo, though a wordpiece may be; "OSLO" is the same as Oslo."""
+    model = open_qa(world)
+    for answers, expected in ((("195", "Osl", "19"), []), (("OSLO",), [0, 1, 4, 5]), (("1950",), [2, 3, 9])):
+        question = Question("/".join(answers), "?", answers)
+        assert np.flatnonzero(model.is_correct(question, range(12))).tolist() == expected
+
+
+def cut(world: World, passage: int, first: int, last: int) -> str:
+    """The text between two wordpieces, by their characters."""
+    characters = world.snapshot.chars(passage)
+    return world.snapshot.text(passage)[characters[first, 0] : characters[last, 1]]
+
+
+def test_gold_spans_are_the_answers_text(world: World) -> None:
+    """ "Anna Berg" begins passage 0 and stands in the middle of passages 1 and 4; once in each."""
+    model = open_qa(world)
+    question = Question("q", "Who?", ("Anna Berg", "1931"))
+    found = model.gold(question, [1, 11, 0, 4])
+    texts = sorted((rank, cut(world, [1, 11, 0, 4][rank], first, last)) for rank, first, last in found)
+    assert texts == [(0, "Anna Berg"), (2, "1931"), (2, "Anna Berg"), (3, "Anna Berg")]
+    assert model.gold(NEVER, [0, 1]) == set()
+
+
+def test_gold_spans_longer_than_the_limit_are_left_out(world: World) -> None:
+    question = Question("q", "Who?", ("Anna Berg was born in Oslo", "Oslo"))
+    found = open_qa(world, answer_wordpieces=4).gold(question, [0])
+    assert [cut(world, 0, first, last) for _, first, last in found] == ["Oslo"]
+    longer = open_qa(world, answer_wordpieces=6).gold(question, [0])
+    assert sorted(cut(world, 0, first, last) for _, first, last in longer) == ["Anna Berg was born in Oslo", "Oslo"]
+
+
+# ---- spans
+
+
+def test_spans_are_all_those_inside_the_passages(world: World) -> None:
+    """Every span of 1 to 4 wordpieces of every passage that is read, question by question."""
+    model = open_qa(world)
+    read = [[11, 0], [9]]
+    tokens = [model.wordpieces(q.question) for q in (BORN, PORT)]
+    with torch.no_grad():
+        score_S, rows = model.spans(tokens, read)
+    expected = [
+        (b, rank, first, last)
+        for b, ids in enumerate(read)
+        for rank, passage in enumerate(ids)
+        for first in range(len(world.snapshot.body(passage)))
+        for last in range(first, min(first + 4, len(world.snapshot.body(passage))))
+    ]
+    assert [tuple(row) for row in rows.tolist()] == expected
+    assert len(score_S) == len(expected)
+
+
+def test_spans_behind_the_readers_limit_do_not_exist(world: World) -> None:
+    """Room for 16: [CLS], question, [SEP], what is left of the body, [SEP]."""
+    model = open_qa(world, reader_wordpieces=16)
+    tokens = [model.wordpieces("Where?")]
+    with torch.no_grad():
+        _, rows = model.spans(tokens, [[0]])
+    assert rows[:, 3].max() == 16 - 3 - len(tokens[0]) - 1
+
+
+# ---- the loss
+
+
+def slow_loss(world: World, model: OpenQa, question: Question) -> tuple[float, float]:
+    """Early and span loss of one question, one passage and one span at a time, in probability space."""
+    chosen, snapshot, special = model.options, world.snapshot, world.special
+    tokens = model.wordpieces(question.question)
+    query = model.retriever.query(Packed([join_query(tokens, special, chosen.query_wordpieces)]))[0].double()
+    f = [float(model.retriever.scale * query @ e.double()) for e in model.embedding_PE]
+    ranked = sorted(range(len(f)), key=lambda p: -f[p])[: chosen.retriever_candidates]
+    has_answer = [any(answer in snapshot.text(p) for answer in question.answers) for p in ranked]
+    early = 0.0
+    if any(has_answer):
+        right = sum(math.exp(f[p]) for p, ok in zip(ranked, has_answer, strict=True) if ok)
+        early = -math.log(right / sum(math.exp(f[p]) for p in ranked))
+    right, total = 0.0, 0.0
+    assert model.reader.spans is not None
+    for passage in ranked[: chosen.reader_candidates]:
+        joined, segments, offset = join_reader(tokens, snapshot.body(passage), special, chosen.reader_wordpieces)
+        hidden = model.reader.bert(Packed([joined], [segments]))
+        for first in range(len(snapshot.body(passage))):
+            for last in range(first, min(first + chosen.answer_wordpieces, len(snapshot.body(passage)))):
+                at = torch.tensor([offset + first]), torch.tensor([offset + last])
+                mass = math.exp(float(model.reader.spans(hidden, *at)) + f[passage])
+                total += mass
+                right += mass * (cut(world, passage, first, last) in question.answers)
+    return early, -math.log(right / total) if right else 0.0
+
+
+def test_the_loss_is_the_slow_ones(world: World) -> None:
+    """Three questions with different numbers of spans; one of them without any answer in the corpus."""
+    model = open_qa(world, retriever_candidates=11, reader_candidates=10)
+    questions = [BORN, PORT, NEVER]
+    with torch.no_grad():
+        loss, metrics = model.loss(questions, [model.wordpieces(q.question) for q in questions])
+        parts = [slow_loss(world, model, question) for question in questions]
+    assert parts[2] == (0.0, 0.0)
+    assert min(early for early, _ in parts[:2]) > 0
+    assert min(span for _, span in parts[:2]) > 0
+    assert metrics["early_loss"] == pytest.approx(np.mean([early for early, _ in parts]), rel=1e-4)
+    assert metrics["span_loss"] == pytest.approx(np.mean([span for _, span in parts]), rel=1e-4)
+    assert loss.item() == pytest.approx(np.mean([sum(part) for part in parts]), rel=1e-4)
+    assert metrics["no_correct_passage"] == pytest.approx(1 / 3)
+    assert metrics["no_correct_span"] == pytest.approx(1 / 3)
+
+
+def test_a_question_with_nothing_correct_teaches_nothing(world: World) -> None:
+    model = open_qa(world)
+    loss, metrics = model.loss([NEVER], [model.wordpieces(NEVER.question)])
+    assert loss.item() == 0.0
+    assert (metrics["no_correct_passage"], metrics["no_correct_span"]) == (1.0, 1.0)
+    loss.backward()
+    gradients = [p.grad for m in (model.retriever, model.reader) for p in m.parameters() if p.grad is not None]
+    assert gradients
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_the_passages_stay_and_query_and_reader_learn(world: World) -> None:
+    """Gradients reach the query tower through both losses, and the reader; the embeddings are constants."""
+    model = open_qa(world, retriever_candidates=11, reader_candidates=10)
+    loss, metrics = model.loss([BORN], [model.wordpieces(BORN.question)])
+    assert metrics["no_correct_span"] == 0.0
+    loss.backward()
+    assert model.embedding_PE.grad is None
+    for name, parameter in model.retriever.query.named_parameters():
+        if "segment" not in name:
+            assert parameter.grad is not None, name
+    assert model.reader.spans is not None
+    for parameter in [*model.reader.bert.parameters(), *model.reader.spans.parameters()]:
+        assert parameter.grad is not None
+        assert torch.isfinite(parameter.grad).all()
+
+
+@pytest.mark.parametrize("candidates", [3, 12, 5000])
+def test_relevance_ranks_the_frozen_passages(world: World, candidates: int) -> None:
+    """The top passages by a plain product, with f(x, z) as the score; at most all of them."""
+    model = open_qa(world)
+    tokens = [model.wordpieces(q.question) for q in (BORN, PORT)]
+    with torch.no_grad():
+        score_BK, id_BK = model.relevance(tokens, candidates)
+        joined = [join_query(t, world.special, model.options.query_wordpieces) for t in tokens]
+        plain_BP = model.retriever.scale * model.retriever.query(Packed(joined)) @ model.embedding_PE.T
+    count = min(candidates, 12)
+    assert id_BK.tolist() == plain_BP.argsort(dim=1, descending=True)[:, :count].tolist()
+    torch.testing.assert_close(score_BK, plain_BP.gather(1, id_BK))
+
+
+# ---- answers
+
+
+class Scripted(OpenQa):
+    """Span scores by wish: the span whose text is wanted gets 100, every other 0."""
+
+    wanted: Sequence[str]
+
+    def spans(self, tokens: Sequence[np.ndarray], passages: Sequence[Sequence[int]]) -> tuple[Tensor, np.ndarray]:
+        _, rows = super().spans(tokens, passages)
+        scores = []
+        for b, rank, first, last in rows.tolist():
+            passage = passages[b][rank]
+            characters = self.snapshot.chars(passage)
+            text = self.snapshot.text(passage)[characters[first, 0] : characters[last, 1]]
+            scores.append(100.0 if text == self.wanted[b] else 0.0)
+        return torch.tensor(scores), rows
+
+
+def scripted(world: World, *wanted: str, **changes: Any) -> Scripted:
+    model = open_qa(world, **changes)
+    model.__class__ = Scripted
+    assert isinstance(model, Scripted)
+    model.wanted = wanted
+    return model
+
+
+def test_answers_are_cut_from_the_text(tmp_path: Path) -> None:
+    """Capitals, accents, points and commas as they stand, which wordpieces have lost; with the evidence."""
+    text = "In the U.S.A., Zoë D'Arc-Lund sold 1,250 ships."
+    world = build_world(tmp_path, (("Zoë", text, ("Zoë",)), ("B", "It is in Oslo.", ("Oslo",))))
+    for wanted in ("U.S.A.", "Zoë", "D'Arc-Lund", "1,250"):
+        model = scripted(world, wanted, answer_wordpieces=20)
+        [found] = model.answer([BORN], ranked=2, batch_size=4)
+        assert found.text == wanted
+        assert found.passage == 0
+        assert text[slice(*found.characters)] == wanted
+        assert found.characters == (text.index(wanted), text.index(wanted) + len(wanted))
+
+
+def test_the_best_span_over_passages_and_relevance_wins(world: World) -> None:
+    """By a slow search over all spans of the passages read, score plus relevance."""
+    model = open_qa(world)
+    told: list[int] = []
+    questions = [BORN, PORT, NEVER]
+    answers = model.answer(questions, ranked=5, batch_size=2, progress=told.append)
+    assert told == [2, 1]
+    for question, answer in zip(questions, answers, strict=True):
+        tokens = model.wordpieces(question.question)
+        with torch.no_grad():
+            score_BK, id_BK = model.relevance([tokens], 5)
+            score_S, rows = model.spans([tokens], [id_BK[0, :3].tolist()])
+        logits = [float(s) + float(score_BK[0, rank]) for s, (_, rank, _, _) in zip(score_S, rows, strict=True)]
+        best = int(np.argmax(logits))
+        _, rank, first, last = rows[best].tolist()
+        assert answer.passage == id_BK[0, rank]
+        assert answer.text == cut(world, answer.passage, first, last)
+        assert answer.span_score == pytest.approx(logits[best], rel=1e-4)
+        assert answer.passages == id_BK[0, :3].tolist()
+        assert answer.ranked == id_BK[0].tolist()
+        prior = score_BK[0, :3].double().softmax(-1).log()
+        assert answer.log_prior == pytest.approx(prior.tolist(), rel=1e-3)
+
+
+def test_batches_do_not_change_answers(world: World) -> None:
+    model = open_qa(world)
+    questions = [BORN, PORT, NEVER]
+    together = model.answer(questions, ranked=5, batch_size=3)
+    apart = model.answer(questions, ranked=5, batch_size=1)
+    assert [a.text for a in together] == [a.text for a in apart]
+    assert [a.ranked for a in together] == [a.ranked for a in apart]
+
+
+# ---- the training
+
+
+def test_training_learns_the_answers(world: World) -> None:
+    questions = [
+        BORN,
+        Question("capital", "What is the capital of Norway?", ("Oslo",)),
+        Question("wrote", "Who wrote The Cold Sea?", ("Anna Berg",)),
+        Question("star", "Who built The Star?", ("Jon Vik",)),
+        Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
+    ]
+    model, journal = open_qa(world, reader_candidates=5), MemoryJournal()
+    before = model.embedding_PE.clone()
+    chosen = options(epochs=25, reader_candidates=5, retriever_learning_rate=3e-3, reader_learning_rate=3e-3)
+    finetune(tiny_context(journal=journal), model, questions, chosen, tiny_optimiser())
+    lines = journal.lines()
+    assert len(lines) == 25 * 3, "three batches of two an epoch, the last with one question"
+    loss = journal.values("loss")
+    assert np.mean(loss[-6:]) < 0.5 * np.mean(loss[:6])
+    assert torch.equal(model.embedding_PE, before)
+    found = model.answer(questions, ranked=5, batch_size=5)
+    right = [answer.text in question.answers for answer, question in zip(found, questions, strict=True)]
+    assert sum(right) >= 3
+
+
+def test_each_epoch_sees_each_question_once_in_an_order_of_its_own(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seen = open_qa(world), list[str]()
+    real = OpenQa.loss
+
+    def spy(self: OpenQa, questions: Sequence[Question], tokens: Sequence[np.ndarray]) -> Any:
+        seen.extend(q.id for q in questions)
+        return real(self, questions, tokens)
+
+    monkeypatch.setattr(OpenQa, "loss", spy)
+    questions = [Question(str(i), "Where is it?", ("Oslo",)) for i in range(9)]
+    finetune(tiny_context(), model, questions, options(epochs=3, batch_size=4), tiny_optimiser())
+    epochs = [seen[i : i + 9] for i in (0, 9, 18)]
+    assert all(sorted(epoch) == [str(i) for i in range(9)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3

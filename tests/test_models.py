@@ -1,0 +1,225 @@
+"""Retriever and reader: their heads by hand, embedding in batches, and the files they are handed on in."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import World, section, tiny_models
+from torch import Tensor, nn
+
+from realmops.bert import Bert, BertConfig, MaskedWordHead, Packed, save_bert
+from realmops.index.embed import BATCH_WORDPIECES, document_sequences, embed, query_sequences
+from realmops.model.files import (
+    add_spans,
+    build_models,
+    load_models,
+    retriever_files,
+    retriever_from_files,
+    save_models,
+)
+from realmops.model.joins import join_document
+from realmops.model.reader import SpanHead, enumerate_spans
+from realmops.model.retriever import Embedder, Retriever
+
+FP32 = torch.float32
+
+
+def batch(world: World) -> Packed:
+    sequences = document_sequences(world.snapshot, range(5))
+    return Packed([tokens for tokens, _ in sequences], [segments for _, segments in sequences])
+
+
+# ---- heads
+
+
+def test_the_papers_head_is_w_times_cls(world: World) -> None:
+    retriever, _ = tiny_models(world, head="paper")
+    tower = retriever.query
+    assert [name for name, _ in tower.named_parameters() if not name.startswith("bert.")] == ["projection.weight"]
+    cls_BD = tower.bert.cls(batch(world))
+    torch.testing.assert_close(tower(batch(world)), cls_BD @ tower.projection.weight.T)
+    assert retriever.scale == 1.0
+
+
+def test_the_normalised_head_has_layer_norm_and_a_scale(world: World) -> None:
+    """Each embedding has mean 0 and variance 1 before gain and bias; relevance is divided by sqrt(8)."""
+    retriever, _ = tiny_models(world, head="normalised")
+    tower = retriever.query
+    assert tower.norm is not None
+    nn.init.ones_(tower.norm.weight)
+    nn.init.zeros_(tower.norm.bias)
+    embedding_BE = tower(batch(world)).detach()
+    torch.testing.assert_close(embedding_BE.mean(-1), torch.zeros(5), rtol=0, atol=1e-6)
+    torch.testing.assert_close(embedding_BE.var(-1, correction=0), torch.ones(5))
+    relevance_BK = retriever.relevance(embedding_BE[:1], embedding_BE[None, :3])
+    expected = [float(embedding_BE[0] @ embedding_BE[k]) / math.sqrt(8) for k in range(3)]
+    assert relevance_BK[0].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_towers_start_equal_and_are_one_or_two(world: World, share: bool) -> None:
+    options = section("retriever", share_embedders=share, embedding_width=8)
+    shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    retriever, reader = build_models(shape, options, world.snapshot.tokenizer.get_vocab_size(), 0)
+    assert retriever.shared is share
+    for name, parameter in retriever.query.named_parameters():
+        assert torch.equal(parameter, retriever.document.get_parameter(name))
+    assert torch.equal(retriever.query.bert.word.weight, reader.bert.word.weight)
+    with torch.no_grad():
+        retriever.query.bert.word.weight.add_(1.0)
+    assert torch.equal(retriever.document.bert.word.weight, retriever.query.bert.word.weight) is share
+    assert not torch.equal(retriever.query.bert.word.weight, reader.bert.word.weight), "the reader has its own"
+
+
+def test_models_depend_on_the_seed_alone(world: World) -> None:
+    def weights(seed: int) -> Tensor:
+        return build_models(
+            section("bert", width=16, layers=1, heads=2), section("retriever", embedding_width=8), 150, seed
+        )[0].query.projection.weight
+
+    torch.manual_seed(7)
+    first = weights(0)
+    assert torch.equal(first, weights(0))
+    assert not torch.equal(first, weights(1))
+
+
+def test_a_width_that_heads_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"bert\.width 16 is no multiple of bert\.heads 3; choose such a width"):
+        build_models(section("bert", width=16, heads=3), section("retriever"), 150, 0)
+
+
+def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """And one with the snapshot's is loaded, with its head or with a near identity in its place."""
+    config = BertConfig(150, 16, 1, 2, 32, 64, 0.0)
+    bert, head = Bert(config), MaskedWordHead(config)
+    (tmp_path / "vocab.txt").write_text("")
+    save_bert(tmp_path, bert, head)
+    options = section("bert", init=str(tmp_path))
+    with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; make the snapshot"):
+        build_models(options, section("retriever"), 151, 0)
+    _, reader = build_models(options, section("retriever"), 150, 0)
+    assert torch.equal(reader.bert.word.weight, bert.word.weight)
+    assert torch.equal(reader.masked_words.transform.weight, head.transform.weight)
+    save_bert(tmp_path, bert)
+    _, reader = build_models(options, section("retriever"), 150, 0)
+    assert torch.equal(reader.masked_words.transform.weight, torch.eye(16))
+
+
+def test_the_span_head_by_hand() -> None:
+    """w . LayerNorm(ReLU(W_s h_start + W_e h_end)), width 2: ReLU gives (3, 1), LayerNorm (1, -1), w gives 5 - 7."""
+    head = SpanHead(2, 2)
+    with torch.no_grad():
+        head.start.weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        head.start.bias.copy_(torch.tensor([1.0, 0.0]))
+        head.end.weight.copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
+        head.score.weight.copy_(torch.tensor([[5.0, 7.0]]))
+        head.score.bias.copy_(torch.tensor([0.25]))
+    hidden_TD = torch.tensor([[2.0, 4.0], [-3.0, 0.0], [9.0, 9.0]])
+    # start row 0: (2 + 1, 4); end row 1: (0, -3); together (3, 1)
+    score_S = head(hidden_TD, torch.tensor([0]), torch.tensor([1]))
+    assert score_S.tolist() == pytest.approx([5.0 - 7.0 + 0.25], abs=1e-4)
+
+
+def test_spans_are_enumerated_by_start_then_end() -> None:
+    start, end = enumerate_spans(10, 3, 2)
+    assert list(zip(start.tolist(), end.tolist(), strict=True)) == [(10, 10), (10, 11), (11, 11), (11, 12), (12, 12)]
+    assert [len(rows) for rows in enumerate_spans(10, 0, 2)] == [0, 0]
+    start, end = enumerate_spans(0, 20, 10)
+    assert len(start) == 11 * 10 + sum(range(1, 10)), "ten spans from each of 11 starts, then 9, 8 ... 1"
+
+
+# ---- embedding in batches
+
+
+def test_embeddings_are_those_of_single_sequences_in_order(world: World) -> None:
+    retriever, _ = tiny_models(world, dropout=0.5)
+    sequences = document_sequences(world.snapshot, [5, 0, 11, 3])
+    told: list[int] = []
+    embedding_NE = embed(retriever.document, sequences, FP32, told.append)
+    assert sum(told) == 4
+    assert retriever.document.training, "dropout is off while it embeds, and on again afterwards"
+    retriever.eval()
+    with torch.no_grad():
+        singles = [retriever.document(Packed([tokens], [segments]))[0] for tokens, segments in sequences]
+    torch.testing.assert_close(embedding_NE, torch.stack(singles), rtol=0, atol=1e-5)
+    assert torch.equal(embed(retriever.document, sequences, FP32), embedding_NE)
+    assert not embedding_NE.requires_grad
+
+
+def test_batches_have_at_most_4096_wordpieces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    retriever, _ = tiny_models(world)
+    sizes: list[int] = []
+    real = Embedder.forward
+
+    def spy(self: Embedder, packed: Packed) -> Tensor:
+        sizes.append(len(packed) * packed.longest)
+        return real(self, packed)
+
+    monkeypatch.setattr(Embedder, "forward", spy)
+    rng = np.random.default_rng(0)
+    queries = [rng.integers(5, 100, rng.integers(1, 64)) for _ in range(300)]
+    assert embed(retriever.query, query_sequences(queries), FP32).shape == (300, 8)
+    assert max(sizes) <= BATCH_WORDPIECES
+    assert len(sizes) < 8
+
+
+def test_documents_are_title_and_body(world: World) -> None:
+    [(tokens, segments)] = document_sequences(world.snapshot, [11])
+    assert world.words(tokens) == "[CLS] rain [SEP] it rains in bergen . [SEP]"
+    expected = join_document(world.snapshot.title_tokens(11), world.snapshot.body(11), world.special, 48)
+    assert (tokens.tolist(), segments.tolist()) == (expected[0].tolist(), expected[1].tolist())
+
+
+# ---- files
+
+
+def same_state(one: nn.Module, other: nn.Module) -> None:
+    assert one.state_dict().keys() == other.state_dict().keys()
+    for name, tensor in one.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("spans", [True, False])
+@pytest.mark.parametrize("head", ["paper", "release", "normalised"])
+@pytest.mark.parametrize("share", [True, False])
+def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, share: bool, spans: bool) -> None:
+    retriever, reader = tiny_models(world, head=head, share_embedders=share)
+    if spans:
+        add_spans(reader, 12, seed=0)
+    save_models(tmp_path, retriever, reader, "c0ffee")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.json", "reader.safetensors", "retriever.safetensors"]
+    again_retriever, again_reader = load_models(tmp_path, "c0ffee")
+    assert again_retriever.shared is share
+    assert again_retriever.query.head == head
+    same_state(again_retriever, retriever)
+    same_state(again_reader, reader)
+    first = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    save_models(tmp_path, again_retriever, again_reader, "c0ffee")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == first
+
+
+def test_models_of_another_vocabulary_are_refused(world: World, tmp_path: Path) -> None:
+    save_models(tmp_path, *tiny_models(world), "c0ffee")
+    with pytest.raises(ValueError, match="trained with the vocabulary c0ffee, the snapshot has beef; run the stages"):
+        load_models(tmp_path, "beef")
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_retriever_goes_through_the_exchange(world: World, share: bool) -> None:
+    """A shared tower is stored once."""
+    retriever, _ = tiny_models(world, share_embedders=share)
+    files = retriever_files(retriever, "c0ffee")
+    assert files == retriever_files(retriever, "c0ffee")
+    again: Retriever = retriever_from_files(files)
+    same_state(again, retriever)
+    assert again.shared is share
+    size = sum(p.numel() for p in retriever.query.parameters()) * 4
+    assert len(files["retriever.safetensors"]) // size == (1 if share else 2)
+    description: dict[str, Any] = json.loads(files["model.json"])
+    assert description["vocabulary_hash"] == "c0ffee"

@@ -1,0 +1,460 @@
+"""The whole chain on one machine: run, run again, changed, killed, and each option that takes another way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toy
+from safetensors.numpy import load_file
+from toy import Quiet, cli, command, journal, litter, run_command, stage, toy_values, without_clock, write_project
+
+from realmops.artifacts import read_manifest
+from realmops.stages import STAGES
+from realmops.stages.builder import run_index_builder
+
+HERE = Path(__file__).parent
+EXCHANGED = ("models/pretrain/retriever.safetensors", "models/pretrain/reader.safetensors")
+# What other stages, the report and people compare runs by; recall@k comes under both match rules.
+METRICS = {
+    "sample": {"documents", "facts", "questions", "relations", "subjects", "warmup_documents", "ner_sentences"},
+    "snapshot": {"documents", "passages", "sentences", "tokens", "vocabulary", "warmup_passages"},
+    "tag": {"f1", "f1_PER", "spans", "spans_dropped", "warmup_spans"},
+    "ict": {"accuracy_removed", "accuracy_kept", "reader_loss"},
+    "pretrain": {
+        "loss", "retrieval_utility", "retrieval_utility_top", "retrieval_utility_best", "marginal_gain", "p_null",
+        "recall_at_5_before", "recall_at_5_after", "hit_at_5_before", "hit_at_5_after", "refreshes",
+        "index_staleness_steps", "index_staleness_seconds", "top_k_change", "wait_share", "collapsed",
+    },
+    "finetune": {"dev_em", "span_loss", "early_loss", "no_correct_span", "questions"},
+    "evaluate": {
+        "em", "em_low", "em_high", "closed_book_em", "questions", "recall_at_5",
+        "ceiling_in_corpus", "ceiling_short_answer", "ceiling_in_top_5",
+        *(f"{when}recall_at_{k}_{rule}" for when in ("", "before_realm_", "zero_shot_", "bm25_")
+          for k in (1, 5, 20, 100) for rule in ("substring", "token_boundary")),
+    },
+}  # fmt: skip
+
+
+def settings(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    pairs = [f"{section}.{key}={value}" for section, keys in values.items() for key, value in keys.items()]
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+# The embedded corpus with everything on, by the command line as people call it
+EMBEDDED = {name: keys for name, keys in toy.SMALL.items() if name not in ("snapshot", "questions", "tag")}
+EMBEDDED = {**EMBEDDED, "tag": {"steps": 10}, "bert": {**toy.SMALL["bert"], "vocabulary": 600}}
+
+
+def run_embedded(root: Path, name: str = "all", *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run_command("run", name, "--params", toy.PARAMS, "--root", root, *settings(EMBEDDED), *more, **variables)
+
+
+def embedded(root: Path, name: str, *more: str) -> str:
+    """The same in this process; what it printed."""
+    result = cli("run", name, "--params", toy.PARAMS, "--root", root, *settings(EMBEDDED), *more)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("embedded")
+    process = run_embedded(root)
+    assert process.returncode == 0, process.stderr
+    assert [line.split(":")[0] for line in process.stdout.splitlines()] == list(STAGES)
+    return root
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_each_stage_leaves_a_whole_folder_with_its_metrics(finished: Path, name: str) -> None:
+    folder = finished / STAGES[name].folder
+    manifest = read_manifest(folder, name)
+    assert set(manifest["sections"]) == set(STAGES[name].sections)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert METRICS[name] <= set(metrics), METRICS[name] - set(metrics)
+    assert all(math.isfinite(v) for v in metrics.values() if isinstance(v, float))
+
+
+def test_a_finished_run_leaves_nothing_else(finished: Path) -> None:
+    assert litter(finished) == []
+    assert sorted(p.name for p in finished.iterdir()) == [".realmops", "data", "models", "results"]
+    assert list((finished / ".realmops" / "work").iterdir()) == []
+
+
+def test_pretraining_refreshes_its_index_while_it_runs(finished: Path) -> None:
+    lines = journal(finished / "models/pretrain")
+    assert [line["step"] for line in lines] == list(range(12))
+    assert [line["step"] for line in lines if "refreshed" in line] == [0, 6, 10]  # published at 0, 4, 8; lag 2
+    assert [line["staleness_steps"] for line in lines] == [0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 2, 3]
+    assert json.loads((finished / "models/pretrain/metrics.json").read_text())["refreshes"] == 2
+
+
+def test_everything_that_people_look_at_is_there(finished: Path) -> None:
+    for name in ("report.html", "predictions.parquet", "plots/pretrain_recall_at_5.csv", "plots/recall.svg"):
+        assert (finished / "results" / name).stat().st_size, name
+    printed = cli("report", "--root", finished)
+    assert printed.exit_code == 0
+    assert "recall@5 of BM25" in printed.output
+    assert "mlflow ui" in printed.output
+
+
+def times(root: Path) -> dict[Path, int]:
+    return {p: p.stat().st_mtime_ns for p in root.rglob("*") if p.is_file()}
+
+
+def test_a_second_run_does_nothing(finished: Path) -> None:
+    before = times(finished)
+    process = run_embedded(finished)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr.count("nothing to do") == len(STAGES)
+    assert times(finished) == before
+
+
+def test_force_runs_again_and_gives_the_same(finished: Path) -> None:
+    corpus = finished / "data/sample/corpus.jsonl.gz"
+    before = corpus.read_bytes(), corpus.stat().st_mtime_ns
+    assert "nothing to do" not in embedded(finished, "sample", "--force")
+    assert corpus.read_bytes() == before[0]
+    assert corpus.stat().st_mtime_ns != before[1]
+    assert "nothing to do" in embedded(finished, "snapshot")  # its input has the same content
+
+
+@pytest.mark.parametrize(
+    ("setting", "again"),
+    [
+        ("tracking.experiment=other", []),
+        ("finetune.epochs=1", ["finetune", "evaluate"]),
+        ("optimiser.clip=0.5", ["tag", "ict", "pretrain", "finetune"]),
+        ("sample.seed=1", ["sample"]),
+    ],
+)
+def test_a_changed_option_runs_again_what_it_touches(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, setting: str, again: list[str]
+) -> None:
+    """Only asked, not done: a stage that would run raises, and what comes after it reads its old output."""
+
+    class Runs(Exception):
+        pass
+
+    def refuse(*_: Any) -> Any:
+        raise Runs
+
+    monkeypatch.setattr("realmops.stages.Stage.run", refuse)
+    started = []
+    for name in STAGES:
+        try:
+            embedded(finished, name, "--set", setting)
+        except Runs:
+            started.append(name)
+    assert started == again
+
+
+def test_new_fine_tuning_is_done_without_the_stages_before(finished: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(finished, root)
+    shown = embedded(root, "all", "--set", "finetune.epochs=1")
+    assert [line.split(":")[0] for line in shown.splitlines() if "nothing to do" in line] == list(STAGES)[:5]
+    assert (root / "models/finetune/reader.safetensors").read_bytes() != (
+        finished / "models/finetune/reader.safetensors"
+    ).read_bytes()
+
+
+# Options that take another way, on the documents of ``tiny``; the index builder is a thread of this process
+
+
+@contextlib.contextmanager
+def builder_beside(exchange: Path, corpus: Path) -> Iterator[None]:
+    thread = threading.Thread(target=run_index_builder, args=(exchange, corpus), kwargs={"watch_parent": None})
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose stages up to ict are done, in its folder ``root``."""
+    folder = tmp_path_factory.mktemp("project")
+    write_project(folder)
+    for name in ("snapshot", "tag", "ict"):
+        stage(name, toy_values(), folder, folder / "root")
+    return folder
+
+
+def pretrain_beside(project: Path, root: Path, values: toy.Values, report: Quiet | None = None) -> dict[str, Any]:
+    values["pretrain"] |= {"builder": "external", "exchange": str(root / "exchange")}
+    with builder_beside(root / "exchange", root / "data/snapshot/corpus"):
+        return stage("pretrain", values, project, root, report)
+
+
+def copy_of(project: Path, root: Path, *folders: str) -> Path:
+    for folder in folders:
+        shutil.copytree(project / "root" / folder, root / folder)
+    return root
+
+
+@pytest.fixture(scope="module")
+def usual(project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The journal of a run with the options of ``toy``."""
+    root = copy_of(project, tmp_path_factory.mktemp("usual"), "data", "models/ict")
+    pretrain_beside(project, root, toy_values())
+    return without_clock(journal(root / "models/pretrain"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"marginal": "per_token"},
+        {"masking": "random_token"},
+        {"masking": "random_span"},
+        {"masking": "matched_span"},
+        {"null_document": False},
+        {"exclude_trivial": False},
+        {"adopt": "as_soon_as_ready", "retriever_delay": 0},
+        {"retriever_delay": 0, "query_encoder": "fresh", "retriever_learning_rate": 0.05},
+        {"staleness_queries": 0},
+    ],
+    ids=lambda change: ",".join(f"{k}={v}" for k, v in change.items()),
+)
+def test_an_option_of_pretraining_runs_and_has_an_effect(
+    project: Path, tmp_path: Path, usual: list[dict[str, Any]], change: dict[str, Any]
+) -> None:
+    root = copy_of(project, tmp_path, "data", "models/ict")
+    metrics = pretrain_beside(project, root, toy_values(pretrain=change))
+    lines = without_clock(journal(root / "models/pretrain"))
+    assert [line["step"] for line in lines] == list(range(12))
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert lines != usual
+    assert ("p_null" in metrics) == change.get("null_document", True)
+
+
+def test_the_alarm_of_a_collapsed_retriever_is_heard(project: Path, tmp_path: Path) -> None:
+    report = Quiet()
+    root = copy_of(project, tmp_path, "data", "models/ict")
+    change = {"steps": 51, "refresh_every": 50, "collapse_share": 0.01}
+    metrics = pretrain_beside(project, root, toy_values(pretrain=change), report)
+    assert metrics["collapsed"] == 1.0
+    assert len(report.warned) == 1  # once, not at every step
+    assert "step 49: the retriever has collapsed" in report.warned[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor"),
+    [
+        ({"share_embedders": False}, "document.projection.weight"),
+        ({"head": "paper"}, None),
+        ({"head": "release"}, None),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_retriever_of_another_form_goes_through_all_stages(
+    project: Path, tmp_path: Path, change: dict[str, Any], tensor: str | None
+) -> None:
+    root = copy_of(project, tmp_path, "data")
+    values = toy_values(retriever=change)
+    stage("ict", values, project, root)
+    pretrain_beside(project, root, values)
+    stage("finetune", values, project, root)
+    stage("evaluate", values, project, root)
+    described = json.loads((root / "models/pretrain/model.json").read_text())
+    assert {key: described[key] for key in change} == change
+    tensors = load_file(root / "models/pretrain/retriever.safetensors")
+    assert (tensor is None) or (tensor in tensors)
+
+
+def test_stages_of_no_steps_hand_on_what_they_got(project: Path, tmp_path: Path) -> None:
+    """Full scale starts the reader as BERT: ``ict.reader_steps`` is 0 in the preset ``paper``."""
+    root = copy_of(project, tmp_path, "data")
+    values = toy_values(ict={"steps": 0, "reader_steps": 0}, pretrain={"steps": 0}, finetune={"epochs": 0})
+    assert "reader_loss" not in stage("ict", values, project, root)  # no step, no loss: left out, not NaN
+    stage("pretrain", {**values, "pretrain": {**values["pretrain"], "builder": "external"}}, project, root)
+    for name in ("retriever.safetensors", "reader.safetensors"):
+        assert (root / "models/ict" / name).read_bytes() == (root / "models/pretrain" / name).read_bytes()
+    stage("finetune", values, project, root)
+    assert "em" in stage("evaluate", values, project, root)
+
+
+def test_fine_tuning_starts_where_it_is_told(project: Path, tmp_path: Path) -> None:
+    """ORQA, REALM without its retriever or its reader, and REALM: with no step taken, the start is what is saved."""
+    root = copy_of(project, tmp_path, "data", "models/ict")
+    pretrain_beside(project, root, toy_values(pretrain={"retriever_delay": 0}))
+    encoder = "bert.word.weight"
+    start = {name: load_file(root / f"models/{name}/reader.safetensors")[encoder] for name in ("ict", "pretrain")}
+    towers = {n: load_file(root / f"models/{n}/retriever.safetensors")[f"query.{encoder}"] for n in start}
+    assert (start["ict"] != start["pretrain"]).any()
+    assert (towers["ict"] != towers["pretrain"]).any()
+    for retriever in start:
+        for reader in start:
+            values = toy_values(finetune={"retriever": retriever, "reader": reader, "epochs": 0})
+            stage("finetune", values, project, root)
+            found = load_file(root / "models/finetune/reader.safetensors")[encoder]
+            assert (found == start[reader]).all()
+            found = load_file(root / "models/finetune/retriever.safetensors")[f"query.{encoder}"]
+            assert (found == towers[retriever]).all()
+
+
+# Killed and started again
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(an undisturbed root, a root whose stages were killed again and again), with equal options."""
+    folder = tmp_path_factory.mktemp("lives")
+    write_project(folder)
+    calm, killed = folder / "calm", folder / "killed"
+    process = subprocess.run(
+        [sys.executable, HERE / "lives.py", folder, calm, killed], capture_output=True, text=True, timeout=280
+    )
+    assert process.returncode == 0, process.stderr
+    undisturbed, disturbed = json.loads(process.stdout)
+    assert all(statuses == [0] for statuses in undisturbed.values()), undisturbed
+    assert disturbed.pop("index-builder") == [0]
+    for name, statuses in disturbed.items():
+        assert set(statuses[:-1]) == {-signal.SIGKILL}, (name, statuses)
+        assert statuses[-1] == 0, (name, statuses)
+    assert len(disturbed["pretrain"]) > 4
+    return calm, killed
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_killed_again_and_again_ends_with_the_same_bytes(lived: tuple[Path, Path], name: str) -> None:
+    calm, killed = (root / STAGES[name].folder for root in lived)
+    read_manifest(killed, name)
+    names = sorted(p.relative_to(calm) for p in calm.rglob("*") if p.is_file())
+    assert names == sorted(p.relative_to(killed) for p in killed.rglob("*") if p.is_file())
+    told_by_a_clock = {"metrics.json", "metrics.jsonl", "manifest.json", "report.html"}
+    compared = [n for n in names if n.name not in told_by_a_clock or n.parts[:-1]]
+    assert compared
+    for path in compared:
+        assert (calm / path).read_bytes() == (killed / path).read_bytes(), path
+
+
+@pytest.mark.parametrize("name", ["tag", "ict", "pretrain", "finetune"])
+def test_the_journal_of_a_killed_stage_has_each_step_once(lived: tuple[Path, Path], name: str) -> None:
+    calm, killed = (root / STAGES[name].folder for root in lived)
+    if name == "tag":  # with spans given there is nothing to train
+        assert not (killed / "metrics.jsonl").exists()
+        return
+    assert without_clock(journal(killed)) == without_clock(journal(calm))
+    steps = [line["step"] for line in journal(killed)]
+    assert steps == list(range(len(steps)))
+
+
+def test_killed_stages_leave_no_litter(lived: tuple[Path, Path]) -> None:
+    killed = lived[1]
+    assert [p for p in litter(killed) if killed / "exchange" not in p.parents] == []
+    assert list((killed / ".realmops" / "work").iterdir()) == []
+
+
+def builders(root: Path) -> list[int]:
+    """Ids of the index builders that serve an exchange under this root."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if b"index-builder" in words and any(str(root).encode() in word for word in words) and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | None = None) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"nothing came within {seconds} s"
+        assert process is None or process.poll() is None, process.communicate() if process else None
+        time.sleep(0.005)
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")
+def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, Path], tmp_path: Path) -> None:
+    """Killed while the builder starts, told to end, killed in the middle; at last the builder alone is killed."""
+    root = tmp_path / "root"
+    shutil.copytree(lived[0] / "data", root / "data")
+    shutil.copytree(lived[0] / "models/ict", root / "models/ict")
+    write_project(tmp_path)
+    words = command("run", "pretrain", "--params", tmp_path / "params.yaml", "--root", root)
+
+    def trainer() -> subprocess.Popen[str]:
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def indexes() -> list[Path]:
+        return list((root / ".realmops" / "work").glob("*/exchange/indexes/v-*"))
+
+    def checkpoints() -> list[Path]:
+        return list((root / ".realmops" / "work").glob("*/exchange/checkpoints/v-*"))
+
+    with trainer() as process:
+        wait_for(lambda: builders(root), 60, process)
+        process.kill()
+    wait_for(lambda: not builders(root), 10)
+
+    with trainer() as process:
+        wait_for(indexes, 60, process)
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM, process.communicate()
+    wait_for(lambda: not builders(root), 10)
+    assert not (root / "models/pretrain").exists()
+    assert litter(root) == []
+
+    with trainer() as process:
+        wait_for(checkpoints, 60, process)
+        process.kill()
+    wait_for(lambda: not builders(root), 10)
+
+    with trainer() as process:
+        os.kill(wait_for(lambda: builders(root), 60, process)[0], signal.SIGKILL)
+        _, told = process.communicate(timeout=120)
+        assert process.returncode == 0, told
+    assert not builders(root)
+    for name in EXCHANGED:
+        assert (root / name).read_bytes() == (lived[0] / name).read_bytes(), name
+    steps = [line["step"] for line in journal(root / "models/pretrain")]
+    assert steps == list(range(12))
+    assert litter(root) == []
+
+
+# MLflow
+
+
+def test_the_stages_of_one_variant_are_one_mlflow_run(finished: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(finished, root)
+    variables = {"MLFLOW_TRACKING_URI": "", "MLFLOW_RUN_ID": "", "DVC_EXP_NAME": "a-name"}
+    for name in ("ict", "evaluate"):
+        process = run_embedded(root, name, "--force", "--set", "tracking.enabled=true", **variables)
+        assert process.returncode == 0, process.stderr
+        assert "warning" not in process.stderr, process.stderr
+    with contextlib.closing(sqlite3.connect(root / ".realmops/mlflow/mlflow.db")) as database:
+
+        def rows(query: str) -> list[Any]:
+            return database.execute(query).fetchall()
+
+        assert rows("SELECT name, status FROM runs") == [("a-name", "FINISHED")]
+        assert dict(rows("SELECT key, value FROM params"))["pretrain.steps"] == "12"
+        steps = rows("SELECT step FROM metrics WHERE key = 'ict/reader_loss' ORDER BY step")
+        assert [step for (step,) in steps] == [4, 5, 6, 7]
+        metrics = json.loads((root / "results/metrics.json").read_text())
+        plain = dict(rows("SELECT key, value FROM metrics WHERE key IN ('em', 'recall_at_5')"))
+        assert plain == {"em": metrics["em"], "recall_at_5": metrics["recall_at_5"]}
+        tags = dict(rows("SELECT key, value FROM tags"))
+        corpus = json.loads((root / "data/snapshot/corpus/manifest.json").read_text())["corpus_hash"]
+        assert tags["realmops.corpus_hash"] == corpus
+        assert {"realmops.params_hash", "realmops.run_key"} <= tags.keys()
