@@ -126,12 +126,17 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove the stage folders of processes that were killed: those that nobody has a lock on."""
+    """Clear up after killed processes: remove their stage folders, which nobody has a lock on.
+
+    What was moved out of the way and not replaced any more comes back.
+    """
     for folder in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 32}*"):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if folder.suffix == ".old" and not final.exists():
+                    os.rename(folder, final)
                 shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)

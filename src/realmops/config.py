@@ -315,13 +315,36 @@ def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = 
     """The sections of a params file with presets and then settings laid over it, all checked."""
     values = read_yaml(path)
     check_names(values, str(path))
-    for preset in presets:
-        values = merge(values, read_yaml(preset), str(preset))
-    for setting in settings:
-        values = merge(values, parse_setting(setting), f"--set {setting}")
     for name in SECTIONS:
         parse_section(name, values[name], str(path))
+    differences = [(str(preset), read_yaml(preset)) for preset in presets]
+    differences += [(f"--set {setting}", parse_setting(setting)) for setting in settings]
+    for source, difference in differences:
+        values = merge(values, difference, source)
+        for name in difference:
+            parse_section(name, values[name], source)
+    check_together(values)
     return values
+
+
+def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
+    """What one section demands of another; ValueError names both keys."""
+    positions = values["bert"]["positions"]
+    lengths = ["snapshot.block_wordpieces", "tag.wordpieces", "ict.query_wordpieces", "pretrain.query_wordpieces"]
+    lengths += [f"{stage}.reader_wordpieces" for stage in ("ict", "pretrain", "finetune")]
+    for name in lengths:
+        section, key = name.split(".")
+        if values[section][key] > positions:
+            raise ValueError(
+                f"{name} is {values[section][key]}, but the encoder has bert.positions={positions}; "
+                "lower the one or raise the other"
+            )
+    question, together = values["finetune"]["query_wordpieces"], values["finetune"]["reader_wordpieces"]
+    if together <= question + 1:
+        raise ValueError(
+            f"finetune.reader_wordpieces is {together}: no room for a passage beside a question of "
+            f"finetune.query_wordpieces={question}; raise the first"
+        )
 
 
 def check_names(values: Mapping[str, Any], source: str) -> None:

@@ -32,12 +32,8 @@ class Schedule:
         """The factor of a learning rate at ``step`` (from 0); 0 before ``begin``, where a warm-up of its own starts."""
         if step < begin:
             return 0.0
-        if step - begin < self.warmup:
-            return (step - begin + 1) / self.warmup * self._decay(begin + self.warmup)
-        return self._decay(step)
-
-    def _decay(self, step: int) -> float:
-        return min(1.0, max(0.0, (self.steps - step) / max(1, self.steps - self.warmup)))
+        decay = min(1.0, max(0.0, (self.steps - step) / max(1, self.steps - self.warmup)))
+        return min(1.0, (step - begin + 1) / self.warmup) * decay if self.warmup else decay
 
 
 class BertAdamW:
