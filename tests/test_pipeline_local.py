@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from toy import Quiet, cli, command, journal, litter, run_command, stage, toy_values, without_clock, write_project
 
 from realmops.artifacts import read_manifest
-from realmops.stages import STAGES
+from realmops.stages import STAGES, Job, ict
 from realmops.stages.builder import run_index_builder
 
 HERE = Path(__file__).parent
@@ -57,7 +57,7 @@ def settings(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
 # The embedded corpus with everything on, by the command line as people call it
 EMBEDDED = {name: keys for name, keys in toy.SMALL.items() if name not in ("snapshot", "questions", "tag")}
 EMBEDDED |= {"tag": {"steps": 10}, "bert": {**toy.SMALL["bert"], "vocabulary": 600}}
-EMBEDDED |= {"pretrain": {**toy.SMALL["pretrain"], "shard_rows": 200}}
+EMBEDDED |= {"pretrain": {**toy.SMALL["pretrain"], "shard_rows": 200, "retriever_delay": 0}}
 
 
 def run_embedded(root: Path, name: str = "all", *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -361,6 +361,28 @@ def test_killed_stages_leave_no_litter(lived: tuple[Path, Path]) -> None:
     killed = lived[1]
     assert [p for p in litter(killed) if killed / "exchange" not in p.parents] == []
     assert list((killed / ".realmops" / "work").iterdir()) == []
+
+
+def test_a_stage_does_not_run_beside_itself(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when only ``dvc`` was killed and is started again while its stage goes on."""
+    root = copy_of(project, tmp_path, "data")
+    usual = ict.run
+    refusals: list[str] = []
+
+    def run_with_another(job: Job) -> dict[str, Any]:
+        for force in ((), ("--force",)):
+            words = ["--params", project / "params.yaml", "--root", root]
+            refusals.append(cli("run", "ict", *words, *force).stderr)
+        return usual(job)
+
+    monkeypatch.setattr(ict, "run", run_with_another)
+    stage("ict", toy_values(), project, root)
+    assert len(refusals) == 2
+    for told in refusals:
+        assert "another process runs the stage ict there; wait for it or end it" in told
+    assert (root / "models/ict/reader.safetensors").read_bytes() == (
+        project / "root/models/ict/reader.safetensors"
+    ).read_bytes()
 
 
 def builders(root: Path) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import shutil
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,31 @@ def run_stage(
     The output folder is replaced when the stage has succeeded, and only then.  A killed stage goes on from
     its checkpoints when it is run again with the same options and inputs.
     """
-    stage = STAGES[name]
+    with _alone(root / WORK, name):
+        return _run_alone(STAGES[name], values, project, root, report, force)
+
+
+@contextmanager
+def _alone(folder: Path, name: str) -> Iterator[None]:
+    """Refuse to run a stage beside itself, as beside one whose ``dvc`` was killed: both would write one journal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{file.name} is held: another process runs the stage {name} there; wait for it or end it, then run "
+                "the same command again"
+            ) from None
+        except OSError:
+            pass  # a volume without locks
+        yield
+
+
+def _run_alone(
+    stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path, report: Report, force: bool
+) -> dict[str, Any]:
+    name = stage.name
     sections = parse_sections(stage, values)
     inputs = _inputs(stage, values, project, root)
     key = fingerprint(stage, values, inputs)
