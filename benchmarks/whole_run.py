@@ -71,9 +71,8 @@ def main() -> None:
         print(f"| {stage} | {wall:.1f} | {cpu:.1f} | {mib:.0f} |")
     whole = [sum(s["wall"] for s in r["stages"].values()) for r in runs]
     rates = [rate for r in runs for rate in r["gflops"]]
-    print(
-        f"\nwhole run: median {statistics.median(whole):.0f} s, {min(whole):.0f} to {max(whole):.0f} s in {len(runs)} runs"
-    )
+    median = statistics.median(whole)
+    print(f"\nwhole run: median {median:.0f} s, {min(whole):.0f} to {max(whole):.0f} s in {len(runs)} runs")
     print(f"matrix product: {min(rates):.0f} to {max(rates):.0f} GFLOP/s on one core")
     (arguments.out / "whole.json").write_text(json.dumps(runs, indent=1) + "\n")
 

@@ -63,10 +63,11 @@ SMALL: dict[str, dict[str, Any]] = {
         "shard_rows": 5,
         "staleness_queries": 4,
         "builder_timeout": 120,
+        "masked_sentences": 6,
     },
     "finetune": {"epochs": 2, "batch_size": 2, "retriever_candidates": 8, "span_width": 8, "checkpoint_every": 2},
     "optimiser": {"warmup_min": 1},
-    "evaluate": {"bootstrap": 20, "masked_sentences": 6},
+    "evaluate": {"bootstrap": 20},
     "tracking": {"enabled": False},
 }
 Values = dict[str, dict[str, Any]]

@@ -143,6 +143,7 @@ class Pretrain:
     shard_rows: int
     staleness_queries: int
     collapse_share: float
+    masked_sentences: int
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,6 @@ class Evaluate:
     """Evaluation."""
 
     bootstrap: int
-    masked_sentences: int
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class Headline:
 
 HEADLINES = (
     Headline("EM (test questions)", "evaluate", "em"),
+    Headline("EM of the same reader over BM25's passages", "evaluate", "bm25_em"),
     Headline("EM of the closed-book floor", "evaluate", "closed_book_em"),
     Headline("recall@5 before REALM", "evaluate", "before_realm_recall_at_5_token_boundary"),
     Headline("recall@5 after REALM, zero-shot", "evaluate", "zero_shot_recall_at_5_token_boundary"),

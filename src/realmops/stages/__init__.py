@@ -92,7 +92,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "pretrain",
-            ("run", "pretrain", "optimiser", "evaluate", "questions"),
+            ("run", "pretrain", "optimiser", "questions"),
             ("sample", "snapshot", "tag", "ict"),
             "models/pretrain",
             "Pre-train retriever and reader together while the index is refreshed in the background.",
@@ -138,7 +138,7 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
 
     The metrics of an earlier stage do not count: they hold the seconds that it took.
     """
-    content = {}
+    content: dict[str, Any] = {}
     for name, path in sorted(inputs.items()):
         if (path / artifacts.MANIFEST).is_file():
             files = artifacts.read_json(path / artifacts.MANIFEST)["files"]

@@ -77,6 +77,9 @@ def run(job: Job) -> dict[str, Any]:
         depth,
     )
     metrics |= _retrieval(job, snapshot, questions, lexical, "bm25_", seed)
+    over_bm25 = model.answer(questions, ranked=depth, batch_size=32, given=lexical)
+    texts = {q.id: a.text for q, a in zip(questions, over_bm25, strict=True)}
+    metrics["bm25_em"] = score_predictions(questions, texts, seed=seed, resamples=resamples).em.mean
     metrics |= _ceilings(snapshot, questions, ranked)
     predictions = [
         _prediction(q, a, snapshot, bool(c)) for q, a, c in zip(questions, answers, score.correct, strict=True)

@@ -197,10 +197,10 @@ class ExchangeSource:
 
 def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> Callable[[Index], dict[str, float]]:
     """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder."""
-    run_options, options = job.sections["run"], job.sections["evaluate"]
+    run_options = job.sections["run"]
     questions = read_questions([job.inputs["questions.dev"]])
     rng = np.random.default_rng(seed_for(run_options.seed, "evaluate", "masked"))
-    rows = rng.permutation(len(examples.rows))[: options.masked_sentences]
+    rows = rng.permutation(len(examples.rows))[: examples.options.masked_sentences]
     masked = [examples.example(int(row), rng) for row in rows]
     candidates = Candidates(snapshot, examples.options)
     dtype = prepare(run_options)[1]

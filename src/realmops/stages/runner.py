@@ -51,7 +51,7 @@ def run_stage(
 def _alone(folder: Path, name: str) -> Iterator[None]:
     """Refuse to run a stage beside itself, as beside one whose ``dvc`` was killed: both would write one journal."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{name}.lock", "w") as file:
+    with open(folder / f"{name}.lock", "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -177,28 +177,35 @@ class OpenQa:
         *,
         ranked: int,
         batch_size: int,
+        given: np.ndarray | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> list[Answer]:
-        """Answer questions; ``ranked`` passages of each are returned for recall."""
+        """Answer questions; ``ranked`` passages of each are returned for recall.
+
+        ``given`` (questions x ranked, -1 for none) takes the place of the retriever: its first passages are
+        read, all with the same p(z|x).
+        """
         self.retriever.eval()
         self.reader.eval()
         answers: list[Answer] = []
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
             tokens = [self.wordpieces(q.question) for q in batch]
-            relevance_BK, id_BK = self.relevance(tokens, max(ranked, self.options.reader_candidates))
-            read_BK = id_BK[:, : self.options.reader_candidates]
+            if given is None:
+                relevance_BK, id_BK = self.relevance(tokens, max(ranked, self.options.reader_candidates))
+            else:
+                id_BK = torch.from_numpy(given[start : start + batch_size])
+                relevance_BK = torch.zeros(id_BK.shape, device=self.device)
             relevance_BK = relevance_BK[:, : self.options.reader_candidates]
-            score_S, rows = self.spans(tokens, read_BK.cpu().tolist())
+            read = [[p for p in row if p >= 0] for row in id_BK[:, : self.options.reader_candidates].tolist()]
+            score_S, rows = self.spans(tokens, read)
             at_S = torch.from_numpy(rows).to(self.device)
             logit_S = (score_S + relevance_BK[at_S[:, 0], at_S[:, 1]]).cpu().numpy()
             log_prior_BK = relevance_BK.log_softmax(-1).cpu().tolist()
             for b in range(len(batch)):
                 mine = np.flatnonzero(rows[:, 0] == b)
                 best = mine[logit_S[mine].argmax()] if len(mine) else None
-                answers.append(
-                    self._answer(best, rows, logit_S, read_BK[b].tolist(), log_prior_BK[b], id_BK[b, :ranked].tolist())
-                )
+                answers.append(self._answer(best, rows, logit_S, read[b], log_prior_BK[b], id_BK[b, :ranked].tolist()))
             if progress is not None:
                 progress(len(batch))
         return answers
