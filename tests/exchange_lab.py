@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from realmops.index.builder import Builder, Work, run_builder
-from realmops.index.exchange import Exchange, Policy, Trainer
+from realmops.index.exchange import Exchange
 from realmops.index.files import SPARE_ROOM, Clock, Files
+from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version
 
 IDENTITY = {"corpus": "c0ffee", "vocabulary": "beef", "dimensions": 4}

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 import toy
-import yaml
 from click.testing import Result
 from safetensors.numpy import load as load_tensors
-from toy import cli, litter, run_command, stage, toy_values, write_params, write_project
+from toy import cli, litter, run_command, toy_values, trained_project, write_params, write_project
 
 from realmops.stages import STAGES
 
@@ -31,12 +30,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose stages are done up to pretrain, which took no step."""
-    folder = tmp_path_factory.mktemp("trained")
-    values = yaml.safe_load(write_project(folder, pretrain={"steps": 0, "builder": "external"}).read_text())
-    for name in ("snapshot", "tag", "ict", "pretrain"):
-        stage(name, values, folder, folder / "root")
-    return folder
+    return trained_project(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

@@ -29,8 +29,9 @@ from exchange_lab import (
 )  # fmt: skip
 
 from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, Work, keep_parts, run_builder
-from realmops.index.exchange import Exchange, Policy, Trainer, part_name
+from realmops.index.exchange import Exchange, part_name
 from realmops.index.files import Files
+from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import version_name
 
 PARAMS = {"params.bin": b"p" * 32}

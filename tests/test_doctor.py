@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from toy import cli, stage, write_project
+from toy import cli, stage, trained_project
 
 from realmops.stages import STAGES, pretrain
 
@@ -29,12 +29,7 @@ def state(lines: list[str], name: str) -> str:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose stages are done up to pretrain, which took no step."""
-    folder = tmp_path_factory.mktemp("project")
-    values = yaml.safe_load(write_project(folder, pretrain={"steps": 0, "builder": "external"}).read_text())
-    for name in ("snapshot", "tag", "ict", "pretrain"):
-        stage(name, values, folder, folder / "root")
-    return folder
+    return trained_project(tmp_path_factory.mktemp("project"))
 
 
 @pytest.fixture

@@ -40,8 +40,9 @@ from exchange_lab import (
 
 from realmops.index import versions
 from realmops.index.builder import Builder
-from realmops.index.exchange import Exchange, Fenced, Policy, Trainer, inspect
+from realmops.index.exchange import Exchange, Fenced, inspect
 from realmops.index.files import Clock, Files
+from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Damaged, version_name
 
 PLAN = Plan()

@@ -11,7 +11,7 @@ from safetensors.torch import load
 from tiny import MemoryCheckpoints, MemoryJournal, tiny_context, tiny_optimiser
 from torch import Tensor, nn
 
-from realmops.train.loop import STATE, TENSORS, NoCheckpoints, fit
+from realmops.train.loop import STATE, TENSORS, fit
 from realmops.train.optimiser import Group
 
 STEPS, EVERY = 7, 3
@@ -215,20 +215,6 @@ def test_progress_counts_every_step_once() -> None:
     told.clear()
     one_process(Fuse(0), checkpoints, journal, progress=told.append)
     assert told == [6, 1]
-
-
-def test_a_short_loop_needs_no_checkpoints() -> None:
-    model = Trainee()
-    journal = MemoryJournal()
-    fit(
-        tiny_context(checkpoints=NoCheckpoints(), journal=journal),
-        [Group("all", model, 0.1)],
-        tiny_optimiser(),
-        lambda step: (model.loss(step), {}),
-        steps=2,
-        checkpoint_every=1,
-    )
-    assert len(journal.lines()) == 2
 
 
 def test_no_steps_leave_everything_as_it_is() -> None:

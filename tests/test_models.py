@@ -13,8 +13,8 @@ import torch
 from tiny import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.bert import Bert, BertConfig, MaskedWordHead, Packed, save_bert
-from realmops.index.embed import BATCH_WORDPIECES, document_sequences, embed, query_sequences
+from realmops.bert import BATCH_WORDPIECES, Bert, BertConfig, MaskedWordHead, Packed, save_bert
+from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.model.files import (
     add_spans,
     build_models,

@@ -18,8 +18,8 @@ import toy
 import yaml
 from toy import Quiet, cli, stage, toy_values, write_project
 
+from realmops import cli as command_line
 from realmops import config
-from realmops.cli import STAGE_NAMES
 from realmops.stages import STAGES, Stage, parse_sections
 from realmops.stages.runner import run_stage
 
@@ -139,14 +139,13 @@ def test_drift_among_the_stages_is_seen(name: str, change: dict[str, Any], told:
     assert any(line.startswith(told) for line in stage_drift(changed))
 
 
-def test_every_stage_has_its_module_and_its_help() -> None:
-    for name, one in STAGES.items():
+def test_every_stage_has_its_module() -> None:
+    for name in STAGES:
         assert (ROOT / "src/realmops/stages" / f"{name}.py").is_file()
-        assert one.help.endswith("."), name
 
 
 def test_the_command_line_offers_the_stages_in_their_order() -> None:
-    assert tuple(STAGES) == STAGE_NAMES
+    assert tuple(STAGES) == tuple(command_line.STAGES)
     for arguments in (["--help"], ["run", "--help"]):
         text = " ".join(cli(*arguments).output.split())
         assert ", ".join(STAGES) in text

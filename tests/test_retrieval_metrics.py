@@ -11,6 +11,7 @@ from realmops.evaluate.retrieval import (
     answered_in_corpus,
     bm25_ranking,
     first_hit_ranks,
+    hit_ranks_by_rule,
     hits_at,
     reader_can_answer,
     recall_metrics,
@@ -46,7 +47,7 @@ def test_hits_at_k() -> None:
 
 def test_recall_metrics_name_k_and_rule() -> None:
     padded = np.pad(RANKED, ((0, 0), (0, 96)), constant_values=-1)
-    metrics = recall_metrics(QUESTIONS, padded, TEXTS.__getitem__, prefix="zero_shot_")
+    metrics = recall_metrics(hit_ranks_by_rule(QUESTIONS, padded, TEXTS.__getitem__), prefix="zero_shot_")
     third = pytest.approx(1 / 3)
     assert metrics["zero_shot_recall_at_1_substring"] == third
     assert metrics["zero_shot_recall_at_1_token_boundary"] == third
@@ -58,7 +59,7 @@ def test_recall_metrics_name_k_and_rule() -> None:
 
 def test_a_ranking_that_is_too_short_is_an_error() -> None:
     with pytest.raises(ValueError, match="recall@100 needs as many"):
-        recall_metrics(QUESTIONS, RANKED, TEXTS.__getitem__)
+        hit_ranks_by_rule(QUESTIONS, RANKED, TEXTS.__getitem__)
 
 
 def test_answered_in_corpus_looks_only_for_open_questions() -> None:

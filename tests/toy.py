@@ -138,6 +138,14 @@ def stage(name: str, values: Values, project: Path, root: Path, report: Quiet | 
     return run_stage(name, values, project=project, root=root, report=report or Quiet())
 
 
+def trained_project(folder: Path) -> Path:
+    """A project whose stages are done up to pretrain, which took no step."""
+    values = yaml.safe_load(write_project(folder, pretrain={"steps": 0, "builder": "external"}).read_text())
+    for name in ("snapshot", "tag", "ict", "pretrain"):
+        stage(name, values, folder, folder / "root")
+    return folder
+
+
 def journal(folder: Path) -> list[dict[str, Any]]:
     """The lines of a finished stage's journal."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+BATCH_WORDPIECES = 4096
 ENCODER_FILES = ("config.json", "model.safetensors", "vocab.txt")
 
 
@@ -110,6 +111,19 @@ class Packed:
                 pinned = tensor.pin_memory() if device.type == "cuda" else tensor
                 setattr(self, name, pinned.to(device, non_blocking=True))
         return self
+
+
+def length_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Rows of sequences in batches of like lengths: shortest first, at most 4,096 wordpieces when padded.
+
+    The batches depend on the lengths alone, so that equal calls give equal bytes on one machine.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    start = 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or (end + 1 - start) * lengths[order[end]] > BATCH_WORDPIECES:
+            yield order[start:end]
+            start = end
 
 
 class _Pad(torch.autograd.Function):

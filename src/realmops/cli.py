@@ -14,7 +14,15 @@ import click
 from realmops import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
-STAGE_NAMES = ("sample", "snapshot", "tag", "ict", "pretrain", "finetune", "evaluate")
+STAGES = {
+    "sample": "Make the embedded corpus of invented facts, with its questions.",
+    "snapshot": "Cut documents into passages, tokenise and hash them.",
+    "tag": "Find the salient spans: entities by a tagger trained here, dates by expression.",
+    "ict": "Warm up the retriever by the inverse cloze task and the reader by masked words.",
+    "pretrain": "Pre-train retriever and reader together while the index is refreshed in the background.",
+    "finetune": "Fine-tune query tower and reader for open-domain question answering.",
+    "evaluate": "Measure exact match, recall, ceilings and intervals; write predictions, plots and the report.",
+}
 EXIT_USAGE = 2
 
 
@@ -28,6 +36,13 @@ def _explains_errors(function: F) -> F:
         except (ValueError, TimeoutError) as error:
             click.echo(f"realmops: {error}", err=True)
             sys.exit(EXIT_USAGE if isinstance(error, ValueError) else 1)
+        except RuntimeError as error:
+            from realmops.index.exchange import ExchangeError
+
+            if not isinstance(error, ExchangeError):
+                raise
+            click.echo(f"realmops: {error}", err=True)
+            sys.exit(EXIT_USAGE)
         except OSError as error:
             path = error.filename2 or error.filename
             name = f" {path}:" if path else ""
@@ -78,8 +93,8 @@ def main() -> None:
     """
 
 
-@main.command()
-@click.argument("stage", type=click.Choice([*STAGE_NAMES, "all"]), metavar="STAGE")
+@main.command(epilog="\b\n" + "\n".join(f"{name:<10}{what}" for name, what in STAGES.items()))
+@click.argument("stage", type=click.Choice([*STAGES, "all"]), metavar="STAGE")
 @_params
 @_preset
 @_set
@@ -100,7 +115,7 @@ def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str,
     files = [config.preset_path(name, params) for name in presets]
     values = config.load(params, presets=files, settings=settings)
     report = Console()
-    for name in STAGE_NAMES if stage == "all" else (stage,):
+    for name in STAGES if stage == "all" else (stage,):
         metrics = run_stage(name, values, project=params.parent, root=root, report=report, force=force)
         report.metrics(name, metrics)
 

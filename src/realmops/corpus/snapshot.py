@@ -455,6 +455,11 @@ class Snapshot:
         return read_vocabulary(self.folder / "vocab.txt")
 
     @cached_property
+    def continues_word(self) -> NDArray[np.bool_]:
+        """For each wordpiece of the vocabulary whether it continues a word ("##ing")."""
+        return np.array([piece.startswith("##") for piece in self.vocabulary])
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the snapshot."""
         return build_tokenizer(self.vocabulary)

@@ -5,7 +5,7 @@ Legend: Q questions, K ranked passages a question. Passages are rows of the snap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ def first_hit_ranks(
     text: Callable[[int], str],
     *,
     rule: str,
-    progress: Callable[[int], None] | None = None,
 ) -> NDArray[np.int64]:
     """Rank (from 0) of the first passage that contains an answer, K where none does.
 
@@ -50,8 +49,6 @@ def first_hit_ranks(
             if passage >= 0 and contains_answer(text(passage), question.answers, rule):
                 ranks[index] = rank
                 break
-        if progress:
-            progress(1)
     return ranks
 
 
@@ -60,15 +57,10 @@ def hits_at(ranks_Q: NDArray[np.int64], k: int) -> NDArray[np.bool_]:
     return ranks_Q < k
 
 
-def recall_metrics(
-    questions: Sequence[Question],
-    ranked_QK: Rows,
-    text: Callable[[int], str],
-    *,
-    prefix: str = "",
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, float]:
-    """``{prefix}recall_at_{k}_{rule}`` for k = 1, 5, 20, 100 and both rules.
+def hit_ranks_by_rule(
+    questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str]
+) -> dict[str, NDArray[np.int64]]:
+    """``first_hit_ranks`` under each rule, of rankings deep enough for every recall@k.
 
     Raises ValueError when a question has fewer than 100 ranked passages, which only a corpus of fewer allows:
     such a corpus is ranked whole and padded with -1.
@@ -78,11 +70,16 @@ def recall_metrics(
             f"recall@{max(RECALL_AT)} needs as many passages a question, this has {ranked_QK.shape[1]}; "
             "retrieve more, or pad the ranking of a smaller corpus with -1"
         )
-    metrics: dict[str, float] = {}
-    for rule in MATCH_RULES:
-        ranks = first_hit_ranks(questions, ranked_QK, text, rule=rule, progress=progress)
-        metrics |= {f"{prefix}recall_at_{k}_{rule}": float(hits_at(ranks, k).mean()) for k in RECALL_AT}
-    return metrics
+    return {rule: first_hit_ranks(questions, ranked_QK, text, rule=rule) for rule in MATCH_RULES}
+
+
+def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = "") -> dict[str, float]:
+    """``{prefix}recall_at_{k}_{rule}`` for k = 1, 5, 20, 100 and each rule of ``hit_ranks_by_rule``."""
+    return {
+        f"{prefix}recall_at_{k}_{rule}": float(hits_at(ranks, k).mean())
+        for rule, ranks in ranks_Q.items()
+        for k in RECALL_AT
+    }
 
 
 def answered_in_corpus(

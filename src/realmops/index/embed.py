@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.bert import Packed, autocast
+from realmops.bert import Packed, autocast, length_batches
 from realmops.corpus.snapshot import Snapshot
 from realmops.model.joins import SpecialTokens, join_document
 from realmops.model.retriever import Embedder
-
-BATCH_WORDPIECES = 4096
 
 
 @torch.no_grad()
@@ -28,26 +26,18 @@ def embed(
 ) -> Tensor:
     """Embeddings N x E (fp32, on the CPU) of sequences given as wordpieces and segments.
 
-    Batches are formed by length with at most 4,096 wordpieces, from the sequences alone, so that equal
-    calls give equal bytes on one machine.
+    Equal calls give equal bytes on one machine (``bert.length_batches``).
     """
     was_training = embedder.training
     embedder.eval()
     device = embedder.projection.weight.device
     out = torch.empty(len(sequences), embedder.projection.out_features)
-    order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i][0]), i))
-    start = 0
-    while start < len(order):
-        end = start + 1
-        while end < len(order) and (end + 1 - start) * len(sequences[order[end]][0]) <= BATCH_WORDPIECES:
-            end += 1
-        rows = order[start:end]
+    for rows in length_batches([len(tokens) for tokens, _ in sequences]):
         batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
             out[torch.tensor(rows)] = embedder(batch).to("cpu")
         if progress is not None:
             progress(len(rows))
-        start = end
     embedder.train(was_training)
     return out
 

@@ -51,7 +51,6 @@ class Stage:
     sections: tuple[str, ...]
     needs: tuple[str, ...]
     folder: str
-    help: str
     files: tuple[str, ...] = ()
 
     def run(self, job: Job) -> dict[str, Any]:
@@ -64,15 +63,12 @@ class Stage:
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
-        Stage(
-            "sample", ("sample",), (), "data/sample", "Make the embedded corpus of invented facts, with its questions."
-        ),
+        Stage("sample", ("sample",), (), "data/sample"),
         Stage(
             "snapshot",
             ("snapshot", "bert"),
             ("sample",),
             "data/snapshot",
-            "Cut documents into passages, tokenise and hash them.",
             ("snapshot.documents", "snapshot.warmup"),
         ),
         Stage(
@@ -80,22 +76,14 @@ STAGES: dict[str, Stage] = {
             ("run", "bert", "tag", "optimiser"),
             ("sample", "snapshot"),
             "data/spans",
-            "Find the salient spans: entities by a tagger trained here, dates by expression.",
             ("tag.train", "tag.dev"),
         ),
-        Stage(
-            "ict",
-            ("run", "bert", "retriever", "ict", "optimiser"),
-            ("snapshot", "tag"),
-            "models/ict",
-            "Warm up the retriever by the inverse cloze task and the reader by masked words.",
-        ),
+        Stage("ict", ("run", "bert", "retriever", "ict", "optimiser"), ("snapshot", "tag"), "models/ict"),
         Stage(
             "pretrain",
             ("run", "pretrain", "optimiser", "questions"),
             ("sample", "snapshot", "tag", "ict"),
             "models/pretrain",
-            "Pre-train retriever and reader together while the index is refreshed in the background.",
             ("questions.dev",),
         ),
         Stage(
@@ -103,7 +91,6 @@ STAGES: dict[str, Stage] = {
             ("run", "finetune", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
-            "Fine-tune query tower and reader for open-domain question answering.",
             ("questions.train", "questions.dev"),
         ),
         Stage(
@@ -111,7 +98,6 @@ STAGES: dict[str, Stage] = {
             ("run", "finetune", "evaluate", "questions"),
             ("sample", "snapshot", "ict", "pretrain", "finetune"),
             "results",
-            "Measure exact match, recall, ceilings and intervals; write predictions, plots and the report.",
             ("questions.train", "questions.test"),
         ),
     )

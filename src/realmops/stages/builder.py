@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -97,8 +96,7 @@ def merge(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, A
         MODEL: weights.files[MODEL],
         RETRIEVER: weights.files[RETRIEVER],
     }
-    width = json.loads(weights.files[MODEL])["embedding_width"]
-    return files, {"width": width, "published": weights.meta["trainer"]["published"]}
+    return files, {"published": weights.meta["trainer"]["published"]}
 
 
 def _say(message: str) -> None:

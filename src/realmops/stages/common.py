@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from realmops.config import Run
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.evaluate.report import read_journal, series_of
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.mips import search
 from realmops.model.joins import SpecialTokens, join_query
@@ -94,32 +94,33 @@ def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -
     return embed(retriever.document, document_sequences(snapshot, range(len(snapshot))), dtype)
 
 
-def rank(
-    retriever: Retriever,
-    snapshot: Snapshot,
-    embedding: Tensor,
-    questions: list[Question],
-    limit: int,
-    k: int,
-    dtype: torch.dtype,
-) -> np.ndarray:
-    """Ids of the top k passages of each question, Q x k."""
+def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:
+    """[CLS] question [SEP] of each question, tokenised here and once."""
     special = SpecialTokens.of(snapshot.tokenizer)
-    tokens = [
-        np.array(snapshot.tokenizer.encode(q.question, add_special_tokens=False).ids, dtype=np.int64) for q in questions
-    ]
-    query = embed(retriever.query, query_sequences([join_query(t, special, limit) for t in tokens]), dtype)
+    encoded = snapshot.tokenizer.encode_batch([q.question for q in questions], add_special_tokens=False)
+    return [join_query(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
+
+
+def rank(
+    retriever: Retriever, embedding: Tensor, queries: Sequence[np.ndarray], k: int, dtype: torch.dtype
+) -> np.ndarray:
+    """Ids of the top k passages of each query, Q x k."""
+    query = embed(retriever.query, query_sequences(queries), dtype)
     ids: np.ndarray = search(query.to(embedding.device), embedding, k)[1].cpu().numpy()
     return ids
 
 
-def journal_values(job: Job, name: str) -> list[float]:
-    """A metric's values in the order of the journal's lines."""
-    lines = (json.loads(line) for line in job.journal.path.read_bytes().splitlines())
-    return [line[name] for line in lines if line.get(name) is not None]
+class JournalValues:
+    """What the stage logged, read once: a metric's values in the order of the steps."""
 
+    def __init__(self, job: Job) -> None:
+        self.stage, self.records = job.journal.stage, read_journal(job.journal.path)
 
-def tail_mean(job: Job, name: str, count: int = 50) -> float:
-    """The mean of a metric's last values."""
-    values = journal_values(job, name)[-count:]
-    return sum(values) / len(values) if values else float("nan")
+    def of(self, metric: str) -> Sequence[float]:
+        """All values of one metric."""
+        return series_of(self.records, self.stage, metric).values
+
+    def mean(self, metric: str, last: int | None = None) -> float:
+        """Their mean, or that of the last ones; NaN where there is none."""
+        values = self.of(metric)[-last if last else None :]
+        return sum(values) / len(values) if values else float("nan")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.torch import load_file
-from torch import Tensor
 
 from realmops import artifacts
 from realmops.config import Finetune
@@ -28,15 +27,14 @@ from realmops.evaluate.retrieval import (
     answer_fits_reader,
     answered_in_corpus,
     bm25_ranking,
-    first_hit_ranks,
+    hit_ranks_by_rule,
     hits_at,
     reader_can_answer,
     recall_metrics,
 )
 from realmops.model.files import load_models
-from realmops.model.retriever import Retriever
 from realmops.stages import JOURNAL, METRICS, Job
-from realmops.stages.common import embed_corpus, open_snapshot, prepare, rank
+from realmops.stages.common import embed_corpus, open_snapshot, prepare, question_queries, rank
 from realmops.stages.finetune import INDEX
 from realmops.train.finetune import MATCH_RULE, Answer, OpenQa
 
@@ -63,24 +61,24 @@ def run(job: Job) -> dict[str, Any]:
     ranked = _padded([answer.ranked for answer in answers], depth)
     metrics: dict[str, Any] = {"questions": len(questions), **_interval("em", score.em)}
     metrics |= {"closed_book_em": closed_book_floor(read_questions([job.inputs["questions.train"]]), questions)[1]}
-    metrics |= _retrieval(job, snapshot, questions, ranked, "", seed)
+    ranks = hit_ranks_by_rule(questions, ranked, snapshot.text)
+    metrics |= _retrieval(job, ranks, "")
     metrics["recall_at_5"] = metrics[f"recall_at_5_{MATCH_RULE}"]
+    queries = question_queries(snapshot, questions, options.query_wordpieces)
     for name, prefix in (("ict", "before_realm_"), ("pretrain", "zero_shot_")):
         zero_shot = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
-        found = _rank_all(
-            zero_shot, snapshot, embed_corpus(zero_shot, snapshot, dtype), questions, options, depth, dtype
-        )
-        metrics |= _retrieval(job, snapshot, questions, found, prefix, seed)
+        found = rank(zero_shot, embed_corpus(zero_shot, snapshot, dtype), queries, depth, dtype)
+        metrics |= _retrieval(job, hit_ranks_by_rule(questions, _padded(found.tolist(), depth), snapshot.text), prefix)
     lexical = bm25_ranking(
         [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))],
         [q.question for q in questions],
         depth,
     )
-    metrics |= _retrieval(job, snapshot, questions, lexical, "bm25_", seed)
+    metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), "bm25_")
     over_bm25 = model.answer(questions, ranked=depth, batch_size=32, given=lexical)
     texts = {q.id: a.text for q, a in zip(questions, over_bm25, strict=True)}
     metrics["bm25_em"] = score_predictions(questions, texts, seed=seed, resamples=resamples).em.mean
-    metrics |= _ceilings(snapshot, questions, ranked)
+    metrics |= _ceilings(snapshot, questions, ranked, hits_at(ranks[MATCH_RULE], depth))
     predictions = [
         _prediction(q, a, snapshot, bool(c)) for q, a, c in zip(questions, answers, score.correct, strict=True)
     ]
@@ -97,37 +95,23 @@ def _padded(ranked: Sequence[Sequence[int]], depth: int) -> np.ndarray:
     return np.array([[*row] + [-1] * (depth - len(row)) for row in ranked])
 
 
-def _rank_all(
-    retriever: Retriever,
-    snapshot: Snapshot,
-    embedding: Tensor,
-    questions: list[Question],
-    options: Finetune,
-    depth: int,
-    dtype: Any,
-) -> np.ndarray:
-    ids = rank(retriever, snapshot, embedding, questions, options.query_wordpieces, depth, dtype)
-    return _padded(ids.tolist(), depth)
-
-
-def _retrieval(
-    job: Job, snapshot: Snapshot, questions: list[Question], ranked: np.ndarray, prefix: str, seed: int
-) -> dict[str, float]:
-    """Recall under both match rules, with an interval for recall@5 by token boundaries."""
-    metrics = recall_metrics(questions, ranked, snapshot.text, prefix=prefix)
-    hits = hits_at(first_hit_ranks(questions, ranked[:, :5], snapshot.text, rule=MATCH_RULE), 5)
-    interval = bootstrap_interval(hits, seed=seed, resamples=job.sections["evaluate"].bootstrap)
+def _retrieval(job: Job, ranks: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
+    """Recall under each match rule, with an interval for recall@5 by token boundaries."""
+    hits = hits_at(ranks[MATCH_RULE], 5)
+    resamples = job.sections["evaluate"].bootstrap
+    interval = bootstrap_interval(hits, seed=job.sections["run"].seed, resamples=resamples)
     name = f"{prefix}recall_at_5_{MATCH_RULE}"
-    return metrics | {f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return recall_metrics(ranks, prefix=prefix) | {f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
-def _ceilings(snapshot: Snapshot, questions: list[Question], ranked: np.ndarray) -> dict[str, float]:
+def _ceilings(
+    snapshot: Snapshot, questions: list[Question], ranked: np.ndarray, known: np.ndarray
+) -> dict[str, float]:
     """What the best reader could reach: the share of questions answerable at each narrowing."""
 
     def count(text: str) -> int:
         return len(snapshot.tokenizer.encode(text, add_special_tokens=False).ids)
 
-    known = hits_at(first_hit_ranks(questions, ranked, snapshot.text, rule=MATCH_RULE), ranked.shape[1])
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     readable = reader_can_answer(questions, ranked, snapshot.text, snapshot.chars, rule=MATCH_RULE)
     return {

@@ -17,7 +17,7 @@ from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
-from realmops.stages.common import context, embed_corpus, open_snapshot, prepare, tail_mean
+from realmops.stages.common import JournalValues, context, embed_corpus, open_snapshot, prepare
 from realmops.train.finetune import OpenQa, finetune
 
 INDEX = "index.safetensors"
@@ -53,11 +53,12 @@ def run(job: Job) -> dict[str, Any]:
         held_out, ranked=5, batch_size=32, progress=job.report.progress("dev questions", len(held_out))
     )
     predictions = {q.id: a.text for q, a in zip(held_out, answers, strict=True)}
+    logged = JournalValues(job)
     return {
         "dev_em": score_predictions(held_out, predictions, seed=seed).em.mean,
-        "span_loss": tail_mean(job, "span_loss"),
-        "early_loss": tail_mean(job, "early_loss"),
-        "no_correct_span": tail_mean(job, "no_correct_span"),
+        "span_loss": logged.mean("span_loss", last=50),
+        "early_loss": logged.mean("early_loss", last=50),
+        "no_correct_span": logged.mean("no_correct_span", last=50),
         "questions": len(questions),
     }
 

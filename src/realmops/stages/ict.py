@@ -7,7 +7,7 @@ from typing import Any
 from realmops.config import Ict
 from realmops.model.files import build_models, save_models
 from realmops.stages import Job
-from realmops.stages.common import context, open_snapshot, open_spans, prepare, tail_mean
+from realmops.stages.common import JournalValues, context, open_snapshot, open_spans, prepare
 from realmops.train.ict import train_reader, train_retriever
 
 
@@ -39,4 +39,5 @@ def run(job: Job) -> dict[str, Any]:
     train_reader(surroundings, reader, text, spans, options, optimiser)
     save_models(job.out, retriever, reader, corpus.vocabulary_hash)
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
-    return {name: tail_mean(job, name, 20) for name in names}
+    logged = JournalValues(job)
+    return {name: logged.mean(name, last=20) for name in names}

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,23 @@ from realmops.corpus.wordpieces import contains
 from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.index.builder import MISCONFIGURED
 from realmops.index.embed import embed, query_sequences
-from realmops.index.exchange import Exchange, Fenced, Policy, Trainer
+from realmops.index.exchange import Exchange, Fenced
 from realmops.index.staleness import generation_in_use
+from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version
 from realmops.model.files import load_models, retriever_files, retriever_from_files, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.stages.builder import EMBEDDINGS, identity
 from realmops.stages.common import (
+    JournalValues,
     context,
     embed_corpus,
-    journal_values,
     open_snapshot,
     open_spans,
     prepare,
+    question_queries,
     rank,
-    tail_mean,
 )
 from realmops.train.pretrain import Candidates, Examples, Index, Realm, pretrain
 
@@ -70,8 +71,6 @@ def run(job: Job) -> dict[str, Any]:
         part_rows=options.shard_rows,
     )
     policy = Policy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
-    waits: list[float] = []
-
     child = ChildBuilder(root, snapshot.folder, job.work / BUILDER_LOG) if options.builder == "child" else None
 
     def on_wait(message: str, seconds: float) -> None:
@@ -81,7 +80,7 @@ def run(job: Job) -> dict[str, Any]:
             job.report.say(message)
 
     trainer = Trainer(Exchange.open(root, card, grace=0.0 if options.builder == "child" else 120.0), policy, on_wait)
-    source = ExchangeSource(trainer, options, snapshot.vocabulary_hash, device, waits)
+    source = ExchangeSource(trainer, options, snapshot.vocabulary_hash, device)
     surroundings = replace(surroundings, checkpoints=source)
     try:
         with child or nullcontext():
@@ -107,67 +106,61 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> dict[str, Any]:
+    logged = JournalValues(job)
     names = ("loss", "retrieval_utility", "retrieval_utility_top", "retrieval_utility_best", "marginal_gain", "p_null")
-    metrics: dict[str, Any] = {name: tail_mean(job, name) for name in names}
+    metrics: dict[str, Any] = {name: logged.mean(name, last=50) for name in names}
     for name in ("recall_at_5", "hit_at_5"):
-        metrics |= {f"{name}_before": (journal_values(job, name) or [after[name]])[0], f"{name}_after": after[name]}
-    staleness, changes = journal_values(job, "staleness_steps"), journal_values(job, "top_k_change")
-    between, step = sum(journal_values(job, "between_seconds")), sum(journal_values(job, "step_seconds"))
+        metrics |= {f"{name}_before": (logged.of(name) or [after[name]])[0], f"{name}_after": after[name]}
+    spent = sum(logged.of("between_seconds")) + sum(logged.of("step_seconds"))
     return metrics | {
         "refreshes": source.refreshes,
-        "index_staleness_steps": float(np.mean(staleness)) if staleness else 0.0,
-        "index_staleness_seconds": tail_mean(job, "staleness_seconds", 10**9),
-        "top_k_change": float(np.mean(changes)) if changes else 0.0,
-        "wait_share": sum(source.waits) / max(between + step, 1e-9),
-        "collapsed": max(journal_values(job, "collapsed"), default=0.0),
-        "dropped_own": sum(journal_values(job, "dropped_own")),
-        "dropped_containing": sum(journal_values(job, "dropped_containing")),
-        "step_seconds": tail_mean(job, "step_seconds", 10**9),
+        "index_staleness_steps": logged.mean("staleness_steps"),
+        "index_staleness_seconds": logged.mean("staleness_seconds"),
+        "top_k_change": logged.mean("top_k_change"),
+        "wait_share": source.waited / max(spent, 1e-9),
+        "collapsed": max(logged.of("collapsed"), default=0.0),
+        "dropped_own": sum(logged.of("dropped_own")),
+        "dropped_containing": sum(logged.of("dropped_containing")),
+        "step_seconds": logged.mean("step_seconds"),
     }
 
 
 class ExchangeSource:
     """The trainer's side of the exchange as the training loop wants it: checkpoints, and an index for each step."""
 
-    def __init__(
-        self, trainer: Trainer, options: Pretrain, vocabulary_hash: str, device: torch.device, waits: list[float]
-    ) -> None:
+    def __init__(self, trainer: Trainer, options: Pretrain, vocabulary_hash: str, device: torch.device) -> None:
         self.trainer, self.options, self.vocabulary_hash, self.device = trainer, options, vocabulary_hash, device
-        self.waits = waits
+        self.waited = 0.0  # seconds, in all lives of the run
         self.refreshes = 0
         self._step: int | None = None  # of the index in use
 
     def restore(self) -> dict[str, bytes] | None:
         """The newest checkpoint's files."""
-        with _one_message():
-            version = self.trainer.restore()
+        version = self.trainer.restore()
         if version is None:
             return None
         self.refreshes = version.meta["trainer"]["refreshes"]
-        self.waits = [version.meta["trainer"]["waited"]]
+        self.waited = version.meta["trainer"]["waited"]
         return version.files
 
     def save(self, step: int, files: Mapping[str, bytes]) -> None:
         """Commit a checkpoint to the exchange."""
-        with _one_message():
-            self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes, "waited": sum(self.waits)})
+        self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes, "waited": self.waited})
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """Publish the weights when it is time, and adopt an index when one is due."""
         self.trainer.beat(step)
         if self._publishes(step):
             files = retriever_files(retriever, self.vocabulary_hash)
-            with _one_message():
-                self.trainer.publish_weights(step, files, {"published": time.time()})
+            self.trainer.publish_weights(step, files, {"published": time.time()})
         used = self.trainer.index_step
         started = time.perf_counter()
-        with _one_message():
-            version = self._due(step)
+        version = self._due(step)
         if self.options.adopt == "as_soon_as_ready":
             new = step == 0 or (version is not None and version.step != used)
         else:
             new = step == 0 or self._generation(step) != self._generation(step - 1)
-        self.waits.append(time.perf_counter() - started)
+        self.waited += time.perf_counter() - started
         if version is None:
             return None
         self._step = version.step
@@ -199,16 +192,18 @@ def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> 
     """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder."""
     run_options = job.sections["run"]
     questions = read_questions([job.inputs["questions.dev"]])
+    queries = question_queries(snapshot, questions, examples.options.query_wordpieces)
     rng = np.random.default_rng(seed_for(run_options.seed, "evaluate", "masked"))
     rows = rng.permutation(len(examples.rows))[: examples.options.masked_sentences]
     masked = [examples.example(int(row), rng) for row in rows]
+    masked_queries = query_sequences(realm.queries(masked))
     candidates = Candidates(snapshot, examples.options)
     dtype = prepare(run_options)[1]
 
     def measure(index: Index) -> dict[str, float]:
-        ids = rank(index.retriever, snapshot, index.embedding_PE, questions, 64, 5, dtype)
+        ids = rank(index.retriever, index.embedding_PE, queries, 5, dtype)
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule="token_boundary"), 5)
-        query = embed(index.retriever.query, query_sequences(realm.queries(masked)), dtype)
+        query = embed(index.retriever.query, masked_queries, dtype)
         found = candidates.retrieve(masked, query, index)
         hit = [
             any(contains(snapshot.body(p), e.targets) for p in row[:5]) for e, row in zip(masked, found, strict=True)
@@ -221,15 +216,6 @@ def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> 
 
 def _final_index(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, step: int) -> Index:
     return Index(step, embed_corpus(retriever, snapshot, dtype), retriever, time.time(), True)
-
-
-@contextmanager
-def _one_message() -> Iterator[None]:
-    """What is wrong with the exchange is for a person to mend: one message instead of a traceback."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
 
 
 class ChildBuilder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -27,4 +28,10 @@ def print_summary(root: Path) -> None:
     page = root / STAGES["evaluate"].folder / "report.html"
     if page.is_file():
         print(f"The report, which opens without a network:  {page}")
-    print(f"Compare runs in the browser:  mlflow ui --backend-store-uri {default_uri(tracking_folder(root))}")
+    print(f"Compare runs in the browser:  {_mlflow()} ui --backend-store-uri {default_uri(tracking_folder(root))}")
+
+
+def _mlflow() -> str:
+    """The mlflow of this environment, which need not be on the reader's PATH."""
+    command = Path(sys.executable).parent / "mlflow"
+    return str(command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command)

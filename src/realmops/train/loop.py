@@ -59,29 +59,6 @@ class Context:
     journal_start: int = 0  # where the loop's lines begin
 
 
-class NoCheckpoints:
-    """Checkpoints of a loop that is too short to need any."""
-
-    def restore(self) -> None:
-        """Nothing was saved."""
-
-    def save(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Nothing is saved."""
-
-
-@dataclass
-class Timer:
-    """Seconds spent per step, by part."""
-
-    started: float = 0.0
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        now = time.perf_counter()
-        seconds, self.started = now - self.started, now
-        return seconds
-
-
 def fit(
     context: Context,
     groups: list[Group],
@@ -105,20 +82,21 @@ def fit(
         return position
     context.journal.truncate(position)
     context.progress(start)
-    timer = Timer(time.perf_counter())
+    ended = time.perf_counter()
     for step in range(start, steps):
         if step > start and step % checkpoint_every == 0:
             _save(context, optimiser, step)
         if at_step is not None:
             at_step(step)
-        between = timer.lap()
+        began = time.perf_counter()
         torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step))
         loss, metrics = step_loss(step)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = optimiser.step(step, schedule)
         metrics |= {"loss": loss.item(), "gradient_norm": norm, "rate": schedule.factor(step)}
-        metrics |= {"step_seconds": timer.lap(), "between_seconds": between}
+        between, ended = began - ended, time.perf_counter()
+        metrics |= {"step_seconds": ended - began, "between_seconds": between}
         named = {context.prefix + name: value for name, value in metrics.items()}
         context.journal.log(context.first_step + step, **named)
         context.progress(1)

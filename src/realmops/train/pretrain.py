@@ -23,7 +23,7 @@ from realmops.corpus.masking import mask_positions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.wordpieces import contains
-from realmops.index.embed import embed, query_sequences
+from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.mips import search
 from realmops.index.staleness import top_k_change
 from realmops.model import likelihood
@@ -59,8 +59,6 @@ class Examples:
         passages = self.rows[:, 0]
         self.first_row = np.flatnonzero(np.diff(passages, prepend=-1))
         self.end_row = np.append(self.first_row[1:], len(passages))
-        size = snapshot.tokenizer.get_vocab_size()
-        self.is_continuation = np.array([str(snapshot.tokenizer.id_to_token(i)).startswith("##") for i in range(size)])
 
     def draw(self, rng: np.random.Generator) -> Example:
         """A passage uniform among those with a span, then one of its spans uniform; x is the span's sentence."""
@@ -77,7 +75,8 @@ class Examples:
         end = min(end, first + limit)
         original = self.snapshot.body(passage)[first:end]
         salient = (start - first, min(stop, end) - first)
-        at = mask_positions(self.options.masking, rng, salient, self.is_continuation[original], self.options.max_masks)
+        continues = self.snapshot.continues_word[original]
+        at = mask_positions(self.options.masking, rng, salient, continues, self.options.max_masks)
         x = original.copy()
         x[at] = self.special.mask
         return Example(passage, original, x, at, original[at])
@@ -169,12 +168,7 @@ class Realm:
         """
         passages = sorted({p for row in candidates for p in row})
         place = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
-        documents = [
-            join_document(
-                self.snapshot.title_tokens(p), self.snapshot.body(p), self.special, self.snapshot.block_wordpieces
-            )
-            for p in passages
-        ]
+        documents = document_sequences(self.snapshot, passages)
         documents += [self.null] if self.options.null_document or not documents else []
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(Packed(self.queries(examples)))

@@ -17,15 +17,13 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.bert import Bert, Packed, autocast
+from realmops.bert import Bert, Packed, autocast, length_batches
 from realmops.config import Optimiser, Tag
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.snapshot import Snapshot
 from realmops.model.joins import SpecialTokens
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
-
-BATCH_WORDPIECES = 4096
 
 
 class Tagger(nn.Module):
@@ -120,19 +118,12 @@ def _predict(
     tagger.eval()
     device = tagger.output.weight.device
     out: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(sequences)
-    order = sorted(range(len(sequences)), key=lambda i: (len(sequences[i][0]), i))
-    start = 0
-    while start < len(order):
-        end, size = start, 0
-        while end < len(order) and (end == start or size + len(sequences[order[end]][0]) <= BATCH_WORDPIECES):
-            size += len(sequences[order[end]][0])
-            end += 1
-        batch = Packed([sequences[i][0] for i in order[start:end]], [sequences[i][1] for i in order[start:end]])
+    for rows in length_batches([len(tokens) for tokens, _ in sequences]):
+        batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
             best_T = tagger(batch).argmax(-1).cpu().numpy()
-        for i, part in zip(order[start:end], np.split(best_T, batch.starts[1:-1]), strict=True):
+        for i, part in zip(rows, np.split(best_T, batch.starts[1:-1]), strict=True):
             out[i] = part
-        start = end
     return out
 
 
@@ -152,8 +143,7 @@ def find_entities(
 ) -> Iterator[list[tuple[int, int, str]]]:
     """For each passage, in order, its entities as (character start, end, type), cut at whole words."""
     special = SpecialTokens.of(snapshot.tokenizer)
-    size = snapshot.tokenizer.get_vocab_size()
-    continues = np.array([str(snapshot.tokenizer.id_to_token(i)).startswith("##") for i in range(size)])
+    continues = snapshot.continues_word
     chunk = 2048
     for low in range(0, len(snapshot), chunk):
         passages = range(low, min(low + chunk, len(snapshot)))
