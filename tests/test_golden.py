@@ -139,7 +139,8 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
     with drawn(seen):
         context = tiny_context(stream="pretrain", seed=SEED)
         options = section("pretrain", **PRETRAIN, masking="salient")
-        arguments = (context, retriever, reader, snapshot, spans, options, tiny_optimiser(), Source())
+        examples = Examples(snapshot, spans, options)
+        arguments = (context, retriever, reader, snapshot, examples, tiny_optimiser(), Source())
         pretrain(*arguments, evaluate=lambda index: {}, warn=lambda message: None)
     found["pretrain"] = seen.summary()
     return found

@@ -204,6 +204,26 @@ def pretrain_beside(project: Path, root: Path, values: toy.Values, report: Quiet
         return stage("pretrain", values, project, root, report)
 
 
+def test_another_text_than_the_corpus_can_be_masked(project: Path, tmp_path: Path) -> None:
+    """The paper's CC-News setting: X is masked, Z is read."""
+    news = [{"title": "News", "text": f"The mayor of {town} spoke in 1961."} for town in ("Oslo", "Bergen", "Fjell")]
+    toy.write_json_lines(tmp_path / "news.jsonl", news)
+    root = tmp_path / "root"
+    changes = {"snapshot": {"use_warmup": True, "warmup": str(tmp_path / "news.jsonl")}, "tag": {"method": "dates"}}
+    values = toy_values(**changes, pretrain={"examples": "warmup", "masked_sentences": 3})
+    for name in ("snapshot", "tag", "ict"):
+        stage(name, values, project, root)
+    metrics = pretrain_beside(project, root, values)
+    assert metrics["dropped_own"] == 0
+    assert metrics["hit_at_5_after"] == 0, "no passage of the corpus holds 1961"
+
+
+def test_masking_a_text_that_is_not_there_is_refused(project: Path, tmp_path: Path) -> None:
+    root = copy_of(project, tmp_path, "data", "models/ict")
+    with pytest.raises(ValueError, match=r"pretrain\.examples is warmup, and .*data/snapshot holds no warm-up text"):
+        stage("pretrain", toy_values(pretrain={"examples": "warmup"}), project, root)
+
+
 def copy_of(project: Path, root: Path, *folders: str) -> Path:
     for folder in folders:
         shutil.copytree(project / "root" / folder, root / folder)

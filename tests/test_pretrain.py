@@ -188,6 +188,17 @@ def test_trivial_candidates_are_dropped_by_id_and_by_containment(world: World) -
     assert without_null.retrieve(asked[:1], query_E[None], index) == [[0, 1, 4, 5, 6, 7, 8, 9]]
 
 
+def test_a_sentence_of_another_text_has_no_passage_of_its_own(world: World) -> None:
+    """What is dropped beside it is dropped for its content, never for the number of its passage."""
+    retriever, _ = tiny_models(world)
+    index, query_E = ranked_index(12, retriever)
+    candidates = Candidates(world.snapshot, options(candidates=4))
+    examples = Examples(world.snapshot, world.spans, options(), elsewhere=True)
+    asked = [examples.example(row_of(world, 4, 0), np.random.default_rng(0))]
+    assert candidates.retrieve(asked, query_E[None], index) == [[0, 1, 2]]
+    assert dict(candidates.counts) == {"short": 0}
+
+
 def test_containment_looks_at_the_unmasked_sentence(world: World) -> None:
     """A passage that only shares the masked form is no trivial candidate: "It rains" in 11 is no part of 3's."""
     retriever, _ = tiny_models(world)
@@ -447,8 +458,7 @@ def run(
         retriever,
         reader,
         world.snapshot,
-        world.spans,
-        chosen,
+        Examples(world.snapshot, world.spans, chosen),
         tiny_optimiser(),
         source,
         evaluate=evaluate,

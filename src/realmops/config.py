@@ -126,6 +126,7 @@ class Pretrain:
     retriever_delay: int
     query_wordpieces: int
     reader_wordpieces: int
+    examples: Literal["corpus", "warmup"]
     masking: Literal["salient", "random_token", "random_span", "matched_span"]
     max_masks: int
     marginal: Literal["joint", "per_token"]

@@ -53,14 +53,13 @@ def run(job: Job) -> dict[str, Any]:
     options: Pretrain = job.sections["pretrain"]
     device, dtype = prepare(job.sections["run"])
     snapshot = open_snapshot(job)
-    spans = open_spans(job, snapshot)
+    examples = _examples(job, snapshot)
     retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
     retriever.to(device).train()
     reader.to(device).train()
     surroundings = context(job, "pretrain", options.steps, "pre-training")
-    examples = Examples(snapshot, spans, replace(options, masking="salient"))
     realm = Realm(retriever, reader, snapshot, options, dtype)
-    measure = _measure(job, snapshot, examples, realm)
+    measure = _measure(job, snapshot, _examples(job, snapshot, masking="salient"), realm)
     root = job.work / "exchange" if options.exchange == "auto" else Path(options.exchange)
     card = identity(
         snapshot,
@@ -89,8 +88,7 @@ def run(job: Job) -> dict[str, Any]:
                 retriever,
                 reader,
                 snapshot,
-                spans,
-                options,
+                examples,
                 job.sections["optimiser"],
                 source,
                 evaluate=measure,
@@ -103,6 +101,19 @@ def run(job: Job) -> dict[str, Any]:
         raise
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
     return _metrics(job, measure(_final_index(retriever, snapshot, dtype, options.steps)), source)
+
+
+def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
+    """Masked sentences of the corpus or, with ``pretrain.examples: warmup``, of the warm-up text."""
+    options: Pretrain = replace(job.sections["pretrain"], **changes)
+    if options.examples == "warmup" and not (job.inputs["snapshot"] / "warmup").is_dir():
+        raise ValueError(
+            f"pretrain.examples is warmup, and {job.inputs['snapshot']} holds no warm-up text; name one with "
+            "snapshot.warmup and set snapshot.use_warmup to true, or set pretrain.examples to corpus"
+        )
+    text = corpus if options.examples == "corpus" else open_snapshot(job, "warmup")
+    spans = open_spans(job, text, options.examples)
+    return Examples(text, spans, options, elsewhere=text is not corpus)
 
 
 def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> dict[str, Any]:

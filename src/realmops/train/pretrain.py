@@ -42,7 +42,7 @@ COLLAPSE_WINDOW = 50
 class Example:
     """A masked sentence: ``x`` with [MASK] in place, where the masks are, what they hid, where it is from."""
 
-    passage: int
+    passage: int  # NULL when x is not from the corpus that is searched
     original: np.ndarray
     x: np.ndarray
     positions: np.ndarray
@@ -50,10 +50,13 @@ class Example:
 
 
 class Examples:
-    """Masked sentences of a corpus, drawn by seed and step."""
+    """Masked sentences of a text, drawn by seed and step.
 
-    def __init__(self, snapshot: Snapshot, spans: Spans, options: Pretrain) -> None:
-        self.snapshot, self.options = snapshot, options
+    The text is the corpus that is searched, or (``elsewhere``) another one, as CC-News in the paper's Table 1.
+    """
+
+    def __init__(self, snapshot: Snapshot, spans: Spans, options: Pretrain, *, elsewhere: bool = False) -> None:
+        self.snapshot, self.options, self.elsewhere = snapshot, options, elsewhere
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self.rows = sentences_with_spans(snapshot, spans)
         passages = self.rows[:, 0]
@@ -79,7 +82,7 @@ class Examples:
         at = mask_positions(self.options.masking, rng, salient, continues, self.options.max_masks)
         x = original.copy()
         x[at] = self.special.mask
-        return Example(passage, original, x, at, original[at])
+        return Example(NULL if self.elsewhere else passage, original, x, at, original[at])
 
 
 @dataclass
@@ -298,16 +301,19 @@ def pretrain(
     retriever: Retriever,
     reader: Reader,
     snapshot: Snapshot,
-    spans: Spans,
-    options: Pretrain,
+    examples: Examples,
     optimiser: Optimiser,
     source: IndexSource,
     *,
     evaluate: Callable[[Index], dict[str, float]],
     warn: Callable[[str], None],
 ) -> None:
-    """Run REALM pre-training; ``evaluate`` gives metrics of every adopted index, logged at its step."""
-    examples, realm = Examples(snapshot, spans, options), Realm(retriever, reader, snapshot, options, context.dtype)
+    """Run REALM pre-training: the examples' words are guessed with passages of ``snapshot``.
+
+    ``evaluate`` gives metrics of every adopted index, logged at its step.
+    """
+    options = examples.options
+    realm = Realm(retriever, reader, snapshot, options, context.dtype)
     candidates = Candidates(snapshot, options)
     alarm = CollapseAlarm(options.collapse_share, warn)
     current: list[Index] = []
