@@ -501,3 +501,5 @@ def test_the_stages_of_one_variant_are_one_mlflow_run(finished: Path, tmp_path: 
         corpus = json.loads((root / "data/snapshot/corpus/manifest.json").read_text())["corpus_hash"]
         assert tags["realmops.corpus_hash"] == corpus
         assert {"realmops.params_hash", "realmops.run_key"} <= tags.keys()
+        kinds = rows("SELECT value FROM experiment_tags WHERE key = 'mlflow.experimentKind'")
+        assert kinds == [("custom_model_development",)], "the UI opens the page that compares training runs"

@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from realmops.artifacts import read_json, sha256_file, write_bytes, write_json
 
+EXPERIMENT_KIND = "custom_model_development"  # the page of the MLflow UI that compares training runs
 RUN_KEY_TAG = "realmops.run_key"
 FIRST_BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 60.0
@@ -395,7 +396,9 @@ class _Shipper:
         if experiment is None:
             local = uri == default_uri(self._folder)
             artifacts = (self._folder / "mlartifacts").absolute().as_uri() if local else None
-            experiment_id = self._client.create_experiment(ticket["experiment"], artifact_location=artifacts)
+            experiment_id = self._client.create_experiment(
+                ticket["experiment"], artifact_location=artifacts, tags={"mlflow.experimentKind": EXPERIMENT_KIND}
+            )
         else:
             experiment_id = experiment.experiment_id
         condition = f"tags.`{RUN_KEY_TAG}` = '{ticket['key']}'"
