@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.bert import BATCH_WORDPIECES, Bert, BertConfig, MaskedWordHead, Packed, save_bert
+from realmops.bert import BATCH_WORDPIECES, Bert, BertConfig, MaskedWordHead, Packed, export_state, save_bert
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.model.files import (
     add_spans,
@@ -100,15 +101,38 @@ def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     bert, head = Bert(config), MaskedWordHead(config)
     (tmp_path / "vocab.txt").write_text("")
     save_bert(tmp_path, bert, head)
-    options = section("bert", init=str(tmp_path))
+    with pytest.raises(ValueError, match=r"has 64 positions, bert\.positions is 512; set bert\.positions=64"):
+        build_models(section("bert", init=str(tmp_path)), section("retriever"), 150, 0)
+    options = section("bert", init=str(tmp_path), positions=64)
     with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; make the snapshot"):
         build_models(options, section("retriever"), 151, 0)
     _, reader = build_models(options, section("retriever"), 150, 0)
     assert torch.equal(reader.bert.word.weight, bert.word.weight)
     assert torch.equal(reader.masked_words.transform.weight, head.transform.weight)
     save_bert(tmp_path, bert)
-    _, reader = build_models(options, section("retriever"), 150, 0)
+    warned: list[str] = []
+    _, reader = build_models(options, section("retriever"), 150, 0, warned.append)
     assert torch.equal(reader.masked_words.transform.weight, torch.eye(16))
+    [warning] = warned
+    assert "has no masked word head (cls.predictions): the reader's starts fresh" in warning
+
+
+def test_the_releases_head_starts_from_the_encoders_pooler(tmp_path: Path) -> None:
+    config = BertConfig(150, 16, 1, 2, 32, 64, 0.0)
+    state = export_state(Bert(config)) | {
+        "bert.pooler.dense.weight": torch.full((16, 16), 0.5),
+        "bert.pooler.dense.bias": torch.full((16,), 0.25),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    (tmp_path / "vocab.txt").write_text("")
+    save_file(state, tmp_path / "model.safetensors")
+    retriever, _ = build_models(
+        section("bert", init=str(tmp_path), positions=64), section("retriever", head="release"), 150, 0
+    )
+    for tower in (retriever.query, retriever.document):
+        assert tower.pooler is not None
+        assert torch.equal(tower.pooler.weight, torch.full((16, 16), 0.5))
+        assert torch.equal(tower.pooler.bias, torch.full((16,), 0.25))
 
 
 def test_the_span_head_by_hand() -> None:
@@ -192,6 +216,8 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
     retriever, reader = tiny_models(world, head=head, share_embedders=share)
     if spans:
         add_spans(reader, 12, seed=0)
+        assert reader.spans is not None
+        reader.spans.norm.eps = 1e-3  # as in published readers
     save_models(tmp_path, retriever, reader, "c0ffee")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.json", "reader.safetensors", "retriever.safetensors"]
     again_retriever, again_reader = load_models(tmp_path, "c0ffee")
@@ -199,6 +225,9 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
     assert again_retriever.query.head == head
     same_state(again_retriever, retriever)
     same_state(again_reader, reader)
+    if reader.spans is not None:
+        assert again_reader.spans is not None
+        assert again_reader.spans.norm.eps == 1e-3
     first = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     save_models(tmp_path, again_retriever, again_reader, "c0ffee")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == first

@@ -75,7 +75,13 @@ def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
     assert found.given_spans() is None
     counts = {key: found.manifest[key] for key in ("passages", "documents", "sentences", "tokens")}
     assert counts == {"passages": 4, "documents": 3, "sentences": 5, "tokens": 20}
-    assert found.manifest["settings"] == {"block_wordpieces": 13, "drop_titles": False, "language": "en"}
+    assert found.manifest["settings"] == {
+        "block_wordpieces": 13,
+        "casing": {"lowercase": True, "strip_accents": True},
+        "whole_documents": False,
+        "drop_titles": False,
+        "language": "en",
+    }
     assert sum(told) == 3
     with pytest.raises(IndexError):
         found.text(4)

@@ -23,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realmops.encoders import CONFIG, read_config, read_weights
+
 BATCH_WORDPIECES = 4096
-ENCODER_FILES = ("config.json", "model.safetensors", "vocab.txt")
+_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,27 @@ class BertConfig:
     dropout: float
     segments: int = 2
     layer_norm_eps: float = 1e-12
+    activation: str = "gelu"
+
+    @property
+    def gelu(self) -> str:
+        """The approximation of GELU: ``none``, or ``tanh`` in Google's own checkpoints."""
+        return _GELU[self.activation]
 
     def to_json(self) -> dict[str, Any]:
         """The fields under the names of a Hugging Face ``config.json``."""
-        fixed = {"model_type": "bert", "hidden_act": "gelu", "attention_probs_dropout_prob": self.dropout}
+        fixed = {"model_type": "bert", "attention_probs_dropout_prob": self.dropout}
         return fixed | {_JSON[k]: v for k, v in asdict(self).items()}
 
     @staticmethod
     def from_json(values: Mapping[str, Any], source: str) -> BertConfig:
         """Read a ``config.json``; ValueError names what is missing or not BERT."""
-        if values.get("model_type", "bert") != "bert" or values.get("hidden_act", "gelu") != "gelu":
-            raise ValueError(
-                f"{source}: model_type {values.get('model_type')!r} with hidden_act {values.get('hidden_act')!r}; "
-                "only BERT encoders with gelu can be used"
-            )
+        for key, allowed in _ONLY.items():
+            if values.get(key, allowed[0]) not in allowed:
+                raise ValueError(
+                    f"{source}: {key} is {values[key]!r}; only BERT encoders can be used ({key} {', '.join(allowed)}): "
+                    "choose such a model, for example google-bert/bert-base-uncased"
+                )
         missing = [name for key, name in _JSON.items() if name not in values and key not in _OPTIONAL]
         if missing:
             raise ValueError(f"{source}: the keys {', '.join(missing)} are missing; it is no BERT configuration")
@@ -70,8 +79,14 @@ _JSON = {
     "dropout": "hidden_dropout_prob",
     "segments": "type_vocab_size",
     "layer_norm_eps": "layer_norm_eps",
+    "activation": "hidden_act",
 }
-_OPTIONAL = {"segments", "layer_norm_eps"}
+_OPTIONAL = {"segments", "layer_norm_eps", "activation"}
+_ONLY = {
+    "model_type": ("bert", "realm"),
+    "hidden_act": tuple(_GELU),
+    "position_embedding_type": ("absolute",),
+}
 
 
 class Packed:
@@ -172,7 +187,7 @@ class _Layer(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         width, eps = config.width, config.layer_norm_eps
-        self.heads, self.dropout = config.heads, config.dropout
+        self.heads, self.dropout, self.gelu = config.heads, config.dropout, config.gelu
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=eps)
@@ -183,7 +198,7 @@ class _Layer(nn.Module):
     def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
         attended_TD = self.attention_output(self._attend(self.qkv(x_TD), batch))
         x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
-        inner_TD = self.output(F.gelu(self.intermediate(x_TD)))
+        inner_TD = self.output(F.gelu(self.intermediate(x_TD), approximate=self.gelu))
         normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
         return normed
 
@@ -241,10 +256,11 @@ class MaskedWordHead(nn.Module):
         self.transform = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
+        self.gelu = config.gelu
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
-        return F.linear(self.norm(F.gelu(self.transform(hidden_ND))), word_VD, self.bias)
+        return F.linear(self.norm(F.gelu(self.transform(hidden_ND), approximate=self.gelu)), word_VD, self.bias)
 
 
 def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.Generator) -> None:
@@ -355,11 +371,10 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
     Returns whether the head was found.  ValueError names the first parameter that is missing or has
     another shape.
     """
-    prefix = "bert." if any(name.startswith("bert.") for name in state) else ""
+    prefix = _prefix(state)
 
     def take(name: str) -> Tensor:
-        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-        for candidate in (name, old):
+        for candidate in _spellings(name):
             if candidate in state:
                 return state[candidate].float()
         raise ValueError(f"{source}: the parameter {name} is missing; it is no BERT encoder of this shape")
@@ -370,10 +385,30 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
             layer = f"{prefix}encoder.layer.{i}.attention.self"
             new[f"layers.{i}.qkv.{kind}"] = torch.cat([take(f"{layer}.{n}.{kind}") for n in ("query", "key", "value")])
     _fill(bert, new, source)
-    has_head = head is not None and all(name in state for name in _HEAD.values() if "LayerNorm" not in name)
+    has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in _HEAD.values())
     if head is not None and has_head:
         _fill(head, {ours: take(theirs) for ours, theirs in _HEAD.items()}, source)
     return has_head
+
+
+def import_pooler(pooler: nn.Linear, state: Mapping[str, Tensor], source: str) -> bool:
+    """Fill the layer over [CLS] that BERT's second task trained; returns whether the file has one."""
+    names = {kind: f"{_prefix(state)}pooler.dense.{kind}" for kind in ("weight", "bias")}
+    if not all(name in state for name in names.values()):
+        return False
+    _fill(pooler, {kind: state[name].float() for kind, name in names.items()}, source)
+    return True
+
+
+def _prefix(state: Mapping[str, Tensor]) -> str:
+    """What stands before the encoder's names: published models wrap it or do not."""
+    return next((prefix for prefix in ("bert.", "realm.") if any(name.startswith(prefix) for name in state)), "")
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """The name, that of the first converted checkpoints, and that of a bias which two modules share."""
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    return name, old, name.replace("cls.predictions.bias", "cls.predictions.decoder.bias")
 
 
 def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:
@@ -385,49 +420,11 @@ def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:
     module.load_state_dict(dict(new))
 
 
-def encoder_folder(init: str) -> Path:
-    """The folder of a pre-trained encoder: ``init`` itself, or the hub's copy of that name.
-
-    Raises ValueError that says what to fetch, and where to put it, when neither can be had.
-    """
-    folder = Path(init)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(init, allow_patterns=list(ENCODER_FILES)))
-        except Exception as error:
-            raise ValueError(
-                f"bert.init is {init!r}: no such folder, and the hub did not give it ({type(error).__name__}). "
-                f"Fetch {', '.join(ENCODER_FILES)} of that model on a machine with a network, put them into one "
-                "folder and set bert.init to the folder's path; or set bert.init=small"
-            ) from None
-    missing = [name for name in ENCODER_FILES if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}; a BERT encoder's folder has {', '.join(ENCODER_FILES)}")
-    return folder
-
-
 def load_bert(folder: Path) -> tuple[Bert, MaskedWordHead, bool]:
     """An encoder and a masked word head from a folder; the flag says whether the folder had a head."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = folder / "config.json"
-    try:
-        values = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds no JSON object; it is no BERT configuration")
-    config = BertConfig.from_json(values, str(path))
+    config = BertConfig.from_json(read_config(folder), str(folder / CONFIG))
     bert, head = Bert(config), MaskedWordHead(config)
-    weights = folder / "model.safetensors"
-    try:
-        state = load_file(weights)
-    except SafetensorError as error:
-        raise ValueError(f"{weights} is damaged ({error}); fetch it again") from None
-    found = import_state(bert, state, str(weights), head)
+    found = import_state(bert, read_weights(folder), str(folder), head)
     return bert, head, found
 
 

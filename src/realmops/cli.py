@@ -120,6 +120,40 @@ def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str,
         report.metrics(name, metrics)
 
 
+@main.command("import")
+@click.option(
+    "--pretrained",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FOLDER",
+    help="A pre-trained embedder, scorer, encoder or openqa checkpoint. Can be repeated; makes models/pretrain.",
+)
+@click.option(
+    "--finetuned",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="FOLDER",
+    help="A fine-tuned openqa or reader checkpoint. Can be repeated; makes models/finetune.",
+)
+@click.option("--blocks", type=click.Path(path_type=Path), metavar="FILE", help="Its passages, as blocks.tfr.")
+@click.option("--titles", type=click.Path(path_type=Path), metavar="FILE", help="Their titles, as titles.tfr.")
+@_root
+@_explains_errors
+def import_(
+    pretrained: tuple[Path, ...], finetuned: tuple[Path, ...], blocks: Path | None, titles: Path | None, root: Path
+) -> None:
+    """Read REALM checkpoints in Hugging Face's format, so that finetune and evaluate go on from them.
+
+    The folders are those of google/realm-cc-news-pretrained-* and google/realm-orqa-* on the hub, downloaded whole.
+    """
+    from realmops.console import Console
+    from realmops.stages.published import import_published
+
+    import_published(
+        root, pretrained=pretrained, finetuned=finetuned, blocks=blocks, titles=titles, report=Console()
+    )
+
+
 @main.command("index-builder")
 @click.option("--exchange", type=click.Path(path_type=Path), required=True, help="The folder shared with the trainer.")
 @click.option("--snapshot", type=click.Path(path_type=Path), required=True, help="The snapshot folder of the corpus.")

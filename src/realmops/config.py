@@ -59,6 +59,7 @@ class SnapshotOptions:
     warmup: str
     use_warmup: bool
     block_wordpieces: int
+    whole_documents: bool
     wikipedia_titles: bool
     workers: int
 

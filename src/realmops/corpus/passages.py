@@ -105,9 +105,11 @@ def passage_digest(title: str, text: str) -> str:
 
 
 def cut_passages(
-    documents: Sequence[Document], tokenizer: Tokenizer, *, block_wordpieces: int, language: str = "en"
+    documents: Sequence[Document], tokenizer: Tokenizer, *, block_wordpieces: int | None, language: str = "en"
 ) -> PassageBatch:
     """The passages of a batch of documents, wordpieces and offsets included.
+
+    Without ``block_wordpieces`` each document is one passage.
 
     Every text is tokenised once, whole; characters of all texts are counted on in one line, so that one
     search finds the wordpieces of all sentences.
@@ -132,7 +134,12 @@ def cut_passages(
         rows = range(first_row, first_row + counts[index])
         first_row = rows.stop
         lengths = [sentence_tokens[row][1] - sentence_tokens[row][0] for row in rows]
-        for first, end in pack_sentences(lengths, len(title_ids[document.title]), block_wordpieces):
+        blocks = (
+            [(0, len(lengths))][: len(lengths)]
+            if block_wordpieces is None
+            else pack_sentences(lengths, len(title_ids[document.title]), block_wordpieces)
+        )
+        for first, end in blocks:
             low, high = rows.start + first, rows.start + end - 1
             start, stop = sentence_chars[low][0] - bases[index], sentence_chars[high][1] - bases[index]
             passages.append(

@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,14 @@ from realmops.corpus.documents import Document, read_documents
 from realmops.corpus.flat import FlatArray, FlatOffsets, load_flat
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
 from realmops.corpus.spans import Spans, SpansWriter
-from realmops.corpus.vocabulary import build_tokenizer, read_vocabulary, vocabulary_bytes, vocabulary_hash
+from realmops.corpus.vocabulary import (
+    UNCASED,
+    Casing,
+    build_tokenizer,
+    read_vocabulary,
+    vocabulary_bytes,
+    vocabulary_hash,
+)
 
 # Shape legend: P passages, T wordpieces of all bodies, S sentences; t and s those of one passage.
 
@@ -61,6 +69,8 @@ def write_snapshot(
     *,
     vocabulary: Sequence[str],
     block_wordpieces: int,
+    casing: Casing = UNCASED,
+    whole_documents: bool = False,
     drop_titles: bool = False,
     language: str = "en",
     workers: int = 1,
@@ -73,6 +83,8 @@ def write_snapshot(
     Args:
         vocabulary: WordPieces in the order of their ids (``train_vocabulary`` makes one).
         block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
+        casing: what the tokenizer does to capitals and accents.
+        whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
         drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
         language: code of the language for the sentence splitter.
         workers: processes that tokenise; with 1 it happens in this process, on one thread.
@@ -88,10 +100,17 @@ def write_snapshot(
     if workers < 1:
         raise ValueError(f"workers is {workers}, wanted 1 or more")
     paths = list(paths)
-    settings = {"block_wordpieces": block_wordpieces, "drop_titles": drop_titles, "language": language}
+    settings = {
+        "block_wordpieces": block_wordpieces,
+        "casing": asdict(casing),
+        "whole_documents": whole_documents,
+        "drop_titles": drop_titles,
+        "language": language,
+    }
+    most = None if whole_documents else block_wordpieces
     with ExitStack() as stack:
         writer = stack.enter_context(closing(_Writer(folder, vocabulary)))
-        run = stack.enter_context(_runner(workers, vocabulary, block_wordpieces, language))
+        run = stack.enter_context(_runner(workers, vocabulary, casing, most, language))
         for documents, batch in run(_batches(writer.admit(read_documents(paths), drop_titles))):
             writer.append(documents, batch)
             if progress is not None:
@@ -117,26 +136,26 @@ _Runner = Callable[[Iterator[list[Document]]], Iterator[tuple[list[Document], Pa
 _worker_tokenizer: Tokenizer | None = None
 
 
-def _start_worker(vocabulary: list[str]) -> None:
+def _start_worker(vocabulary: list[str], casing: Casing) -> None:
     global _worker_tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = build_tokenizer(vocabulary)
+    _worker_tokenizer = build_tokenizer(vocabulary, casing)
 
 
-def _cut_in_worker(documents: list[Document], block_wordpieces: int, language: str) -> PassageBatch:
+def _cut_in_worker(documents: list[Document], block_wordpieces: int | None, language: str) -> PassageBatch:
     assert _worker_tokenizer is not None
     return cut_passages(documents, _worker_tokenizer, block_wordpieces=block_wordpieces, language=language)
 
 
 @contextmanager
 def _runner(
-    workers: int, vocabulary: Sequence[str], block_wordpieces: int, language: str
+    workers: int, vocabulary: Sequence[str], casing: Casing, block_wordpieces: int | None, language: str
 ) -> Iterator[_Runner]:
     """A function that cuts batches in order: here with one worker, else in processes of their own."""
     if workers == 1:
         here = partial(
             cut_passages,
-            tokenizer=build_tokenizer(vocabulary),
+            tokenizer=build_tokenizer(vocabulary, casing),
             block_wordpieces=block_wordpieces,
             language=language,
         )
@@ -146,7 +165,7 @@ def _runner(
     there = partial(_cut_in_worker, block_wordpieces=block_wordpieces, language=language)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(list(vocabulary),)
+        workers, mp_context=context, initializer=_start_worker, initargs=(list(vocabulary), casing)
     ) as pool:
         try:
             yield partial(_in_order, pool, there, 2 * workers)
@@ -393,6 +412,7 @@ class Snapshot:
         self.corpus_hash: str = manifest["corpus_hash"]
         self.vocabulary_hash: str = manifest["vocabulary_hash"]
         self.block_wordpieces: int = manifest["settings"]["block_wordpieces"]
+        self.casing = Casing(**manifest["settings"]["casing"])
         self.tokens: NDArray[Any] = load_flat(folder / "tokens.npy")
         self.token_chars: Ints = load_flat(folder / "token_chars.npy")
         self.token_offsets: NDArray[np.int64] = load_flat(folder / "token_offsets.npy")
@@ -462,7 +482,7 @@ class Snapshot:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that made the snapshot."""
-        return build_tokenizer(self.vocabulary)
+        return build_tokenizer(self.vocabulary, self.casing)
 
     def given_spans(self) -> Spans | None:
         """The spans that the documents carried, if any did."""

@@ -11,6 +11,7 @@ import hashlib
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,6 +26,17 @@ SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_LIMIT = 100
 _PREFIX = "##"
 _Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Casing:
+    """What a BERT tokenizer does to text before it looks words up."""
+
+    lowercase: bool
+    strip_accents: bool
+
+
+UNCASED = Casing(lowercase=True, strip_accents=True)
 
 
 def train_vocabulary(
@@ -184,8 +196,8 @@ def _join(pieces: list[str], pair: _Pair, piece: str) -> list[str]:
     return joined
 
 
-def build_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
-    """BERT's lower-casing WordPiece tokenizer; ids are places in the vocabulary, offsets are characters.
+def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Tokenizer:
+    """BERT's WordPiece tokenizer; ids are places in the vocabulary, offsets are characters.
 
     The special tokens are known by name (``token_to_id``) but never found in text: "[MASK]" in a document is
     three words. Raises ValueError when a piece stands twice or a special token is missing.
@@ -198,7 +210,7 @@ def build_tokenizer(vocabulary: Sequence[str]) -> Tokenizer:
     if missing:
         raise ValueError(f"the vocabulary lacks {', '.join(missing)}; use a BERT WordPiece vocabulary")
     tokenizer = Tokenizer(WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=WORD_LIMIT))
-    tokenizer.normalizer = BertNormalizer(lowercase=True)
+    tokenizer.normalizer = BertNormalizer(lowercase=casing.lowercase, strip_accents=casing.strip_accents)
     tokenizer.pre_tokenizer = BertPreTokenizer()
     return tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.bert import Bert, BertConfig, MaskedWordHead, encoder_folder, initialise_small, load_bert
+from realmops.bert import Bert, BertConfig, MaskedWordHead, import_pooler, initialise_small, load_bert
 from realmops.config import BertOptions, RetrieverOptions
+from realmops.encoders import encoder_folder, read_weights
 from realmops.model.reader import Reader, SpanHead, initialise_spans
 from realmops.model.retriever import Embedder, Retriever, initialise_projection
 
@@ -24,8 +25,10 @@ RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
 
 
-def build_bert(options: BertOptions, vocabulary: int, seed: int) -> tuple[Bert, MaskedWordHead]:
-    """The encoder that ``bert.init`` names, with a masked word head."""
+def build_bert(
+    options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
+) -> tuple[Bert, MaskedWordHead]:
+    """The encoder that ``bert.init`` names, with a masked word head; ``warn`` is told when that starts fresh."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
         config = BertConfig(
@@ -51,20 +54,37 @@ def build_bert(options: BertOptions, vocabulary: int, seed: int) -> tuple[Bert, 
             f"{folder}: the encoder has {bert.config.vocabulary} wordpieces, the snapshot {vocabulary}; "
             "make the snapshot with this bert.init"
         )
-    if not found:  # an encoder published without its head: start from a near identity
+    if bert.config.positions < options.positions:
+        raise ValueError(
+            f"{folder}: the encoder has {bert.config.positions} positions, bert.positions is {options.positions}; "
+            f"set bert.positions={bert.config.positions}"
+        )
+    if not found:  # published without its head: start from a near identity
         with torch.no_grad():
             head.transform.weight.copy_(torch.eye(bert.config.width))
             head.transform.bias.zero_()
+        if warn is not None:
+            warn(
+                f"{folder} has no masked word head (cls.predictions): the reader's starts fresh, over the word "
+                "embeddings; give it more ict.reader_steps than a BERT with its head needs"
+            )
     return bert, head
 
 
 def build_models(
-    bert: BertOptions, retriever: RetrieverOptions, vocabulary: int, seed: int
+    bert: BertOptions,
+    retriever: RetrieverOptions,
+    vocabulary: int,
+    seed: int,
+    warn: Callable[[str], None] | None = None,
 ) -> tuple[Retriever, Reader]:
     """Retriever and reader that start from the same encoder; all towers and projections start equal."""
-    reader_bert, head = build_bert(bert, vocabulary, seed)
+    reader_bert, head = build_bert(bert, vocabulary, seed, warn)
     query = Embedder(copy.deepcopy(reader_bert), retriever.embedding_width, retriever.head)
     initialise_projection(query, torch.Generator().manual_seed(seed_for(seed, "projection")))
+    if query.pooler is not None and bert.init != "small":
+        folder = encoder_folder(bert.init)
+        import_pooler(query.pooler, read_weights(folder), str(folder))
     document = query if retriever.share_embedders else copy.deepcopy(query)
     return Retriever(query, document), Reader(reader_bert, head)
 
@@ -90,6 +110,7 @@ def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) 
         "share_embedders": retriever.shared,
         "reader": None if reader is None else reader.bert.config.to_json(),
         "span_width": None if reader is None or reader.spans is None else reader.spans.start.out_features,
+        "span_layer_norm_eps": None if reader is None or reader.spans is None else reader.spans.norm.eps,
         "vocabulary_hash": vocabulary_hash,
     }
 
@@ -148,6 +169,6 @@ def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     config = BertConfig.from_json(description["reader"], str(folder / MODEL))
     reader = Reader(Bert(config), MaskedWordHead(config))
     if description["span_width"] is not None:
-        reader.spans = SpanHead(config.width, description["span_width"])
+        reader.spans = SpanHead(config.width, description["span_width"], description["span_layer_norm_eps"])
     reader.load_state_dict(load_tensors((folder / READER).read_bytes()))
     return retriever, reader

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from realmops.bert import Bert, MaskedWordHead, Packed
 
+SPAN_NORM_EPS = 1e-5  # of our own span heads; published ones have 1e-3
+
 
 class Reader(nn.Module):
     """A BERT over join(x, z) with a masked word head; fine-tuning adds ORQA's span head."""
@@ -35,11 +37,11 @@ class Reader(nn.Module):
 class SpanHead(nn.Module):
     """ORQA's span score: w . LayerNorm(ReLU(W_s h_start + W_e h_end)) (the paper's MLP, section 3.2)."""
 
-    def __init__(self, width: int, span_width: int) -> None:
+    def __init__(self, width: int, span_width: int, eps: float = SPAN_NORM_EPS) -> None:
         super().__init__()
         self.start = nn.Linear(width, span_width)
         self.end = nn.Linear(width, span_width, bias=False)
-        self.norm = nn.LayerNorm(span_width)
+        self.norm = nn.LayerNorm(span_width, eps=eps)
         self.score = nn.Linear(span_width, 1)
 
     def forward(self, hidden_TD: Tensor, start_S: Tensor, end_S: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ class Job:
 class Stage:
     """One stage: the params sections and earlier stages that it reads, and the folder that it writes.
 
-    ``files`` are the keys (section.key) that name files from outside the pipeline.
+    ``files`` are the keys (section.key) that name files from outside the pipeline; ``optional`` are needs whose
+    folder may be absent, as when a model was imported or the corpus is somebody else's.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Stage:
     needs: tuple[str, ...]
     folder: str
     files: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ("sample",)
 
     def run(self, job: Job) -> dict[str, Any]:
         """Do the work of ``stages/<name>.py``; returns its metrics."""
@@ -92,6 +94,7 @@ STAGES: dict[str, Stage] = {
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
             ("questions.train", "questions.dev"),
+            ("sample", "ict"),
         ),
         Stage(
             "evaluate",
@@ -99,6 +102,7 @@ STAGES: dict[str, Stage] = {
             ("sample", "snapshot", "ict", "pretrain", "finetune"),
             "results",
             ("questions.train", "questions.test"),
+            ("sample", "ict", "pretrain"),
         ),
     )
 }

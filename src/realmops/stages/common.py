@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from realmops import artifacts
@@ -26,8 +28,10 @@ from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.train.loop import Context
 
+INDEX = "index.safetensors"
 _KIND = "checkpoint"
 _KEPT = 2
+_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,37 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
 def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
     """Embeddings P x E of all passages."""
     return embed(retriever.document, document_sequences(snapshot, range(len(snapshot))), dtype)
+
+
+def save_index(path: Path, embedding_PE: Tensor) -> None:
+    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own."""
+    size = embedding_PE.numel() * 4
+    entry = {"dtype": "F32", "shape": list(embedding_PE.shape), "data_offsets": [0, size]}
+    header = json.dumps({"embeddings": entry}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with open(path, "xb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for rows_RE in embedding_PE.split(_ROWS):
+            file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
+
+
+def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
+    """The embeddings P x E of a folder, memory-mapped; ValueError when they are of other passages."""
+    with safe_open(folder / INDEX, "pt") as file:
+        embedding_PE: Tensor = file.get_tensor("embeddings")
+    if len(embedding_PE) != len(snapshot):
+        raise ValueError(
+            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} {len(snapshot)} passages; an imported "
+            "index wants the passages that it was made from, in their order (snapshot.whole_documents=true)"
+        )
+    return embedding_PE
+
+
+def passage_embeddings(folder: Path, retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
+    """Embeddings P x E of all passages: those imported with the model in ``folder``, else made now."""
+    if (folder / INDEX).is_file():
+        return load_index(folder, snapshot)
+    return embed_corpus(retriever, snapshot, dtype)
 
 
 def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:

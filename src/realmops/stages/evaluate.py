@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.torch import load_file
 
 from realmops import artifacts
 from realmops.config import Finetune
@@ -34,8 +33,14 @@ from realmops.evaluate.retrieval import (
 )
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
-from realmops.stages.common import embed_corpus, open_snapshot, prepare, question_queries, rank
-from realmops.stages.finetune import INDEX
+from realmops.stages.common import (
+    load_index,
+    open_snapshot,
+    passage_embeddings,
+    prepare,
+    question_queries,
+    rank,
+)
 from realmops.train.finetune import MATCH_RULE, Answer, OpenQa
 
 PREDICTIONS = "predictions.parquet"
@@ -51,7 +56,7 @@ def run(job: Job) -> dict[str, Any]:
     questions = read_questions([job.inputs["questions.test"]])
     depth = max(RECALL_AT)
     retriever, reader = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)
-    embedding = load_file(str(job.inputs["finetune"] / INDEX))["embeddings"]
+    embedding = load_index(job.inputs["finetune"], snapshot)
     model = OpenQa(retriever.to(device), reader.to(device), snapshot, embedding, options, dtype)
     progress = job.report.progress("test questions", len(questions))
     answers = model.answer(questions, ranked=depth, batch_size=32, progress=progress)
@@ -66,8 +71,11 @@ def run(job: Job) -> dict[str, Any]:
     metrics["recall_at_5"] = metrics[f"recall_at_5_{MATCH_RULE}"]
     queries = question_queries(snapshot, questions, options.query_wordpieces)
     for name, prefix in (("ict", "before_realm_"), ("pretrain", "zero_shot_")):
+        if name not in job.inputs:
+            continue  # a fine-tuned model was imported
         zero_shot = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
-        found = rank(zero_shot, embed_corpus(zero_shot, snapshot, dtype), queries, depth, dtype)
+        passages = passage_embeddings(job.inputs[name], zero_shot, snapshot, dtype)
+        found = rank(zero_shot, passages, queries, depth, dtype)
         metrics |= _retrieval(job, hit_ranks_by_rule(questions, _padded(found.tolist(), depth), snapshot.text), prefix)
     lexical = bm25_ranking(
         [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))],
@@ -142,8 +150,9 @@ def _prediction(question: Question, answer: Answer, snapshot: Snapshot, correct:
 
 def _report(job: Job, metrics: dict[str, Any]) -> None:
     """report.html, plots and the data of ``dvc plots``."""
-    known = {name: artifacts.read_json(job.inputs[name] / METRICS) for name in ("snapshot", *TRAINED)}
-    journals: list[Path] = [job.inputs[name] / JOURNAL for name in TRAINED]
+    stages = [name for name in ("snapshot", *TRAINED) if name in job.inputs]
+    known = {name: artifacts.read_json(job.inputs[name] / METRICS) for name in stages}
+    journals: list[Path] = [job.inputs[name] / JOURNAL for name in stages]
     write_report(
         job.out,
         journals=[path for path in journals if path.is_file()],

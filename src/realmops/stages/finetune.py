@@ -6,7 +6,6 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from realmops.config import Finetune
@@ -17,14 +16,15 @@ from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
-from realmops.stages.common import JournalValues, context, embed_corpus, open_snapshot, prepare
+from realmops.stages.common import INDEX, JournalValues, context, open_snapshot, passage_embeddings, prepare, save_index
 from realmops.train.finetune import OpenQa, finetune
-
-INDEX = "index.safetensors"
 
 
 def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retriever, Reader]:
     """Retriever and reader from the stages that the options name, the query tower apart from the passages'."""
+    for key, name in (("retriever", options.retriever), ("reader", options.reader)):
+        if name not in job.inputs:
+            raise ValueError(f"finetune.{key} is {name!r}, but that stage was not run; run it or set finetune.{key}=pretrain")
     models = {
         name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {options.retriever, options.reader}
     }
@@ -44,7 +44,7 @@ def run(job: Job) -> dict[str, Any]:
     add_spans(reader, options.span_width, seed)
     retriever.to(device)
     reader.to(device)
-    embedding = embed_corpus(retriever, snapshot, dtype)
+    embedding = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
     model = OpenQa(retriever, reader, snapshot, embedding, options, dtype)
     steps = options.epochs * -(-len(questions) // options.batch_size)
     finetune(context(job, "finetune", steps, "fine-tuning"), model, questions, options, job.sections["optimiser"])
@@ -65,4 +65,4 @@ def run(job: Job) -> dict[str, Any]:
 
 def _save(folder: Path, model: OpenQa, embedding: Tensor, snapshot: Snapshot) -> None:
     save_models(folder, model.retriever, model.reader, snapshot.vocabulary_hash)
-    (folder / INDEX).write_bytes(save_tensors({"embeddings": embedding.cpu().contiguous()}))
+    save_index(folder / INDEX, embedding)

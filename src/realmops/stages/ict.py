@@ -21,7 +21,9 @@ def run(job: Job) -> dict[str, Any]:
     text = open_snapshot(job, "warmup") if has_warmup else corpus
     spans = open_spans(job, text, text.folder.name)
     size = corpus.tokenizer.get_vocab_size()
-    retriever, reader = build_models(job.sections["bert"], job.sections["retriever"], size, run_options.seed)
+    retriever, reader = build_models(
+        job.sections["bert"], job.sections["retriever"], size, run_options.seed, job.report.warn
+    )
     retriever.to(device).train()
     reader.to(device).train()
     optimiser = job.sections["optimiser"]

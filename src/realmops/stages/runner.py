@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts, tracking
+from realmops.encoders import encoder_files
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
 
 WORK = ".realmops"
@@ -103,11 +104,13 @@ def _inputs(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path
     inputs: dict[str, Path] = {}
     for need in stage.needs:
         folder = root / STAGES[need].folder
-        if need == "sample" and not folder.exists():
-            continue  # somebody else's corpus
+        if need in stage.optional and not folder.exists():
+            continue
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
     inputs |= external_files(stage, values, project, root)
+    if "bert" in stage.sections:  # other weights under the same name are another encoder
+        inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
     return inputs
 
 

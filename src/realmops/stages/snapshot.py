@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from realmops.bert import encoder_folder
 from realmops.config import BertOptions, SnapshotOptions
+from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import write_snapshot
-from realmops.corpus.vocabulary import read_vocabulary, train_vocabulary
+from realmops.corpus.vocabulary import UNCASED, train_vocabulary
+from realmops.encoders import encoder_folder
 from realmops.stages import Job
 
 
@@ -18,11 +19,12 @@ def run(job: Job) -> dict[str, Any]:
     texts = {"corpus": job.inputs["snapshot.documents"]}
     if options.use_warmup:
         texts["warmup"] = job.inputs["snapshot.warmup"]
+    casing = UNCASED
     if bert.init == "small":
         progress = job.report.progress("vocabulary", 0)
         vocabulary = train_vocabulary(texts.values(), size=bert.vocabulary, progress=progress)
     else:
-        vocabulary = read_vocabulary(encoder_folder(bert.init) / "vocab.txt")
+        vocabulary, casing = read_encoder_vocabulary(encoder_folder(bert.init))
     metrics: dict[str, Any] = {"vocabulary": len(vocabulary)}
     for name, path in texts.items():
         folder = job.out / name
@@ -31,6 +33,8 @@ def run(job: Job) -> dict[str, Any]:
             [path],
             folder,
             vocabulary=vocabulary,
+            casing=casing,
+            whole_documents=options.whole_documents,
             block_wordpieces=options.block_wordpieces,
             drop_titles=options.wikipedia_titles,
             workers=options.workers,

@@ -19,6 +19,7 @@ from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import answer_token_spans, contains_answer
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.vocabulary import UNCASED
 from realmops.corpus.wordpieces import passages_with
 from realmops.index.mips import search
 from realmops.model.joins import SpecialTokens, join_query, join_reader
@@ -89,9 +90,10 @@ class OpenQa:
         """Whether each passage contains an answer (token boundaries, letter case ignored)."""
         known = self._correct.setdefault(question.id, {})
         if unknown := [p for p in passages if p not in known]:
-            # equal wordpieces are necessary and cheap to find; the rule decides
-            runs = [self.wordpieces(answer) for answer in question.answers]
-            found = {p for run in runs for p in passages_with(self.snapshot, run, unknown)}
+            found = set(unknown)
+            if self.snapshot.casing == UNCASED:  # then equal wordpieces are necessary and cheap to find
+                runs = [self.wordpieces(answer) for answer in question.answers]
+                found = {p for run in runs for p in passages_with(self.snapshot, run, unknown)}
             for p in unknown:
                 known[p] = p in found and contains_answer(self.snapshot.text(p), question.answers, MATCH_RULE)
         return np.array([known[p] for p in passages], dtype=bool)

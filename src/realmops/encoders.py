@@ -1,0 +1,170 @@
+"""Folders of models that others published in Hugging Face's format: where they lie, and their weights.
+
+Weights come as safetensors or, in older folders, in torch's .bin form, which is a pickle in a zip file. This is
+the one place that reads the latter: with torch's restricted loader, which makes tensors and calls nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG = "config.json"
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+VOCABULARY = "vocab.txt"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+_SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
+_ADVICE = f"a BERT encoder's folder has {CONFIG}, {SAFETENSORS[0]} or {BIN[0]}, and {VOCABULARY} or {TOKENIZER}"
+
+
+def encoder_folder(init: str) -> Path:
+    """The folder of a pre-trained encoder: ``init`` itself, or the hub's copy of that name.
+
+    A copy in the hub's cache is taken as it is; otherwise it is fetched, unless HF_HUB_OFFLINE forbids it.
+    Raises ValueError that says what to fetch, and where to put it, when neither can be had.
+    """
+    folder = Path(init)
+    if not folder.is_dir():
+        folder = _from_hub(init)
+    if missing := _missing(folder):
+        raise ValueError(f"{folder} lacks {', '.join(missing)}; {_ADVICE}")
+    return folder
+
+
+def encoder_files(init: str) -> dict[str, Path]:
+    """Every file that the encoder ``init`` depends on, by its name; none for ``small``."""
+    if init == "small":
+        return {}
+    folder = encoder_folder(init)
+    names = [CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG]
+    found = [folder / name for name in names if (folder / name).is_file()]
+    return {path.name: path for path in (*found, *_weight_files(folder))}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of ``config.json``; ValueError names the file."""
+    return _read_object(folder / CONFIG, "model configuration")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All parameters of a folder by name, memory-mapped; ValueError names the file that cannot be read."""
+    weights: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        if path.suffix != ".json":
+            weights |= _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
+    return weights
+
+
+def read_optional(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file; ValueError names the file."""
+    return _read_object(path, what) if path.is_file() else {}
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    common = [CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG]
+    try:
+        try:
+            folder = Path(snapshot_download(name, local_files_only=True))
+            if not _missing(folder):
+                return folder
+        except LocalEntryNotFoundError:
+            pass
+        safe = [*common, *SAFETENSORS, _SHARDS[0]]
+        folder = Path(snapshot_download(name, allow_patterns=safe))
+        if not any((folder / weights).is_file() for weights in SAFETENSORS):
+            folder = Path(snapshot_download(name, allow_patterns=[*common, *BIN, _SHARDS[1]]))
+    except Exception as error:  # no network, no such name, HF_HUB_OFFLINE: the advice is the same
+        target = name.split("/")[-1] or "FOLDER"
+        raise ValueError(
+            f"bert.init is {name!r}: no such folder, and the hub did not give it ({type(error).__name__}). On a "
+            f"machine with a network run 'hf download {name} --local-dir {target}', bring that folder here and set "
+            f"bert.init to its path, or bring the hub's cache to {constants.HF_HUB_CACHE}; {_ADVICE}. "
+            "Or set bert.init=small"
+        ) from None
+    return folder
+
+
+def _missing(folder: Path) -> list[str]:
+    wanted = {
+        CONFIG: (CONFIG,),
+        f"{SAFETENSORS[0]} or {BIN[0]}": (*SAFETENSORS, *BIN),
+        f"{VOCABULARY} or {TOKENIZER}": (VOCABULARY, TOKENIZER),
+    }
+    return [what for what, names in wanted.items() if not any((folder / name).is_file() for name in names)]
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files with the weights, behind the index that names them where they are several."""
+    for whole, index in (SAFETENSORS, BIN):
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            return [folder / index, *_shards(folder / index)]
+    raise ValueError(f"{folder} lacks {SAFETENSORS[0]} or {BIN[0]}; {_ADVICE}")
+
+
+def _shards(index: Path) -> list[Path]:
+    names = _read_object(index, "index of weights").get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{index} has no weight_map from parameters to files; fetch it again")
+    files = sorted(set(names.values()))
+    for name in files:
+        if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
+            raise ValueError(f"{index}: {name!r} is no file of weights beside it; do not use this folder")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent / name} is missing (named in {index.name}); fetch it too")
+    return [index.parent / name for name in files]
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); fetch it again") from None
+
+
+def _read_bin(path: Path) -> dict[str, Tensor]:
+    """The tensors of torch's zip form; nothing that the file holds is executed."""
+    import torch
+
+    if not zipfile.is_zipfile(path):
+        raise ValueError(
+            f"{path} is not in torch's zip form: it was cut, or written by torch before 1.6; "
+            f"fetch it again, or take the model's {SAFETENSORS[0]}"
+        )
+    try:
+        weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # whatever the restricted loader stumbles over: the file is of no use
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path} holds something other than weights, or is damaged ({type(error).__name__}: {reason}); nothing "
+            f"of it was executed: do not use it, take the model's {SAFETENSORS[0]} from a source that you trust"
+        ) from None
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in weights.items()
+    ):
+        raise ValueError(f"{path} holds no mapping from names to tensors; take the model's {SAFETENSORS[0]}")
+    return dict(weights)
+
+
+def _read_object(path: Path, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object; it is no {what}")
+    return value
