@@ -1,4 +1,4 @@
-"""Make tests/fixtures/peer_realm.safetensors: what transformers' REALM computes from small random weights.
+"""Make tests/fixtures/peer_realm.safetensors and peer_published: what transformers' REALM computes and saves.
 
 transformers dropped REALM after 4.x, so this runs in a throw-away environment:
 
@@ -6,7 +6,9 @@ transformers dropped REALM after 4.x, so this runs in a throw-away environment:
     /tmp/peer/bin/pip install transformers==4.35.2 torch 'numpy<2' safetensors
     /tmp/peer/bin/python benchmarks/peer_fixture.py
 
-tests/test_peer.py loads the same weights into our modules. The fixture holds numbers only.
+All weights are small and random. tests/test_peer.py loads the first file's weights into our modules and compares
+numbers; tests/test_peer_published.py imports the folders under peer_published, which the peer saved in the format of
+the checkpoints on the hub, and compares retrieval, scores and answers (expected.safetensors, expected.json).
 
 Shape suffixes: B queries, K candidates of each, L padded length, R passages that are read, P passages that
 are retrieved, A answers of a passage, S spans.
@@ -16,14 +18,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import struct
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 try:
-    from transformers import RealmConfig, RealmEmbedder, RealmKnowledgeAugEncoder, RealmReader, RealmScorer
+    from transformers import (
+        RealmConfig,
+        RealmEmbedder,
+        RealmForOpenQA,
+        RealmKnowledgeAugEncoder,
+        RealmReader,
+        RealmRetriever,
+        RealmScorer,
+        RealmTokenizer,
+    )
 except ImportError:
     raise SystemExit("this transformers has no REALM; run the script as its first lines say") from None
 
@@ -43,6 +57,26 @@ SHAPE = {
 RETRIEVER_WIDTH, SPAN_WIDTH, LONGEST_SPAN = 8, 12, 4
 QUERIES, CANDIDATES, READ, RETRIEVED = 3, 4, 3, 5
 CLS, SEP, MASK, FIRST_WORD = 2, 3, 4, 5
+
+# ---- the folders in the published format
+FOLDER = "peer_published"
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+    "max_position_embeddings": 48,
+    "retriever_proj_size": 6,
+    "span_hidden_size": 10,
+    "max_span_width": 4,
+    "reader_seq_len": 40,
+}  # all else as published: gelu_new, layer norms of 1e-12 and, over spans, 1e-3
+NAMES = ["anna", "karl", "maria", "jon", "berg", "lund", "holm", "vik", "oslo", "bergen", "norway"]
+WORDS = [*NAMES, "sea", "ship", "play", "town", "king", "was", "born", "in", "wrote", "built", "sang", "lived"]
+WORDS += ["the", "a", "of", "who", "where", "what"]
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+BLOCKS = 24
+ASKED = ("who wrote the play", "where was karl lund born", "what town of norway", "who built a ship of the king")
 
 
 def randomise(module: nn.Module, generator: torch.Generator) -> None:
@@ -193,6 +227,90 @@ def weights(prefix: str, module: nn.Module) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": parameter.detach().float() for name, parameter in module.named_parameters()}
 
 
+def published(folder: Path, generator: torch.Generator) -> None:
+    """Checkpoint folders as the peer saves them, with the passages and with what it answers."""
+    shutil.rmtree(folder, ignore_errors=True)
+    vocabulary = [*SPECIAL, *WORDS, "."]
+    config = RealmConfig(**SMALL, vocab_size=len(vocabulary), num_block_records=BLOCKS)
+    folder.mkdir(parents=True)
+    (folder / "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary))
+    tokenizer = RealmTokenizer(folder / "vocab.txt")
+    blocks, titles = random_blocks(generator)
+    retriever = RealmRetriever(np.array([block.encode() for block in blocks], dtype=object), tokenizer)
+    openqa = RealmForOpenQA(config, retriever).eval()
+    scorer = RealmScorer(config).eval()
+    encoder = RealmKnowledgeAugEncoder(config).eval()
+    for module in (openqa, scorer, encoder):
+        randomise(module, generator)
+    with torch.no_grad():
+        openqa.block_emb.copy_(document_embeddings(scorer.embedder, tokenizer, titles, blocks))
+    openqa.save_pretrained(folder / "openqa", safe_serialization=False)
+    scorer.embedder.save_pretrained(folder / "embedder", safe_serialization=False)
+    scorer.save_pretrained(folder / "scorer", safe_serialization=True)
+    encoder.save_pretrained(folder / "encoder", safe_serialization=True)
+    openqa.reader.save_pretrained(folder / "reader", safe_serialization=True)
+    for name in ("openqa", "embedder", "scorer", "encoder", "reader"):
+        tokenizer.save_pretrained(folder / name)
+    (folder / "vocab.txt").unlink()
+    write_records(folder / "blocks.tfr", blocks)
+    write_records(folder / "titles.tfr", titles)
+    answers, numbers = zip(*(answer(openqa, tokenizer, question) for question in ASKED), strict=True)
+    expected = {f"{n}.{name}": tensor for n, found in enumerate(numbers) for name, tensor in found.items()}
+    save_file({name: tensor.contiguous() for name, tensor in expected.items()}, folder / "expected.safetensors")
+    (folder / "expected.json").write_text(json.dumps(dict(zip(ASKED, answers, strict=True)), indent=1) + "\n")
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {size} bytes; answers {answers}")
+
+
+def random_blocks(generator: torch.Generator) -> tuple[list[str], list[str]]:
+    """Passages of known words, of several lengths, and their titles."""
+
+    def words(count: int) -> str:
+        return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (count,), generator=generator))
+
+    numbers = range(BLOCKS)
+    return [f"{words(5 + n % 7)} . {words(4 + n % 5)} ." for n in numbers], [words(1 + n % 2) for n in numbers]
+
+
+def document_embeddings(
+    embedder: RealmEmbedder, tokenizer: RealmTokenizer, titles: list[str], blocks: list[str]
+) -> Tensor:
+    """What the index of a checkpoint holds: [CLS] title [SEP] body [SEP] of every block."""
+    inputs = tokenizer(titles, blocks, padding=True, return_tensors="pt")
+    return embedder(**inputs).projected_score
+
+
+def answer(openqa: RealmForOpenQA, tokenizer: RealmTokenizer, question: str) -> tuple[str, dict[str, Tensor]]:
+    """The peer's answer, the passages it retrieved with their scores, and the scores of all their spans."""
+    inputs = tokenizer([question], return_tensors="pt")
+    with torch.no_grad():
+        _, predicted = openqa(**inputs, return_dict=False)
+        query_QE = openqa.embedder(**inputs).projected_score
+        score_B = openqa.block_emb @ query_QE[0]
+        top = score_B.topk(openqa.config.reader_beam_size)
+        limit = openqa.config.reader_seq_len
+        *_, read = openqa.retriever(top.indices, inputs.input_ids, None, max_length=limit, return_tensors="pt")
+        block_RL = ~read.special_tokens_mask.bool() & read.token_type_ids.bool()
+        hidden = openqa.reader.realm(read.input_ids, read.attention_mask, read.token_type_ids)[0]
+        score_RS, start_S, end_S = openqa.reader.qa_outputs(hidden, block_RL)
+    numbers = {
+        "query": query_QE[0],
+        "retrieved": top.indices,
+        "relevance": top.values,
+        "span_score": score_RS,
+        "span_start": start_S,
+        "span_end": end_S,
+        "first_of_body": block_RL.int().argmax(1),
+    }
+    return tokenizer.decode(predicted), numbers
+
+
+def write_records(path: Path, texts: list[str]) -> None:
+    """TensorFlow's record format, its checksums left empty."""
+    frames = [struct.pack("<Q", len(data)) + bytes(4) + data + bytes(4) for data in (t.encode() for t in texts)]
+    path.write_bytes(b"".join(frames))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT)
@@ -217,6 +335,7 @@ def main() -> None:
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(contiguous, out, metadata={"config": json.dumps(SHAPE, sort_keys=True)})
     print(f"{out}: {len(tensors)} tensors, {out.stat().st_size} bytes")
+    published(out.parent / FOLDER, torch.Generator().manual_seed(1))
 
 
 if __name__ == "__main__":

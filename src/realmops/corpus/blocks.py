@@ -19,9 +19,9 @@ def read_records(path: Path) -> Iterator[bytes]:
     """
     if path.suffix == ".npy":
         raise ValueError(
-            f"{path} is a pickled array, which can run any program and is not opened; take the records that it was made "
-            "from, blocks.tfr and titles.tfr of enwiki-20181220 (ORQA's published data), or bring the passages as JSON "
-            'lines {"title": ..., "text": ...} in the same order'
+            f"{path} is a pickled array, which can run any program and is not opened; take the records that it was "
+            "made from, blocks.tfr and titles.tfr of enwiki-20181220 (ORQA's published data), or bring the passages "
+            'as JSON lines {"title": ..., "text": ...} in the same order'
         )
     try:
         file = open(path, "rb")  # noqa: SIM115 (closed below)

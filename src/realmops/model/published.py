@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +54,17 @@ class Published:
         _fill(tower.norm, state, "cls.LayerNorm", source)
         return tower
 
-    @property
+    @cached_property
     def query(self) -> Embedder | None:
         """The embedder of queries: the scorer's second one, or the only one."""
         return self._first_tower("query_embedder.", "embedder.", "")
 
-    @property
+    @cached_property
     def document(self) -> Embedder | None:
         """The embedder of passages: the scorer's first one, or the only one."""
         return self._first_tower("embedder.", "query_embedder.", "")
 
-    @property
+    @cached_property
     def reader(self) -> Reader | None:
         """The encoder over query and passage with its masked word head, and its span head if it has one."""
         for prefix in _READERS:
@@ -87,7 +88,8 @@ class Published:
         source = str(self.folder)
         config = BertConfig.from_json(self.config, source)
         reader = Reader(Bert(config), MaskedWordHead(config))
-        import_state(reader.bert, state, source, reader.masked_words)
+        if not import_state(reader.bert, state, source, reader.masked_words):
+            raise ValueError(f"{source}: its reader has no masked word head (cls.predictions); fetch it again")
         if "qa_outputs.dense_intermediate.weight" in state:
             reader.spans = _span_head(state, float(self.config.get("reader_layer_norm_eps", 1e-3)), source)
         return reader

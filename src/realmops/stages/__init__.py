@@ -13,6 +13,7 @@ from realmops.tracking import Journal
 
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
+PUBLISHED = "data/published"  # passages that were imported with a checkpoint
 
 
 class Report(Protocol):
@@ -116,10 +117,11 @@ def parse_sections(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> dic
 def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
     """The files that a stage's options name, by section.key.
 
-    Relative names start at the project; those inside a stage's folder (data/sample/...) at the root of the run.
+    Relative names start at the project; those inside a stage's folder (data/sample/...), or among what was
+    imported, at the root of the run.
     """
     names = {key: Path(values[key.split(".")[0]][key.split(".")[1]]) for key in stage.files}
-    made = {Path(other.folder) for other in STAGES.values()}
+    made = {Path(PUBLISHED), *(Path(other.folder) for other in STAGES.values())}
     return {key: (root if made & set(name.parents) else project) / name for key, name in names.items()}
 
 

@@ -106,7 +106,7 @@ def save_index(path: Path, embedding_PE: Tensor) -> None:
     header += b" " * (-len(header) % 8)
     with open(path, "xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for rows_RE in embedding_PE.split(_ROWS):
+        for rows_RE in torch.split(embedding_PE, _ROWS):
             file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
 
 
@@ -116,8 +116,9 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
         embedding_PE: Tensor = file.get_tensor("embeddings")
     if len(embedding_PE) != len(snapshot):
         raise ValueError(
-            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} {len(snapshot)} passages; an imported "
-            "index wants the passages that it was made from, in their order (snapshot.whole_documents=true)"
+            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} {len(snapshot)} passages; an "
+            "imported index wants the passages that it was made from, in their order: run the stage snapshot on them "
+            "with snapshot.whole_documents=true"
         )
     return embedding_PE
 

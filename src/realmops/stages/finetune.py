@@ -24,7 +24,9 @@ def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retri
     """Retriever and reader from the stages that the options name, the query tower apart from the passages'."""
     for key, name in (("retriever", options.retriever), ("reader", options.reader)):
         if name not in job.inputs:
-            raise ValueError(f"finetune.{key} is {name!r}, but that stage was not run; run it or set finetune.{key}=pretrain")
+            raise ValueError(
+                f"finetune.{key} is {name!r}, but that stage was not run; run it or set finetune.{key}=pretrain"
+            )
     models = {
         name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {options.retriever, options.reader}
     }

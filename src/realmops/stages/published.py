@@ -14,10 +14,8 @@ from realmops.model.files import save_models
 from realmops.model.published import Published, finetuned_models, pretrained_models, read_published
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
-from realmops.stages import METRICS, STAGES, Report
+from realmops.stages import METRICS, PUBLISHED, STAGES, Report
 from realmops.stages.common import INDEX, save_index
-
-PASSAGES = "data/published"
 
 
 def import_published(
@@ -58,7 +56,7 @@ def import_published(
             )
         _commit(root, "finetune", *finetuned_models(after, retriever), after, report)
     if blocks is not None:
-        folder = root / PASSAGES
+        folder = root / PUBLISHED
         with artifacts.atomic_folder(folder) as out:
             count = convert_blocks(blocks, titles, out / "passages.jsonl.gz", report.progress("passages", 0))
             artifacts.write_manifest(out, "published", passages=count)

@@ -1,0 +1,299 @@
+"""Encoders of others: what a folder must hold, weights in both forms, pickles that are none, and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from toy import Quiet, stage, toy_values, write_project
+from transformers import BertTokenizerFast
+
+from realmops.bert import Bert, BertConfig, MaskedWordHead, load_bert, save_bert
+from realmops.corpus.pretrained import read_encoder_vocabulary
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
+from realmops.encoders import encoder_files, encoder_folder, read_weights
+
+CONFIG = BertConfig(40, 8, 1, 2, 16, 512, 0.0)
+CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a", "in", "is", "##n", ".", "B", "b"]
+
+
+def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = pieces or [*SPECIAL_TOKENS, *(f"w{n}" for n in range(35))]
+    config = BertConfig(len(pieces), 8, 1, 2, 16, 512, 0.0)
+    save_bert(folder, Bert(config), MaskedWordHead(config))
+    (folder / "vocab.txt").write_bytes(vocabulary_bytes(pieces))
+    return folder
+
+
+# ---- finding a folder
+
+
+def test_an_encoder_that_cannot_be_had_says_what_to_fetch_and_where_to_put_it(tmp_path: Path) -> None:
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    with pytest.raises(ValueError, match=r"bert\.init is 'google-bert/bert-base-uncased': no such folder") as error:
+        encoder_folder("google-bert/bert-base-uncased")
+    for words in (
+        "hf download google-bert/bert-base-uncased --local-dir bert-base-uncased",
+        "set bert.init to its path",
+        "/hub",
+        "config.json, model.safetensors or pytorch_model.bin, and vocab.txt or tokenizer.json",
+        "bert.init=small",
+    ):
+        assert words in str(error.value)
+    with pytest.raises(ValueError, match=r"bert\.init is '.*/not/there': no such folder"):
+        encoder_folder(str(tmp_path / "not" / "there"))
+
+
+def test_a_copy_in_the_hubs_cache_is_taken_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    name, commit = "some/encoder", "0" * 40
+    repository = tmp_path / "models--some--encoder"
+    folder = write_encoder(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _cached(tmp_path))
+    assert encoder_folder(name) == folder
+    (folder / "vocab.txt").unlink()
+    with pytest.raises(ValueError, match=r"the hub did not give it|lacks vocab\.txt or tokenizer\.json"):
+        encoder_folder(name)
+
+
+def _cached(cache: Path) -> Any:
+    from huggingface_hub import snapshot_download
+
+    return lambda *given, **named: snapshot_download(*given, **named, cache_dir=cache)
+
+
+def test_an_incomplete_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    missing = r"lacks model\.safetensors or pytorch_model\.bin, vocab\.txt or tokenizer\.json; a BERT encoder's folder"
+    with pytest.raises(ValueError, match=missing):
+        encoder_folder(str(tmp_path))
+    for name in ("pytorch_model.bin", "tokenizer.json"):
+        (tmp_path / name).write_bytes(b"")
+    assert encoder_folder(str(tmp_path)) == tmp_path
+
+
+# ---- weights
+
+
+def as_bin(folder: Path) -> dict[str, torch.Tensor]:
+    """The folder's weights in torch's form instead."""
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    return weights
+
+
+def test_bin_weights_are_read(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path)
+    whole, _, _ = load_bert(folder)
+    as_bin(folder)
+    bert, _, found = load_bert(folder)
+    assert found
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(bert.state_dict()[name], tensor)
+
+
+class Payload:
+    """Unpickled by the ordinary loader, it writes a file."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.target, "it ran"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_malicious_pickle_does_not_run(tmp_path: Path, inside: bool) -> None:
+    folder, target = write_encoder(tmp_path / "encoder"), tmp_path / "proof"
+    weights = as_bin(folder)
+    payload = Payload(target)
+    torch.save({**weights, "extra": payload} if inside else payload, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds something other than weights.* nothing of it was"):
+        load_bert(folder)
+    assert not target.exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert target.read_text() == "it ran", "the payload is a live one"
+
+
+def test_torchs_old_form_is_refused_unread(tmp_path: Path) -> None:
+    folder, target = write_encoder(tmp_path / "encoder"), tmp_path / "proof"
+    as_bin(folder)
+    torch.save(Payload(target), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not in torch's zip form"):
+        load_bert(folder)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"a": 1}, {1: torch.zeros(1)}, torch.zeros(2)])
+def test_a_bin_file_without_named_tensors_is_refused(tmp_path: Path, content: Any) -> None:
+    folder = write_encoder(tmp_path)
+    as_bin(folder)
+    torch.save(content, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds no mapping from names to tensors"):
+        read_weights(folder)
+
+
+def test_a_damaged_bin_file_is_named(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path)
+    as_bin(folder)
+    path = folder / "pytorch_model.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not in torch's zip form: it was cut"):
+        read_weights(folder)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("readme", "no weights")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds something other than weights"):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_weights_in_several_files(tmp_path: Path, form: str) -> None:
+    folder = write_encoder(tmp_path)
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stem = "model" if form == "safetensors" else "pytorch_model"
+    names = sorted(whole)
+    halves = {f"{stem}-0000{n}-of-00002.{form}": names[n - 1 :: 2] for n in (1, 2)}
+    for file, mine in halves.items():
+        (save_file if form == "safetensors" else torch.save)({name: whole[name] for name in mine}, folder / file)
+    index = folder / f"{stem}.{form}.index.json"
+    index.write_text(json.dumps({"weight_map": {name: file for file, mine in halves.items() for name in mine}}))
+    found = read_weights(folder)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in names)
+    assert {path.name for path in encoder_files(str(folder)).values()} >= {*halves, index.name, "vocab.txt"}
+    (folder / min(halves)).unlink()
+    with pytest.raises(ValueError, match=rf"{min(halves)} is missing \(named in {index.name}\); fetch it too"):
+        read_weights(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "weights.pkl"])
+def test_an_index_that_leaves_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=r"index\.json: '.*' is no file of weights beside it"):
+        read_weights(tmp_path)
+
+
+# ---- tokenizers
+
+
+def casing_of(folder: Path, **files: Any) -> Casing:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return read_encoder_vocabulary(folder)[1]
+
+
+def test_who_decides_on_the_casing(tmp_path: Path) -> None:
+    """tokenizer_config.json, then the normaliser of tokenizer.json, then whether the vocabulary has capitals."""
+    (tmp_path / "vocab.txt").write_bytes(vocabulary_bytes(CASED))
+    assert casing_of(tmp_path) == Casing(False, False)
+    (tmp_path / "vocab.txt").write_bytes(vocabulary_bytes([*SPECIAL_TOKENS, "[unused0]", "oslo"]))
+    assert casing_of(tmp_path) == Casing(True, True)
+    normaliser = {"type": "BertNormalizer", "lowercase": False, "strip_accents": None}
+    assert casing_of(tmp_path, tokenizer={"normalizer": normaliser}) == Casing(False, False)
+    config = {"do_lower_case": True, "strip_accents": False}
+    assert casing_of(tmp_path, tokenizer_config=config) == Casing(True, False)
+    with pytest.raises(ValueError, match="its tokenizer's do_lower_case is 'yes'; true or false is wanted"):
+        casing_of(tmp_path, tokenizer_config={"do_lower_case": "yes"})
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("with_text_file", [True, False])
+def test_the_tokenizer_is_transformers_bert_tokenizer(tmp_path: Path, lowercase: bool, with_text_file: bool) -> None:
+    """On one text with capitals and accents; the files are as transformers saves them."""
+    (tmp_path / "given.txt").write_bytes(vocabulary_bytes(CASED))
+    theirs = BertTokenizerFast(str(tmp_path / "given.txt"), do_lower_case=lowercase)
+    theirs.save_pretrained(tmp_path / "saved")
+    folder = tmp_path / "saved"
+    (folder / "vocab.txt").unlink(missing_ok=True)
+    if with_text_file:
+        (folder / "vocab.txt").write_bytes(vocabulary_bytes(CASED))
+    pieces, casing = read_encoder_vocabulary(folder)
+    assert pieces == CASED
+    ours = build_tokenizer(pieces, casing)
+    text = "Oslo is in Zürich. a B"
+    found = ours.encode(text, add_special_tokens=False)
+    reference = theirs(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert found.ids == reference["input_ids"]
+    assert found.offsets == [tuple(pair) for pair in reference["offset_mapping"]]
+    assert ("Oslo" in found.tokens) is not lowercase
+    assert ("B" in found.tokens) is not lowercase
+
+
+def test_a_tokenizer_that_is_not_berts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}}}))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: its model is 'BPE'; only BERT's WordPiece can be used"):
+        read_encoder_vocabulary(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": {"a": 0, "b": 2}}}))
+    with pytest.raises(ValueError, match=r"the ids of its vocabulary are not 0 to 1"):
+        read_encoder_vocabulary(tmp_path)
+
+
+# ---- in the stages
+
+
+def pieces_of_toy() -> list[str]:
+    letters = [chr(n) for n in range(ord("a"), ord("z") + 1)]
+    capitals = [letter.upper() for letter in letters]
+    digits = [str(n) for n in range(10)]
+    characters = [*letters, *capitals, *digits]
+    return [*SPECIAL_TOKENS, "Oslo", ".", *characters, *(f"##{c}" for c in characters)]
+
+
+def test_a_cased_encoder_goes_from_text_to_answers(tmp_path: Path) -> None:
+    """Passages keep their capitals, questions are matched with and without them."""
+    write_project(tmp_path)
+    write_encoder(tmp_path / "cased", pieces_of_toy())
+    values = toy_values(
+        bert={"init": str(tmp_path / "cased")}, pretrain={"steps": 0, "builder": "external"}, snapshot={"workers": 2}
+    )
+    report = Quiet()
+    for name in ("snapshot", "tag", "ict", "pretrain", "finetune", "evaluate"):
+        metrics = stage(name, values, tmp_path, tmp_path / "root", report)
+    assert 0 <= metrics["em"] <= 1
+    snapshot = Snapshot.open(tmp_path / "root" / "data" / "snapshot" / "corpus")
+    assert snapshot.casing == Casing(lowercase=False, strip_accents=False)
+    titles = {snapshot.title(n): snapshot.title_tokens(n) for n in range(len(snapshot))}
+    assert [snapshot.vocabulary[i] for i in titles["Oslo"]] == ["Oslo"]
+    assert not report.warned, "the encoder has its head"
+
+
+def test_other_weights_under_the_same_name_run_again(tmp_path: Path) -> None:
+    write_project(tmp_path)
+    folder = write_encoder(tmp_path / "encoder", [p for p in pieces_of_toy() if p == p.lower() or p.startswith("[")])
+    values = toy_values(bert={"init": str(folder)})
+    root = tmp_path / "root"
+
+    def ran(name: str) -> bool:
+        report = Quiet()
+        stage(name, values, tmp_path, root, report)
+        return not any("nothing to do" in line for line in report.said)
+
+    assert [ran(name) for name in ("snapshot", "tag", "ict")] == [True, True, True]
+    assert [ran(name) for name in ("snapshot", "tag", "ict")] == [False, False, False]
+    weights = load_file(folder / "model.safetensors")
+    weights["bert.embeddings.word_embeddings.weight"] += 1
+    save_file(weights, folder / "model.safetensors")
+    assert ran("ict")
+
+
+def test_an_encoder_of_another_family_is_one_clear_error(tmp_path: Path) -> None:
+    config = transformers.RobertaConfig(
+        vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+    )
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: model_type is 'roberta'; only BERT encoders can be used"):
+        load_bert(tmp_path)
