@@ -272,6 +272,16 @@ def test_another_family_another_vocabulary_and_a_missing_parameter_are_named(tmp
     assert "embedder: the parameter cls.dense.bias is missing; fetch the folder again" in result.output
 
 
+def test_embeddings_of_another_width_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(PEER / "openqa", tmp_path / "openqa")
+    weights = torch.load(PEER / "openqa" / "pytorch_model.bin")
+    torch.save({**weights, "block_emb": torch.zeros(24, 5)}, tmp_path / "openqa" / "pytorch_model.bin")
+    result = cli("import", "--root", tmp_path, "--finetuned", tmp_path / "openqa")
+    assert "block_emb has shape [24, 5], the embedder makes vectors of 6" in " ".join(result.output.split())
+    assert result.exit_code == 2
+    assert not (tmp_path / "models" / "finetune").exists()
+
+
 def test_an_index_of_other_passages_is_refused(project: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(project / "root" / "models", root / "models")

@@ -67,11 +67,18 @@ def _commit(
     root: Path, name: str, retriever: Retriever, reader: Reader, folders: Sequence[Published], report: Report
 ) -> None:
     started = time.monotonic()
+    names = ", ".join(str(found.folder) for found in folders)
     embedding_PE = next((e for e in (f.embeddings for f in folders) if e is not None), None)
     if name == "finetune" and embedding_PE is None:
         raise ValueError(
-            f"{', '.join(str(f.folder) for f in folders)}: no embeddings of passages (block_emb), which a fine-tuned "
+            f"{names}: no embeddings of passages (block_emb), which a fine-tuned "
             "model answers from; name its openqa folder"
+        )
+    width = retriever.query.projection.out_features
+    if embedding_PE is not None and (embedding_PE.dim() != 2 or embedding_PE.shape[1] != width):
+        raise ValueError(
+            f"{names}: block_emb has shape {list(embedding_PE.shape)}, the embedder "
+            f"makes vectors of {width}; they do not belong together"
         )
     final = root / STAGES[name].folder
     with artifacts.atomic_folder(final) as out:
