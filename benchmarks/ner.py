@@ -48,7 +48,9 @@ def main() -> None:
     from realmops import bert, config
     from realmops.console import Console
     from realmops.corpus.conll import read_conll
-    from realmops.corpus.vocabulary import bert_words, build_tokenizer, learn_pieces, read_vocabulary
+    from realmops.corpus.pretrained import read_encoder_vocabulary
+    from realmops.corpus.vocabulary import UNCASED, bert_words, build_tokenizer, learn_pieces
+    from realmops.encoders import encoder_folder
     from realmops.model.files import build_bert
     from realmops.train.loop import Context
     from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
@@ -56,12 +58,13 @@ def main() -> None:
     values = config.load(PARAMS, settings=[f"bert.init={arguments.encoder}", *arguments.settings])
     sections = {name: config.parse_section(name, values[name]) for name in ("bert", "run", "tag", "optimiser")}
     training = [replace(s, tags=tuple(common(s.tags))) for s in read_conll(arguments.train)]
+    casing = UNCASED
     if arguments.encoder == "small":
         words = bert_words(Counter(word for s in training for word in s.words))
         vocabulary = learn_pieces(words, size=sections["bert"].vocabulary)
     else:
-        vocabulary = read_vocabulary(bert.encoder_folder(arguments.encoder) / "vocab.txt")
-    tokenizer = build_tokenizer(vocabulary)
+        vocabulary, casing = read_encoder_vocabulary(encoder_folder(arguments.encoder))
+    tokenizer = build_tokenizer(vocabulary, casing)
     torch.set_num_threads(sections["run"].threads)
     tagger = Tagger(build_bert(sections["bert"], len(vocabulary), sections["run"].seed)[0], tag_names(training))
     torch.nn.init.normal_(tagger.output.weight, std=0.02, generator=torch.Generator().manual_seed(0))
