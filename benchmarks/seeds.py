@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap, read_predictions
+from realmops.evaluate.compare import correct, read_paired
+from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap
 
 SHARED = ("data", "models/ict", "models/pretrain")
 
@@ -79,9 +80,7 @@ def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
         "wait_share": pretrain["wait_share"],
         "utility": pretrain["retrieval_utility"],
         "seconds": sum(metrics(realm, folder)["seconds"] for folder in stages),
-        "correct": [
-            [p.em for p in read_predictions(root / "results" / "predictions.parquet")] for root in (realm, orqa)
-        ],
+        "correct": [correct(run).tolist() for run in read_paired(realm, orqa)],
     }
 
 

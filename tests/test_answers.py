@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import re
+import sys
+import time
+import unicodedata
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from realmops.corpus.answers import (
     answer_token_spans,
+    check_expression,
     contains_answer,
     exact_match,
+    expression,
     normal_form,
+    regex_match_spans,
+    regex_search_spans,
     substring_spans,
     token_boundary_spans,
 )
@@ -57,7 +68,7 @@ def test_dpr_looks_for_whole_tokens() -> None:
 def test_contains_answer_by_the_name_of_the_rule() -> None:
     assert contains_answer("In 1995", ["x", "1"], "substring")
     assert not contains_answer("In 1995", ["x", "1"], "token_boundary")
-    with pytest.raises(ValueError, match="'regex' is unknown; choose one of substring, token_boundary"):
+    with pytest.raises(ValueError, match="'regex' is unknown; choose one of substring, token_boundary, regex_match"):
         contains_answer("", ["a"], "regex")
 
 
@@ -79,3 +90,85 @@ def test_answers_over_the_limit_are_left_out() -> None:
     assert answer_token_spans(text, ["a b c"], chars, rule="substring", max_wordpieces=3) == [(0, 3)]
     assert answer_token_spans(text, ["a b c"], chars, rule="substring", max_wordpieces=2) == []
     assert answer_token_spans(text, ["a"], chars[:0], rule="substring") == []
+
+
+def test_no_word_hides_from_the_quick_look() -> None:
+    """The rule looks for an ASCII word in ``lower`` first: no character but itself becomes one by NFD."""
+    for number in range(sys.maxunicode + 1):
+        decomposed = unicodedata.normalize("NFD", chr(number)).lower()
+        if re.fullmatch("[0-9a-z]+", decomposed):
+            assert chr(number).lower() == decomposed, hex(number)
+    assert token_boundary_spans("300 \u212a", "k") == [(4, 5)]  # the Kelvin sign
+
+
+# ---- regular expressions
+
+
+def test_expressions_match_at_the_start_or_anywhere() -> None:
+    text = "In Boston\nand BOSTON"
+    assert regex_match_spans(text, "boston") == []
+    assert regex_match_spans("Boston, Massachusetts", "boston|Lyon") == [(0, 6)]
+    assert regex_search_spans(text, "boston") == [(3, 9), (14, 20)]
+    assert regex_search_spans(text, "^and") == [(10, 13)]
+    assert regex_search_spans(text, "boston$") == [(3, 9), (14, 20)]
+    assert regex_search_spans("École", "é") == [(0, 1)]
+
+
+def test_an_empty_match_is_none() -> None:
+    assert regex_search_spans("abc", "x*") == []
+    assert not contains_answer("", ["x*"], "regex_match")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [("(Oslo", "missing \\)"), ("*", "nothing to repeat"), ("(?R)", "unknown extension"), ("a" * 10_001, "10001 char")],
+)
+def test_an_expression_that_does_not_compile_is_named(wrong: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^file:7: .* is no regular expression .*{problem}"):
+        check_expression(wrong, "file:7")
+
+
+# Every pair takes exponential or endless time in a plain search.
+@pytest.mark.parametrize(
+    ("slow", "text"),
+    [
+        ("(a+)+$", "a" * 5000 + "!"),
+        (r"(.*)*\d$", "word " * 2000 + "!"),
+        (r"(\w+\s?)+$", "word " * 2000 + "!"),
+        ("(?:(?:(?:a+)+)+)+z", "a" * 5000 + "!"),
+    ],
+)
+def test_a_catastrophic_expression_is_given_up(monkeypatch: pytest.MonkeyPatch, slow: str, text: str) -> None:
+    monkeypatch.setattr("realmops.corpus.answers.MATCH_SECONDS", 0.05)
+    assert expression(slow).timed_out is False
+    before = time.process_time()
+    assert not contains_answer(text, [slow], "regex_search")
+    assert expression(slow).timed_out is True
+    for _ in range(1000):
+        assert not contains_answer(text, [slow], "regex_search")
+    assert time.process_time() - before < 2, "one match of 0.05 s and none after it"
+
+
+PIECES = ["a", "b", "(a|ab)", "[a-c]", r"\d", r"\s", "?", "*", "+", "{2}", "|", "^", "$", ".", r"\b", "é", "(b)"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=6), st.text("abcAé1 \n", max_size=12))
+def test_expressions_mean_what_they_mean_in_re(pieces: list[str], text: str) -> None:
+    pattern = "".join(pieces)
+    try:
+        plain = re.compile(pattern, re.IGNORECASE | re.MULTILINE)
+    except re.error:
+        with pytest.raises(ValueError, match="is no regular expression"):
+            check_expression(pattern, "here")
+        return
+    found = [match.span() for match in plain.finditer(text) if match.group()]
+    assert regex_search_spans(text, pattern) == found
+
+
+def test_an_expressions_match_loses_its_blanks_as_wordpieces() -> None:
+    text = "born  in 1995 ."
+    chars = np.array([[0, 4], [6, 8], [9, 13], [14, 15]], np.int32)
+    assert answer_token_spans(text, [r"\s*in\s(19)?\d\d\s?"], chars, rule="regex_search") == [(1, 3)]
+    assert answer_token_spans(text, [r"in\s\d\d"], chars, rule="regex_search") == []  # ends inside of 1995
+    assert answer_token_spans(text, [r"\s"], chars, rule="regex_search") == []

@@ -130,7 +130,7 @@ def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ('{"id": "q", "question": "Who?", "answers": []}', ["'q' has no answer", "give one or remove the line"]),
+        ('{"id": "q", "question": "Who?", "answers": []}', ["'q' has no answer", "give one or remove it"]),
         ('{"id": "q", "question": "Who?", "answers": [" "]}', ["'q' has no answer"]),
         ('{"id": "q", "question": "Who?"}', ["'answers' is missing"]),
         ('{"id": "q", "question": "Who?", "answers": "A"}', ["'answers' is str", "list of strings"]),

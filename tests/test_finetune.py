@@ -70,6 +70,50 @@ def test_passages_that_contain_an_answer(world: World) -> None:
     assert not model.is_correct(NEVER, range(12)).any()
 
 
+def test_an_answer_beside_a_symbol_is_found(tmp_path: Path) -> None:
+    """ "£5" is the wordpieces "£" and "##5", which "5" alone is not; the rule knows only the tokens of the text."""
+    world = build_world(tmp_path, (("A", "Sold for £5 in May.", ("May",)), ("B", "It is 55 years old.", ("55",))))
+    model = open_qa(world)
+    sold = Question("sold", "For how much was it sold?", ("5",))
+    assert model.wordpieces("5").tolist() != model.wordpieces("£5").tolist()[1:]
+    assert model.is_correct(sold, [0, 1]).tolist() == [True, False]
+
+
+EXPRESSION = Question("year", "When?", (r"19\d\d\b|\s?Anna (Berg|Lund)",), is_regex=True)
+
+
+def test_matches_of_an_expression_are_correct_passages_and_gold_spans(world: World) -> None:
+    """1931 is in passage 0, 1950 in 2, 3 and 9, 1972 in 6, Anna Berg in 0, 1 and 4, less the blank before it."""
+    model = open_qa(world)
+    assert np.flatnonzero(model.is_correct(EXPRESSION, range(12))).tolist() == [0, 1, 2, 3, 4, 6, 9]
+    found = model.gold(EXPRESSION, [0, 4, 6, 11])
+    texts = sorted((rank, cut(world, [0, 4, 6, 11][rank], first, last)) for rank, first, last in found)
+    assert texts == [(0, "1931"), (0, "Anna Berg"), (1, "Anna Berg"), (2, "1972")]
+
+
+def test_a_question_with_an_expression_is_learned(world: World) -> None:
+    journal = MemoryJournal()
+    chosen = options(epochs=25, reader_candidates=5, retriever_learning_rate=3e-3, reader_learning_rate=3e-3)
+    model = open_qa(world, reader_candidates=5)
+    died = Question("died", "When did Maria Holm die?", (r"19[67]\d",), is_regex=True)
+    finetune(tiny_context(journal=journal), model, [died], chosen, tiny_optimiser())
+    [answer] = model.answer([died], ranked=5, batch_size=1)
+    assert answer.text == "1972"
+
+
+def test_the_best_right_span_is_told_beside_the_best(world: World) -> None:
+    """The reader wants "a novel"; the right span has score 0 and the passage's f(x, z)."""
+    model = scripted(world, "a novel", reader_candidates=12, answer_wordpieces=20)
+    [answer] = model.answer([BORN], ranked=12, batch_size=1)
+    assert answer.text == "a novel"
+    assert answer.best_gold is not None
+    assert answer.best_gold.text == "Oslo"
+    assert answer.best is not None
+    assert answer.best_gold.score < answer.best.score
+    [unanswerable] = model.answer([NEVER], ranked=12, batch_size=1)
+    assert unanswerable.best_gold is None
+
+
 def test_answers_are_whole_tokens_in_any_case(world: World) -> None:
     """ "195" is no part of 1950 and "Osl" none of Oslo, though a wordpiece may be; "OSLO" is the same as Oslo."""
     model = open_qa(world)
@@ -254,9 +298,9 @@ def test_answers_are_cut_from_the_text(tmp_path: Path) -> None:
         model = scripted(world, wanted, answer_wordpieces=20)
         [found] = model.answer([BORN], ranked=2, batch_size=4)
         assert found.text == wanted
-        assert found.passage == 0
-        assert text[slice(*found.characters)] == wanted
-        assert found.characters == (text.index(wanted), text.index(wanted) + len(wanted))
+        assert found.best is not None
+        assert found.best.passage == 0
+        assert found.best.characters == (text.index(wanted), text.index(wanted) + len(wanted))
 
 
 def test_the_best_span_over_passages_and_relevance_wins(world: World) -> None:
@@ -274,9 +318,15 @@ def test_the_best_span_over_passages_and_relevance_wins(world: World) -> None:
         logits = [float(s) + float(score_BK[0, rank]) for s, (_, rank, _, _) in zip(score_S, rows, strict=True)]
         best = int(np.argmax(logits))
         _, rank, first, last = rows[best].tolist()
-        assert answer.passage == id_BK[0, rank]
-        assert answer.text == cut(world, answer.passage, first, last)
-        assert answer.span_score == pytest.approx(logits[best], rel=1e-4)
+        assert answer.best is not None
+        assert answer.best.passage == id_BK[0, rank]
+        assert answer.text == answer.best.text == cut(world, answer.best.passage, first, last)
+        assert answer.best.score == pytest.approx(logits[best], rel=1e-4)
+        for number, span in enumerate(answer.best_of_passage):
+            assert span is not None
+            assert span.score == pytest.approx(
+                max(logit for logit, row in zip(logits, rows.tolist(), strict=True) if row[1] == number), rel=1e-4
+            )
         assert answer.passages == id_BK[0, :3].tolist()
         assert answer.ranked == id_BK[0].tolist()
         prior = score_BK[0, :3].double().softmax(-1).log()

@@ -98,6 +98,12 @@ PREDICTION = Prediction(
     char_start=15,
     char_end=25,
     span_score=1.5,
+    passage_spans=("Tor Hollow", None),
+    passage_scores=(1.5, None),
+    gold_span="Tor Hollow",
+    gold_score=1.5,
+    first_hit=0,
+    failed_at="correct",
 )
 
 

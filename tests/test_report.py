@@ -48,6 +48,12 @@ PREDICTION = Prediction(
     char_start=3,
     char_end=15,
     span_score=1.0,
+    passage_spans=("Tor & Hollow",),
+    passage_scores=(1.0,),
+    gold_span=None,
+    gold_score=None,
+    first_hit=-1,
+    failed_at="not_in_corpus",
 )
 
 

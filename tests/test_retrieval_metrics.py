@@ -1,4 +1,4 @@
-"""Recall@k under both rules, the ceilings and BM25, on a corpus of four passages."""
+"""Recall@k under each rule, and BM25, on a corpus of four passages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import pytest
 
 from realmops.corpus.questions import Question
 from realmops.evaluate.retrieval import (
-    answer_fits_reader,
-    answered_in_corpus,
     bm25_ranking,
     first_hit_ranks,
     hit_ranks_by_rule,
     hits_at,
-    reader_can_answer,
     recall_metrics,
 )
 
@@ -62,34 +59,17 @@ def test_a_ranking_that_is_too_short_is_an_error() -> None:
         hit_ranks_by_rule(QUESTIONS, RANKED, TEXTS.__getitem__)
 
 
-def test_answered_in_corpus_looks_only_for_open_questions() -> None:
-    rule = "token_boundary"
-    assert answered_in_corpus(QUESTIONS, TEXTS, rule=rule).tolist() == [True, True, False]
-    assert answered_in_corpus(QUESTIONS, TEXTS[:3], rule=rule).tolist() == [True, False, False]
-    known = np.array([False, True, False])
-    assert answered_in_corpus(QUESTIONS, TEXTS[:3], rule=rule, known_Q=known).tolist() == [True, True, False]
-    assert known.tolist() == [False, True, False]
-
-
-def test_answer_fits_reader_takes_the_shortest_answer() -> None:
-    questions = [
-        Question("a", "?", ("one two three four five six seven eight nine ten eleven", "ten")),
-        Question("b", "?", ("one two three four five six seven eight nine ten eleven",)),
-        Question("c", "?", ("one two three four five six seven eight nine ten",)),
-    ]
-    fits = answer_fits_reader(questions, lambda text: len(text.split()))
-    assert fits.tolist() == [True, False, True]
-
-
-def test_reader_can_answer_needs_the_span_in_the_top_five() -> None:
-    words = [
-        [(text.index(word), text.index(word) + len(word)) for word in text[:-1].split()] for text in TEXTS
-    ]
-    ranked = np.array([[2, 2, 2, 2, 1, 3], [2, 2, 2, 2, -1, 3], [2, 1, 0, 3, 0, 0]])
-    found = reader_can_answer(
-        QUESTIONS, ranked, TEXTS.__getitem__, lambda i: np.array(words[i]), rule="token_boundary"
-    )
-    assert found.tolist() == [True, False, False]
+def test_expressions_have_rules_of_their_own() -> None:
+    hollow = Question("born", "Where?", ("tor hollow",), is_regex=True)
+    padded = np.pad(RANKED[:1], ((0, 0), (0, 96)), constant_values=-1)
+    found = hit_ranks_by_rule([hollow], padded, TEXTS.__getitem__)
+    # "TOR HOLLOW has 1 mill." stands first, and begins with it.
+    assert {rule: ranks.tolist() for rule, ranks in found.items()} == {"regex_match": [0], "regex_search": [0]}
+    later = hit_ranks_by_rule([hollow], padded[:, 1:].repeat(2, axis=1), TEXTS.__getitem__)
+    assert later["regex_search"].tolist() == [0]
+    assert later["regex_match"].tolist() == [198]
+    with pytest.raises(ValueError, match="'born' are regular expressions, those of 'mills' are not"):
+        hit_ranks_by_rule([hollow, QUESTIONS[1]], padded.repeat(2, axis=0), TEXTS.__getitem__)
 
 
 def test_bm25_finds_stems_and_pads_a_small_corpus() -> None:

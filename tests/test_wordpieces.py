@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tiny import World
 
-from realmops.corpus.wordpieces import contains, passages_with
+from realmops.corpus.wordpieces import contains
 
 
 def ids(*numbers: int) -> np.ndarray:
@@ -44,33 +43,3 @@ def test_contains_equals_the_obvious_search() -> None:
         assert contains(body, run) is obvious
         outcomes.add(obvious)
     assert outcomes == {True, False}
-
-
-def test_passages_with_a_run(world: World) -> None:
-    """Few passages are looked at one by one, many in one sweep over the corpus: the same ones are found."""
-    snapshot = world.snapshot
-    everything, few = list(range(len(snapshot))), [3, 0]
-    for text in ("Oslo", "Anna Berg", "it rains", "in Bergen.", "Bergen. It", "zzz", "."):
-        run = world.wordpieces(text)
-        obvious = [p for p in everything if contains(snapshot.body(p), run)]
-        assert passages_with(snapshot, run, everything) == obvious
-        assert passages_with(snapshot, run, everything[::-1]) == obvious[::-1], "in the order asked for"
-        assert passages_with(snapshot, run, few) == [p for p in few if p in obvious]
-    assert passages_with(snapshot, world.wordpieces("Oslo"), everything) == [0, 1, 4, 5]
-
-
-def test_a_run_over_a_border_is_in_neither_passage(world: World) -> None:
-    """The last wordpieces of passage 4 and the first of passage 5, which lie side by side in the file."""
-    snapshot = world.snapshot
-    run = np.concatenate([snapshot.body(4)[-2:], snapshot.body(5)[:2]])
-    assert contains(snapshot.tokens[:].astype(np.int64), run)
-    assert passages_with(snapshot, run, range(12)) == []
-
-
-def test_the_empty_run_is_everywhere_and_a_long_one_nowhere(world: World) -> None:
-    everything = list(range(12))
-    assert passages_with(world.snapshot, ids(), everything) == everything
-    longer = np.zeros(len(world.snapshot.tokens) + 1, dtype=np.int64)
-    assert passages_with(world.snapshot, longer, everything) == []
-    whole = world.snapshot.body(11)
-    assert passages_with(world.snapshot, whole, everything) == [11], "the last passage, to its end"

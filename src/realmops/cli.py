@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,6 +83,23 @@ _root = click.option(
 )
 
 
+_force = click.option(
+    "--force", is_flag=True, help="Run even when the output was made from the same inputs and options."
+)
+_limit = click.option(
+    "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Explain at most so many questions."
+)
+_question_files = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+_format = click.option(
+    "--format",
+    "form",
+    default="auto",
+    show_default=True,
+    metavar="NAME",
+    help="The format of the files: jsonl, webquestions, curatedtrec, squad, dpr, or auto, by their content.",
+)
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:
@@ -99,13 +116,19 @@ def main() -> None:
 @_preset
 @_set
 @_root
-@click.option("--force", is_flag=True, help="Run even when the output was made from the same inputs and options.")
+@_force
 @_explains_errors
 def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, force: bool) -> None:
     """Run STAGE, or "all" of them: sample, snapshot, tag, ict, pretrain, finetune, evaluate.
 
     A stage that was killed goes on from its checkpoints. Its output appears whole or not at all.
     """
+    _run(STAGES if stage == "all" else (stage,), params, presets, settings, root, force)
+
+
+def _run(
+    names: Iterable[str], params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, force: bool
+) -> None:
     from realmops import config
     from realmops.console import Console
     from realmops.stages.runner import run_stage
@@ -115,7 +138,7 @@ def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str,
     files = [config.preset_path(name, params) for name in presets]
     values = config.load(params, presets=files, settings=settings)
     report = Console()
-    for name in STAGES if stage == "all" else (stage,):
+    for name in names:
         metrics = run_stage(name, values, project=params.parent, root=root, report=report, force=force)
         report.metrics(name, metrics)
 
@@ -152,6 +175,107 @@ def import_(
     import_published(
         root, pretrained=pretrained, finetuned=finetuned, blocks=blocks, titles=titles, report=Console()
     )
+
+
+@main.command()
+@_params
+@_preset
+@_set
+@_root
+@_force
+@click.option("--explain", "explains", is_flag=True, help="Then say, question by question, what the answers rest on.")
+@_limit
+@_explains_errors
+def evaluate(
+    params: Path,
+    presets: tuple[str, ...],
+    settings: tuple[str, ...],
+    root: Path,
+    force: bool,
+    explains: bool,
+    limit: int,
+) -> None:
+    """Run the stage evaluate, as "run evaluate" does, and explain its answers if wanted."""
+    _run(["evaluate"], params, presets, settings, root, force)
+    if explains:
+        _explain(root, (), (), limit)
+
+
+@main.command()
+@_root
+@click.option("--question", "ids", multiple=True, metavar="ID", help="Only this question. Can be repeated.")
+@click.option(
+    "--failed-at",
+    "failures",
+    multiple=True,
+    metavar="NAME",
+    help="Only questions that failed there: not_in_corpus, not_retrieved, too_long, reader. Can be repeated.",
+)
+@_limit
+@_explains_errors
+def explain(root: Path, ids: tuple[str, ...], failures: tuple[str, ...], limit: int) -> None:
+    """Say what the answers under results/ rest on: passages with p(z|x), spans with scores, where each failed."""
+    _explain(root, ids, failures, limit)
+
+
+def _explain(root: Path, ids: tuple[str, ...], failures: tuple[str, ...], limit: int) -> None:
+    from realmops.evaluate.compare import read_results
+    from realmops.evaluate.explain import chosen, explained, overview
+
+    predictions = read_results(root)
+    found = chosen(predictions, ids, failures)
+    lines = [*overview(predictions), *("\n" + "\n".join(explained(p)) for p in found[:limit])]
+    if len(found) > limit:
+        lines.append(f"\n{len(found) - limit} more; --limit, --question and --failed-at choose others")
+    click.echo("\n".join(lines))
+
+
+@main.command()
+@click.argument("first", type=click.Path(path_type=Path))
+@click.argument("second", type=click.Path(path_type=Path))
+@_explains_errors
+def compare(first: Path, second: Path) -> None:
+    """Is run FIRST better than run SECOND on the same questions, and how sure: EM and recall@5, paired bootstrap.
+
+    Both are folders of runs (--root) or their results folders.
+    """
+    from realmops.evaluate.compare import compare, sentence
+
+    for row in compare(first, second, seed=0):
+        click.echo(sentence(row))
+
+
+@main.command()
+@_question_files
+@_format
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder to write.")
+@click.option("--orqa-split", is_flag=True, help="Split into train and dev as ORQA did, by FarmHash.")
+@click.option("--drop-id-prefix", "drop", multiple=True, metavar="TEXT", help="Leave out ids that start so.")
+@_explains_errors
+def questions(files: tuple[Path, ...], form: str, out: Path, orqa_split: bool, drop: tuple[str, ...]) -> None:
+    """Bring question FILES of any format into one folder of JSON lines, for the section questions of params.yaml.
+
+    jsonl is also NQ-Open's and EfficientQA's form; webquestions is brmson's or the original; auto knows all by content.
+    """
+    from realmops.stages.questions import convert_questions
+
+    for line in convert_questions(files, out, format=form, orqa_split=orqa_split, drop=drop):
+        click.echo(line)
+
+
+@main.command()
+@_question_files
+@_format
+@_root
+@_explains_errors
+def ceilings(files: tuple[Path, ...], form: str, root: Path) -> None:
+    """Say what no model can exceed with question FILES on the corpus under data/snapshot, with BM25 beside it."""
+    from realmops.console import Console
+    from realmops.stages.questions import measure_ceilings
+
+    folder = root / "data" / "snapshot" / "corpus"
+    for line in measure_ceilings(files, folder, format=form, progress=Console().progress):
+        click.echo(line)
 
 
 @main.command("index-builder")

@@ -71,6 +71,7 @@ class QuestionFiles:
     train: str
     dev: str
     test: str
+    format: Literal["auto", "jsonl", "webquestions", "curatedtrec", "squad", "dpr"]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """When a prediction is right, and where an answer stands in a passage.
 
-Numbers depend on these rules, so each has a name: the normal form behind exact match, and two ways to find an
-answer in a text (``MATCH_RULES``).
+Numbers depend on these rules, so each has a name: the normal form behind exact match, and the ways to find an
+answer in a text (``MATCH_RULES``): two for answers in words, two for answers that are regular expressions.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -18,9 +19,12 @@ from numpy.typing import NDArray
 
 from realmops.corpus.characters import character_class
 
+MATCH_SECONDS = 1.0  # of processor time, for one expression in one text
+LONGEST_EXPRESSION = 10_000  # characters
 MAX_ANSWER_WORDPIECES = 10  # ORQA, Lee et al. 2019
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_ASCII_WORD = re.compile(r"[0-9a-z]+")
 _ASCII_TOKEN = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 CharSpan = tuple[int, int]
 
@@ -54,20 +58,99 @@ def token_boundary_spans(text: str, answer: str) -> list[CharSpan]:
 
     A token is a run of letters, digits and marks, or one other visible character; accents count.
     """
-    wanted = [token for token, _, _ in _tokens(answer)]
+    wanted, word = _answer_tokens(answer)
+    if not wanted or (word not in text.lower()):
+        return []
     tokens = _tokens(text)
     words = [token for token, _, _ in tokens]
     spans = []
-    for first in range(len(tokens) - len(wanted) + 1) if wanted else ():
+    for first in range(len(tokens) - len(wanted) + 1):
         if words[first] == wanted[0] and words[first : first + len(wanted)] == wanted:
             spans.append((tokens[first][1], tokens[first + len(wanted) - 1][2]))
     return spans
 
 
+def token_run(text: str) -> list[str]:
+    """The tokens that ``token_boundary_spans`` compares."""
+    return [token for token, _, _ in _tokens(text)]
+
+
+def regex_match_spans(text: str, answer: str) -> list[CharSpan]:
+    """(start, end) of the expression's match at the start of the text, the rule of ORQA's release for predictions."""
+    return expression(answer).spans(text, at_start=True)
+
+
+def regex_search_spans(text: str, answer: str) -> list[CharSpan]:
+    """(start, end) of the expression's matches anywhere, as the README of CuratedTREC wants it."""
+    return expression(answer).spans(text)
+
+
+class Expression:
+    """An answer's regular expression: any case, Unicode, ^ and $ at every line; an empty match is none.
+
+    Its language is that of the standard library's ``re``.  A match that takes longer than ``MATCH_SECONDS`` of
+    processor time is no match, and then the expression is not tried again in this process.
+    """
+
+    def __init__(self, text: str) -> None:
+        import regex
+
+        if len(text) > LONGEST_EXPRESSION:
+            raise ValueError(f"it has {len(text)} characters, at most {LONGEST_EXPRESSION} are taken")
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                re.compile(text, re.IGNORECASE | re.MULTILINE)
+                flags = regex.IGNORECASE | regex.MULTILINE | regex.UNICODE | regex.VERSION0
+                self.pattern: Any = regex.compile(text, flags)
+        except (re.error, regex.error, ValueError, OverflowError, MemoryError, RecursionError) as error:
+            raise ValueError(str(error) or type(error).__name__) from None
+        self.timed_out = False
+
+    def spans(self, text: str, *, at_start: bool = False) -> list[CharSpan]:
+        """(start, end) of the matches in a text, or of the one at its start."""
+        if self.timed_out:
+            return []
+        try:
+            if at_start:
+                first = self.pattern.match(text, timeout=MATCH_SECONDS)
+                found = [first.span()] if first else []
+            else:
+                found = [match.span() for match in self.pattern.finditer(text, timeout=MATCH_SECONDS)]
+        except (TimeoutError, MemoryError):
+            self.timed_out = True
+            return []
+        return [(start, end) for start, end in found if start < end]
+
+    def first(self, text: str, start: int) -> int:
+        """Where the first match at or behind ``start`` begins, -1 without one; TimeoutError as of a slow match."""
+        found = self.pattern.search(text, start, timeout=MATCH_SECONDS)
+        return found.start() if found else -1
+
+
+@cache
+def expression(text: str) -> Expression:
+    """The expression of that text, one for the whole process."""
+    return Expression(text)
+
+
+def check_expression(text: str, place: str) -> None:
+    """ValueError that names the place when a text is no regular expression."""
+    try:
+        expression(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{place}: {text[:100]!r} is no regular expression ({error}); correct it, as Python's re wants it"
+        ) from None
+
+
 MATCH_RULES: dict[str, Callable[[str, str], list[CharSpan]]] = {
     "substring": substring_spans,
     "token_boundary": token_boundary_spans,
+    "regex_match": regex_match_spans,
+    "regex_search": regex_search_spans,
 }
+WORD_RULES = ("substring", "token_boundary")
+REGEX_RULES = ("regex_match", "regex_search")
 
 
 def contains_answer(text: str, answers: Iterable[str], rule: str) -> bool:
@@ -87,13 +170,13 @@ def answer_token_spans(
     """(first, end) wordpieces of every occurrence of an answer in a passage, in order.
 
     Only occurrences that begin and end where a wordpiece does: the text cut by the span's characters is then
-    the text found. Longer ones than ``max_wordpieces`` are left out.
+    the text found, less blanks around it. Longer ones than ``max_wordpieces`` are left out.
 
     Args:
         chars: [t, 2] start and end character of each wordpiece in the text.
     """
     spans_of = _rule(rule)
-    found = sorted({span for answer in answers for span in spans_of(text, answer)})
+    found = sorted({_trimmed(text, span) for answer in answers for span in spans_of(text, answer)})
     if not found or not len(chars):
         return []
     bounds = np.asarray(found, np.int64)
@@ -105,10 +188,28 @@ def answer_token_spans(
     return sorted(set(zip(first[fits].tolist(), end[fits].tolist(), strict=True)))
 
 
+def _trimmed(text: str, span: CharSpan) -> CharSpan:
+    """The span without the blanks that an expression such as ``\\s?1995`` takes in."""
+    start, end = span
+    found = text[start:end]
+    return start + len(found) - len(found.lstrip()), end - len(found) + len(found.rstrip())
+
+
 def _rule(name: str) -> Callable[[str, str], list[CharSpan]]:
     if name not in MATCH_RULES:
         raise ValueError(f"match rule {name!r} is unknown; choose one of {', '.join(MATCH_RULES)}")
     return MATCH_RULES[name]
+
+
+@lru_cache(1 << 16)
+def _answer_tokens(answer: str) -> tuple[list[str], str]:
+    """An answer's tokens, and the longest ASCII word among them (or ""): no text without it holds the answer.
+
+    ASCII letters and digits of NFD come from themselves, and from the Kelvin sign, which ``lower`` knows.
+    """
+    tokens = token_run(answer)
+    words = [token for token in tokens if _ASCII_WORD.fullmatch(token)]
+    return tokens, max(words, key=len, default="")
 
 
 # The same passages are searched for the answers of many questions.

@@ -1,72 +1,388 @@
-"""Questions with their answers, from JSON lines."""
+"""Questions with their answers, in the forms in which question sets are published.
+
+``FORMATS`` names the forms; every complaint is a ValueError that begins with the file and, where there is one,
+the line.  Names that end in .gz are read as gzip.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ast
+import gzip
+import json
+import re
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realmops.artifacts import digest_of
+from realmops.corpus.answers import check_expression
 from realmops.corpus.documents import check_id, check_text, read_json_lines, require
+
+AUTO = "auto"
+LARGEST_CONTENT = 256 << 20  # bytes of a file that is read whole; SQuAD has 40 MB
+LARGEST_LITERAL = 1 << 16  # characters of a list in DPR's files
+_HEAD = 1 << 16
+_BOM = b"\xef\xbb\xbf"
+_SQUAD_HEAD = re.compile(rb'\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:')
+_TARGET_TOKEN = re.compile(r'\s*(?:([()])|"((?:[^"\\]|\\.)*)"|([^\s()"]+))', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its acceptable answers and, where it is known, the id of the document that answers it."""
+    """A question, its acceptable answers and, where it is known, the id of the document that answers it.
+
+    ``is_regex``: the answers are regular expressions (CuratedTREC).
+    """
 
     id: str
     question: str
     answers: tuple[str, ...]
     passage_id: str | None = None
+    is_regex: bool = False
+
+    @property
+    def match_rule(self) -> str:
+        """The rule by which a passage answers it: DPR's tokens, or any match of the expression."""
+        return "regex_search" if self.is_regex else "token_boundary"
 
 
-def read_questions(paths: Iterable[Path]) -> list[Question]:
-    """The questions of .jsonl or .jsonl.gz files ({"id", "question", "answers", "passage_id"?}), in order.
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What every form has in common, before it is checked; no id where the form has none."""
 
-    Raises ValueError that names file and line for a damaged line, a question without text or answers,
-    an id that came before, and when there is no question at all.
+    place: str
+    id: Any
+    question: Any
+    answers: Any
+    passage_id: Any = None
+    is_regex: Any = False
+    unanswerable: bool = False
+
+
+def read_questions(
+    paths: Iterable[Path], *, format: str, unanswerable: list[str] | None = None
+) -> list[Question]:
+    """The questions of files, in order.
+
+    A question without an id gets one from its content: the same question has the same id in every file.
+    Questions that SQuAD 2 marks as impossible are left out; their ids go to ``unanswerable``.
+
+    Args:
+        format: a name of ``FORMATS``, or "auto": by the content of each file.
+
+    Raises ValueError that names file and line for damaged data, a question without text or answers, an expression
+    that does not compile, an id that came before, and when there is no question at all.
     """
     paths = list(paths)
     places: dict[str, str] = {}
+    copies: Counter[str] = Counter()
     questions = []
     for path in paths:
-        for place, record in read_json_lines(path):
-            question = _question(record, place)
+        for record in _reader(path, format)(path):
+            if record.unanswerable:
+                if unanswerable is not None:
+                    unanswerable.append(str(record.id))
+                continue
+            question = _question(record, copies)
             if question.id in places:
                 raise ValueError(
-                    f"{place}: the id {question.id!r} was used at {places[question.id]}; ids must differ"
+                    f"{record.place}: the id {question.id!r} was used at {places[question.id]}; ids must differ"
                 )
-            places[question.id] = place
+            places[question.id] = record.place
             questions.append(question)
     if not questions:
         names = ", ".join(map(str, paths)) or "no file was given"
         raise ValueError(
             f"there are no questions ({names}): "
-            'give at least one line of the form {"id": "...", "question": "...", "answers": ["..."]}'
+            'give at least one line of the form {"question": "...", "answers": ["..."]}'
         )
     return questions
 
 
-def _question(record: dict[str, Any], place: str) -> Question:
-    identifier = check_id(require(record, "id", place), place)
-    text = check_text(require(record, "question", place), "question", place).strip()
+def answers_are_expressions(questions: Iterable[Question]) -> bool:
+    """Whether the answers are regular expressions; ValueError when some are and some are not."""
+    kinds = {question.is_regex: question.id for question in questions}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"the answers of {kinds[True]!r} are regular expressions, those of {kinds[False]!r} are not: they are "
+            "right by different rules; evaluate them apart"
+        )
+    return kinds.popitem()[0] if kinds else False
+
+
+def in_orqa_dev(question: str) -> bool:
+    """Whether ORQA (Lee et al. 2019) takes a training question for its dev split: one of ten, by FarmHash."""
+    import farmhash
+
+    fingerprint: int = farmhash.fingerprint64(question.encode())
+    return fingerprint % 100_000 % 10 == 0
+
+
+def json_line(question: Question) -> bytes:
+    """A question in the form ``jsonl``."""
+    record: dict[str, Any] = {
+        "id": question.id,
+        "question": question.question,
+        "answers": list(question.answers),
+    }
+    if question.passage_id is not None:
+        record["passage_id"] = question.passage_id
+    if question.is_regex:
+        record["is_regex"] = True
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def _question(record: _Record, copies: Counter[str]) -> Question:
+    place = record.place
+    text = check_text(record.question, "question", place).strip()
+    given = None if record.id is None else check_id(record.id, place)
     if not text:
-        raise ValueError(f"{place}: the question {identifier!r} has no text; write it or remove the line")
-    gold = record.get("passage_id")
+        raise ValueError(f"{place}: the question {given or ''!r} has no text; write it or remove it")
+    if not isinstance(record.is_regex, bool):
+        raise ValueError(f"{place}: 'is_regex' is {record.is_regex!r}; true or false is wanted")
+    answers = _answers(record.answers, given or text, place)
+    if record.is_regex:
+        for answer in answers:
+            check_expression(answer, f"{place}: question {given or text!r}")
+    gold = record.passage_id
     return Question(
-        id=identifier,
+        id=given or _id_of(text, answers, copies),
         question=text,
-        answers=_answers(require(record, "answers", place), identifier, place),
+        answers=answers,
         passage_id=None if gold is None else check_text(gold, "passage_id", place),
+        is_regex=record.is_regex,
     )
 
 
-def _answers(value: Any, identifier: str, place: str) -> tuple[str, ...]:
+def _id_of(text: str, answers: tuple[str, ...], copies: Counter[str]) -> str:
+    identifier = f"q-{digest_of([text, answers])[:16]}"
+    copies[identifier] += 1
+    return identifier if copies[identifier] == 1 else f"{identifier}-{copies[identifier]}"
+
+
+def _answers(value: Any, name: str, place: str) -> tuple[str, ...]:
     if not isinstance(value, list):
         raise ValueError(f"{place}: 'answers' is {type(value).__name__}, wanted a list of strings")
-    answers = tuple(check_text(answer, "answers", place) for answer in value)
+    answers = tuple(dict.fromkeys(check_text(answer, "answers", place) for answer in value))
     if not any(answer.strip() for answer in answers):
-        raise ValueError(f"{place}: the question {identifier!r} has no answer; give one or remove the line")
+        raise ValueError(f"{place}: the question {name!r} has no answer; give one or remove it")
     if not all(answer.strip() for answer in answers):
-        raise ValueError(f"{place}: an answer of the question {identifier!r} is blank; remove it")
+        raise ValueError(f"{place}: an answer of the question {name!r} is blank; remove it")
     return answers
+
+
+# ---- the forms
+
+
+def _json_lines(path: Path) -> Iterator[_Record]:
+    """{"id"?, "question", "answers", "passage_id"?, "is_regex"?} a line; "answer" for "answers" in NQ-Open's."""
+    for place, record in read_json_lines(path):
+        key = "answer" if "answer" in record and "answers" not in record else "answers"
+        yield _Record(
+            place,
+            record.get("id"),
+            require(record, "question", place),
+            require(record, key, place),
+            record.get("passage_id"),
+            record.get("is_regex", False),
+        )
+
+
+def _webquestions(path: Path) -> Iterator[_Record]:
+    """One JSON list, of {"qId", "qText", "answers"} (brmson) or {"utterance", "targetValue"} (Berant et al. 2013)."""
+    for number, record in enumerate(_list(_json(path), path, "the file"), 1):
+        place = f"{path}: question {number}"
+        record = _mapping(record, place)
+        if "utterance" in record:
+            target = check_text(require(record, "targetValue", place), "targetValue", place)
+            yield _Record(place, None, record["utterance"], _descriptions(target, place))
+        else:
+            yield _Record(
+                place, record.get("qId"), require(record, "qText", place), require(record, "answers", place)
+            )
+
+
+def _squad(path: Path) -> Iterator[_Record]:
+    """{"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}."""
+    data = require(_mapping(_json(path), f"{path}: the file"), "data", str(path))
+    for a, article in enumerate(_list(data, path, "'data'"), 1):
+        place = f"{path}: article {a}"
+        paragraphs = require(_mapping(article, place), "paragraphs", place)
+        for p, paragraph in enumerate(_list(paragraphs, place, "'paragraphs'"), 1):
+            inner = f"{place}, paragraph {p}"
+            questions = require(_mapping(paragraph, inner), "qas", inner)
+            for q, question in enumerate(_list(questions, inner, "'qas'"), 1):
+                yield _squad_question(question, f"{inner}, question {q}")
+
+
+def _squad_question(value: Any, place: str) -> _Record:
+    record = _mapping(value, place)
+    answers = _list(record.get("answers", []), place, "'answers'")
+    return _Record(
+        place,
+        record.get("id"),
+        require(record, "question", place),
+        [require(_mapping(answer, place), "text", place) for answer in answers],
+        unanswerable=record.get("is_impossible") is True,
+    )
+
+
+def _curatedtrec(path: Path) -> Iterator[_Record]:
+    """id TAB kind TAB question TAB regular expression."""
+    for place, columns in _columns(path, 4, "id, kind, question, regular expression"):
+        yield _Record(place, columns[0], columns[2], [columns[3]], is_regex=True)
+
+
+def _dpr(path: Path) -> Iterator[_Record]:
+    """Question TAB Python list of answers, either in quotes as csv has them."""
+    for place, columns in _columns(path, 2, "question, list of answers"):
+        question, literal = map(_unquoted, columns)
+        yield _Record(place, None, question, _literal(literal, place))
+
+
+FORMATS: dict[str, Callable[[Path], Iterator[_Record]]] = {
+    "jsonl": _json_lines,
+    "webquestions": _webquestions,
+    "curatedtrec": _curatedtrec,
+    "squad": _squad,
+    "dpr": _dpr,
+}
+_COLUMNS = {4: "curatedtrec", 2: "dpr"}
+
+
+def _reader(path: Path, format: str) -> Callable[[Path], Iterator[_Record]]:
+    name = _detected(path) if format == AUTO else format
+    if name not in FORMATS:
+        raise ValueError(f"question format {name!r} is unknown; choose one of {AUTO}, {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def _detected(path: Path) -> str:
+    head = _content(path, _HEAD).removeprefix(_BOM).lstrip()
+    if not head or head.startswith(b"{"):
+        return "squad" if _SQUAD_HEAD.match(head) else "jsonl"
+    if head.startswith(b"["):
+        return "webquestions"
+    columns = head.split(b"\n", 1)[0].count(b"\t") + 1
+    if columns not in _COLUMNS:
+        raise ValueError(
+            f"{path}:1: neither JSON nor a table of 2 (DPR) or 4 (CuratedTREC) columns with tabs between them "
+            f"({columns} found); name the format ({', '.join(FORMATS)}) or convert the file"
+        )
+    return _COLUMNS[columns]
+
+
+# ---- what they are made of
+
+
+def _content(path: Path, limit: int | None = None) -> bytes:
+    """A whole file, unpacked; its first bytes with ``limit``."""
+    try:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as file:
+            content: bytes = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
+    except EOFError:
+        raise ValueError(
+            f"{path}: the gzip file ends in the middle; it was cut: copy or download it again"
+        ) from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path}: no valid gzip data ({error}); copy the file again, or take .gz off its name if it is plain text"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    if len(content) > LARGEST_CONTENT:
+        raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it, or give JSON lines")
+    return content
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_content(path).removeprefix(_BOM).decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{path}: JSON nested too deeply; this is no question file") from None
+    except ValueError as error:
+        line = getattr(error, "lineno", 1)
+        raise ValueError(
+            f"{path}:{line}: not valid JSON ({error}); download the file again or name its format"
+        ) from None
+
+
+def _mapping(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place} is {type(value).__name__}, wanted a JSON object; correct it or name the format")
+    return value
+
+
+def _list(value: Any, place: str | Path, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{place}: {name} is {type(value).__name__}, wanted a list; correct it or name the format")
+    return value
+
+
+def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
+    """(``file:line``, columns) of every line but blank ones."""
+    for number, line in enumerate(_content(path).removeprefix(_BOM).split(b"\n"), 1):
+        place = f"{path}:{number}"
+        try:
+            text = line.decode().removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8"
+            ) from None
+        columns = text.split("\t")
+        if text.strip() and len(columns) != count:
+            raise ValueError(f"{place}: {len(columns)} columns, wanted {count} with tabs between them ({names})")
+        if text.strip():
+            yield place, columns
+
+
+def _unquoted(column: str) -> str:
+    """A column as csv reads it: in quotes, with each quote inside doubled; any other stays as it is."""
+    quoted = re.fullmatch(r'"((?:[^"]|"")*)"', column)
+    return quoted[1].replace('""', '"') if quoted else column
+
+
+def _literal(text: str, place: str) -> list[Any]:
+    """A Python list of strings; nothing is executed."""
+    problem = f"{place}: the answers are no Python list of strings such as ['Paris', 'Lyon']; correct this line"
+    if len(text) > LARGEST_LITERAL:
+        raise ValueError(f"{place}: the answers have {len(text)} characters; at most {LARGEST_LITERAL} are read")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of "\d" and the like
+            value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise ValueError(problem) from None
+    if not isinstance(value, list):
+        raise ValueError(problem)
+    return value
+
+
+def _descriptions(target: str, place: str) -> list[str]:
+    """The names in ``(list (description "A B") (description C))``."""
+    problem = f'{place}: targetValue is {target[:100]!r}, wanted (list (description "...") ...); correct it'
+    tokens: list[tuple[str, str]] = []
+    position, end = 0, len(target.rstrip())
+    while position < end:
+        found = _TARGET_TOKEN.match(target, position)
+        if found is None:
+            raise ValueError(problem)
+        mark, quoted, word = found.groups()
+        value = re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL) if quoted is not None else word
+        tokens.append((mark, "") if mark else ("", value))
+        position = found.end()
+    if tokens[:2] != [("(", ""), ("", "list")] or tokens[-1:] != [(")", "")] or len(tokens[2:-1]) % 4:
+        raise ValueError(problem)
+    names = []
+    for start in range(2, len(tokens) - 1, 4):
+        match tokens[start : start + 4]:
+            case [("(", ""), ("", "description"), ("", name), (")", "")]:
+                names.append(name)
+            case _:
+                raise ValueError(problem)
+    return names

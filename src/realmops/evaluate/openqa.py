@@ -1,7 +1,8 @@
 """Exact match over questions, its intervals, and the predictions with their evidence as a file.
 
 Exact match is the Open-QA measure of the paper's section 4: the share of questions whose prediction equals
-one of the reference answers after normalisation (``corpus/answers.py`` names the rule).
+one of the reference answers after normalisation, or matches one of them where they are regular expressions
+(``EM_RULES``; ``corpus/answers.py`` has the rules).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.artifacts import seed_for, write_bytes
-from realmops.corpus.answers import exact_match, normal_form
-from realmops.corpus.questions import Question
+from realmops.corpus.answers import REGEX_RULES, contains_answer, exact_match, normal_form
+from realmops.corpus.questions import Question, answers_are_expressions
 
+EM_RULES = ("exact_match", *REGEX_RULES)
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 _DRAWS_AT_ONCE = 1 << 22
@@ -34,8 +36,18 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Difference(Interval):
+    """A mean difference of two runs; ``p_better`` is the share of resamples with the first above the second.
+
+    A resample in which both are equal counts as half.
+    """
+
+    p_better: float
+
+
+@dataclass(frozen=True)
 class Score:
-    """Exact match of one run: ``correct`` is bool [questions], in the order of the questions."""
+    """Exact match of one run by one rule: ``correct`` is bool [questions], in the order of the questions."""
 
     em: Interval
     correct: npt.NDArray[np.bool_]
@@ -47,7 +59,10 @@ class Prediction:
 
     ``prediction`` is ``evidence[char_start:char_end]``; ``evidence`` is the text of passage
     ``passage_ids[evidence_rank]``, empty and -1 where the reader found no span. ``p_z`` is p(z|x) of the
-    passages that the reader saw, best first.
+    passages that the reader saw, best first; ``passage_spans`` and ``passage_scores`` are the best span of each
+    and its score, as ``gold_span`` and ``gold_score`` of those that match an answer (None without one).
+    ``first_hit`` is the rank from 0 of the first retrieved passage with an answer, -1 without one, and
+    ``failed_at`` a key of ``explain.FAILED_AT``.
     """
 
     question_id: str
@@ -63,41 +78,74 @@ class Prediction:
     char_start: int
     char_end: int
     span_score: float
+    passage_spans: tuple[str | None, ...]
+    passage_scores: tuple[float | None, ...]
+    gold_span: str | None
+    gold_score: float | None
+    first_hit: int
+    failed_at: str
+
+
+def em_rules(questions: Sequence[Question]) -> tuple[str, ...]:
+    """The rules for these answers, that of the release first."""
+    return REGEX_RULES if answers_are_expressions(questions) else EM_RULES[:1]
 
 
 def score_predictions(
-    questions: Sequence[Question], predictions: Mapping[str, str], *, seed: int, resamples: int = RESAMPLES
+    questions: Sequence[Question],
+    predictions: Mapping[str, str],
+    *,
+    seed: int,
+    rule: str | None = None,
+    resamples: int = RESAMPLES,
 ) -> Score:
-    """Exact match of predictions by question id; ValueError names a question without one."""
+    """Exact match of predictions by question id and a rule of ``EM_RULES``, without one by the release's.
+
+    ValueError names a question without a prediction.
+    """
     missing = [question.id for question in questions if question.id not in predictions]
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(questions)} questions have no prediction, the first is {missing[0]!r}; "
             "predict an empty string where the reader finds nothing"
         )
-    correct = np.array([exact_match(predictions[q.id], q.answers) for q in questions], bool)
+    rule = rule or em_rules(questions)[0]
+    correct = np.array([_is_right(predictions[q.id], q, rule) for q in questions], bool)
     return Score(bootstrap_interval(correct, seed=seed, resamples=resamples), correct)
+
+
+def _is_right(prediction: str, question: Question, rule: str) -> bool:
+    if rule == "exact_match":
+        return exact_match(prediction, question.answers)
+    return contains_answer(prediction, question.answers, rule)
 
 
 def bootstrap_interval(values: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES) -> Interval:
     """The mean of one value per question, with the 95 % percentile interval over resampled questions."""
     sample = np.asarray(values, np.float64)
-    means = _resampled_means(sample, seed, resamples)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(sample.mean()), float(low), float(high))
+    return _interval(sample, _resampled_means(sample, seed, resamples))
 
 
 def paired_bootstrap(
     ours: npt.ArrayLike, theirs: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES
-) -> Interval:
+) -> Difference:
     """The mean difference of two runs on the same questions; an interval without 0 shows a difference."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if ours.shape != theirs.shape:
         raise ValueError(
             f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones"
         )
-    return bootstrap_interval(ours - theirs, seed=seed, resamples=resamples)
+    sample = ours - theirs
+    means = _resampled_means(sample, seed, resamples)
+    interval = _interval(sample, means)
+    p_better = float((means > 0).mean() + (means == 0).mean() / 2)
+    return Difference(interval.mean, interval.low, interval.high, p_better)
+
+
+def _interval(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -> Interval:
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(sample.mean()), float(low), float(high))
 
 
 def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
@@ -115,16 +163,21 @@ def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int)
 
 
 def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) -> tuple[str, float]:
-    """The most frequent training answer (by normal form, ties in alphabetical order) and its exact match."""
+    """The most frequent training answer (by normal form, ties in alphabetical order) and its exact match.
+
+    Training answers that are regular expressions are no answers to give; ValueError when there is no other.
+    """
     counts = Counter(
         answer
         for question in training
+        if not question.is_regex
         for answer in sorted({normal_form(reference) for reference in question.answers})
     )
     if not counts:
         raise ValueError("the closed-book floor needs at least one training question")
     answer = min(counts, key=lambda text: (-counts[text], text))
-    return answer, sum(exact_match(answer, question.answers) for question in test) / len(test)
+    rule = em_rules(test)[0]
+    return answer, sum(_is_right(answer, question, rule) for question in test) / len(test)
 
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
@@ -151,6 +204,12 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
             ("char_start", pa.int32()),
             ("char_end", pa.int32()),
             ("span_score", pa.float32()),
+            ("passage_spans", strings),
+            ("passage_scores", floats),
+            ("gold_span", pa.string()),
+            ("gold_score", pa.float32()),
+            ("first_hit", pa.int32()),
+            ("failed_at", pa.string()),
         ]
     )
     buffer = pa.BufferOutputStream()
@@ -159,11 +218,19 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """The rows that ``write_predictions`` wrote."""
+    """The rows that ``write_predictions`` wrote; ValueError names a file that is missing, damaged or older."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = pq.read_table(path).to_pylist()
-    return [_prediction(row) for row in rows]
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; run 'realmops evaluate' there first")
+    try:
+        rows = pq.read_table(path).to_pylist()
+        return [_prediction(row) for row in rows]
+    except (pa.ArrowException, TypeError) as error:
+        raise ValueError(
+            f"{path} holds no predictions of this version ({error}); run 'realmops evaluate --force' there"
+        ) from None
 
 
 def _prediction(row: dict[str, Any]) -> Prediction:

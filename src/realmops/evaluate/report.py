@@ -103,12 +103,21 @@ class Headline:
 
 HEADLINES = (
     Headline("EM (test questions)", "evaluate", "em"),
+    Headline("EM, expression found anywhere in the answer", "evaluate", "em_regex_search"),
     Headline("EM of the same reader over BM25's passages", "evaluate", "bm25_em"),
     Headline("EM of the closed-book floor", "evaluate", "closed_book_em"),
-    Headline("recall@5 before REALM", "evaluate", "before_realm_recall_at_5_token_boundary"),
-    Headline("recall@5 after REALM, zero-shot", "evaluate", "zero_shot_recall_at_5_token_boundary"),
-    Headline("recall@5 after fine-tuning", "evaluate", "recall_at_5_token_boundary"),
-    Headline("recall@5 of BM25", "evaluate", "bm25_recall_at_5_token_boundary"),
+    Headline("ceiling: an answer is in the corpus", "evaluate", "ceiling_in_corpus"),
+    Headline("ceiling: as a short span in the 5 passages read", "evaluate", "ceiling_in_top_5"),
+    *(
+        Headline(label, "evaluate", f"{prefix}recall_at_5_{rule}")
+        for rule in ("token_boundary", "regex_search")
+        for label, prefix in (
+            ("recall@5 before REALM", "before_realm_"),
+            ("recall@5 after REALM, zero-shot", "zero_shot_"),
+            ("recall@5 after fine-tuning", ""),
+            ("recall@5 of BM25", "bm25_"),
+        )
+    ),
     Headline("hit@5 of masked sentences before REALM", "pretrain", "hit_at_5_before"),
     Headline("hit@5 of masked sentences after REALM", "pretrain", "hit_at_5_after"),
     Headline("retrieval utility at the end (nats)", "pretrain", "retrieval_utility"),

@@ -17,6 +17,7 @@ from torch import Tensor
 from realmops import artifacts
 from realmops.bert import resolve_device, resolve_precision
 from realmops.config import Run
+from realmops.corpus.answers import MATCH_SECONDS, expression
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
@@ -144,6 +145,18 @@ def rank(
     query = embed(retriever.query, query_sequences(queries), dtype)
     ids: np.ndarray = search(query.to(embedding.device), embedding, k)[1].cpu().numpy()
     return ids
+
+
+def warn_of_timeouts(job: Job, questions: Sequence[Question]) -> dict[str, int]:
+    """Name the questions whose regular expressions took too long; their number as a metric, if there are any."""
+    expressions = [question for question in questions if question.is_regex]
+    slow = [q.id for q in expressions if any(expression(answer).timed_out for answer in q.answers)]
+    if slow:
+        job.report.warn(
+            f"the regular expressions of {len(slow)} questions took longer than {MATCH_SECONDS:g} s for one text and "
+            f"were given up, which counts as no match: {', '.join(slow)}; simplify them"
+        )
+    return {"regex_timeouts": len(slow)} if expressions else {}
 
 
 class JournalValues:

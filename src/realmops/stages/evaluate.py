@@ -12,23 +12,25 @@ from realmops import artifacts
 from realmops.config import Finetune
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
+from realmops.evaluate.compare import PREDICTIONS
+from realmops.evaluate.explain import failed_at, failure_shares
 from realmops.evaluate.openqa import (
     Interval,
     Prediction,
+    Score,
     bootstrap_interval,
     closed_book_floor,
+    em_rules,
     score_predictions,
     write_predictions,
 )
 from realmops.evaluate.report import write_report
 from realmops.evaluate.retrieval import (
     RECALL_AT,
-    answer_fits_reader,
-    answered_in_corpus,
     bm25_ranking,
     hit_ranks_by_rule,
     hits_at,
-    reader_can_answer,
     recall_metrics,
 )
 from realmops.model.files import load_models
@@ -40,59 +42,84 @@ from realmops.stages.common import (
     prepare,
     question_queries,
     rank,
+    warn_of_timeouts,
 )
-from realmops.train.finetune import MATCH_RULE, Answer, OpenQa
+from realmops.train.finetune import Answer, OpenQa
 
-PREDICTIONS = "predictions.parquet"
 TRAINED = ("ict", "pretrain", "finetune")
 
 
 def run(job: Job) -> dict[str, Any]:
     """Answer the test questions and write everything that a person wants to see; returns all figures."""
     options: Finetune = job.sections["finetune"]
-    seed = job.sections["run"].seed
     device, dtype = prepare(job.sections["run"])
     snapshot = open_snapshot(job)
-    questions = read_questions([job.inputs["questions.test"]])
+    form = job.sections["questions"].format
+    questions = read_questions([job.inputs["questions.test"]], format=form)
+    rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
     depth = max(RECALL_AT)
     retriever, reader = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)
     embedding = load_index(job.inputs["finetune"], snapshot)
     model = OpenQa(retriever.to(device), reader.to(device), snapshot, embedding, options, dtype)
     progress = job.report.progress("test questions", len(questions))
     answers = model.answer(questions, ranked=depth, batch_size=32, progress=progress)
-    resamples = job.sections["evaluate"].bootstrap
-    texts = {q.id: a.text for q, a in zip(questions, answers, strict=True)}
-    score = score_predictions(questions, texts, seed=seed, resamples=resamples)
+    right = _exact_match(job, questions, answers)
     ranked = _padded([answer.ranked for answer in answers], depth)
-    metrics: dict[str, Any] = {"questions": len(questions), **_interval("em", score.em)}
-    metrics |= {"closed_book_em": closed_book_floor(read_questions([job.inputs["questions.train"]]), questions)[1]}
+    metrics: dict[str, Any] = {"questions": len(questions), **_interval("em", right[em_rule].em)}
+    metrics |= {f"em_{name}": score.em.mean for name, score in right.items() if len(right) > 1}
+    training = read_questions([job.inputs["questions.train"]], format=form)
+    if not all(question.is_regex for question in training):
+        metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
     ranks = hit_ranks_by_rule(questions, ranked, snapshot.text)
-    metrics |= _retrieval(job, ranks, "")
-    metrics["recall_at_5"] = metrics[f"recall_at_5_{MATCH_RULE}"]
+    metrics |= _retrieval(job, ranks, rule, "")
+    metrics["recall_at_5"] = metrics[f"recall_at_5_{rule}"]
     queries = question_queries(snapshot, questions, options.query_wordpieces)
     for name, prefix in (("ict", "before_realm_"), ("pretrain", "zero_shot_")):
         if name not in job.inputs:
             continue  # a fine-tuned model was imported
         zero_shot = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
         passages = passage_embeddings(job.inputs[name], zero_shot, snapshot, dtype)
-        found = rank(zero_shot, passages, queries, depth, dtype)
-        metrics |= _retrieval(job, hit_ranks_by_rule(questions, _padded(found.tolist(), depth), snapshot.text), prefix)
+        found = rank(zero_shot, passages, queries, depth, dtype).tolist()
+        hits = hit_ranks_by_rule(questions, _padded(found, depth), snapshot.text)
+        metrics |= _retrieval(job, hits, rule, prefix)
     lexical = bm25_ranking(
         [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))],
         [q.question for q in questions],
         depth,
     )
-    metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), "bm25_")
+    metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), rule, "bm25_")
     over_bm25 = model.answer(questions, ranked=depth, batch_size=32, given=lexical)
-    texts = {q.id: a.text for q, a in zip(questions, over_bm25, strict=True)}
-    metrics["bm25_em"] = score_predictions(questions, texts, seed=seed, resamples=resamples).em.mean
-    metrics |= _ceilings(snapshot, questions, ranked, hits_at(ranks[MATCH_RULE], depth))
-    predictions = [
-        _prediction(q, a, snapshot, bool(c)) for q, a, c in zip(questions, answers, score.correct, strict=True)
+    metrics["bm25_em"] = _exact_match(job, questions, over_bm25)[em_rule].em.mean
+    ceilings = _ceilings(snapshot, questions, ranked, hits_at(ranks[rule], depth), rule)
+    metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in ceilings.items()}
+    failures = [
+        failed_at(
+            correct=bool(right[em_rule].correct[i]),
+            in_corpus=bool(ceilings["in_corpus"][i]),
+            retrieved=bool(ranks[rule][i] < options.reader_candidates),
+            choosable=answer.best_gold is not None,
+        )
+        for i, answer in enumerate(answers)
     ]
+    metrics |= failure_shares(failures)
+    predictions = [
+        _prediction(snapshot, *row)
+        for row in zip(questions, answers, right[em_rule].correct, ranks[rule], failures, strict=True)
+    ]
+    metrics |= warn_of_timeouts(job, questions)
     write_predictions(job.out / PREDICTIONS, predictions)
     _report(job, metrics)
     return metrics
+
+
+def _exact_match(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, Score]:
+    """The score under each rule for these questions."""
+    texts = {q.id: a.text for q, a in zip(questions, answers, strict=True)}
+    seed, resamples = job.sections["run"].seed, job.sections["evaluate"].bootstrap
+    return {
+        rule: score_predictions(questions, texts, seed=seed, rule=rule, resamples=resamples)
+        for rule in em_rules(questions)
+    }
 
 
 def _interval(name: str, interval: Interval) -> dict[str, float]:
@@ -103,48 +130,57 @@ def _padded(ranked: Sequence[Sequence[int]], depth: int) -> np.ndarray:
     return np.array([[*row] + [-1] * (depth - len(row)) for row in ranked])
 
 
-def _retrieval(job: Job, ranks: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
-    """Recall under each match rule, with an interval for recall@5 by token boundaries."""
-    hits = hits_at(ranks[MATCH_RULE], 5)
+def _retrieval(job: Job, ranks: Mapping[str, np.ndarray], rule: str, prefix: str) -> dict[str, float]:
+    """Recall under each match rule, with an interval for recall@5 by ``rule``."""
+    hits = hits_at(ranks[rule], 5)
     resamples = job.sections["evaluate"].bootstrap
     interval = bootstrap_interval(hits, seed=job.sections["run"].seed, resamples=resamples)
-    name = f"{prefix}recall_at_5_{MATCH_RULE}"
+    name = f"{prefix}recall_at_5_{rule}"
     return recall_metrics(ranks, prefix=prefix) | {f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _ceilings(
-    snapshot: Snapshot, questions: list[Question], ranked: np.ndarray, known: np.ndarray
-) -> dict[str, float]:
-    """What the best reader could reach: the share of questions answerable at each narrowing."""
+    snapshot: Snapshot, questions: list[Question], ranked: np.ndarray, known: np.ndarray, rule: str
+) -> dict[str, np.ndarray]:
+    """What the best reader could reach: which questions are answerable at each narrowing."""
 
     def count(text: str) -> int:
         return len(snapshot.tokenizer.encode(text, add_special_tokens=False).ids)
 
     texts = (snapshot.text(i) for i in range(len(snapshot)))
-    readable = reader_can_answer(questions, ranked, snapshot.text, snapshot.chars, rule=MATCH_RULE)
-    return {
-        "ceiling_in_corpus": float(answered_in_corpus(questions, texts, rule=MATCH_RULE, known_Q=known).mean()),
-        "ceiling_short_answer": float(answer_fits_reader(questions, count).mean()),
-        "ceiling_in_top_5": float(readable.mean()),
+    found = {
+        "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=known),
+        "in_top_5": reader_can_answer(questions, ranked, snapshot.text, snapshot.chars, rule=rule),
     }
+    if not questions[0].is_regex:  # an expression has no length
+        found["short_answer"] = answer_fits_reader(questions, count)
+    return found
 
 
-def _prediction(question: Question, answer: Answer, snapshot: Snapshot, correct: bool) -> Prediction:
-    evidence = snapshot.text(answer.passage) if answer.passage is not None else ""
+def _prediction(
+    snapshot: Snapshot, question: Question, answer: Answer, correct: bool, first_hit: int, failure: str
+) -> Prediction:
+    best, gold = answer.best, answer.best_gold
     return Prediction(
         question_id=question.id,
         question=question.question,
         prediction=answer.text,
         answers=question.answers,
-        em=correct,
+        em=bool(correct),
         passage_ids=tuple(snapshot.passage_id(p) for p in answer.passages),
         titles=tuple(snapshot.title(p) for p in answer.passages),
         p_z=tuple(float(np.exp(value)) for value in answer.log_prior),
-        evidence=evidence,
-        evidence_rank=answer.passages.index(answer.passage) if answer.passage is not None else -1,
-        char_start=answer.characters[0],
-        char_end=answer.characters[1],
-        span_score=answer.span_score,
+        evidence=snapshot.text(best.passage) if best else "",
+        evidence_rank=answer.passages.index(best.passage) if best else -1,
+        char_start=best.characters[0] if best else 0,
+        char_end=best.characters[1] if best else 0,
+        span_score=best.score if best else float("-inf"),
+        passage_spans=tuple(span.text if span else None for span in answer.best_of_passage),
+        passage_scores=tuple(span.score if span else None for span in answer.best_of_passage),
+        gold_span=gold.text if gold else None,
+        gold_score=gold.score if gold else None,
+        first_hit=int(first_hit) if first_hit < len(answer.ranked) else -1,
+        failed_at=failure,
     )
 
 

@@ -16,7 +16,16 @@ from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
-from realmops.stages.common import INDEX, JournalValues, context, open_snapshot, passage_embeddings, prepare, save_index
+from realmops.stages.common import (
+    INDEX,
+    JournalValues,
+    context,
+    open_snapshot,
+    passage_embeddings,
+    prepare,
+    save_index,
+    warn_of_timeouts,
+)
 from realmops.train.finetune import OpenQa, finetune
 
 
@@ -40,8 +49,9 @@ def run(job: Job) -> dict[str, Any]:
     seed = job.sections["run"].seed
     device, dtype = prepare(job.sections["run"])
     snapshot = open_snapshot(job)
-    questions = read_questions([job.inputs["questions.train"]])
-    held_out = read_questions([job.inputs["questions.dev"]])
+    form = job.sections["questions"].format
+    questions = read_questions([job.inputs["questions.train"]], format=form)
+    held_out = read_questions([job.inputs["questions.dev"]], format=form)
     retriever, reader = start_models(job, snapshot, options)
     add_spans(reader, options.span_width, seed)
     retriever.to(device)
@@ -62,6 +72,7 @@ def run(job: Job) -> dict[str, Any]:
         "early_loss": logged.mean("early_loss", last=50),
         "no_correct_span": logged.mean("no_correct_span", last=50),
         "questions": len(questions),
+        **warn_of_timeouts(job, [*questions, *held_out]),
     }
 
 

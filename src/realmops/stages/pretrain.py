@@ -18,7 +18,7 @@ from safetensors.torch import load as load_tensors
 
 from realmops.artifacts import seed_for
 from realmops.config import Pretrain
-from realmops.corpus.questions import read_questions
+from realmops.corpus.questions import answers_are_expressions, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.wordpieces import contains
 from realmops.evaluate.retrieval import first_hit_ranks, hits_at
@@ -202,7 +202,8 @@ class ExchangeSource:
 def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> Callable[[Index], dict[str, float]]:
     """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder."""
     run_options = job.sections["run"]
-    questions = read_questions([job.inputs["questions.dev"]])
+    questions = read_questions([job.inputs["questions.dev"]], format=job.sections["questions"].format)
+    answers_are_expressions(questions)  # one rule for all
     queries = question_queries(snapshot, questions, examples.options.query_wordpieces)
     rng = np.random.default_rng(seed_for(run_options.seed, "evaluate", "masked"))
     rows = rng.permutation(len(examples.rows))[: examples.options.masked_sentences]
@@ -213,7 +214,7 @@ def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> 
 
     def measure(index: Index) -> dict[str, float]:
         ids = rank(index.retriever, index.embedding_PE, queries, 5, dtype)
-        hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule="token_boundary"), 5)
+        hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
         query = embed(index.retriever.query, masked_queries, dtype)
         found = candidates.retrieve(masked, query, index)
         hit = [

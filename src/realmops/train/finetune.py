@@ -19,8 +19,6 @@ from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import answer_token_spans, contains_answer
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.vocabulary import UNCASED
-from realmops.corpus.wordpieces import passages_with
 from realmops.index.mips import search
 from realmops.model.joins import SpecialTokens, join_query, join_reader
 from realmops.model.likelihood import marginal_span_loss
@@ -29,20 +27,35 @@ from realmops.model.retriever import Retriever
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 
-MATCH_RULE = "token_boundary"
+
+@dataclass(frozen=True)
+class Span:
+    """A span that the reader could choose: the text between two characters of a passage.
+
+    ``score`` is the reader's plus the retriever's f(x, z); one softmax goes over all spans of a question.
+    """
+
+    text: str
+    passage: int
+    characters: tuple[int, int]
+    score: float
 
 
 @dataclass(frozen=True)
 class Answer:
     """The best span of one question, and the evidence that was read for it."""
 
-    text: str
-    passage: int | None
-    characters: tuple[int, int]
-    span_score: float
+    best: Span | None
+    best_of_passage: list[Span | None]  # of each passage that was read
+    best_gold: Span | None  # of the spans that match an answer
     passages: list[int]  # read, best first
     log_prior: list[float]  # log p(z|x) over the passages that were read
     ranked: list[int]  # the top passages of the whole corpus, for recall
+
+    @property
+    def text(self) -> str:
+        """The answer, empty when there was no span to choose."""
+        return self.best.text if self.best else ""
 
 
 class OpenQa:
@@ -87,15 +100,11 @@ class OpenQa:
         return np.array(self.snapshot.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def is_correct(self, question: Question, passages: Sequence[int]) -> np.ndarray:
-        """Whether each passage contains an answer (token boundaries, letter case ignored)."""
+        """Whether each passage contains an answer, by the question's rule."""
         known = self._correct.setdefault(question.id, {})
-        if unknown := [p for p in passages if p not in known]:
-            found = set(unknown)
-            if self.snapshot.casing == UNCASED:  # then equal wordpieces are necessary and cheap to find
-                runs = [self.wordpieces(answer) for answer in question.answers]
-                found = {p for run in runs for p in passages_with(self.snapshot, run, unknown)}
-            for p in unknown:
-                known[p] = p in found and contains_answer(self.snapshot.text(p), question.answers, MATCH_RULE)
+        for p in passages:
+            if p not in known:
+                known[p] = contains_answer(self.snapshot.text(p), question.answers, question.match_rule)
         return np.array([known[p] for p in passages], dtype=bool)
 
     def spans(self, tokens: Sequence[np.ndarray], passages: Sequence[Sequence[int]]) -> tuple[Tensor, np.ndarray]:
@@ -141,10 +150,25 @@ class OpenQa:
                 self.snapshot.text(passage),
                 question.answers,
                 self.snapshot.chars(passage),
-                rule=MATCH_RULE,
+                rule=question.match_rule,
                 max_wordpieces=self.options.answer_wordpieces,
             )
         }
+
+    def _is_gold(
+        self, rows: np.ndarray, questions: Sequence[Question], passages: Sequence[Sequence[int]]
+    ) -> np.ndarray:
+        """For each row of ``spans`` whether it matches an answer."""
+        gold = [
+            (b, *span)
+            for b, (question, ids) in enumerate(zip(questions, passages, strict=True))
+            for span in sorted(self.gold(question, ids))
+        ]
+        if not gold:
+            return np.zeros(len(rows), bool)
+        wanted = np.array(gold)
+        shape = np.maximum(rows.max(0), wanted.max(0)) + 1
+        return np.isin(np.ravel_multi_index(rows.T, shape), np.ravel_multi_index(wanted.T, shape))
 
     def loss(self, questions: Sequence[Question], tokens: Sequence[np.ndarray]) -> tuple[Tensor, dict[str, float]]:
         """The early retriever loss over the top passages plus the span loss over those that are read."""
@@ -159,9 +183,8 @@ class OpenQa:
         score_S, rows = self.spans(tokens, read)
         rank_S, question_S = torch.from_numpy(rows[:, 1]).to(self.device), torch.from_numpy(rows[:, 0]).to(self.device)
         logit_S = score_S + relevance_BP[question_S, rank_S]
-        gold = [self.gold(q, row) for q, row in zip(questions, read, strict=True)]
-        is_gold = np.array([(r, s, e) in gold[b] for b, r, s, e in rows.tolist()])
-        logit_BW, gold_BW = _by_question(logit_S, torch.from_numpy(is_gold).to(self.device), rows[:, 0], len(questions))
+        is_gold = torch.from_numpy(self._is_gold(rows, questions, read)).to(self.device)
+        logit_BW, gold_BW = _by_question(logit_S, is_gold, rows[:, 0], len(questions))
         span_B = marginal_span_loss(logit_BW, gold_BW)
         metrics = {
             "early_loss": early_B.mean().item(),
@@ -203,31 +226,31 @@ class OpenQa:
             score_S, rows = self.spans(tokens, read)
             at_S = torch.from_numpy(rows).to(self.device)
             logit_S = (score_S + relevance_BK[at_S[:, 0], at_S[:, 1]]).cpu().numpy()
+            gold_S = self._is_gold(rows, batch, read)
             log_prior_BK = relevance_BK.log_softmax(-1).cpu().tolist()
             for b in range(len(batch)):
-                mine = np.flatnonzero(rows[:, 0] == b)
-                best = mine[logit_S[mine].argmax()] if len(mine) else None
-                answers.append(self._answer(best, rows, logit_S, read[b], log_prior_BK[b], id_BK[b, :ranked].tolist()))
+                mine = rows[:, 0] == b
+                at = [mine & (rows[:, 1] == rank) for rank in range(len(read[b]))]
+                best, gold, *best_of_passage = (
+                    self._best(chosen, rows, logit_S, read[b]) for chosen in (mine, mine & gold_S, *at)
+                )
+                ranked_ids = id_BK[b, :ranked].tolist()
+                answers.append(Answer(best, best_of_passage, gold, read[b], log_prior_BK[b], ranked_ids))
             if progress is not None:
                 progress(len(batch))
         return answers
 
-    def _answer(
-        self,
-        best: int | None,
-        rows: np.ndarray,
-        logit_S: np.ndarray,
-        read: list[int],
-        log_prior: list[float],
-        ranked: list[int],
-    ) -> Answer:
-        if best is None:
-            return Answer("", None, (0, 0), float("-inf"), read, log_prior, ranked)
-        _, rank, first, last = rows[best].tolist()
+    def _best(self, chosen_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
+        """The best of the chosen spans of one question, cut from the text by characters."""
+        places = np.flatnonzero(chosen_S)
+        if not len(places):
+            return None
+        place = places[logit_S[places].argmax()]
+        _, rank, first, last = rows[place].tolist()
         characters = self.snapshot.chars(read[rank])
         start, end = int(characters[first, 0]), int(characters[last, 1])
         text = self.snapshot.text(read[rank])[start:end]
-        return Answer(text, read[rank], (start, end), float(logit_S[best]), read, log_prior, ranked)
+        return Span(text, read[rank], (start, end), float(logit_S[place]))
 
 
 def _by_question(logit_S: Tensor, gold_S: Tensor, question_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:

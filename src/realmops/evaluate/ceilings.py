@@ -1,0 +1,173 @@
+"""What bounds exact match before any model: is an answer in the corpus, in the passages read, in a span short enough.
+
+Legend: Q questions, K ranked passages a question. Passages are rows of the snapshot, -1 is no passage.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realmops.corpus.answers import (
+    MAX_ANSWER_WORDPIECES,
+    answer_token_spans,
+    contains_answer,
+    expression,
+    token_run,
+)
+from realmops.corpus.questions import Question
+
+READER_PASSAGES = 5
+_BETWEEN = b"\xff"  # occurs in no UTF-8
+# Where these stand in an expression, a match in a passage may be none among other passages.
+_LOOKS_AROUND = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
+
+Rows = NDArray[np.integer[Any]]
+
+
+def answered_in_corpus(
+    questions: Sequence[Question],
+    texts: Iterable[str],
+    *,
+    rule: str,
+    known_Q: NDArray[np.bool_] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> NDArray[np.bool_]:
+    """For each question whether any passage contains an answer: nothing can be right above this share.
+
+    One pass over the corpus, many passages at a time; a question is dropped once it is answered. ``known_Q``
+    marks those that a ranking answered already (``hits_at``), which spares work.
+
+    Returns:
+        bool [Q].
+    """
+    answered = np.zeros(len(questions), bool) if known_Q is None else known_Q.copy()
+    open_questions = np.flatnonzero(~answered).tolist()
+    answers = {index: questions[index].answers for index in open_questions}
+    finder = _ByteFinder(_ENCODINGS[rule], answers) if rule in _ENCODINGS else _ExpressionFinder(rule, answers)
+    for chunk in _chunks(texts, finder.characters):
+        find = finder.within(chunk)
+        for index in open_questions:
+            answered[index] = find(index)
+        open_questions = [index for index in open_questions if not answered[index]]
+        if progress:
+            progress(len(chunk))
+    return answered
+
+
+def _chunks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
+    chunk: list[str] = []
+    size = 0
+    for text in texts:
+        chunk.append(text)
+        size += len(text)
+        if size >= characters:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _token_bytes(text: str) -> bytes:
+    """Marks before, between and behind the tokens: a run of tokens is a run of these bytes."""
+    tokens = token_run(text)
+    return _BETWEEN.join([b"", *(token.encode() for token in tokens), b""]) if tokens else b""
+
+
+_ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": _token_bytes}
+
+
+class _ByteFinder:
+    """Answers as bytes in the bytes of many passages."""
+
+    characters = 1 << 20
+
+    def __init__(self, encode: Callable[[str], bytes], answers: Mapping[int, Sequence[str]]) -> None:
+        self.encode = encode
+        self.wanted = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
+
+    def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
+        content = _BETWEEN.join(map(self.encode, texts))
+        return lambda index: any(run in content for run in self.wanted[index])
+
+
+class _ExpressionFinder:
+    """Expressions in many passages at once, which is cheap, then in the one passage where something was found."""
+
+    characters = 1 << 16
+
+    def __init__(self, rule: str, answers: Mapping[int, Sequence[str]]) -> None:
+        self.rule, self.answers = rule, answers
+
+    def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
+        content = "\n".join(texts)
+        starts = [0, *accumulate(len(text) + 1 for text in texts[:-1])]
+
+        def find(answer: str) -> bool:
+            place = expression(answer).first(content, 0)
+            while place >= 0:
+                passage = bisect_right(starts, place) - 1
+                if contains_answer(texts[passage], [answer], self.rule):
+                    return True
+                if passage + 1 == len(texts):
+                    return False
+                place = expression(answer).first(content, starts[passage + 1])
+            return False
+
+        def one_by_one(answer: str) -> bool:
+            return any(contains_answer(text, [answer], self.rule) for text in texts)
+
+        def found(answer: str) -> bool:
+            if self.rule != "regex_search" or _LOOKS_AROUND.search(answer) or expression(answer).timed_out:
+                return one_by_one(answer)
+            try:
+                return find(answer)
+            except TimeoutError:
+                return one_by_one(answer)
+
+        return lambda index: any(map(found, self.answers[index]))
+
+
+def answer_fits_reader(
+    questions: Sequence[Question], count_wordpieces: Callable[[str], int]
+) -> NDArray[np.bool_]:
+    """For each question whether an answer has at most 10 wordpieces, the reader's longest span."""
+    return np.array(
+        [
+            any(count_wordpieces(answer) <= MAX_ANSWER_WORDPIECES for answer in question.answers)
+            for question in questions
+        ],
+        bool,
+    )
+
+
+def reader_can_answer(
+    questions: Sequence[Question],
+    ranked_QK: Rows,
+    text: Callable[[int], str],
+    chars: Callable[[int], NDArray[np.integer[Any]]],
+    *,
+    rule: str,
+) -> NDArray[np.bool_]:
+    """For each question whether one of the top 5 passages holds an answer as a span of at most 10 wordpieces.
+
+    Args:
+        chars: [t, 2] start and end character of each wordpiece of a passage.
+    """
+    return np.array(
+        [
+            any(
+                passage >= 0
+                and answer_token_spans(text(passage), question.answers, chars(passage), rule=rule)
+                for passage in ranked_K.tolist()
+            )
+            for question, ranked_K in zip(questions, ranked_QK[:, :READER_PASSAGES], strict=True)
+        ],
+        bool,
+    )

@@ -1,0 +1,87 @@
+"""Why a question was answered as it was: the passages with p(z|x), the spans with their scores, the ceiling it hit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from realmops.evaluate.openqa import Prediction
+
+# What a question failed at, the first that holds.
+FAILED_AT = {
+    "correct": "the answer is right",
+    "not_in_corpus": "no passage of the corpus holds an answer",
+    "not_retrieved": "an answer is in the corpus, but not in the passages that were read",
+    "too_long": "an answer was read, but not as a span that the reader can choose (too long, or behind its limit)",
+    "reader": "the reader could choose an answer and chose another span",
+}
+
+
+def failed_at(*, correct: bool, in_corpus: bool, retrieved: bool, choosable: bool) -> str:
+    """The key of ``FAILED_AT`` for one question."""
+    if correct:
+        return "correct"
+    if not in_corpus:
+        return "not_in_corpus"
+    if not retrieved:
+        return "not_retrieved"
+    return "reader" if choosable else "too_long"
+
+
+def failure_shares(failures: Sequence[str]) -> dict[str, float]:
+    """``failed_at_NAME`` as a share of the questions, for each name but "correct"."""
+    counts = Counter(failures)
+    return {f"failed_at_{name}": counts[name] / len(failures) for name in FAILED_AT if name != "correct"}
+
+
+def chosen(
+    predictions: Sequence[Prediction], ids: Collection[str], failures: Collection[str]
+) -> list[Prediction]:
+    """The predictions with one of the ids and one of the failures, where any are named; ValueError for unknown ones."""
+    for name in failures:
+        if name not in FAILED_AT:
+            raise ValueError(f"no question fails at {name!r}; choose {', '.join(FAILED_AT)}")
+    known = {prediction.question_id for prediction in predictions}
+    for identifier in ids:
+        if identifier not in known:
+            raise ValueError(
+                f"there is no question {identifier!r} among {len(known)}; the first is {predictions[0].question_id!r}"
+            )
+    return [
+        prediction
+        for prediction in predictions
+        if (not ids or prediction.question_id in ids) and (not failures or prediction.failed_at in failures)
+    ]
+
+
+def overview(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """How many questions failed at what."""
+    counts = Counter(prediction.failed_at for prediction in predictions)
+    yield f"{len(predictions)} questions"
+    for name, meaning in FAILED_AT.items():
+        yield f"{counts[name]:>7} {counts[name] / len(predictions):6.1%}  {name}: {meaning}"
+
+
+def explained(prediction: Prediction) -> Iterator[str]:
+    """One question in lines of text."""
+    yield f"{prediction.question_id}  {prediction.question}"
+    yield f"  wanted: {'; '.join(prediction.answers)}"
+    yield f"  answer: {prediction.prediction or '(none)'}  (score {prediction.span_score:.2f})"
+    yield f"  failed at: {prediction.failed_at} ({FAILED_AT[prediction.failed_at]})"
+    if prediction.gold_span is not None:
+        yield f"  best right span: {prediction.gold_span}  (score {prediction.gold_score:.2f})"
+    hit = prediction.first_hit
+    yield f"  first passage with an answer: {f'number {hit + 1}' if hit >= 0 else 'none of those retrieved'}"
+    rows = zip(
+        prediction.p_z,
+        prediction.passage_scores,
+        prediction.titles,
+        prediction.passage_ids,
+        prediction.passage_spans,
+        strict=True,
+    )
+    yield "   p(z|x)   score  passage, its best span"
+    for number, (p_z, score, title, passage, span) in enumerate(rows):
+        mark = ">" if number == prediction.evidence_rank else " "
+        shown = f"{score:7.2f}" if score is not None else "      -"
+        yield f"  {mark}{p_z:6.3f} {shown}  {title} [{passage}]: {span or '(none)'}"

@@ -1,0 +1,92 @@
+"""The ceilings above exact match, on a corpus of four passages, and the quick search against the plain one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realmops.corpus.answers import contains_answer, expression
+from realmops.corpus.questions import Question
+from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
+
+TEXTS = [
+    "The mill burned in 1995.",
+    "Ada Vell was born in Tor Hollow.",
+    "Ferries cross the lake on Sundays.",
+    "TOR HOLLOW has 1 mill.",
+]
+QUESTIONS = [
+    Question("born", "Where was Ada Vell born?", ("Tor Hollow",)),
+    Question("mills", "How many mills are there?", ("1",)),
+    Question("none", "Who owns the ferry?", ("Orla Quist",)),
+]
+
+
+def test_answered_in_corpus_looks_only_for_open_questions() -> None:
+    rule = "token_boundary"
+    assert answered_in_corpus(QUESTIONS, TEXTS, rule=rule).tolist() == [True, True, False]
+    assert answered_in_corpus(QUESTIONS, TEXTS[:3], rule=rule).tolist() == [True, False, False]
+    known = np.array([False, True, False])
+    assert answered_in_corpus(QUESTIONS, TEXTS[:3], rule=rule, known_Q=known).tolist() == [True, True, False]
+    assert known.tolist() == [False, True, False]
+
+
+def test_answer_fits_reader_takes_the_shortest_answer() -> None:
+    questions = [
+        Question("a", "?", ("one two three four five six seven eight nine ten eleven", "ten")),
+        Question("b", "?", ("one two three four five six seven eight nine ten eleven",)),
+        Question("c", "?", ("one two three four five six seven eight nine ten",)),
+    ]
+    fits = answer_fits_reader(questions, lambda text: len(text.split()))
+    assert fits.tolist() == [True, False, True]
+
+
+def test_reader_can_answer_needs_the_span_in_the_top_five() -> None:
+    words = [
+        [(text.index(word), text.index(word) + len(word)) for word in text[:-1].split()] for text in TEXTS
+    ]
+    ranked = np.array([[2, 2, 2, 2, 1, 3], [2, 2, 2, 2, -1, 3], [2, 1, 0, 3, 0, 0]])
+    found = reader_can_answer(
+        QUESTIONS, ranked, TEXTS.__getitem__, lambda i: np.array(words[i]), rule="token_boundary"
+    )
+    assert found.tolist() == [True, False, False]
+
+
+WORDS = ["Tor", "tor", "Hollow", "1", "1995", "5", "é", "É", "£5", "U.S.", "the", "mill", "mills", "\n", "\u00ff"]
+texts = st.lists(st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join), max_size=6)
+answers = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=2).map(" ".join), min_size=1, max_size=2)
+
+
+@settings(deadline=None, max_examples=150)
+@given(texts, st.lists(answers, min_size=1, max_size=4), st.sampled_from(["substring", "token_boundary"]))
+def test_many_passages_at_once_give_what_one_by_one_gives(
+    texts: list[str], wanted: list[list[str]], rule: str
+) -> None:
+    questions = [Question(str(i), "?", tuple(answers)) for i, answers in enumerate(wanted)]
+    plain = [any(contains_answer(text, q.answers, rule) for text in texts) for q in questions]
+    assert answered_in_corpus(questions, texts, rule=rule).tolist() == plain
+
+
+EXPRESSIONS = ["tor", "^1", "mill$", r"1\s\S", r"the.*5", r"(?<!tor )hollow", r"\Ator", r"5\Z", "[^a-z]5", "x*", r"\bé"]
+
+
+@settings(deadline=None, max_examples=150)
+@given(texts, st.lists(st.sampled_from(EXPRESSIONS), min_size=1, max_size=4), st.sampled_from([1, 1 << 16]))
+def test_expressions_in_many_passages_at_once(texts: list[str], wanted: list[str], characters: int) -> None:
+    questions = [Question(str(i), "?", (answer,), is_regex=True) for i, answer in enumerate(wanted)]
+    for rule in ("regex_search", "regex_match"):
+        plain = [any(contains_answer(text, q.answers, rule) for text in texts) for q in questions]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("realmops.evaluate.ceilings._ExpressionFinder.characters", characters)
+            assert answered_in_corpus(questions, texts, rule=rule).tolist() == plain
+
+
+def test_an_expression_that_is_slow_over_many_passages_is_looked_for_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a slow match in one passage counts against it."""
+    monkeypatch.setattr("realmops.corpus.answers.MATCH_SECONDS", 0.02)
+    question = Question("q", "?", (r"(a+)+b?c",), is_regex=True)
+    texts = ["a" * 11 + "!"] * 4000 + ["aac"]
+    assert answered_in_corpus([question], texts, rule="regex_search").tolist() == [True]
+    assert not expression(question.answers[0]).timed_out

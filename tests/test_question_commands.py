@@ -1,0 +1,156 @@
+"""The commands about question sets: conversion, split, ceilings; and a whole evaluation with regular expressions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from toy import Quiet, cli, stage, toy_values, trained_project, write_json_lines
+
+from realmops.artifacts import read_manifest
+from realmops.config import merge
+from realmops.corpus.questions import in_orqa_dev, read_questions
+from realmops.evaluate.compare import read_results
+from realmops.evaluate.explain import FAILED_AT
+
+TREC = "".join(f"{'lfb' if n % 4 == 0 else 't'}{n}\tfactoid\tquestion {n}?\tyear {n}\n" for n in range(100))
+
+
+@pytest.fixture
+def trec(tmp_path: Path) -> Path:
+    path = tmp_path / "trec.tsv"
+    path.write_text(TREC)
+    return path
+
+
+def test_questions_are_converted_and_split(tmp_path: Path, trec: Path) -> None:
+    out = tmp_path / "out"
+    result = cli("questions", trec, "--orqa-split", "--drop-id-prefix", "lfb", "--out", out)
+    assert result.exit_code == 0, result.output
+    parts = {name: read_questions([out / f"questions.{name}.jsonl"], format="jsonl") for name in ("train", "dev")}
+    assert len(parts["train"]) + len(parts["dev"]) == 75
+    assert all(in_orqa_dev(q.question) == (name == "dev") for name, part in parts.items() for q in part)
+    assert all(q.is_regex and q.id.startswith("t") for part in parts.values() for q in part)
+    train, dev = (len(part) for part in parts.values())
+    assert result.stdout.splitlines() == [
+        "100 questions read",
+        "25 dropped: the id starts with lfb",
+        f"{train} written to {out / 'questions.train.jsonl'}",
+        f"{dev} written to {out / 'questions.dev.jsonl'}",
+    ]
+    assert read_manifest(out, "questions")["written"] == {
+        "questions.train.jsonl": train,
+        "questions.dev.jsonl": dev,
+    }
+
+
+def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path: Path, trec: Path) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert cli("questions", trec, "--out", out).exit_code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["manifest.json", "questions.jsonl"]
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("five years of work")
+    result = cli("questions", trec, "--out", mine)
+    assert result.exit_code == 2
+    assert "was not written by this command" in result.stderr
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+
+
+def test_a_bad_file_leaves_nothing(tmp_path: Path, trec: Path) -> None:
+    trec.write_text(TREC + "t100\tfactoid\tWhat?\t(\n")
+    result = cli("questions", trec, "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"{trec}:101: question 't100'" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trec.tsv"]
+    trec.write_text(TREC)
+    result = cli("questions", trec, "--drop-id-prefix", "t", "--drop-id-prefix", "lfb", "--out", tmp_path / "out")
+    assert "no question is left for questions.jsonl of 100 read" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_project(tmp_path_factory.mktemp("trained"))
+
+
+def test_ceilings_need_no_model(project: Path) -> None:
+    """Both test answers stand in the corpus of twelve passages; an answer that no passage has lowers the share."""
+    root = project / "root"
+    result = cli("ceilings", project / "questions.test.jsonl", "--root", root)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "2 questions against 12 passages"
+    assert lines[1].startswith("substring: answered in the corpus 100.0%; by BM25's first passages ")
+    assert lines[1].endswith("100.0% in 100")
+    assert lines[2].startswith("token_boundary: answered in the corpus 100.0%")
+    assert lines[4] == "with an answer of at most 10 wordpieces: 100.0%"
+    trec = project / "trec.tsv"
+    trec.write_text("1\tx\tWhere did Jon Vik build ships?\tBergen|Nowhere\n2\tx\tWho?\tNobody\\sat all\n")
+    lines = cli("ceilings", trec, "--root", root).stdout.splitlines()
+    assert lines[1].startswith("regex_match: answered in the corpus 50.0%")
+    assert lines[2].startswith("regex_search: answered in the corpus 50.0%")
+    assert lines[3].endswith("(regex_search): 50.0%")
+    assert len(lines) == 4
+
+
+def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine-tuned and evaluated on regular expressions, of which one never ends; the run tells its id and goes on."""
+    monkeypatch.setattr("realmops.corpus.answers.MATCH_SECONDS", 0.05)
+    slow = r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)\1\2[#%]"
+    (project / "train.tsv").write_text("1\tx\tWhere was the poet Anna Berg born?\tOslo?\n2\tx\tWhen?\t19\\d\\d\n")
+    (project / "test.tsv").write_text(
+        f"10\tx\tWhere did Jon Vik build ships?\tBerg[ae]n\n11\tx\tWho wrote a novel?\t{slow}\n"
+        "12\tx\tWho owns it?\tNobody at all\n"
+    )
+    splits = {"train": "train.tsv", "dev": "train.tsv", "test": "test.tsv"}
+    values = merge(toy_values(pretrain={"steps": 0, "builder": "external"}), {"questions": splits}, "here")
+    report = Quiet()
+    tuned = stage("finetune", values, project, project / "root", report)
+    assert tuned["regex_timeouts"] == 0
+    assert tuned["no_correct_span"] < 1
+    metrics = stage("evaluate", values, project, project / "root", report)
+    assert metrics["regex_timeouts"] == 1
+    [warning] = report.warned
+    assert "regular expressions of 1 questions" in warning
+    assert ": 11;" in warning
+    assert metrics["em"] == metrics["em_regex_match"] <= metrics["em_regex_search"]
+    assert metrics["recall_at_100_regex_search"] == pytest.approx(1 / 3)
+    assert metrics["recall_at_5"] == metrics["recall_at_5_regex_search"]
+    assert metrics["ceiling_in_corpus"] == pytest.approx(1 / 3)
+    assert "closed_book_em" not in metrics
+    assert "ceiling_short_answer" not in metrics
+    assert sum(metrics[f"failed_at_{name}"] for name in FAILED_AT if name != "correct") + metrics["em"] == 1
+    predictions = read_results(project / "root")
+    assert [p.failed_at for p in predictions][1:] == ["not_in_corpus"] * 2
+    assert predictions[2].first_hit == -1
+    assert all(len(p.p_z) == len(p.passage_spans) == len(p.passage_scores) == 5 for p in predictions)
+    assert all(max(p.passage_scores) == p.span_score for p in predictions)  # type: ignore[type-var]
+
+
+def test_evaluate_explains(project: Path, tmp_path: Path) -> None:
+    """The command runs the stage, and then says what the answers rest on."""
+    import yaml
+
+    values = toy_values(pretrain={"steps": 0, "builder": "external"}, tracking={"enabled": False})
+    (project / "params.yaml").write_text(yaml.safe_dump(values))
+    root = project / "root"
+    assert cli("run", "finetune", "--params", project / "params.yaml", "--root", root).exit_code == 0
+    result = cli("evaluate", "--params", project / "params.yaml", "--root", root, "--explain", "--limit", "1")
+    assert result.exit_code == 0, result.output
+    assert "evaluate: questions=2, em=" in result.stdout
+    assert "2 questions\n" in result.stdout
+    assert result.stdout.count("wanted:") == 1
+    assert "p(z|x)" in result.stdout
+    assert json.loads((root / "results/metrics.json").read_text())["failed_at_not_in_corpus"] == 0
+
+
+def test_expressions_and_words_are_evaluated_apart(project: Path) -> None:
+    mixed = write_json_lines(
+        project / "mixed.jsonl",
+        [{"question": "a?", "answers": ["b"]}, {"question": "c?", "answers": ["d"], "is_regex": True}],
+    )
+    result = cli("ceilings", mixed, "--root", project / "root")
+    assert result.exit_code == 2
+    assert "evaluate them apart" in result.stderr
