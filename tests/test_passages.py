@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from realmops.corpus.documents import Document
 from realmops.corpus.passages import cut_passages, pack_sentences, passage_digest, split_sentences
+from realmops.corpus.tokenizer import CachedTokenizer
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer
 
-TOKENIZER = build_tokenizer(
-    [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.", *(f"##{c}" for c in "abcdefgh")]
-)
+PLAIN = build_tokenizer([*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.", *(f"##{c}" for c in "abcdefgh")])
+TOKENIZER = CachedTokenizer(PLAIN)
 
 SENTENCES = [
     ["Dr. Smith met Mr. Jones in Washington, D.C. on Jan. 5, 1999.", "They left at 5 p.m. and went home."],
@@ -44,6 +44,22 @@ def document(text: str, title: str = "a") -> Document:
 def test_sentences_end_where_a_reader_ends_them(sentences: list[str]) -> None:
     text = "  ".join(sentences) + "\n"
     assert [text[start:end] for start, end in split_sentences(text)] == sentences
+
+
+@pytest.mark.parametrize("between", ["\n\n", " "])
+def test_no_sentence_of_a_long_text_is_lost(between: str) -> None:
+    sentences = [f"The {word} (1{n}) said: \"It is {n} by now.\"" for n in range(300) for word in ("king", "Queen")]
+    text = between.join(sentences)
+    assert len(text) > 20_000
+    assert "".join(text[start:end] for start, end in split_sentences(text)).replace(" ", "") == "".join(
+        sentences
+    ).replace(" ", "")
+
+
+def test_what_the_splitter_loses_becomes_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sentencex.segment", lambda language, text: [] if text == "Gone." else ["B. ", "D."])
+    text = "A. B. C. D. E.\n\nGone."
+    assert [text[start:end] for start, end in split_sentences(text)] == ["A.", "B.", "C.", "D.", "E.", "Gone."]
 
 
 @given(st.text())
@@ -102,9 +118,8 @@ def test_a_wordpiece_keeps_its_accent_when_it_is_a_character_of_its_own() -> Non
     assert [text[a:b] for a, b in batch.chars] == ["B", "e\u0301", "e\u0301", "a", ",", "e\u0301\u0323", "."]
 
 
-def test_a_document_of_control_characters_is_counted_as_empty() -> None:
+def test_a_document_of_control_characters_has_no_passage() -> None:
     batch = cut_passages([document("\u200b\u200b"), document("A.")], TOKENIZER, block_wordpieces=20)
-    assert batch.empty == 1
     assert [p.document for p in batch.passages] == [1]
 
 
@@ -117,7 +132,7 @@ def test_a_document_of_control_characters_is_counted_as_empty() -> None:
 def test_every_wordpiece_belongs_to_one_sentence_of_one_passage(texts: list[str]) -> None:
     documents = [document(text) for text in texts]
     batch = cut_passages(documents, TOKENIZER, block_wordpieces=12)
-    whole = [i for text in texts for i in TOKENIZER.encode(text, add_special_tokens=False).ids]
+    whole = [i for text in texts for i in PLAIN.encode(text, add_special_tokens=False).ids]
     assert batch.ids.tolist() == whole
     token = sentence = 0
     for passage in batch.passages:
@@ -135,3 +150,17 @@ def test_every_wordpiece_belongs_to_one_sentence_of_one_passage(texts: list[str]
         assert bounds[1:-1:2] == bounds[2:-1:2]
     assert token == len(batch.ids)
     assert sentence == len(batch.sentences)
+
+
+def test_a_batch_without_some_documents_is_that_of_the_others() -> None:
+    documents = [document("A b. C d!  Da b a."), document("E. Fa b."), document("A. D e a d. B."), document("C.")]
+    whole = cut_passages(documents, TOKENIZER, block_wordpieces=3 + 1 + 6)
+    fewer = whole.without({0, 2})
+    wanted = cut_passages([documents[1], documents[3]], TOKENIZER, block_wordpieces=3 + 1 + 6)
+    assert [(p.chars, p.sentences, p.tokens, p.digest) for p in fewer.passages] == [
+        (p.chars, p.sentences, p.tokens, p.digest) for p in wanted.passages
+    ]
+    assert fewer.documents() == [1, 3]
+    assert fewer.ids.tolist() == wanted.ids.tolist()
+    assert fewer.chars.tolist() == wanted.chars.tolist()
+    assert fewer.sentences.tolist() == wanted.sentences.tolist()

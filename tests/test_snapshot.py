@@ -5,6 +5,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,10 @@ import numpy as np
 import pytest
 
 from realmops.artifacts import atomic_folder
+from realmops.corpus.formats import sources
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.snapshot import Snapshot, is_navigation_title, write_snapshot
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, train_vocabulary, vocabulary_hash
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, train_vocabulary, vocabulary_bytes, vocabulary_hash
 
 VOCABULARY = [
     *SPECIAL_TOKENS,
@@ -31,8 +35,11 @@ def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
 
 
 def snapshot(paths: list[Path], folder: Path, **options: Any) -> Snapshot:
+    found = [source for path in paths for source in sources(path, "auto")]
+    work = folder.with_name(f"{folder.name}.work")
     with atomic_folder(folder) as stage:
-        write_snapshot(paths, stage, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
+        write_snapshot(found, stage, work=work, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
+    shutil.rmtree(work)
     return Snapshot.open(folder)
 
 
@@ -73,8 +80,8 @@ def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
     assert found.sentence_rows.tolist() == [[0, 0, 5], [1, 0, 5], [1, 5, 8], [2, 0, 2], [3, 0, 5]]
     assert found.tokens.dtype == np.uint16
     assert found.given_spans() is None
-    counts = {key: found.manifest[key] for key in ("passages", "documents", "sentences", "tokens")}
-    assert counts == {"passages": 4, "documents": 3, "sentences": 5, "tokens": 20}
+    counts = {key: found.manifest[key] for key in ("passages", "records", "documents", "sentences", "tokens")}
+    assert counts == {"passages": 4, "records": 3, "documents": 3, "sentences": 5, "tokens": 20}
     assert found.manifest["settings"] == {
         "block_wordpieces": 13,
         "casing": {"lowercase": True, "strip_accents": True},
@@ -82,7 +89,7 @@ def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
         "drop_titles": False,
         "language": "en",
     }
-    assert sum(told) == 3
+    assert sum(told) == corpus.stat().st_size
     with pytest.raises(IndexError):
         found.text(4)
     assert sorted(contents(tmp_path / "snapshot")) == sorted(["manifest.json", *found.manifest["files"]])
@@ -122,7 +129,7 @@ def many_documents(path: Path, count: int) -> Path:
 
 def test_bytes_are_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
     corpus = many_documents(tmp_path / "corpus.jsonl", 2500)  # three batches, three row groups
-    vocabulary = train_vocabulary([corpus], size=200)
+    vocabulary = train_vocabulary(sources(corpus, "auto"), size=200)
     options = {"vocabulary": vocabulary, "block_wordpieces": 16}
     alone = snapshot([corpus], tmp_path / "one", **options)
     snapshot([corpus], tmp_path / "again", **options)
@@ -155,7 +162,7 @@ def test_documents_are_dropped_and_counted_by_reason(tmp_path: Path) -> None:
     dropped = snapshot([corpus], tmp_path / "dropped", drop_titles=True)
     assert [dropped.title(i) for i in range(len(dropped))] == ["Listing"]
     assert dropped.manifest["dropped"] == {"navigation_title": 2, "empty_text": 1, "no_wordpieces": 1}
-    assert dropped.manifest["documents"] == 5
+    assert (dropped.manifest["records"], dropped.manifest["documents"]) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +264,7 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
 
 
 def test_memory_stays_flat_as_the_corpus_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.corpus.snapshot._BATCH_DOCUMENTS", 50)
+    monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 50)
     monkeypatch.setattr("realmops.corpus.snapshot._ROWS_PER_GROUP", 50)
 
     def peak(count: int) -> int:
@@ -265,11 +272,115 @@ def test_memory_stays_flat_as_the_corpus_grows(tmp_path: Path, monkeypatch: pyte
         corpus = write_corpus(tmp_path / f"{count}.jsonl", *documents)
         tracemalloc.start()
         try:
-            with atomic_folder(tmp_path / f"{count}") as stage:
-                write_snapshot([corpus], stage, vocabulary=VOCABULARY, block_wordpieces=288)
+            snapshot([corpus], tmp_path / f"{count}", block_wordpieces=288)
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
 
     small = peak(200)
     assert peak(2000) < 1.3 * small
+
+
+# Broken records
+
+
+def rejects(found: Snapshot) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (found.folder / "rejects.jsonl").read_text().splitlines()]
+
+
+def test_up_to_one_percent_of_broken_records_are_skipped_and_named(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", *({"title": "t", "text": f"Ab {i}.", "id": i} for i in range(299)))
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    lines[5] = b"no JSON\n"
+    lines[7] = lines[6]  # the id of the line before
+    lines[290] = b'{"title": 1}\n'
+    corpus.write_bytes(b"".join(lines) + b'{"title": "t", "text": " "}\n')
+    found = snapshot([corpus], tmp_path / "s")
+    assert [line["place"] for line in rejects(found)] == [f"{corpus}:{n}" for n in (6, 8, 291)]
+    assert f"the id '6' was used at {corpus}:7" in rejects(found)[1]["problem"]
+    counts = {key: found.manifest[key] for key in ("records", "documents", "rejected", "dropped", "passages")}
+    assert counts == {"records": 300, "documents": 296, "rejected": 3, "dropped": {"empty_text": 1}, "passages": 296}
+    assert [found.document_id(i) for i in (5, 6, 7)] == ["6", "8", "9"]
+    assert contents(found.folder) == contents(snapshot([corpus], tmp_path / "two", workers=2).folder)
+
+
+def test_more_than_one_percent_of_broken_records_stop_the_run_with_the_first_ten(tmp_path: Path) -> None:
+    good, bad = b'{"title": "t", "text": "Ab."}\n', b"{}\n"
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_bytes(good * 980 + bad * 12 + good * 8 + b"never read\n" * 50)
+    with pytest.raises(ValueError, match="12 of the first 1000 records are broken") as caught:
+        snapshot([corpus], tmp_path / "s")
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[0].strip() for line in lines[:-1]] == [f"{corpus}:{n}" for n in range(981, 991)]
+    assert os.listdir(tmp_path) == ["c.jsonl"]
+    assert snapshot([corpus], tmp_path / "s", broken_share=0.1).manifest["rejected"] == 62
+
+
+def test_sources_are_counted_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "z").mkdir(parents=True)
+    write_corpus(tmp_path / "corpus" / "a.jsonl", *[{"title": "t", "text": "Ab."}] * 2, {"title": "t", "text": ""})
+    (tmp_path / "corpus" / "z" / "empty.jsonl").touch()
+    write_corpus(tmp_path / "corpus" / "c.jsonl.gz", {"title": "t", "text": "Cd.", "url": "x", "n": 1})
+    found = snapshot([tmp_path / "corpus"], tmp_path / "s")
+    lines = [json.loads(line) for line in (found.folder / "sources.jsonl").read_text().splitlines()]
+    assert [(line["source"], line["records"], line["documents"], line["dropped"]) for line in lines] == [
+        ("a.jsonl", 3, 2, {"empty_text": 1}),
+        ("c.jsonl.gz", 1, 1, {}),
+        ("z/empty.jsonl", 0, 0, {}),
+    ]
+    assert [found.extra(i) for i in range(3)] == ["", "", '{"n":1,"url":"x"}']
+
+
+# Kills
+
+
+def odd_corpus(folder: Path) -> Path:
+    """Two files with spans, ids, copies, lists and some broken lines."""
+    generator = np.random.default_rng(2)
+    folder.mkdir()
+    for name in "ab":
+        documents = [
+            {
+                "title": "List of t" if n % 31 == 0 else f"t{n % 7}",
+                "text": " ".join(f"Word{i} ab cd." for i in generator.integers(0, 5, 6)),
+                "spans": [[0, 4, "WX"[n % 2]]] if name == "b" and n % 3 else [],
+                **({"id": f"{name}{n}"} if n % 2 else {}),
+            }
+            for n in range(210)
+        ]
+        documents[150] = documents[149] if name == "a" else {"title": 1}
+        write_corpus(folder / f"{name}.jsonl", *documents)
+    return folder
+
+
+@pytest.mark.parametrize("step", [27])
+def test_a_killed_writer_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, step: int) -> None:
+    corpus = odd_corpus(tmp_path / "corpus")
+    pieces = train_vocabulary(sources(corpus, "auto"), size=120)
+    (tmp_path / "vocab.txt").write_bytes(vocabulary_bytes(pieces))
+    calm = snapshot([corpus], tmp_path / "calm", vocabulary=pieces, block_wordpieces=24, drop_titles=True)
+    assert calm.manifest["rejected"] == 2
+    assert calm.given_spans() is not None
+    assert any("-2" in name for name in calm.column("passage_id"))
+    script = [sys.executable, str(Path(__file__).with_name("ingest_lives.py"))]
+    paths = [corpus, tmp_path / "killed", tmp_path / "work", tmp_path / "vocab.txt"]
+    done = subprocess.run([*script, *map(str, paths), str(step)], capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)
+    assert told["status"] == 0
+    assert len(told["found"]) > 4
+    assert told["found"] == sorted(told["found"])
+    assert len(set(told["found"])) > 3  # it did not start over
+    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")
+    assert sorted(os.listdir(tmp_path)) == ["calm", "corpus", "killed", "vocab.txt", "work"]
+
+
+def test_work_whose_files_are_gone_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = many_documents(tmp_path / "corpus.jsonl", 30)
+    work = tmp_path / "work"
+    for damaged in ("tokens.npy", "checkpoint.json"):
+        with atomic_folder(tmp_path / "s") as stage:
+            write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
+        (work / damaged).write_bytes(b"")
+    with atomic_folder(tmp_path / "again") as stage:
+        write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
+    assert contents(tmp_path / "again") == contents(tmp_path / "s")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from realmops.corpus.formats import sources
 from realmops.corpus.vocabulary import (
     SPECIAL_TOKENS,
     bert_words,
@@ -108,10 +109,11 @@ def test_the_vocabulary_is_the_same_in_another_process_with_another_hash_seed(tm
     generator = np.random.default_rng(0)
     texts = ["".join(chr(97 + i) for i in generator.integers(0, 26, 6)) for _ in range(400)]
     path = corpus(tmp_path / "corpus.jsonl", *(" ".join(texts[i : i + 8]) for i in range(0, 400, 4)))
-    here = vocabulary_hash(train_vocabulary([path], size=300))
+    here = vocabulary_hash(train_vocabulary(sources(path, "auto"), size=300))
     script = (
         "import sys; from pathlib import Path; from realmops.corpus import vocabulary as v;"
-        "print(v.vocabulary_hash(v.train_vocabulary([Path(sys.argv[1])], size=300)))"
+        "from realmops.corpus.formats import sources; found = sources(Path(sys.argv[1]), 'auto');"
+        "print(v.vocabulary_hash(v.train_vocabulary(found, size=300)))"
     )
     for seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
@@ -128,8 +130,8 @@ def test_words_are_those_of_bert() -> None:
 
 def test_forgetting_keeps_the_frequent_words(tmp_path: Path) -> None:
     path = corpus(tmp_path / "corpus.jsonl", *(f"common rare{i}" for i in range(50)))
-    assert len(count_words([path], distinct_limit=1000)) == 52  # T, common, 50 rare ones
-    counts = count_words([path], distinct_limit=10)
+    assert len(count_words(sources(path, "auto"), distinct_limit=1000)) == 52  # T, common, 50 rare ones
+    counts = count_words(sources(path, "auto"), distinct_limit=10)
     assert len(counts) <= 10
     assert counts["common"] == 50
 

@@ -14,6 +14,7 @@ import torch
 
 from realmops.artifacts import atomic_folder
 from realmops.config import SECTIONS, BertOptions, Optimiser, RetrieverOptions, parse_section, read_yaml
+from realmops.corpus.formats import sources
 from realmops.corpus.snapshot import Snapshot, write_snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.vocabulary import train_vocabulary
@@ -76,9 +77,12 @@ def build_world(
     block_wordpieces: int = 48,
 ) -> World:
     path = write_documents(folder / "documents.jsonl", documents)
+    corpus = sources(path, "auto")
     with atomic_folder(folder / "snapshot") as stage:
-        vocabulary = train_vocabulary([path], size=150, min_count=1)
-        write_snapshot([path], stage, vocabulary=vocabulary, block_wordpieces=block_wordpieces)
+        vocabulary = train_vocabulary(corpus, size=150, min_count=1)
+        write_snapshot(
+            corpus, stage, work=folder / "work", vocabulary=vocabulary, block_wordpieces=block_wordpieces
+        )
     snapshot = Snapshot.open(folder / "snapshot")
     spans = snapshot.given_spans()
     assert spans is not None

@@ -129,7 +129,7 @@ class Quiet:
     def warn(self, message: str) -> None:
         self.warned.append(message)
 
-    def progress(self, label: str, total: int) -> Callable[[int], None]:
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
         return lambda units: None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 SCHEMA = 1
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def sha256_file(path: Path) -> str:
@@ -30,8 +31,7 @@ def sha256_file(path: Path) -> str:
 
 def canonical_json(value: Any) -> bytes:
     """One byte string for equal values: sorted keys, no spaces, no NaN."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def digest_of(value: Any) -> str:
@@ -82,6 +82,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name; copy it where the disk knows no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 @contextmanager

@@ -278,6 +278,43 @@ def ceilings(files: tuple[Path, ...], form: str, root: Path) -> None:
         click.echo(line)
 
 
+@main.command()
+@_params
+@_preset
+@_set
+@_root
+@_explains_errors
+def update(params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path) -> None:
+    """Read changed documents under the trained model: embed what is new, answer the test questions, compare.
+
+    Nothing is trained, and nothing that is there is changed: all goes to updates/ under the root.
+    """
+    from rich.console import Console as Screen
+
+    from realmops import config
+    from realmops.console import Console
+    from realmops.stages import update as updating
+
+    files = [config.preset_path(name, params) for name in presets]
+    values = config.load(params, presets=files, settings=settings)
+    report = Console()
+    done = updating.update(values, project=params.parent, root=root, report=report)
+    if done is None:
+        return
+    folder, metrics = done
+    Screen(width=None if Screen().is_terminal else 120).print(updating.changes_table(folder))
+    report.metrics("update", metrics)
+
+
+@main.command("snapshot", context_settings={"ignore_unknown_options": True})
+@click.option("--update", "wanted", is_flag=True, required=True, help="Do what the command update does.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def snapshot(context: click.Context, wanted: bool, options: tuple[str, ...]) -> None:
+    """With --update: the same as the command update, with its options."""
+    context.exit(update.main([*options], standalone_mode=False))
+
+
 @main.command("index-builder")
 @click.option("--exchange", type=click.Path(path_type=Path), required=True, help="The folder shared with the trainer.")
 @click.option("--snapshot", type=click.Path(path_type=Path), required=True, help="The snapshot folder of the corpus.")

@@ -56,11 +56,13 @@ class SnapshotOptions:
     """From documents to passages."""
 
     documents: str
+    format: str
     warmup: str
     use_warmup: bool
     block_wordpieces: int
     whole_documents: bool
     wikipedia_titles: bool
+    broken_share: float
     workers: int
 
 
@@ -231,6 +233,7 @@ _POSITIVE = {
     "removal": 0,
     "reader_random_masks": 0,
     "collapse_share": 0,
+    "broken_share": 0,
     "bootstrap": 0,
     "masked_sentences": 0,
     "candidates": 2,
@@ -243,6 +246,7 @@ _AT_MOST_ONE = {
     "removal",
     "reader_random_masks",
     "collapse_share",
+    "broken_share",
     "warmup_share",
 }
 

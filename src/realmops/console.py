@@ -21,9 +21,9 @@ class Console:
         """A line that a person should act on."""
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
-    def progress(self, label: str, total: int) -> Callable[[int], None]:
-        """A bar with rate and time left; without a terminal a line every ten seconds."""
-        return _bar(label, total) if sys.stderr.isatty() else _plain(label, total)
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        """A bar with rate and time left; without a terminal a line every ten seconds. The unit "B" is shown in MB."""
+        return _bar(label, total, unit) if sys.stderr.isatty() else _plain(label, total, unit)
 
     def metrics(self, name: str, metrics: Mapping[str, Any]) -> None:
         """The figures of a finished stage, on one line."""
@@ -33,10 +33,11 @@ class Console:
         print(f"{name}: {', '.join(shown)}", flush=True)
 
 
-def _bar(label: str, total: int) -> Callable[[int], None]:
+def _bar(label: str, total: int, unit: str) -> Callable[[int], None]:
     from tqdm import tqdm
 
-    bar = tqdm(total=total or None, desc=label, file=sys.stderr, dynamic_ncols=True, mininterval=0.3)
+    how: dict[str, Any] = {"unit": unit, "unit_scale": True} if unit else {}
+    bar = tqdm(total=total or None, desc=label, file=sys.stderr, dynamic_ncols=True, mininterval=0.3, **how)
 
     def update(done: int) -> None:
         bar.update(done)
@@ -46,7 +47,7 @@ def _bar(label: str, total: int) -> Callable[[int], None]:
     return update
 
 
-def _plain(label: str, total: int) -> Callable[[int], None]:
+def _plain(label: str, total: int, unit: str) -> Callable[[int], None]:
     started = last = time.monotonic()
     done = 0
 
@@ -59,6 +60,12 @@ def _plain(label: str, total: int) -> Callable[[int], None]:
         last = now
         rate = done / max(now - started, 1e-9)
         left = f", {(total - done) / max(rate, 1e-9):.0f} s left" if total else ""
-        print(f"{label}: {done}{f' of {total}' if total else ''}, {rate:.1f}/s{left}", file=sys.stderr, flush=True)
+        of = f" of {_shown(total, unit)}" if total else ""
+        print(f"{label}: {_shown(done, unit)}{of}, {_shown(rate, unit, 1)}/s{left}", file=sys.stderr, flush=True)
 
     return update
+
+
+def _shown(units: float, unit: str, digits: int = 0) -> str:
+    """A number of units, bytes as MB."""
+    return f"{units / 1e6:.1f} MB" if unit == "B" else f"{units:.{digits}f}"

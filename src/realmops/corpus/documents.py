@@ -1,27 +1,32 @@
-"""Documents as they come in: JSON lines, plain or gzipped, read one line at a time.
+"""Documents as they come in, whatever their file format: what a reader gives, and JSON lines.
 
-Every complaint is a ValueError that begins with ``file:line``.
+A reader (``realmops.corpus.formats``) cuts a file into raw records, serially and cheaply, and understands each on
+its own, in any process. Every complaint names its place, which for JSON lines is ``file:line``.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, cast
+from typing import Any, NoReturn
+
+from realmops.artifacts import canonical_json
+from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 
 LINE_LIMIT = 16 << 20
 _BOM = b"\xef\xbb\xbf"
+_OWN_KEYS = {"title", "text", "id", "spans"}
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document; ``id`` is None when the corpus gives none, ``place`` is file:line.
+    """One document; ``id`` is None when the corpus gives none, ``place`` says where it stood.
 
-    ``spans`` are (character start, character end, label) in ``text``.
+    ``spans`` are (character start, character end, label) in ``text``; ``extra`` is a canonical JSON object of
+    the record's other columns, "" where there are none.
     """
 
     title: str
@@ -29,10 +34,56 @@ class Document:
     id: str | None
     spans: tuple[tuple[int, int, str], ...]
     place: str
+    extra: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A record as cut from its file, not yet understood.
+
+    ``data`` is bytes, str or a dict of plain values; ``position`` counts the bytes of the file consumed so
+    far (compressed bytes where it is compressed).
+    """
+
+    place: str
+    data: Any
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A well-formed record that is no document of the corpus; ``reason`` is one word."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A broken record; ``problem`` says what was found, what is allowed and what to do, without the place."""
+
+    place: str
+    problem: str
+
+
+Outcome = Document | Dropped | Rejected
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format: ``records`` streams a file in flat memory, ``convert`` understands one record.
+
+    Both give ``Rejected`` for broken data and never raise for it; a Rejected that ends a file early says so.
+    ValueError from ``records`` means that the file cannot be read at all.
+    """
+
+    name: str
+    records: Callable[[Path], Iterator[Raw | Rejected]]
+    convert: Callable[[Raw], Outcome]
 
 
 def read_documents(paths: Iterable[Path]) -> Iterator[Document]:
-    """The documents of JSON-lines files ({"title", "text", "id"?, "spans"?}), in order.
+    """The documents of JSON-lines files ({"title", "text", "id"?, "spans"?, ...}), in order.
 
     Raises ValueError that names file and line for a damaged line or file, and when there is no document.
     Ids are not compared here: that needs memory of all of them (see ``snapshot``).
@@ -42,7 +93,7 @@ def read_documents(paths: Iterable[Path]) -> Iterator[Document]:
     for path in paths:
         for place, record in read_json_lines(path):
             found = True
-            yield _document(record, place)
+            yield document_of(record, place)
     if not found:
         names = ", ".join(map(str, paths)) or "no file was given"
         raise ValueError(
@@ -52,31 +103,71 @@ def read_documents(paths: Iterable[Path]) -> Iterator[Document]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(``file:line``, JSON object) for each line of a .jsonl or .jsonl.gz file but blank ones."""
+    """(``file:line``, JSON object) for each line of a .jsonl or .jsonl.gz file but blank ones.
+
+    Raises ValueError for the first line that is broken.
+    """
+    for raw in cut_lines(path):
+        if isinstance(raw, Rejected):
+            raise ValueError(f"{raw.place}: {raw.problem}")
+        yield raw.place, json_object(raw.data, raw.place)
+
+
+def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
+    """The lines of a file as bytes, blank ones left out; one over ``LINE_LIMIT`` bytes is rejected unread."""
     number = 0
-    try:
-        with _open(path) as file:
+    with open_compressed(path) as (file, position):
+        try:
             while line := file.readline(LINE_LIMIT + 1):
                 number += 1
                 place = f"{path}:{number}"
                 if len(line) > LINE_LIMIT:
-                    raise ValueError(
-                        f"{place}: the line is longer than {LINE_LIMIT >> 20} MiB; "
-                        "put one document on each line and split the longest ones"
+                    yield Rejected(
+                        place,
+                        f"the line is longer than {LINE_LIMIT >> 20} MiB; "
+                        "put one document on each line and split the longest ones",
                     )
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(LINE_LIMIT)
+                    continue
                 if number == 1:
                     line = line.removeprefix(_BOM)
                 if line.strip():
-                    yield place, _object(line, place)
-    except EOFError:
-        raise ValueError(
-            f"{path}:{number + 1}: the gzip file ends in the middle; it was cut: copy or download it again"
-        ) from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}:{number + 1}: no valid gzip data ({error}); copy the file again, "
-            "or take .gz off its name if it is plain text"
-        ) from None
+                    yield Raw(place, line, position())
+        except DAMAGE as error:
+            yield Rejected(f"{path}:{number + 1}", damage(error, path))
+
+
+def document_of(record: dict[str, Any], place: str) -> Document:
+    """The document of a JSON object; ValueError that begins with ``place`` when it is none."""
+    title = check_text(require(record, "title", place), "title", place)
+    text = check_text(require(record, "text", place), "text", place)
+    given = record.get("id")
+    identifier = None if given is None else check_id(given, place)
+    spans = tuple(_span(span, len(text), place) for span in _span_list(record, place))
+    others = {key: value for key, value in record.items() if key not in _OWN_KEYS}
+    return Document(title, text, identifier, spans, place, extra_of(others, place))
+
+
+def outcome_of(record: dict[str, Any], place: str) -> Outcome:
+    """``document_of`` as a reader gives it: Rejected for a broken record, Dropped for one without text."""
+    try:
+        document = document_of(record, place)
+    except ValueError as error:
+        return Rejected(place, str(error).removeprefix(f"{place}: "))
+    return document if document.text.strip() else Dropped(place, "empty_text")
+
+
+def extra_of(others: dict[str, Any], place: str) -> str:
+    """Other columns as a canonical JSON object: what JSON has not becomes text, bytes and NaN null."""
+    if not others:
+        return ""
+    try:
+        return canonical_json(_plain(others)).decode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{place}: a column holds half a surrogate pair; write it whole") from None
+    except RecursionError:
+        raise ValueError(f"{place}: a column is nested too deeply; leave it out or make it flat") from None
 
 
 def check_text(value: object, key: str, place: str) -> str:
@@ -110,14 +201,8 @@ def check_id(value: object, place: str) -> str:
     return text
 
 
-def _open(path: Path) -> BinaryIO:
-    try:
-        return cast(BinaryIO, gzip.open(path, "rb")) if path.name.endswith(".gz") else open(path, "rb")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-
-
-def _object(line: bytes, place: str) -> dict[str, Any]:
+def json_object(line: bytes, place: str) -> dict[str, Any]:
+    """The JSON object on a line; ValueError that begins with ``place`` when it is none."""
     try:
         value = json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -146,15 +231,6 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-def _document(record: dict[str, Any], place: str) -> Document:
-    title = check_text(require(record, "title", place), "title", place)
-    text = check_text(require(record, "text", place), "text", place)
-    given = record.get("id")
-    identifier = None if given is None else check_id(given, place)
-    spans = tuple(_span(span, len(text), place) for span in _span_list(record, place))
-    return Document(title, text, identifier, spans, place)
-
-
 def _span_list(record: dict[str, Any], place: str) -> list[Any]:
     spans = record.get("spans", [])
     if not isinstance(spans, list):
@@ -170,3 +246,19 @@ def _span(span: Any, length: int, place: str) -> tuple[int, int, str]:
         f"{place}: the span {span!r} is not [start, end, label] with 0 <= start < end <= {length} "
         "(characters of 'text') and a label; correct it"
     )
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON knows it."""
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case bytes():
+            return None
+    return str(value)

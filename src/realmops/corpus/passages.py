@@ -12,21 +12,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+import unicodedata
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import sentencex
 from numpy.typing import NDArray
-from tokenizers import Encoding, Tokenizer
 
 from realmops.artifacts import canonical_json
-from realmops.corpus.characters import character_class
 from realmops.corpus.documents import Document
+from realmops.corpus.tokenizer import CachedTokenizer
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 
+_PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
 SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
 
@@ -55,7 +57,6 @@ class PassageBatch:
         chars: [T, 2] start and end of each wordpiece in its passage's text.
         sentences: [S, 2] first and end wordpiece, relative to the passage's body.
         titles: the title's wordpieces of each document.
-        empty: how many documents had text but no wordpiece.
     """
 
     passages: list[Passage]
@@ -63,21 +64,60 @@ class PassageBatch:
     chars: Ints
     sentences: Ints
     titles: list[list[int]]
-    empty: int
+
+    def documents(self) -> list[int]:
+        """The documents that have passages, in order."""
+        return list(dict.fromkeys(passage.document for passage in self.passages))
+
+    def without(self, documents: Collection[int]) -> PassageBatch:
+        """The same batch without the passages of some documents; rows of sentences and tokens are counted anew."""
+        kept, sentences, tokens = [], 0, 0
+        keep = [passage.document not in documents for passage in self.passages]
+        for passage in itertools.compress(self.passages, keep):
+            ends = sentences + _length(passage.sentences), tokens + _length(passage.tokens)
+            kept.append(replace(passage, sentences=(sentences, ends[0]), tokens=(tokens, ends[1])))
+            sentences, tokens = ends
+        of_token = np.repeat(keep, [_length(passage.tokens) for passage in self.passages])
+        of_sentence = np.repeat(keep, [_length(passage.sentences) for passage in self.passages])
+        return PassageBatch(kept, self.ids[of_token], self.chars[of_token], self.sentences[of_sentence], self.titles)
+
+
+def _length(rows: tuple[int, int]) -> int:
+    return rows[1] - rows[0]
 
 
 def split_sentences(text: str, language: str = "en") -> list[tuple[int, int]]:
     """(start, end) characters of each sentence, in order, blanks around it left out."""
     bounds = []
     end = 0
-    for sentence in sentencex.segment(language, text):
-        start, end = end, end + len(sentence)
-        bare = sentence.strip()
+    for piece in _pieces(text, language):
+        start, end = end, end + len(piece)
+        bare = piece.strip()
         if bare:
-            first = start + len(sentence) - len(sentence.lstrip())
+            first = start + len(piece) - len(piece.lstrip())
             bounds.append((first, first + len(bare)))
-    assert end == len(text), "sentencex returned something else than a partition of the text"
+    assert end == len(text), "the pieces are no partition of the text"
     return bounds
+
+
+def _pieces(text: str, language: str) -> Iterator[str]:
+    """Sentences with the blanks between them: joined they are the text.
+
+    sentencex loses paragraphs of texts over some thousand characters; given one by one they stay. What is still
+    missing becomes a sentence.
+    """
+    for paragraph in _PARAGRAPHS.split(text):
+        end = 0
+        for sentence in sentencex.segment(language, paragraph):
+            start = paragraph.find(sentence, end)
+            if start < 0:
+                break
+            if start > end:
+                yield paragraph[end:start]
+            yield sentence
+            end = start + len(sentence)
+        if end < len(paragraph):
+            yield paragraph[end:]
 
 
 def pack_sentences(
@@ -105,7 +145,7 @@ def passage_digest(title: str, text: str) -> str:
 
 
 def cut_passages(
-    documents: Sequence[Document], tokenizer: Tokenizer, *, block_wordpieces: int | None, language: str = "en"
+    documents: Sequence[Document], tokenizer: CachedTokenizer, *, block_wordpieces: int | None, language: str = "en"
 ) -> PassageBatch:
     """The passages of a batch of documents, wordpieces and offsets included.
 
@@ -115,17 +155,11 @@ def cut_passages(
     search finds the wordpieces of all sentences.
     """
     # A title is often that of the document before (paragraphs of one article): tokenise each only once.
-    titles = dict.fromkeys(document.title for document in documents)
-    encodings = tokenizer.encode_batch(
-        [*(document.text for document in documents), *titles], add_special_tokens=False
-    )
-    bodies = encodings[: len(documents)]
-    title_ids = {
-        title: encoding.ids for title, encoding in zip(titles, encodings[len(documents) :], strict=True)
-    }
-    bases = list(itertools.accumulate((len(document.text) for document in documents), initial=0))
-    ids, chars = _flatten(bodies, bases)
-    _cover_marks(documents, bases, chars)
+    titles = list(dict.fromkeys(document.title for document in documents))
+    title_ids = dict(zip(titles, tokenizer.encode(titles).by_text(), strict=True))
+    body = tokenizer.encode([document.text for document in documents])
+    chars, bases = body.chars, body.bases.tolist()
+    _cover_marks(documents, chars)
     counts, sentence_chars, sentence_tokens = _sentences(documents, bases, chars, language)
 
     passages = []
@@ -153,40 +187,33 @@ def cut_passages(
             )
     return PassageBatch(
         passages=passages,
-        ids=ids,
+        ids=body.ids,
         chars=_relative(chars, passages, bases),
         sentences=_relative_sentences(sentence_tokens, passages),
         titles=[title_ids[document.title] for document in documents],
-        empty=counts.count(0),
     )
 
 
-def _flatten(bodies: Sequence[Encoding], bases: Sequence[int]) -> tuple[Ints, NDArray[np.int64]]:
-    """Ids [T] and characters [T, 2] of all texts, the characters counted on from text to text."""
-    lengths = [len(body) for body in bodies]
-    total = sum(lengths)
-    ids = np.fromiter(itertools.chain.from_iterable(body.ids for body in bodies), np.int32, total)
-    pairs = itertools.chain.from_iterable(body.offsets for body in bodies)
-    chars = np.fromiter(itertools.chain.from_iterable(pairs), np.int64, 2 * total).reshape(total, 2)
-    return ids, chars + np.repeat(np.asarray(bases[:-1], np.int64), lengths)[:, None]
-
-
-def _cover_marks(documents: Sequence[Document], bases: Sequence[int], chars: NDArray[np.int64]) -> None:
+def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:
     """Let a wordpiece end after the accents that follow it as characters of their own.
 
     The normaliser drops them, so that the tokenizer's offsets would cut "cafe" out of a decomposed "café".
     """
-    ends = chars[:, 1]
-    for document, base in zip(documents, bases, strict=False):
-        if not document.text.isascii():
-            for marks in _marks().finditer(document.text):
-                first, end = np.searchsorted(ends, base + marks.start()), base + marks.end()
-                ends[first : np.searchsorted(ends, base + marks.start(), side="right")] = end
+    line = " ".join(document.text for document in documents)
+    if line.isascii() or not len(chars):
+        return
+    is_mark = _is_mark()[np.frombuffer(line.encode("utf-32-le"), np.uint32)]
+    border = np.flatnonzero(np.diff(is_mark, prepend=False, append=False))
+    start, stop = np.append(border[::2], len(line)), np.append(border[1::2], len(line))
+    ends = chars[:, 1].copy()
+    run = np.searchsorted(start, ends)
+    chars[:, 1] = np.where(start[run] == ends, stop[run], ends)
 
 
 @cache
-def _marks() -> re.Pattern[str]:
-    return re.compile(f"[{character_class('Mn')}]+")
+def _is_mark() -> NDArray[np.bool_]:
+    """For each character of Unicode whether it is an accent that stands on the character before."""
+    return np.array([unicodedata.category(chr(code)) == "Mn" for code in range(sys.maxunicode + 1)])
 
 
 def _sentences(
@@ -201,7 +228,7 @@ def _sentences(
     flat = np.array(
         [
             (start + base, end + base)
-            for base, found in zip(bases, bounds, strict=False)
+            for base, found in zip(bases, bounds, strict=True)
             for start, end in found
         ],
         np.int64,
@@ -226,7 +253,7 @@ def _sentences(
 
 def _relative(chars: NDArray[np.int64], passages: Sequence[Passage], bases: Sequence[int]) -> Ints:
     """Characters [T, 2] counted from the start of each wordpiece's passage."""
-    lengths = [passage.tokens[1] - passage.tokens[0] for passage in passages]
+    lengths = [_length(passage.tokens) for passage in passages]
     assert sum(lengths) == len(chars), "a wordpiece lies outside all sentences"
     starts = np.asarray([bases[passage.document] + passage.chars[0] for passage in passages], np.int64)
     return (chars - np.repeat(starts, lengths)[:, None]).astype(np.int32)
@@ -234,7 +261,7 @@ def _relative(chars: NDArray[np.int64], passages: Sequence[Passage], bases: Sequ
 
 def _relative_sentences(sentence_tokens: Sequence[tuple[int, int]], passages: Sequence[Passage]) -> Ints:
     """Wordpieces [S, 2] of each sentence counted from the start of its passage."""
-    lengths = [passage.sentences[1] - passage.sentences[0] for passage in passages]
+    lengths = [_length(passage.sentences) for passage in passages]
     starts = np.repeat(np.asarray([passage.tokens[0] for passage in passages], np.int64), lengths)
     tokens = np.asarray(sentence_tokens, np.int64).reshape(-1, 2)
     return (tokens - starts[:, None]).astype(np.int32)

@@ -2,8 +2,9 @@
 
 Content-addressed: a passage's id depends on its title and text alone, the corpus hash on the ids in order,
 so that the same documents and settings give the same bytes whatever the number of workers. Writing is one
-pass in flat memory: batches of documents go to the workers and come back in order, everything is appended to
-files, and ids seen before are kept in a temporary database on disk. ``Snapshot`` describes the files.
+pass in flat memory: batches of records go to the workers and come back in order, everything is appended to
+files, and ids seen before are kept in a temporary database on disk. Now and then the files are synced and their
+lengths written down; a killed writer goes on from there. ``Snapshot`` describes the files.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
-import multiprocessing
+import json
 import os
+import shutil
 import sqlite3
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
-from functools import cached_property, lru_cache, partial
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -29,11 +30,23 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from realmops.artifacts import digest_of, read_manifest, write_manifest
-from realmops.corpus.documents import Document, read_documents
-from realmops.corpus.flat import FlatArray, FlatOffsets, load_flat
+from realmops.artifacts import (
+    canonical_json,
+    digest_of,
+    link_or_copy,
+    read_json,
+    read_manifest,
+    sync_folder,
+    write_json,
+    write_manifest,
+)
+from realmops.corpus.documents import Document, Dropped, Outcome, Rejected
+from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile, load_flat
+from realmops.corpus.formats import Source
+from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
 from realmops.corpus.spans import Spans, SpansWriter
+from realmops.corpus.tokenizer import CachedTokenizer
 from realmops.corpus.vocabulary import (
     UNCASED,
     Casing,
@@ -47,15 +60,22 @@ from realmops.corpus.vocabulary import (
 
 KIND = "snapshot"
 GIVEN_SPANS = "given_spans"
-_BATCH_CHARACTERS = 1 << 20
-_BATCH_DOCUMENTS = 1024
+REJECTS = "rejects.jsonl"
+SOURCES = "sources.jsonl"
+TEXTS = "passages.parquet"
+_TEXTS = "passages.arrows"  # the same rows while they grow
+_IDS = "ids.sqlite"
+_CHECKPOINT = "checkpoint.json"
+_CHECKPOINT_SECONDS = 30.0
+_RECORDS_BETWEEN_CHECKS = 1000
+_REJECTS_SHOWN = 10
 _ROWS_PER_GROUP = 1024
 _GROUPS_IN_MEMORY = 64
-_IDS = ".ids.sqlite"
-_COLUMNS = ("passage_id", "document_id", "title", "text")
+_DATABASE_KIB = 64 << 10
+_COLUMNS = ("passage_id", "document_id", "title", "text", "extra")
+_PLACE = "place"  # of documents with an id of their own; needed as long as documents come in
+_SCHEMA = pa.schema([(name, pa.string()) for name in (*_COLUMNS, _PLACE)])
 Ints = NDArray[np.int32]
-_Progress = Callable[[int], None]
-_Cut = Callable[[list[Document]], PassageBatch]
 
 
 def is_navigation_title(title: str) -> bool:
@@ -64,33 +84,40 @@ def is_navigation_title(title: str) -> bool:
 
 
 def write_snapshot(
-    paths: Iterable[Path],
+    sources: Sequence[Source],
     folder: Path,
     *,
+    work: Path,
     vocabulary: Sequence[str],
     block_wordpieces: int,
     casing: Casing = UNCASED,
     whole_documents: bool = False,
     drop_titles: bool = False,
     language: str = "en",
+    broken_share: float = 0.01,
     workers: int = 1,
-    progress: _Progress | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Write a snapshot of JSON-lines files into an existing empty folder; returns its manifest.
+    """Write a snapshot of documents into an existing empty folder; returns its manifest.
 
     Wrap it in ``artifacts.atomic_folder``: after an error the folder holds rubbish.
 
     Args:
+        work: a folder of this snapshot alone, on the same disk, for what grows. After a kill the same call goes
+            on from it and ends with the same bytes; it is the caller's to remove, but for bad input, after
+            which it is gone.
         vocabulary: WordPieces in the order of their ids (``train_vocabulary`` makes one).
         block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
         casing: what the tokenizer does to capitals and accents.
         whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
         drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
         language: code of the language for the sentence splitter.
-        workers: processes that tokenise; with 1 it happens in this process, on one thread.
-        progress: called with the number of documents done since the last call.
+        broken_share: of the records; so many may be broken and are left out.
+        workers: processes that convert and tokenise; with 1 it happens in this process, on one thread.
+        progress: called with the number of bytes read of the sources' files since the last call.
 
-    Raises ValueError naming file and line for bad input, and when nothing is left to retrieve.
+    Raises ValueError when more of the records are broken, naming the first ten with file and line, and when
+    nothing is left to retrieve.
     """
     if block_wordpieces <= SPECIAL_TOKENS_PER_DOCUMENT:
         raise ValueError(
@@ -99,7 +126,6 @@ def write_snapshot(
         )
     if workers < 1:
         raise ValueError(f"workers is {workers}, wanted 1 or more")
-    paths = list(paths)
     settings = {
         "block_wordpieces": block_wordpieces,
         "casing": asdict(casing),
@@ -107,277 +133,387 @@ def write_snapshot(
         "drop_titles": drop_titles,
         "language": language,
     }
-    most = None if whole_documents else block_wordpieces
-    with ExitStack() as stack:
-        writer = stack.enter_context(closing(_Writer(folder, vocabulary)))
-        run = stack.enter_context(_runner(workers, vocabulary, casing, most, language))
-        for documents, batch in run(_batches(writer.admit(read_documents(paths), drop_titles))):
-            writer.append(documents, batch)
-            if progress is not None:
-                progress(len(documents))
-        return writer.finish(settings, paths)
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in groups whose borders depend on the corpus alone."""
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS or len(batch) == _BATCH_DOCUMENTS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-_Runner = Callable[[Iterator[list[Document]]], Iterator[tuple[list[Document], PassageBatch]]]
-_worker_tokenizer: Tokenizer | None = None
-
-
-def _start_worker(vocabulary: list[str], casing: Casing) -> None:
-    global _worker_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _worker_tokenizer = build_tokenizer(vocabulary, casing)
-
-
-def _cut_in_worker(documents: list[Document], block_wordpieces: int | None, language: str) -> PassageBatch:
-    assert _worker_tokenizer is not None
-    return cut_passages(documents, _worker_tokenizer, block_wordpieces=block_wordpieces, language=language)
-
-
-@contextmanager
-def _runner(
-    workers: int, vocabulary: Sequence[str], casing: Casing, block_wordpieces: int | None, language: str
-) -> Iterator[_Runner]:
-    """A function that cuts batches in order: here with one worker, else in processes of their own."""
-    if workers == 1:
-        here = partial(
-            cut_passages,
-            tokenizer=build_tokenizer(vocabulary, casing),
-            block_wordpieces=block_wordpieces,
-            language=language,
-        )
-        with _one_thread():
-            yield lambda batches: ((batch, here(batch)) for batch in batches)
-        return
-    there = partial(_cut_in_worker, block_wordpieces=block_wordpieces, language=language)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(list(vocabulary), casing)
-    ) as pool:
-        try:
-            yield partial(_in_order, pool, there, 2 * workers)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _in_order(
-    pool: ProcessPoolExecutor, cut: _Cut, ahead: int, batches: Iterator[list[Document]]
-) -> Iterator[tuple[list[Document], PassageBatch]]:
-    """Results in the order of the batches, at most ``ahead`` batches in memory."""
-    waiting: deque[tuple[list[Document], Future[PassageBatch]]] = deque()
-    for batch in batches:
-        waiting.append((batch, pool.submit(cut, batch)))
-        if len(waiting) == ahead:
-            done, future = waiting.popleft()
-            yield done, future.result()
-    for done, future in waiting:
-        yield done, future.result()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep ``tokenizers`` from starting a thread per core: the number of workers is the user's choice."""
-    key = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(key)
-    os.environ[key] = "false"
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = before
+        with (
+            closing(_Writer(work, vocabulary, sources, broken_share)) as writer,
+            workers_in_order(workers, sources, _Cutter, list(vocabulary), settings) as cut,
+        ):
+            advance = Progress(sources, progress)
+            for batch, (outcomes, passages) in cut(batches(sources, writer.source, writer.counts.records)):
+                writer.append(batch, outcomes, passages)
+                advance(batch)
+            return writer.finish(folder, settings)
+    except ValueError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+class _Cutter:
+    """What a worker does: records to documents, and documents to passages."""
+
+    def __init__(self, vocabulary: list[str], settings: dict[str, Any]) -> None:
+        self._tokenizer = CachedTokenizer(build_tokenizer(vocabulary, Casing(**settings["casing"])))
+        self._settings = settings
+
+    def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:
+        """What became of each record, and the passages of those that are documents with wordpieces."""
+        outcomes = [self._admit(outcome) for outcome in convert(records)]
+        documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+        batch = self._cut(documents)
+        used = {passage.document for passage in batch.passages}
+        if len(used) < len(documents):
+            number = itertools.count()
+            outcomes = [
+                Dropped(outcome.place, "no_wordpieces")
+                if isinstance(outcome, Document) and next(number) not in used
+                else outcome
+                for outcome in outcomes
+            ]
+            batch = self._cut([documents[index] for index in sorted(used)])
+        return outcomes, batch
+
+    def _cut(self, documents: Sequence[Document]) -> PassageBatch:
+        size = None if self._settings["whole_documents"] else self._settings["block_wordpieces"]
+        language = self._settings["language"]
+        return cut_passages(documents, self._tokenizer, block_wordpieces=size, language=language)
+
+    def _admit(self, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, Document):
+            if self._settings["drop_titles"] and is_navigation_title(outcome.title):
+                return Dropped(outcome.place, "navigation_title")
+            if not outcome.text.strip():
+                return Dropped(outcome.place, "empty_text")
+        return outcome
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What became of records."""
+
+    records: int = 0
+    documents: int = 0
+    rejected: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one record."""
+        self.records += 1
+        match outcome:
+            case Document():
+                self.documents += 1
+            case Rejected():
+                self.rejected += 1
+            case Dropped(reason=reason):
+                self.dropped[reason] = self.dropped.get(reason, 0) + 1
 
 
 class _Writer:
-    """Appends passages to the files of a snapshot folder."""
+    """Appends passages to files in ``work``, which get a second name at the end: a kill before costs nothing.
 
-    def __init__(self, folder: Path, vocabulary: Sequence[str]) -> None:
-        self.folder = folder
-        self.vocabulary = vocabulary
-        wordpiece = np.dtype(np.uint16 if len(vocabulary) <= 1 << 16 else np.int32)
-        self.tokens = FlatArray(folder / "tokens.npy", wordpiece)
-        self.token_chars = FlatArray(folder / "token_chars.npy", np.dtype(np.int32), (2,))
-        self.token_offsets = FlatOffsets(folder / "token_offsets.npy")
-        self.title_tokens = FlatArray(folder / "title_tokens.npy", wordpiece)
-        self.title_offsets = FlatOffsets(folder / "title_offsets.npy")
-        self.sentences = FlatArray(folder / "sentences.npy", np.dtype(np.int32), (3,))
-        self.sentence_offsets = FlatOffsets(folder / "sentence_offsets.npy")
-        self.seen = _SeenIds(folder / _IDS)
-        schema = pa.schema([(name, pa.string()) for name in _COLUMNS])
-        self.texts = pq.ParquetWriter(folder / "passages.parquet", schema, compression="zstd")
-        self.rows: dict[str, list[str]] = {name: [] for name in _COLUMNS}
-        self.corpus_hash = hashlib.sha256()
-        self.documents = 0
-        self.dropped: Counter[str] = Counter(navigation_title=0, empty_text=0, no_wordpieces=0)
-        self.spans: SpansWriter | None = None
+    ``source`` and ``counts.records`` say where to go on reading.
+    """
 
-    def admit(self, documents: Iterator[Document], drop_titles: bool) -> Iterator[Document]:
-        """The documents that become passages, the others counted; ValueError for an id that came before."""
-        for document in documents:
-            self.documents += 1
-            if document.id is not None:
-                self.seen.check_document(document.id, document.place)
-            if drop_titles and is_navigation_title(document.title):
-                self.dropped["navigation_title"] += 1
-            elif not document.text.strip():
-                self.dropped["empty_text"] += 1
-            else:
-                yield document
+    def __init__(
+        self, work: Path, vocabulary: Sequence[str], sources: Sequence[Source], broken_share: float
+    ) -> None:
+        self._work = work
+        self._vocabulary = vocabulary
+        self._sources = sources
+        self._broken_share = broken_share
+        state = _restored(work)
+        sizes: dict[str, int] = state.get("bytes", {})
 
-    def append(self, documents: Sequence[Document], batch: PassageBatch) -> None:
-        """Add the passages of a batch."""
-        first = self.token_offsets.items
-        self._append_arrays(first, batch)
-        for row, passage in enumerate(batch.passages):
-            document = documents[passage.document]
-            text = document.text[slice(*passage.chars)]
-            copies = self.seen.count_passage(passage.digest)
-            passage_id = passage.digest if copies == 1 else f"{passage.digest}-{copies}"
-            self.corpus_hash.update(f"{passage_id}\n".encode())
-            document_id = document.id or f"document-{digest_of([document.title, document.text])[:32]}"
-            for name, value in zip(_COLUMNS, (passage_id, document_id, document.title, text), strict=True):
-                self.rows[name].append(value)
-            if len(self.rows["text"]) == _ROWS_PER_GROUP:
-                self._write_rows()
-            if document.spans or self.spans is not None:
-                self._append_spans(document, batch, row, first + row)
-        self.dropped["no_wordpieces"] += batch.empty
+        def array(name: str, dtype: type, row_shape: tuple[int, ...] = ()) -> FlatArray:
+            return FlatArray(work / name, np.dtype(dtype), row_shape, sizes.get(name))
 
-    def finish(self, settings: dict[str, Any], paths: Sequence[Path]) -> dict[str, Any]:
-        """Finish all files and write the manifest."""
-        passages, sentences, tokens = self.token_offsets.items, len(self.sentences), len(self.tokens)
+        def offsets(name: str) -> FlatOffsets:
+            return FlatOffsets(work / name, sizes.get(name))
+
+        wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
+        self._tokens = array("tokens.npy", wordpiece)
+        self._token_chars = array("token_chars.npy", np.int32, (2,))
+        self._token_offsets = offsets("token_offsets.npy")
+        self._title_tokens = array("title_tokens.npy", wordpiece)
+        self._title_offsets = offsets("title_offsets.npy")
+        self._sentences = array("sentences.npy", np.int32, (3,))
+        self._sentence_offsets = offsets("sentence_offsets.npy")
+        self._texts, self._rejects, self._told = (
+            GrowingFile(work / name, sizes.get(name)) for name in (_TEXTS, REJECTS, SOURCES)
+        )
+        (work / GIVEN_SPANS).mkdir(exist_ok=True)
+        self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
+        self._spans_given: bool = state.get("spans_given", False)
+        self.source: int = state.get("source", 0)
+        self.counts = _Counts(**state.get("counts", {}))  # of this source
+        self._total = _Counts(**state.get("total", {}))
+        self._seen = _SeenIds(work / _IDS)
+        if not self._texts.size:
+            self._texts.write(_SCHEMA.serialize())
+        for rows in self._written() if state else ():
+            self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
+        self._synced = time.monotonic()
+
+    def _arrays(self) -> dict[str, GrowingFile]:
+        return {
+            "tokens.npy": self._tokens,
+            "token_chars.npy": self._token_chars,
+            "token_offsets.npy": self._token_offsets,
+            "title_tokens.npy": self._title_tokens,
+            "title_offsets.npy": self._title_offsets,
+            "sentences.npy": self._sentences,
+            "sentence_offsets.npy": self._sentence_offsets,
+            REJECTS: self._rejects,
+            SOURCES: self._told,
+        }
+
+    def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
+        """Count what became of a batch's records and add its passages; ValueError for too many broken ones."""
+        used_ids = self._account(batch, iter(outcomes))
+        documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+        if used_ids:
+            passages = passages.without(used_ids)
+        self._append_arrays(passages)
+        self._append_texts(documents, passages)
+        self._append_spans(documents, passages)
+        if time.monotonic() - self._synced > _CHECKPOINT_SECONDS:
+            self._checkpoint()
+
+    def finish(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """Finish all files in ``folder`` and write the manifest."""
+        self._go_to(len(self._sources))
+        self._check_rejects()
+        passages, sentences, tokens = self._token_offsets.items, len(self._sentences), len(self._tokens)
         if passages == 0:
-            raise ValueError(
-                f"no passage is left of {self.documents} documents in {', '.join(map(str, paths))} "
-                f"(dropped: {dict(self.dropped)}); give documents with text"
-            )
-        if self.rows["text"]:
-            self._write_rows()
-        vocabulary = vocabulary_hash(self.vocabulary)
-        corpus = self.corpus_hash.hexdigest()
-        if self.spans is not None:
-            self.spans.close(corpus_hash=corpus, vocabulary_hash=vocabulary, source="the corpus")
-        (self.folder / "vocab.txt").write_bytes(vocabulary_bytes(self.vocabulary))
+            self._refuse_nothing()
+        self._checkpoint()
+        corpus = self._write_texts(folder)
+        vocabulary = vocabulary_hash(self._vocabulary)
+        (folder / "vocab.txt").write_bytes(vocabulary_bytes(self._vocabulary))
         self.close()
+        for name in self._arrays():
+            link_or_copy(self._work / name, folder / name)
+        if self._spans_given:
+            self._spans.close(corpus_hash=corpus, vocabulary_hash=vocabulary, source="the corpus")
+            (folder / GIVEN_SPANS).mkdir()
+            for path in sorted((self._work / GIVEN_SPANS).iterdir()):
+                link_or_copy(path, folder / GIVEN_SPANS / path.name)
         return write_manifest(
-            self.folder,
+            folder,
             KIND,
             corpus_hash=corpus,
             vocabulary_hash=vocabulary,
             passages=passages,
-            documents=self.documents,
             sentences=sentences,
             tokens=tokens,
-            dropped=dict(self.dropped),
             settings=settings,
+            **asdict(self._total),
         )
 
     def close(self) -> None:
         """Close every file and remove the scratch database."""
-        for array in (
-            self.tokens,
-            self.token_chars,
-            self.token_offsets,
-            self.title_tokens,
-            self.title_offsets,
-            self.sentences,
-            self.sentence_offsets,
-        ):
-            array.close()
-        if self.spans is not None:
-            self.spans.abandon()
-        self.texts.close()
-        self.seen.close()
+        for file in (*self._arrays().values(), self._texts):
+            file.close()
+        self._spans.abandon()
+        self._seen.close()
 
-    def _append_arrays(self, first: int, batch: PassageBatch) -> None:
-        """The flat arrays and their offsets; ``first`` is the batch's first passage."""
+    def _account(self, batch: Batch, outcomes: Iterator[Outcome]) -> set[int]:
+        """Count outcomes by source; returns which of the documents have an id that was used before."""
+        used_ids = set()
+        document = itertools.count()
+        for source, records in batch.runs:
+            self._go_to(source)
+            for outcome in itertools.islice(outcomes, len(records)):
+                if isinstance(outcome, Document):
+                    number = next(document)
+                    problem = self._seen.check_document(outcome.id, outcome.place) if outcome.id else ""
+                    if problem:
+                        used_ids.add(number)
+                        outcome = Rejected(outcome.place, problem)
+                for counts in (self.counts, self._total):
+                    counts.add(outcome)
+                if isinstance(outcome, Rejected):
+                    self._rejects.write(canonical_json(asdict(outcome)) + b"\n")
+                if self._total.records % _RECORDS_BETWEEN_CHECKS == 0:
+                    self._check_rejects()
+        return used_ids
+
+    def _go_to(self, source: int) -> None:
+        """Write down the counts of the sources before this one."""
+        if self.source < source:
+            base = os.path.commonpath([one.path.absolute().parent for one in self._sources])
+        while self.source < source:
+            one = self._sources[self.source]
+            name = one.path.absolute().relative_to(base).as_posix()
+            line = {"source": name, "format": one.format.name, "bytes": one.size, **asdict(self.counts)}
+            self._told.write(canonical_json(line) + b"\n")
+            self.source, self.counts = self.source + 1, _Counts()
+
+    def _check_rejects(self) -> None:
+        """ValueError with the first broken records when they are too many."""
+        rejected, records = self._total.rejected, self._total.records
+        if rejected <= self._broken_share * records:
+            return
+        self._rejects.sync()
+        with open(self._work / REJECTS, "rb") as file:
+            first = [json.loads(line) for line in itertools.islice(file, _REJECTS_SHOWN)]
+        raise ValueError(
+            "\n  ".join(f"{one['place']}: {one['problem']}" for one in first)
+            + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
+            f"{self._broken_share:g}: correct them, or name the right snapshot.format"
+        )
+
+    def _refuse_nothing(self) -> NoReturn:
+        names = ", ".join(str(source.path) for source in self._sources[:3]) or "no file was given"
+        if self._total.records == 0:
+            raise ValueError(
+                f"the corpus holds no documents ({names}): "
+                'give at least one line of the form {"title": "...", "text": "..."}, or another format'
+            )
+        raise ValueError(
+            f"no passage is left of {self._total.records} documents in {names} "
+            f"(dropped: {self._total.dropped}); give documents with text"
+        )
+
+    def _append_arrays(self, batch: PassageBatch) -> None:
+        """The flat arrays and their offsets."""
+        first = self._token_offsets.items
         titles = [batch.titles[passage.document] for passage in batch.passages]
         passages = np.arange(first, first + len(titles), dtype=np.int32)
         sentences = [end - start for start, end in (p.sentences for p in batch.passages)]
-        self.token_offsets.append_lengths([end - start for start, end in (p.tokens for p in batch.passages)])
-        self.title_offsets.append_lengths([len(title) for title in titles])
-        self.sentence_offsets.append_lengths(sentences)
-        self.tokens.append(batch.ids)
-        self.token_chars.append(batch.chars)
-        self.title_tokens.append(np.fromiter(itertools.chain.from_iterable(titles), np.int32))
-        self.sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
+        self._token_offsets.append_lengths([end - start for start, end in (p.tokens for p in batch.passages)])
+        self._title_offsets.append_lengths([len(title) for title in titles])
+        self._sentence_offsets.append_lengths(sentences)
+        self._tokens.append(batch.ids)
+        self._token_chars.append(batch.chars)
+        self._title_tokens.append(np.fromiter(itertools.chain.from_iterable(titles), np.int32))
+        self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
 
-    def _append_spans(self, document: Document, batch: PassageBatch, row: int, index: int) -> None:
-        """The document's own spans that begin in this passage."""
-        if self.spans is None:
-            (self.folder / GIVEN_SPANS).mkdir()
-            self.spans = SpansWriter(self.folder / GIVEN_SPANS)
-            nothing = np.empty((0, 2), np.int32)
-            for _ in range(index):
-                self.spans.add([], nothing, nothing, 0)
-        passage = batch.passages[row]
-        low = passage.chars[0]
-        following = batch.passages[row + 1 : row + 2]
-        last = not following or following[0].document != passage.document
-        until = len(document.text) if last else following[0].chars[0]
-        since = 0 if row == 0 or batch.passages[row - 1].document != passage.document else low
-        spans = [
-            (start - low, end - low, label) for start, end, label in document.spans if since <= start < until
+    def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:
+        """The rows of passages.parquet."""
+        names = {index: documents[index].id or _made_id(documents[index]) for index in batch.documents()}
+        rows = [
+            (
+                self._seen.passage_id(passage.digest),
+                names[passage.document],
+                document.title,
+                document.text[slice(*passage.chars)],
+                document.extra,
+                document.place if document.id else "",
+            )
+            for passage, document in ((passage, documents[passage.document]) for passage in batch.passages)
         ]
-        first_sentence = len(self.sentences) - len(batch.sentences) + passage.sentences[0]
-        self.spans.add(
-            spans,
-            batch.chars[slice(*passage.tokens)],
-            batch.sentences[slice(*passage.sentences)],
-            first_sentence,
-        )
+        if rows:
+            columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
+            self._texts.write(pa.record_batch(columns, _SCHEMA).serialize())
 
-    def _write_rows(self) -> None:
-        self.texts.write_table(pa.table(self.rows, schema=self.texts.schema), row_group_size=_ROWS_PER_GROUP)
-        self.rows = {name: [] for name in _COLUMNS}
+    def _append_spans(self, documents: Sequence[Document], batch: PassageBatch) -> None:
+        """The documents' own spans, each in the passage in which it begins."""
+        if not any(document.spans for document in documents):
+            self._spans.add_without(len(batch.passages))
+            return
+        self._spans_given = True
+        first_sentence = len(self._sentences) - len(batch.sentences)
+        for row, passage in enumerate(batch.passages):
+            document = documents[passage.document]
+            low = passage.chars[0]
+            following = batch.passages[row + 1 : row + 2]
+            last = not following or following[0].document != passage.document
+            until = len(document.text) if last else following[0].chars[0]
+            since = 0 if row == 0 or batch.passages[row - 1].document != passage.document else low
+            self._spans.add(
+                [(start - low, end - low, label) for start, end, label in document.spans if since <= start < until],
+                batch.chars[slice(*passage.tokens)],
+                batch.sentences[slice(*passage.sentences)],
+                first_sentence + passage.sentences[0],
+            )
+
+    def _checkpoint(self) -> None:
+        """Make everything so far durable, and write down where to go on."""
+        files = {**self._arrays(), _TEXTS: self._texts}
+        state = {
+            "bytes": {name: file.sync() for name, file in files.items()},
+            "spans": self._spans.sync(),
+            "spans_given": self._spans_given,
+            "source": self.source,
+            "counts": asdict(self.counts),
+            "total": asdict(self._total),
+        }
+        sync_folder(self._work)
+        write_json(self._work / _CHECKPOINT, state)
+        self._synced = time.monotonic()
+
+    def _written(self) -> Iterator[pa.RecordBatch]:
+        """The rows of passages so far."""
+        with pa.OSFile(str(self._work / _TEXTS)) as file, pa.ipc.open_stream(file) as reader:
+            yield from reader
+
+    def _write_texts(self, folder: Path) -> str:
+        """Write passages.parquet; returns the corpus hash."""
+        digest = hashlib.sha256()
+        schema = pa.schema([_SCHEMA.field(name) for name in _COLUMNS])
+        rest = schema.empty_table()
+        with pq.ParquetWriter(folder / TEXTS, schema, compression="zstd") as out:
+            for rows in self._written():
+                digest.update("".join(f"{name}\n" for name in rows.column("passage_id").to_pylist()).encode())
+                rest = pa.concat_tables([rest, pa.Table.from_batches([rows.select(_COLUMNS)])])
+                while rest.num_rows >= _ROWS_PER_GROUP:
+                    out.write_table(rest.slice(0, _ROWS_PER_GROUP).combine_chunks(), _ROWS_PER_GROUP)
+                    rest = rest.slice(_ROWS_PER_GROUP)
+            if rest.num_rows:
+                out.write_table(rest.combine_chunks(), _ROWS_PER_GROUP)
+        return digest.hexdigest()
+
+
+def _restored(work: Path) -> dict[str, Any]:
+    """The state that a killed writer left, if its files are still there; otherwise an empty folder and no state."""
+    with suppress(OSError, ValueError):
+        state: dict[str, Any] = read_json(work / _CHECKPOINT)
+        if all((work / name).stat().st_size >= size for name, size in state["bytes"].items()):
+            return state
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    return {}
+
+
+def _made_id(document: Document) -> str:
+    return f"document-{digest_of([document.title, document.text])[:32]}"
 
 
 class _SeenIds:
     """Document ids and passage digests that came before, in a scratch database: exact, and flat in memory."""
 
     def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)  # a killed writer's
         self._path = path
         self._database = sqlite3.connect(path, isolation_level=None)
-        self._execute("PRAGMA journal_mode = OFF")
-        self._execute("PRAGMA synchronous = OFF")
+        for setting in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_DATABASE_KIB}"):
+            self._execute(f"PRAGMA {setting}")
         self._execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
         self._execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
         self._execute("BEGIN")
 
-    def check_document(self, identifier: str, place: str) -> None:
-        """Remember a document id; ValueError naming both places when it came before."""
-        try:
-            self._execute("INSERT INTO documents VALUES (?, ?)", (identifier, place))
-        except sqlite3.IntegrityError:
-            query = "SELECT place FROM documents WHERE id = ?"
-            (earlier,) = self._execute(query, (identifier,)).fetchone()
-            raise ValueError(
-                f"{place}: the id {identifier!r} was used at {earlier}; give each document its own id"
-            ) from None
+    def check_document(self, identifier: str, place: str) -> str:
+        """Remember a document id; what is wrong when it came before, otherwise nothing."""
+        if self._execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (identifier, place)).rowcount:
+            return ""
+        (earlier,) = self._execute("SELECT place FROM documents WHERE id = ?", (identifier,)).fetchone()
+        return f"the id {identifier!r} was used at {earlier}; give each document its own id"
 
-    def count_passage(self, digest: str) -> int:
-        """Remember a passage; returns how many times it came, this one included."""
+    def passage_id(self, digest: str) -> str:
+        """Remember a passage; returns its id: the digest, with "-2", "-3" ... when it came before."""
         statement = (
             "INSERT INTO passages VALUES (?, 1) "
             "ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
         )
         ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
-        return int(copies)
+        return digest if copies == 1 else f"{digest}-{copies}"
+
+    def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
+        """Remember rows that were written before a kill."""
+        for passage, document, place in zip(passages, documents, places, strict=True):
+            self.passage_id(passage.partition("-")[0])
+            if place:
+                self.check_document(document, place)
 
     def _execute(self, statement: str, values: tuple[str | bytes, ...] = ()) -> sqlite3.Cursor:
         try:
@@ -396,13 +532,15 @@ class Snapshot:
     """A snapshot folder, memory-mapped; passages go by their number 0 .. P-1.
 
     Files:
-        passages.parquet: passage_id, document_id, title, text.
+        passages.parquet: passage_id, document_id, title, text, extra.
         tokens.npy: uint16 (int32 for a vocabulary over 65,536) [T], wordpieces of all bodies;
             token_offsets.npy int64 [P + 1]; token_chars.npy int32 [T, 2], characters in the passage's text.
         title_tokens.npy, title_offsets.npy: the same for the titles.
         sentences.npy: int32 [S, 3], passage, first and end wordpiece in the passage's body;
             sentence_offsets.npy int64 [P + 1].
         vocab.txt: the wordpieces.
+        rejects.jsonl: {"place", "problem"} of every broken record.
+        sources.jsonl: for each file of the corpus, how many records it had and what became of them.
         given_spans/: a spans folder, when documents carry spans of their own.
     """
 
@@ -420,7 +558,7 @@ class Snapshot:
         self.title_offsets: NDArray[np.int64] = load_flat(folder / "title_offsets.npy")
         self.sentence_rows: Ints = load_flat(folder / "sentences.npy")
         self.sentence_offsets: NDArray[np.int64] = load_flat(folder / "sentence_offsets.npy")
-        self._parquet = pq.ParquetFile(folder / "passages.parquet", memory_map=True)
+        self._parquet = pq.ParquetFile(folder / TEXTS, memory_map=True)
         self._group = lru_cache(_GROUPS_IN_MEMORY)(self._parquet.read_row_group)
 
     @classmethod
@@ -448,8 +586,12 @@ class Snapshot:
         """The passage's text, title left out."""
         return self._value("text", index)
 
+    def extra(self, index: int) -> str:
+        """The document's other columns as a JSON object; empty where there are none."""
+        return self._value("extra", index)
+
     def column(self, name: str) -> list[str]:
-        """One of passage_id, document_id, title, text for all passages, in memory."""
+        """One of passage_id, document_id, title, text, extra for all passages, in memory."""
         values: list[str] = self._parquet.read(columns=[name]).column(name).to_pylist()
         return values
 

@@ -6,7 +6,7 @@ Files: spans.npy int32 [N, 6] (columns ``COLUMNS``), span_labels.npy uint8 [N] (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,16 +54,24 @@ def token_spans(
 class SpansWriter:
     """Writes a spans folder passage by passage in flat memory; ``close`` writes the manifest.
 
-    The folder must exist (wrap it in ``artifacts.atomic_folder``); leaving ``with`` closes the files.
+    The folder must exist (wrap it in ``artifacts.atomic_folder``); leaving ``with`` closes the files. With the
+    ``state`` of a writer that was killed, it goes on where that one was when it gave the state.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        self._spans = FlatArray(folder / "spans.npy", np.dtype(np.int32), (len(COLUMNS),))
-        self._labels = FlatArray(folder / "span_labels.npy", np.dtype(np.uint8))
-        self._offsets = FlatOffsets(folder / "span_offsets.npy")
-        self._names: dict[str, int] = {}
-        self._dropped = 0
+        sizes = dict.fromkeys(("spans", "labels", "offsets")) if state is None else state["bytes"]
+        self._spans = FlatArray(folder / "spans.npy", np.dtype(np.int32), (len(COLUMNS),), sizes["spans"])
+        self._labels = FlatArray(folder / "span_labels.npy", np.dtype(np.uint8), (), sizes["labels"])
+        self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes["offsets"])
+        self._names: dict[str, int] = {} if state is None else {n: i for i, n in enumerate(state["names"])}
+        self._dropped: int = 0 if state is None else state["dropped"]
+
+    def sync(self) -> dict[str, Any]:
+        """Make everything so far durable; returns the state to go on from, as JSON values."""
+        files = {"spans": self._spans, "labels": self._labels, "offsets": self._offsets}
+        sizes = {name: file.sync() for name, file in files.items()}
+        return {"bytes": sizes, "names": list(self._names), "dropped": self._dropped}
 
     def add(
         self,
@@ -99,6 +107,10 @@ class SpansWriter:
         self._labels.append(np.array([self._label(row[5]) for row in rows], np.uint8))
         self._offsets.append_lengths([len(rows)])
         return len(rows)
+
+    def add_without(self, passages: int) -> None:
+        """Add so many passages that have no spans."""
+        self._offsets.append_lengths(np.zeros(passages, np.int64))
 
     def close(self, *, corpus_hash: str, vocabulary_hash: str, **fields: Any) -> dict[str, Any]:
         """Finish the files and write the manifest; returns it."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,10 +22,13 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-from realmops.corpus.documents import read_documents
+from realmops.corpus.documents import Document, Raw, Rejected
+from realmops.corpus.formats import Source
+from realmops.corpus.ingest import Progress, Records, batches, convert, workers_in_order
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_LIMIT = 100
+_SAMPLE_BYTES = 256 << 20
 _PREFIX = "##"
 _Pair = tuple[str, str]
 
@@ -40,44 +45,81 @@ UNCASED = Casing(lowercase=True, strip_accents=True)
 
 
 def train_vocabulary(
-    paths: Iterable[Path],
+    sources: Sequence[Source],
     *,
     size: int,
     min_count: int = 2,
     distinct_limit: int = 4_000_000,
+    workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
     """The vocabulary of a corpus, titles included: special tokens, characters, then pieces by merge order.
+
+    It is learned from all documents while their files have at most 256 MiB together, as they lie on the disk;
+    of a larger corpus from so large a share of the records, drawn by a generator with a fixed seed.
 
     Args:
         size: pieces at most, special tokens included; fewer when no pair occurs ``min_count`` times any more.
         min_count: a character or pair that occurs less often becomes no piece.
         distinct_limit: when more different words than this are in memory, the rarest are forgotten.
-        progress: called with the number of documents read since the last call.
+        workers: processes that convert documents and count words; any number gives the same vocabulary.
+        progress: called with the number of bytes read of the sources' files since the last call.
     """
-    return learn_pieces(
-        bert_words(count_words(paths, distinct_limit, progress)), size=size, min_count=min_count
-    )
+    counts = count_words(sources, distinct_limit, workers, progress)
+    return learn_pieces(bert_words(counts), size=size, min_count=min_count)
 
 
 def count_words(
-    paths: Iterable[Path], distinct_limit: int, progress: Callable[[int], None] | None = None
+    sources: Sequence[Source],
+    distinct_limit: int,
+    workers: int = 1,
+    progress: Callable[[int], None] | None = None,
 ) -> Counter[str]:
-    """How often each run of non-blank characters occurs, in one pass and bounded memory.
+    """How often each run of non-blank characters occurs in the documents, in one pass and bounded memory.
 
     Exact while there are at most ``distinct_limit`` different ones; beyond, the rare lose their count so far.
+    Broken records are left out: the snapshot names them.
     """
     counts: Counter[str] = Counter()
     floor = 0
-    for document in read_documents(paths):
-        counts.update(document.title.split())
-        counts.update(document.text.split())
-        while len(counts) > distinct_limit:
-            floor += 1
-            counts = Counter({word: count for word, count in counts.items() if count > floor})
-        if progress is not None:
-            progress(1)
+    advance = Progress(sources, progress)
+    share = _SAMPLE_BYTES / max(sum(source.size for source in sources), 1)
+    with workers_in_order(workers, sources, _counter) as count:
+        for batch, words in count(batches(_sampled(sources, share))):
+            counts.update(words)
+            while len(counts) > distinct_limit:
+                floor += 1
+                counts = Counter({word: count for word, count in counts.items() if count > floor})
+            advance(batch)
     return counts
+
+
+def _sampled(sources: Sequence[Source], share: float) -> Sequence[Source]:
+    """The sources with only a share of their records, those that a generator with a fixed seed draws."""
+    if share >= 1:
+        return sources
+    generator = random.Random(0)
+
+    def sampled(records: Callable[[Path], Iterator[Raw | Rejected]], path: Path) -> Iterator[Raw | Rejected]:
+        return (record for record in records(path) if generator.random() < share)
+
+    return [
+        replace(source, format=replace(source.format, records=partial(sampled, source.format.records)))
+        for source in sources
+    ]
+
+
+def _counter() -> Callable[[Records], Counter[str]]:
+    return _words_of
+
+
+def _words_of(records: Records) -> Counter[str]:
+    words: Counter[str] = Counter()
+    for outcome in convert(records):
+        if isinstance(outcome, Document):
+            words.update(outcome.title.split())
+            words.update(outcome.text.split())
+    return words
 
 
 def bert_words(counts: Mapping[str, int]) -> Counter[str]:

@@ -14,6 +14,7 @@ from realmops.tracking import Journal
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
 PUBLISHED = "data/published"  # passages that were imported with a checkpoint
+HUB = "hf:"
 
 
 class Report(Protocol):
@@ -25,8 +26,8 @@ class Report(Protocol):
     def warn(self, message: str) -> None:
         """A line that a person should act on."""
 
-    def progress(self, label: str, total: int) -> Callable[[int], None]:
-        """A bar; the function takes the number of units done since its last call."""
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        """A bar; the function takes the number of units done since its last call; the unit "B" is shown in MB."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,18 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
     """The files that a stage's options name, by section.key.
 
     Relative names start at the project; those inside a stage's folder (data/sample/...), or among what was
-    imported, at the root of the run.
+    imported, at the root of the run.  The name of a dataset on the hub (hf:...) stays as it is.
     """
-    names = {key: Path(values[key.split(".")[0]][key.split(".")[1]]) for key in stage.files}
     made = {Path(PUBLISHED), *(Path(other.folder) for other in STAGES.values())}
-    return {key: (root if made & set(name.parents) else project) / name for key, name in names.items()}
+    found = {}
+    for key in stage.files:
+        section, option = key.split(".")
+        if not values[section][option]:
+            raise ValueError(f"{key} is empty: nothing cannot be read; check the path")
+        name = Path(values[section][option])
+        start = root if made & set(name.parents) else project
+        found[key] = name if values[section][option].startswith(HUB) else start / name
+    return found
 
 
 def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:
@@ -132,11 +140,19 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
     """
     content: dict[str, Any] = {}
     for name, path in sorted(inputs.items()):
-        if (path / artifacts.MANIFEST).is_file():
+        if name in stage.needs:
             files = artifacts.read_json(path / artifacts.MANIFEST)["files"]
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
-        elif path.is_file():
-            content[name] = artifacts.sha256_file(path)
+        else:
+            content[name] = content_of(path)
     return artifacts.digest_of(
         {"stage": stage.name, "sections": {s: values[s] for s in stage.sections}, "inputs": content}
     )
+
+
+def content_of(path: Path) -> Any:
+    """What stands for the content of a file or of all files in a folder; None for what is elsewhere."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return {file.relative_to(path).as_posix(): artifacts.sha256_file(file) for file in files}
+    return artifacts.sha256_file(path) if path.is_file() else None

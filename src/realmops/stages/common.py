@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,22 @@ def passage_embeddings(folder: Path, retriever: Retriever, snapshot: Snapshot, d
     if (folder / INDEX).is_file():
         return load_index(folder, snapshot)
     return embed_corpus(retriever, snapshot, dtype)
+
+
+def embed_changed(
+    retriever: Retriever,
+    snapshot: Snapshot,
+    dtype: torch.dtype,
+    row_P: np.ndarray,
+    earlier: Tensor,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model."""
+    new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
+    embedding_PE = torch.empty(len(snapshot), earlier.shape[1])
+    embedding_PE[old] = earlier[row_P[old]]
+    embedding_PE[new] = embed(retriever.document, document_sequences(snapshot, new.tolist()), dtype, progress)
+    return embedding_PE
 
 
 def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:

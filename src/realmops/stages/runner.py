@@ -44,12 +44,12 @@ def run_stage(
     The output folder is replaced when the stage has succeeded, and only then.  A killed stage goes on from
     its checkpoints when it is run again with the same options and inputs.
     """
-    with _alone(root / WORK, name):
+    with alone(root / WORK, name):
         return _run_alone(STAGES[name], values, project, root, report, force)
 
 
 @contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
+def alone(folder: Path, name: str) -> Iterator[None]:
     """Refuse to run a stage beside itself, as beside one whose ``dvc`` was killed: both would write one journal."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{name}.lock", "ab") as file:

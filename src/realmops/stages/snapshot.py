@@ -2,44 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
+from realmops.corpus.formats import Source, sources
 from realmops.corpus.pretrained import read_encoder_vocabulary
-from realmops.corpus.snapshot import write_snapshot
-from realmops.corpus.vocabulary import UNCASED, train_vocabulary
+from realmops.corpus.snapshot import REJECTS, write_snapshot
+from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
 from realmops.encoders import encoder_folder
 from realmops.stages import Job
+
+VOCABULARY = "vocab.txt"
 
 
 def run(job: Job) -> dict[str, Any]:
     """Write ``corpus`` and, where there is a warm-up text, ``warmup``; returns the counts of both."""
     options: SnapshotOptions = job.sections["snapshot"]
-    bert: BertOptions = job.sections["bert"]
-    texts = {"corpus": job.inputs["snapshot.documents"]}
+    texts = {"corpus": sources(job.inputs["snapshot.documents"], options.format)}
     if options.use_warmup:
-        texts["warmup"] = job.inputs["snapshot.warmup"]
-    casing = UNCASED
-    if bert.init == "small":
-        progress = job.report.progress("vocabulary", 0)
-        vocabulary = train_vocabulary(texts.values(), size=bert.vocabulary, progress=progress)
-    else:
-        vocabulary, casing = read_encoder_vocabulary(encoder_folder(bert.init))
+        texts["warmup"] = sources(job.inputs["snapshot.warmup"], "auto")
+    vocabulary, casing = _vocabulary(job, [source for found in texts.values() for source in found])
+    try:
+        return _write(job, texts, vocabulary, casing)
+    except ValueError:
+        (job.work / VOCABULARY).unlink(missing_ok=True)  # after bad input there is nothing to go on from
+        raise
+
+
+def _write(
+    job: Job, texts: Mapping[str, Sequence[Source]], vocabulary: Sequence[str], casing: Casing
+) -> dict[str, Any]:
+    options: SnapshotOptions = job.sections["snapshot"]
     metrics: dict[str, Any] = {"vocabulary": len(vocabulary)}
-    for name, path in texts.items():
+    for name, found in texts.items():
         folder = job.out / name
         folder.mkdir()
         manifest = write_snapshot(
-            [path],
+            found,
             folder,
+            work=job.work / name,
             vocabulary=vocabulary,
             casing=casing,
             whole_documents=options.whole_documents,
             block_wordpieces=options.block_wordpieces,
             drop_titles=options.wikipedia_titles,
+            broken_share=options.broken_share,
             workers=options.workers,
-            progress=job.report.progress(f"passages of {name}", 0),
+            progress=job.report.progress(f"passages of {name}", _bytes(found), "B"),
         )
         prefix = "" if name == "corpus" else f"{name}_"
-        metrics |= {prefix + key: manifest[key] for key in ("documents", "passages", "sentences", "tokens")}
+        if manifest["rejected"]:
+            told = f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out"
+            job.report.warn(f"{told}: {REJECTS} beside its passages names each")
+        metrics |= {prefix + key: value for key, value in counts(manifest).items()}
     return metrics
+
+
+def counts(manifest: dict[str, Any]) -> dict[str, int]:
+    """How many records a snapshot's files had, what became of them, and what it holds."""
+    dropped = {f"dropped_{reason}": count for reason, count in manifest["dropped"].items()}
+    names = ("records", "documents", "rejected", "passages", "sentences", "tokens")
+    return {**{name: manifest[name] for name in names}, **dropped}
+
+
+def _vocabulary(job: Job, found: Sequence[Source]) -> tuple[list[str], Casing]:
+    """The encoder's vocabulary; one that is made here is made once, whatever kills come after."""
+    bert: BertOptions = job.sections["bert"]
+    if bert.init != "small":
+        return read_encoder_vocabulary(encoder_folder(bert.init))
+    path = job.work / VOCABULARY
+    if not path.is_file():
+        progress = job.report.progress("vocabulary", _bytes(found), "B")
+        workers = job.sections["snapshot"].workers
+        pieces = train_vocabulary(found, size=bert.vocabulary, workers=workers, progress=progress)
+        write_bytes(path, vocabulary_bytes(pieces))
+    return read_vocabulary(path), UNCASED
+
+
+def _bytes(found: Sequence[Source]) -> int:
+    return sum(source.size for source in found)

@@ -1,0 +1,51 @@
+"""Files that may be compressed, opened so that progress can be told in bytes of the file."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+# What the standard library raises for damaged data; bz2 has no error of its own.
+DAMAGE = (EOFError, zlib.error, OSError)
+
+
+@contextmanager
+def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """The bytes of a plain, .gz or .bz2 file, and a function that says how many bytes of the file were read.
+
+    Raises ValueError when there is no such file; reading damaged data raises one of ``DAMAGE``.
+    """
+    with open_plain(path) as raw:
+        if path.name.endswith(".gz"):
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw.tell
+        elif path.name.endswith(".bz2"):
+            yield cast(BinaryIO, bz2.BZ2File(raw)), raw.tell
+        else:
+            yield raw, raw.tell
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """The file's own bytes; ValueError when there is no such file."""
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+
+
+def damage(error: BaseException, path: Path) -> str:
+    """What a reader says of one of ``DAMAGE``; a failing disk is ValueError, the file being no matter."""
+    if isinstance(error, OSError) and error.errno is not None:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
+    kind = path.suffix[1:]
+    name = {"gz": "gzip", "bz2": "bzip2"}.get(kind, kind)
+    if isinstance(error, EOFError):
+        return f"the {name} file ends in the middle; it was cut: copy or download it again"
+    return (
+        f"no valid {name} data ({error}), so that the rest of the file cannot be read; copy the file again, "
+        f"or take .{kind} off its name if it is plain text"
+    )

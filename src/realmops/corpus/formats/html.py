@@ -1,0 +1,95 @@
+"""Web pages: their encoding, title and main text (by trafilatura)."""
+
+from __future__ import annotations
+
+import codecs
+import logging
+import re
+from encodings import normalize_encoding
+from encodings.aliases import aliases
+from functools import cache
+from typing import Any
+
+from realmops.corpus.documents import Dropped, Outcome, Rejected, outcome_of
+
+PAGE_LIMIT = 4 << 20  # characters; Common Crawl itself cuts at 1 MiB
+TAG_LIMIT = 50_000  # the extractor does some 20,000 a second
+_META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
+
+
+def decode_page(data: bytes, declared: str | None) -> str:
+    """The text of a page: UTF-8 if it is, else the declared encoding or the page's own, else Windows-1252.
+
+    Raises ValueError for bytes that are none of it.
+    """
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        pass
+    own = _META_CHARSET.search(data[:4096])
+    name = declared or (own[1].decode("ascii") if own else "windows-1252")
+    key = normalize_encoding(name.lower())
+    # Only names of this table: Python's other codecs (punycode, idna, zlib) are no encodings of pages.
+    codec = aliases.get(key, key if key in aliases.values() else None)
+    if codec is None or codec == "utf_8":
+        codec = "cp1252"
+    try:
+        return codecs.decode(data, codec, errors="strict")
+    except (UnicodeError, LookupError):
+        raise ValueError(
+            f"the bytes are neither UTF-8 nor the encoding {name!r}; save the page as UTF-8 or declare its encoding"
+        ) from None
+
+
+def page_outcome(
+    page: str, place: str, *, title: str = "", url: str | None = None, date: str | None = None
+) -> Outcome:
+    """The document of a web page; ``title`` is for a page that has none of its own.
+
+    ``extra`` holds url and date where they are known, the page's own date before the given one.
+    """
+    if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT:
+        return Dropped(place, "too_long")
+    try:
+        own_title, text, own_date = _main_text(page, url)
+    except Exception as error:  # the extractor promises nothing about broken pages
+        problem = f"the page cannot be read ({type(error).__name__}: {error}); leave it out"
+        return Rejected(place, problem)
+    if not text:
+        return Dropped(place, "no_main_text")
+    known = {"url": url, "date": own_date or date}
+    extra = {key: value for key, value in known.items() if value}
+    record = {"title": own_title or title, "text": text, **extra}
+    return outcome_of(record, place)
+
+
+def _main_text(page: str, url: str | None) -> tuple[str, str, str | None]:
+    """(title, main text, date); title and text are "" where there are none."""
+    trafilatura = _trafilatura()
+    if "html" not in page[:50].lower():
+        page = f"<!DOCTYPE html>\n{page}"  # else the extractor takes a fragment for no page at all
+    tree = trafilatura.load_html(page)
+    if tree is None:
+        return "", "", None
+    found = trafilatura.bare_extraction(
+        tree,
+        url=url,
+        with_metadata=True,
+        include_comments=False,
+        include_tables=False,
+        date_extraction_params={"extensive_search": False, "original_date": True},
+    )
+    text, title, date = (found.text, found.title, found.date) if found else (None, None, None)
+    if not text:  # a page too short for the extractor is still a page
+        tree = trafilatura.load_html(page)
+        title = tree.findtext(".//title")
+        _, text, _ = trafilatura.baseline(tree)
+    return " ".join((title or "").split()), (text or "").strip(), date
+
+
+@cache
+def _trafilatura() -> Any:
+    import trafilatura
+
+    logging.getLogger("trafilatura").setLevel(logging.CRITICAL)  # outcomes are counted, not logged
+    return trafilatura

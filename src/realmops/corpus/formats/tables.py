@@ -1,0 +1,181 @@
+"""Tables with the columns title, text and id: Parquet files, and datasets of Hugging Face saved on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of
+
+_ROWS = 256
+_REQUIRED = ("title", "text")
+HUB = "hf:"
+
+
+def is_dataset_folder(folder: Path) -> bool:
+    """Whether ``datasets`` saved one split here."""
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def hub_splits(name: str) -> list[tuple[str, int]]:
+    """("hf:owner/name:split", bytes) of the splits that "hf:owner/name" or "hf:owner/name:split" names.
+
+    Raises ValueError when the hub cannot be reached and the dataset is not in its cache on this machine.
+    """
+    datasets = _datasets(name)
+    owner_name, _, split = name.removeprefix(HUB).partition(":")
+    try:
+        found = datasets.load_dataset(owner_name)
+    except Exception as error:  # from the network, the hub, a cache or a file format: the remedy is the same
+        raise ValueError(
+            f"{name}: the dataset could not be loaded ({type(error).__name__}: {_first_line(error)}); on a "
+            f"machine with access to the hub run datasets.load_dataset({owner_name!r}).save_to_disk('FOLDER'), "
+            "copy FOLDER to this machine and name it in place of the hub name"
+        ) from None
+    if split and split not in found:
+        raise ValueError(f"{name}: there is no split {split!r}; there are {', '.join(found)}")
+    return [(f"{HUB}{owner_name}:{one}", _stored_bytes(found[one])) for one in ([split] if split else found)]
+
+
+def _datasets(name: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{name}: reading datasets of Hugging Face needs the package datasets; "
+            "pip install 'realmops[datasets]'"
+        ) from None
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "no details")
+
+
+def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
+    try:
+        file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
+        size = path.stat().st_size
+        yield from _rows(path, file.schema_arrow, _parquet_batches(file, size))
+    except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError):
+            raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+        yield Rejected(
+            str(path),
+            f"no valid Parquet data ({_first_line(error)}), so that the rest of the file cannot be read; "
+            "write or copy the file again",
+        )
+
+
+def _parquet_batches(file: pq.ParquetFile, size: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Batches of rows, and the bytes of the file read by then: the rows' share of its size."""
+    total = max(file.metadata.num_rows, 1)
+    wanted = [field.name for field in file.schema_arrow if _is_readable(field.type)]
+    done = 0
+    for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
+        done += batch.num_rows
+        yield batch, size * done // total
+
+
+def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
+    name = str(path)
+    datasets = _datasets(name)
+    try:
+        if name.startswith(HUB):
+            owner_name, _, split = name.removeprefix(HUB).partition(":")
+            rows = datasets.load_dataset(owner_name, split=split)
+        else:
+            rows = datasets.load_from_disk(name)
+        wanted = [field.name for field in rows.features.arrow_schema if _is_readable(field.type)]
+        rows = rows.select_columns(wanted).with_format("arrow")
+        yield from _rows(path, rows.features.arrow_schema, _dataset_batches(rows))
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        MemoryError,
+    ) as error:
+        yield Rejected(
+            name,
+            f"no valid dataset ({type(error).__name__}: {_first_line(error)}), so that the rest of it cannot be "
+            "read; save it again with save_to_disk",
+        )
+
+
+def _dataset_batches(rows: Any) -> Iterator[tuple[pa.RecordBatch, int]]:
+    total, size, done = max(len(rows), 1), _stored_bytes(rows), 0
+    for table in rows.iter(batch_size=_ROWS):
+        for batch in table.to_batches():
+            done += batch.num_rows
+            yield batch, size * done // total
+
+
+def _stored_bytes(rows: Any) -> int:
+    return sum(Path(file["filename"]).stat().st_size for file in rows.cache_files)
+
+
+def _is_readable(column: pa.DataType) -> bool:
+    """Bytes (images, sound) are no text and would be copied for nothing."""
+    return not (pa.types.is_binary(column) or pa.types.is_large_binary(column))
+
+
+def _rows(
+    path: Path, schema: pa.Schema, batches: Iterable[tuple[pa.RecordBatch, int]]
+) -> Iterator[Raw | Rejected]:
+    missing = [name for name in _REQUIRED if name not in schema.names]
+    if missing:
+        yield Rejected(
+            str(path),
+            f"the column {missing[0]!r} is missing (columns found: {', '.join(schema.names) or 'none'}); "
+            "rename the columns to title and text",
+        )
+        return
+    number = 0
+    for batch, position in batches:
+        for row in _plain_rows(batch):
+            number += 1
+            place = f"{path}:row {number}"
+            if isinstance(row, dict):
+                yield Raw(place, row, position)
+            else:
+                yield Rejected(place, f"the row cannot be read ({_first_line(row)}); write the file again")
+
+
+def _plain_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Exception]:
+    """Each row as a dict, or what is wrong with it."""
+    try:
+        batch.validate(full=True)  # offsets that point anywhere are believed otherwise
+        yield from _without_times(batch).to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        if batch.num_rows == 1:
+            yield error
+        else:
+            for index in range(batch.num_rows):
+                yield from _plain_rows(batch.slice(index, 1))
+
+
+def _without_times(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Dates and times as text: Python's know neither nanoseconds nor the year 10000."""
+    for index, field in enumerate(batch.schema):
+        if pa.types.is_temporal(field.type) and not pa.types.is_interval(field.type):
+            batch = batch.set_column(index, field.name, batch.column(index).cast(pa.string()))
+    return batch
+
+
+def _convert(raw: Raw) -> Outcome:
+    record = {key: value for key, value in raw.data.items() if key != "spans"}
+    if isinstance(text := record["text"], str) and len(text) > LINE_LIMIT:
+        return Rejected(raw.place, f"'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
+    return outcome_of(record, raw.place)
+
+
+PARQUET = Format("parquet", _parquet_records, _convert)
+DATASET = Format("dataset", _dataset_records, _convert)

@@ -1,0 +1,102 @@
+"""Text, Markdown and HTML files, one document each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
+
+from realmops.corpus.compressed import open_plain
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.formats.html import decode_page, page_outcome
+
+if TYPE_CHECKING:
+    from markdown_it.tree import SyntaxTreeNode
+
+PLAIN = (".txt", ".text")
+MARKDOWN = (".md", ".markdown")
+PAGES = (".html", ".htm", ".xhtml")
+_MARKDOWN_LIMIT = 2 << 20  # characters
+_MARKS = re.compile(r"[\[*_`#|]")
+_MARK_LIMIT = 50_000  # the parser takes quadratic time for marks that never close
+_FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
+_FRONT_TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*$", re.MULTILINE)
+
+
+def _records(path: Path) -> Iterator[Raw | Rejected]:
+    with open_plain(path) as file:
+        data = file.read(LINE_LIMIT + 1)
+    if len(data) > LINE_LIMIT:
+        yield Rejected(str(path), f"the file is longer than {LINE_LIMIT >> 20} MiB; split it into documents")
+    else:
+        yield Raw(str(path), {"name": path.name, "bytes": data}, len(data))
+
+
+def _convert(raw: Raw) -> Outcome:
+    name = PurePath(raw.data["name"])
+    suffix = name.suffix.lower()
+    stem = name.stem.replace("_", " ")
+    try:
+        text = _decode(raw.data["bytes"], is_page=suffix in PAGES)
+    except ValueError as error:
+        return Rejected(raw.place, str(error))
+    if suffix in PAGES:
+        return page_outcome(text, raw.place, title=stem)
+    title = ""
+    if suffix in MARKDOWN:
+        if len(text) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(text)) > _MARK_LIMIT:
+            return Rejected(
+                raw.place,
+                f"the Markdown is longer than {_MARKDOWN_LIMIT >> 20} Mi characters or has more than "
+                f"{_MARK_LIMIT:,} marks; split it into documents",
+            )
+        title, text = _read_markdown(text)
+    return outcome_of({"title": title or stem, "text": text.strip()}, raw.place)
+
+
+def _decode(data: bytes, *, is_page: bool) -> str:
+    if is_page:
+        return decode_page(data, None)
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+
+
+def _read_markdown(source: str) -> tuple[str, str]:
+    """(title, text): the front matter's title or the first heading, and the text without its marks."""
+    from markdown_it import MarkdownIt
+    from markdown_it.tree import SyntaxTreeNode
+
+    title = ""
+    if front := _FRONT_MATTER.match(source):
+        source = source[front.end() :]
+        named = _FRONT_TITLE.search(front[1])
+        title = named[1] if named else ""
+    blocks = []
+    for node in SyntaxTreeNode(MarkdownIt().enable("table").parse(source)).walk():
+        if node.type in ("fence", "code_block"):
+            blocks.append(node.content.strip())
+        elif node.type == "inline":
+            words = _inline_text(node).strip()
+            if not title and node.parent is not None and node.parent.type == "heading":
+                title = words
+            elif words != title or blocks:
+                blocks.append(words)
+    return title, "\n\n".join(filter(None, blocks))
+
+
+_BREAKS = {"softbreak": " ", "hardbreak": "\n"}
+
+
+def _inline_text(node: SyntaxTreeNode) -> str:
+    """What a reader sees of inline marks: no image, no HTML tag, links as their text."""
+    if node.type == "image":
+        return ""
+    if node.children:
+        return "".join(map(_inline_text, node.children))
+    return node.content if node.type in ("text", "code_inline") else _BREAKS.get(node.type, "")
+
+
+TEXT = Format("text", _records, _convert)

@@ -1,0 +1,66 @@
+"""What WikiExtractor writes: files of ``<doc id= url= title=>`` blocks, the title on the first line."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from realmops.corpus.compressed import DAMAGE, damage, open_compressed
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.formats.wikitext import without_tags
+
+_ATTRIBUTE = re.compile(r'\b(id|url|title)="(.*?)"(?=\s+(?:id|url|title|revid)=|\s*>\s*$)')
+
+
+def _records(path: Path) -> Iterator[Raw | Rejected]:
+    """One block each, as bytes from ``<doc`` up to ``</doc>``."""
+    with open_compressed(path) as (file, position):
+        number, first, size = 0, 0, 0
+        block: list[bytes] = []  # empty outside of blocks; holds no more lines once size is over the limit
+        try:
+            while line := file.readline(LINE_LIMIT + 1):
+                number += 1
+                place = f"{path}:{first or number}"
+                if line.startswith(b"<doc "):
+                    if block:
+                        yield Rejected(place, "the block has no </doc>; extract the file again")
+                    block, first, size = [line], number, len(line)
+                elif block and line.startswith(b"</doc>"):
+                    if size > LINE_LIMIT:
+                        yield Rejected(place, f"the block is longer than {LINE_LIMIT >> 20} MiB; split it")
+                    else:
+                        yield Raw(place, b"".join(block), position())
+                    block, first = [], 0
+                elif block:
+                    size += len(line)
+                    if size <= LINE_LIMIT:
+                        block.append(line)
+                elif line.strip():
+                    yield Rejected(place, "text outside of <doc ...> and </doc>; extract the file again")
+            if block:
+                yield Rejected(f"{path}:{first}", "the file ends inside of a block; copy or extract it again")
+        except DAMAGE as error:
+            yield Rejected(f"{path}:{number + 1}", damage(error, path))
+
+
+def _convert(raw: Raw) -> Outcome:
+    try:
+        head, _, text = raw.data.decode().partition("\n")
+    except UnicodeDecodeError as error:
+        return Rejected(
+            raw.place, f"invalid UTF-8 at byte {error.start} of the block; extract the file again"
+        )
+    found = {key: html.unescape(value) for key, value in _ATTRIBUTE.findall(head)}
+    if not found.get("title") or not found.get("id"):
+        return Rejected(raw.place, f'found {head[:80]!r}, wanted <doc id="..." url="..." title="...">')
+    text = html.unescape(text).strip()
+    first, _, rest = text.partition("\n")
+    if first.strip() == found["title"].strip():
+        text = rest.strip()
+    # What WikiExtractor did not understand it leaves as tags.
+    return outcome_of({**found, "text": without_tags(text).strip()}, raw.place)
+
+
+WIKIEXTRACTOR = Format("wikiextractor", _records, _convert)

@@ -1,0 +1,330 @@
+"""Wikitext to plain text: what a reader of the page sees as sentences.
+
+mwparserfromhell parses templates and links. It takes quadratic time or worse for brackets that never close, so
+everything before it here runs in linear time and hands it well-nested brackets only, one section at a time.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+_DEPTH_LIMIT = 40
+_PASSES = 10  # what is left of broken markup can become markup again; each pass is linear
+_DROPPED_SECTIONS = {
+    "bibliography",
+    "citations",
+    "external link",
+    "external links",
+    "footnotes",
+    "further reading",
+    "gallery",
+    "notes",
+    "notes and references",
+    "references",
+    "references and notes",
+    "see also",
+    "sources",
+}
+_HIDDEN_NAMES = ("category", "file", "image", "media")
+
+_COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
+_TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)((?:[\s/][^<>]*)?)>")
+_HIDDEN_TAGS = {
+    *(
+        "ce",
+        "chem",
+        "gallery",
+        "graph",
+        "hiero",
+        "imagemap",
+        "inputbox",
+        "mapframe",
+        "math",
+        "ref",
+        "references",
+    ),
+    *("score", "script", "section", "source", "style", "syntaxhighlight", "templatedata", "timeline"),
+}
+_LITERAL_TAGS = {"nowiki", "pre"}
+_LINE_TAGS = {
+    "blockquote",
+    "br",
+    "center",
+    "dd",
+    "div",
+    "dl",
+    "dt",
+    "hr",
+    "li",
+    "ol",
+    "p",
+    "table",
+    "td",
+    "th",
+    "tr",
+    "ul",
+}
+_PLAIN_FORMULA = re.compile(r"[\w\s+\-*/=<>,.()]{1,40}")
+_LITERAL = str.maketrans({mark: f"&#{ord(mark)};" for mark in "[]{}|'=<>*#:;!_-"})
+
+_HEADING = re.compile(r"^(={1,6})(.+?)\1[ \t]*$", re.MULTILINE)
+_NESTED = re.compile(r"\{\{|\}\}|\[\[|\]\]|^[ \t:*#;]*\{\||^[ \t]*\|\}(?!\})", re.MULTILINE)
+_WEB_LINK = re.compile(r"\[(?:[a-z]{2,12}:)?//[^\s\[\]]{0,2000}[ \t]*([^\[\]\n]{0,500})\]")
+_WEB_LINK_START = re.compile(r"(?<!\[)\[(?=[a-zA-Z]{2,12}:|//)")
+_THREE_BRACES = re.compile(r"(?<!\{)\{(?=\{\{(?!\{))|(?<!\})\}(?=\}\}(?!\}))")
+_ADDRESS = re.compile(r"\b(?:https?|ftp)://[^\s|\[\]{}<>\")]*[^\s|\[\]{}<>\").,;:!?]")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:\S")
+
+_QUOTES = re.compile(r"'{2,}")
+_STRAY = re.compile(
+    r"'{2,}|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|__[A-Z]+__|</?[a-zA-Z][^<>]*>|^[ \t]*[|!].*$|^-{4,}", re.MULTILINE
+)
+_SOFT_HYPHEN = "\xad"
+_LIST_MARK = re.compile(r"^[*#:; \t]+", re.MULTILINE)
+_BLANKS = re.compile(r"[^\S\n]+")
+_LINES = re.compile(r"\n{2,}")
+_EMPTY_BRACKETS = re.compile(r"(?:(?<=\s)|^)(?:\([\s,;:/–—-]*\)|\[\s*\])", re.MULTILINE)  # not those of f()
+_OPENED = re.compile(r"\( ?(?:[,;:] ?)+|\( ")
+_CLOSED = re.compile(r"(?: ?[,;:]){0,4} ?\)")
+_COMMAS = re.compile(r",(?: ?,)+")
+_COMMA_POINT = re.compile(r" ?[,;:] ?\.(?=\s|\Z)")
+_BEFORE_POINT = re.compile(r" ([,.;:!?])(?=\s|\Z)")
+
+
+def plain_text(wikitext: str, hidden: Collection[str] = ()) -> str:
+    """The sentences, headings and list items of a page, a line each, blank lines around headings.
+
+    Templates, tables, references, files, categories, formulas and the sections of references are left out;
+    some templates that stand inside sentences are shown (``_shown_template``).
+
+    Args:
+        hidden: the wiki's own names of the namespaces whose links show nothing (``Datei``, ``Kategorie``).
+
+    Raises ValueError when brackets are nested too deeply.
+    """
+    names = {*_HIDDEN_NAMES, *(name.casefold() for name in hidden)}
+    text = without_tags(_COMMENT.sub("", wikitext.replace("\r\n", "\n").replace("\r", "\n")))
+    written: list[str] = []
+    waiting: list[tuple[int, str]] = []  # headings whose section has no text so far
+    for level, heading, body in _sections(text):
+        waiting = [(above, line) for above, line in waiting if above < level]
+        if heading:
+            waiting.append((level, heading))
+        if shown := _clean(_show(body, names)):
+            written += (title for _, line in waiting if (title := _clean(_show(line, names))))
+            written.append(shown)
+            waiting = []
+    return "\n\n".join(written)
+
+
+def without_tags(text: str) -> str:
+    """HTML tags gone, some with what is in them."""
+    parts = []
+    at = 0
+    unclosed = set()
+    while tag := _TAG.search(text, at):
+        parts.append(text[at : tag.start()])
+        at = tag.end()
+        name = tag[2].lower()
+        if name in _LINE_TAGS:
+            parts.append("\n")
+        opens = not tag[1] and not tag[3].endswith("/")
+        if opens and name in _HIDDEN_TAGS | _LITERAL_TAGS and name not in unclosed:
+            end = re.compile(rf"</{name}\s*>", re.IGNORECASE).search(text, at)
+            if end is None:
+                unclosed.add(name)
+                continue
+            inner = text[at : end.start()]
+            at = end.end()
+            if name in _LITERAL_TAGS or (name == "math" and _PLAIN_FORMULA.fullmatch(inner)):
+                parts.append(inner.translate(_LITERAL))
+    return "".join([*parts, text[at:]])
+
+
+def _sections(text: str) -> Iterator[tuple[int, str, str]]:
+    """(level, heading, body) of each section that is kept; the lead has level 0 and no heading."""
+    dropped = 7  # level of the section left out, with all below it
+    level, heading, at = 0, "", 0
+    for found in [*_HEADING.finditer(text), None]:
+        if level <= dropped:
+            dropped = level if _heading_key(heading) in _DROPPED_SECTIONS else 7
+        if dropped == 7:
+            yield level, heading, text[at : found.start() if found else None]
+        if found:
+            level, heading, at = len(found[1]), found[2].strip(), found.end()
+
+
+def _heading_key(heading: str) -> str:
+    return " ".join(_QUOTES.sub("", heading).strip(" :").casefold().split())
+
+
+def _show(wikitext: str, names: Collection[str]) -> str:
+    import mwparserfromhell
+
+    if not any(mark in wikitext for mark in ("{", "[")):
+        return wikitext
+    nested = _well_nested(_THREE_BRACES.sub("", _without_addresses(wikitext)))
+    return "".join(
+        _shown(mwparserfromhell.parse(_LIST_MARK.sub("", nested), skip_style_tags=True).nodes, names)
+    )
+
+
+def _without_addresses(text: str) -> str:
+    """Links to the web as their text; the parser shall see none, one that never closes would cost it dear."""
+    return _ADDRESS.sub("", _WEB_LINK_START.sub("", _WEB_LINK.sub(r"\1", text)))
+
+
+def _well_nested(text: str) -> str:
+    """The text without tables, and without the double brackets that have no partner."""
+    parts: list[str] = []
+    open_marks: list[tuple[str, int]] = []  # the mark that would close it, and where it stands in parts
+    at = 0
+    for found in _NESTED.finditer(text):
+        mark = found[0].strip(" \t:*#;")
+        parts.append(text[at : found.start()])
+        at = found.end()
+        if mark in _CLOSING:
+            if len(open_marks) == _DEPTH_LIMIT:
+                raise ValueError(
+                    f"brackets are nested deeper than {_DEPTH_LIMIT}; correct the page or leave it out"
+                )
+            open_marks.append((_CLOSING[mark], len(parts)))
+            parts.append(_APART.get(mark, mark))
+        elif any(mark == closing for closing, _ in open_marks):
+            while True:
+                closing, place = open_marks.pop()
+                if closing == mark:
+                    break
+                parts[place] = ""
+            if mark == "|}":
+                del parts[place:]
+            else:
+                parts.append(mark)
+    for _, place in open_marks:
+        parts[place] = ""
+    return "".join([*parts, text[at:]])
+
+
+_CLOSING = {"{{": "}}", "[[": "]]", "{|": "|}"}
+_APART = {"{{": "{{ "}  # a brace that follows would make the parser try two readings, at every level
+
+
+def _shown(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
+    """What each node of a parsed text shows."""
+    from mwparserfromhell import nodes as kinds
+
+    for node in nodes:
+        match node:
+            case kinds.Text():
+                yield node.value
+            case kinds.HTMLEntity():
+                yield str(node)
+            case kinds.Wikilink():
+                yield _shown_link(node, names)
+            case kinds.Template():
+                yield _shown_template(node, names)
+            case kinds.Argument() if node.default is not None:
+                yield from _shown(node.default.nodes, names)
+            case kinds.Heading():
+                yield from _shown(node.title.nodes, names)
+            case kinds.ExternalLink() if node.title is not None:
+                yield from _shown(node.title.nodes, names)
+            case kinds.Tag() if node.contents is not None:
+                yield from _shown(node.contents.nodes, names)
+
+
+def _shown_link(link: Any, names: Collection[str]) -> str:
+    title = str(link.title).strip()
+    name, colon, _ = title.partition(":")
+    if colon and name.strip().casefold() in names:
+        return ""
+    if link.text is not None:
+        return "".join(_shown(link.text.nodes, names))
+    return "" if _LANGUAGE.match(title) else "".join(_shown(link.title.nodes, names)).lstrip(":")
+
+
+# Templates that stand inside sentences. Of others nothing is shown: most are boxes, notes and pronunciations.
+_SHOWN_ARGUMENT = {
+    **dict.fromkeys(
+        ("abbr", "angbr", "big", "blockquote", "center", "cquote", "ill", "interlanguage link"), 1
+    ),
+    **dict.fromkeys(("ipa", "keypress", "linktext", "nihongo", "nobold", "nobr", "nowrap", "pull quote"), 1),
+    **dict.fromkeys(
+        ("quotation", "quote", "sc", "small", "smallcaps", "smaller", "sub", "sup", "val", "vr"), 1
+    ),
+    **dict.fromkeys(("lang", "script"), 2),
+}
+_FORMATTED_NUMBER = re.compile(r"formatnum: ?([\d,. ]+)")
+_SHOWN_FIRST = re.compile(r"lang-[a-z-]+|script/[a-z ]+")
+_SHOWN_TEXT = {
+    "'": "'",
+    "'s": "'s",
+    "mdash": "—",
+    "emdash": "—",
+    "eqm": "⇌",
+    "ndash": "–",
+    "nbsp": " ",
+    "snd": " –",
+    "spaced ndash": " –",
+    "spnd": " –",
+    "–": " –",
+}
+_CONVERT_WORDS = {"-": "–", "–": "–", "x": "×", "by": "by", "to": "to", "and": "and", "or": "or"}
+_DEGREES = {"C": "°C", "F": "°F"}
+
+
+def _shown_template(template: Any, names: Collection[str]) -> str:
+    name = " ".join(str(template.name).replace("_", " ").casefold().split())
+    if name in _SHOWN_TEXT:
+        return _SHOWN_TEXT[name]
+    params = [param for param in template.params if not param.showkey or str(param.name).strip().isdecimal()]
+    values = ["".join(_shown(param.value.nodes, names)).strip() for param in params]
+    index = 1 if _SHOWN_FIRST.fullmatch(name) else _SHOWN_ARGUMENT.get(name)
+    if index is not None:
+        return "".join(values[index - 1 : index])
+    match name:
+        case "convert" | "cvt":
+            return _converted(values)
+        case "circa" | "c.":
+            return " ".join(["c.", *values[:1]])
+        case "as of":
+            return " ".join(["as of" if template.has("lc") else "As of", *reversed(values)])
+        case "frac" | "sfrac":
+            return " ".join([*values[:-2], "/".join(values[-2:])])
+        case "chem":
+            return "".join(values)
+        case "uss" | "hms":
+            return " ".join([name.upper(), *values[:1]])
+        case "transl":
+            return "".join(values[-1:])
+    number = _FORMATTED_NUMBER.fullmatch(name)
+    return number[1] if number else ""
+
+
+def _converted(values: list[str]) -> str:
+    """``{{convert|5|to|10|km}}`` as "5 to 10 km", in the unit of the page."""
+    words = []
+    for value in values:
+        words.append(_CONVERT_WORDS.get(value, _DEGREES.get(value, value)))
+        if value not in _CONVERT_WORDS and not value[:1].isdigit() and not value[1:2].isdigit():
+            break
+    return " ".join(words)
+
+
+def _clean(text: str) -> str:
+    """Leftovers of markup gone, entities as characters, single blanks, no empty brackets."""
+    for _ in range(_PASSES):
+        text, found = _STRAY.subn("", text)
+        if not found:
+            break
+    text = html.unescape(_LIST_MARK.sub("", text)).replace(_SOFT_HYPHEN, "")
+    text = _COMMAS.sub(",", _BLANKS.sub(" ", text))
+    text = _EMPTY_BRACKETS.sub("", _CLOSED.sub(")", _OPENED.sub("(", text)))
+    text = _BLANKS.sub(" ", text)
+    text = _COMMA_POINT.sub(".", _BEFORE_POINT.sub(r"\1", text))
+    lines = (line.strip() for line in text.split("\n"))
+    shown = "\n".join(line if any(map(str.isalnum, line)) else "" for line in lines)
+    return _LINES.sub("\n\n", shown).strip()

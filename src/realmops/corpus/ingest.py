@@ -1,0 +1,164 @@
+"""From files to what worker processes make of their records, in order.
+
+Records are cut from their files in one process, which is cheap, and understood in others, batch by batch; the
+results come back in the order of the batches, so that nothing depends on the number of workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from realmops.corpus.documents import Outcome, Raw, Rejected
+from realmops.corpus.formats import FORMATS, Source
+
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_RECORDS = 1024
+
+Records = list[tuple[str, list[Raw | Rejected]]]  # by the name of their format
+Made = TypeVar("Made", covariant=True)
+T = TypeVar("T")
+
+
+class Work(Protocol[Made]):
+    """What a worker does with the records of a batch."""
+
+    def __call__(self, records: Records, /) -> Made:
+        """Work on one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Consecutive records, in runs of one source each: (the source's number, records)."""
+
+    runs: list[tuple[int, list[Raw | Rejected]]]
+
+
+def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:
+    """The records of all sources in batches, from a record of a source on."""
+    runs: list[tuple[int, list[Raw | Rejected]]] = []
+    weight = count = 0
+    for number in range(source, len(sources)):
+        records: list[Raw | Rejected] = []
+        runs.append((number, records))
+        found = sources[number].format.records(sources[number].path)
+        for item in itertools.islice(found, record if number == source else 0, None):
+            records.append(item)
+            count += 1
+            weight += _weight(item)
+            if weight >= _BATCH_CHARACTERS or count == _BATCH_RECORDS:
+                yield Batch(runs)
+                weight, count, records = 0, 0, []
+                runs = [(number, records)]
+    if count:
+        yield Batch(runs)
+
+
+def _weight(item: Raw | Rejected) -> int:
+    """Characters or bytes of a record, about."""
+    if isinstance(item, Rejected):
+        return len(item.problem)
+    values = item.data.values() if isinstance(item.data, dict) else (item.data,)
+    return sum(len(value) for value in values if isinstance(value, str | bytes))
+
+
+class Progress:
+    """Tells how many bytes of the sources' files are done, batch by batch."""
+
+    def __init__(self, sources: Sequence[Source], tell: Callable[[int], None] | None) -> None:
+        self._before = [0, *itertools.accumulate(source.size for source in sources)]
+        self._tell = tell
+        self._told = 0
+
+    def __call__(self, batch: Batch) -> None:
+        """The batch is done."""
+        number, records = batch.runs[-1]
+        inside = next((record.position for record in reversed(records) if isinstance(record, Raw)), 0)
+        done = max(self._told, self._before[number] + inside)
+        if self._tell is not None:
+            self._tell(done - self._told)
+        self._told = done
+
+
+def convert(records: Records) -> list[Outcome]:
+    """What each record is: a document, dropped or rejected."""
+    return [
+        item if isinstance(item, Rejected) else FORMATS[name].convert(item) for name, items in records for item in items
+    ]
+
+
+@contextmanager
+def workers_in_order(
+    workers: int, sources: Sequence[Source], make: Callable[..., Work[T]], *arguments: Any
+) -> Iterator[Callable[[Iterable[Batch]], Iterator[tuple[Batch, T]]]]:
+    """A function that works on batches in order: here with one worker, else in processes of their own.
+
+    Each process makes its own ``Work`` by ``make(*arguments)``.
+    """
+    if workers == 1:
+        with _one_thread():
+            work = make(*arguments)
+            yield lambda stream: ((batch, work(_records(sources, batch))) for batch in stream)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make, arguments)) as pool:
+        try:
+            yield partial(_in_order, pool, 2 * workers, sources)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _records(sources: Sequence[Source], batch: Batch) -> Records:
+    return [(sources[number].format.name, records) for number, records in batch.runs]
+
+
+_work: Work[Any] | None = None
+
+
+def _start_worker(make: Callable[..., Work[Any]], arguments: tuple[Any, ...]) -> None:
+    global _work
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _work = make(*arguments)
+
+
+def _work_there(records: Records) -> Any:
+    assert _work is not None
+    return _work(records)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, ahead: int, sources: Sequence[Source], stream: Iterable[Batch]
+) -> Iterator[tuple[Batch, Any]]:
+    """Results in the order of the batches, at most ``ahead`` batches in memory."""
+    waiting: deque[tuple[Batch, Future[Any]]] = deque()
+    for batch in stream:
+        waiting.append((batch, pool.submit(_work_there, _records(sources, batch))))
+        if len(waiting) == ahead:
+            done, future = waiting.popleft()
+            yield done, future.result()
+    for done, future in waiting:
+        yield done, future.result()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep ``tokenizers`` from starting a thread per core: the number of workers is the user's choice."""
+    key = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(key)
+    os.environ[key] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = before

@@ -1,0 +1,68 @@
+"""Write one snapshot in processes that are killed again and again.
+
+    python tests/ingest_lives.py CORPUS FOLDER WORK VOCABULARY STEP
+
+A life dies by SIGKILL just before its n-th write to a growing file or durable operation; each life n is larger by
+STEP.  Every batch ends with a checkpoint.  Prints, as JSON, how many records each life found done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lives import end_of, forked
+
+from realmops.artifacts import atomic_folder
+from realmops.corpus import ingest, snapshot
+from realmops.corpus.flat import GrowingFile
+from realmops.corpus.formats import sources
+from realmops.corpus.vocabulary import read_vocabulary
+
+OPTIONS = {"block_wordpieces": 24, "drop_titles": True}
+
+
+def die_at(number: int) -> None:
+    done = 0
+
+    def dying(effect: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            nonlocal done
+            done += 1
+            if done == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return effect(*arguments, **named)
+
+        return counted
+
+    for place, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "link"), (GrowingFile, "write")):
+        setattr(place, name, dying(getattr(place, name)))
+
+
+def main(corpus: Path, folder: Path, work: Path, vocabulary: Path, step: int) -> None:
+    ingest._BATCH_RECORDS = 60
+    snapshot._CHECKPOINT_SECONDS = 0.0
+    found: list[int] = []
+    status = -1
+    while status < 0:
+        checkpoint = work / snapshot._CHECKPOINT
+        found.append(json.loads(checkpoint.read_bytes())["total"]["records"] if checkpoint.is_file() else 0)
+
+        def life() -> int:
+            die_at(step * len(found))
+            pieces = read_vocabulary(vocabulary)
+            with atomic_folder(folder) as stage:
+                snapshot.write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=pieces, **OPTIONS)
+            return 0
+
+        status = end_of(forked(life))
+    print(json.dumps({"status": status, "found": found}))
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:5]), int(sys.argv[5]))

@@ -1,0 +1,561 @@
+"""Each reader on small files of every kind: what is kept, what is dropped by which reason, what is rejected."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import math
+import sys
+import tracemalloc
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from realmops.corpus.documents import Document, Dropped, Raw, Rejected
+from realmops.corpus.formats import FORMATS, sources
+from realmops.corpus.formats.wikitext import plain_text
+
+Outcome = Document | Dropped | Rejected
+
+
+def read(path: Path, format: str = "auto") -> list[Outcome]:
+    """All outcomes of a file or folder, places relative to it."""
+    found = []
+    for source in sources(path, format):
+        last = 0
+        for raw in source.format.records(source.path):
+            if isinstance(raw, Raw):
+                assert last <= raw.position <= source.size, "progress runs from 0 to the file's size"
+                last = raw.position
+            found.append(source.format.convert(raw) if isinstance(raw, Raw) else raw)
+    return found
+
+
+def write(path: Path, data: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = data.encode() if isinstance(data, str) else data
+    packed = {".gz": gzip.compress, ".bz2": bz2.compress}.get(path.suffix, lambda plain: plain)(raw)
+    path.write_bytes(packed)
+    return path
+
+
+def kept(outcomes: list[Outcome]) -> list[tuple[str, str]]:
+    return [(one.title, one.text) for one in outcomes if isinstance(one, Document)]
+
+
+def kinds(outcomes: list[Outcome]) -> list[str]:
+    """ "kept", the reason, or "rejected"."""
+    return [
+        "kept" if isinstance(one, Document) else one.reason if isinstance(one, Dropped) else "rejected"
+        for one in outcomes
+    ]
+
+
+def problem(outcome: Outcome) -> str:
+    assert isinstance(outcome, Rejected), outcome
+    return outcome.problem
+
+
+# Which format
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "format"),
+    [
+        ("a.jsonl", '{"title": "A"}', "jsonl"),
+        ("a.json.gz", '{"title": "A"}', "jsonl"),
+        ("noname", '\n {"title": "A"}', "jsonl"),
+        ("a.parquet", "PAR1", "parquet"),
+        ("part-0", "PAR1", "parquet"),
+        ("a.txt", "plain", "text"),
+        ("a.MD", "# A", "text"),
+        ("a.htm", "<html>", "text"),
+        ("dump.xml-p10p30.bz2", '<?xml version="1.0"?>\n<mediawiki>', "mediawiki"),
+        ("a.xml", "", "mediawiki"),
+        ("wiki_00", '<doc id="1">', "wikiextractor"),
+        ("wiki_00.txt", '<doc id="1">', "wikiextractor"),
+        ("a.warc.gz", "WARC/1.0", "warc"),
+        ("CC-NEWS-1", "WARC/1.0", "warc"),
+    ],
+)
+def test_the_format_is_told_by_content_then_name(tmp_path: Path, name: str, content: str, format: str) -> None:
+    (source,) = sources(write(tmp_path / name, content), "auto")
+    assert source.format is FORMATS[format]
+    assert source.size == source.path.stat().st_size
+
+
+def test_a_folder_gives_its_files_in_sorted_order(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/10.txt", "a.md", "c.html", ".hidden.txt", ".git/x.txt"):
+        write(tmp_path / name, "text")
+    found = [str(one.path.relative_to(tmp_path)) for one in sources(tmp_path, "auto")]
+    assert found == ["a.md", "c.html", "b/10.txt", "b/2.txt"]
+
+
+def test_a_folder_of_several_formats_needs_a_choice(tmp_path: Path) -> None:
+    write(tmp_path / "README.md", "about")
+    lines = write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')
+    with pytest.raises(ValueError, match=r"mixes formats: jsonl \(.*a\.jsonl\), text \(.*README\.md\)"):
+        sources(tmp_path, "auto")
+    assert [one.path for one in sources(tmp_path, "jsonl")] == [lines]
+
+
+def test_what_is_unknown_or_absent_is_named(tmp_path: Path) -> None:
+    odd = write(tmp_path / "a.docx", b"PK\x03\x04")
+    for asked in (odd, tmp_path):
+        with pytest.raises(ValueError, match=r"a\.docx.*jsonl, parquet, text, mediawiki, wikiextractor, warc, dataset"):
+            sources(asked, "auto")
+    with pytest.raises(ValueError, match="no file of the format warc"):
+        sources(tmp_path, "warc")
+    with pytest.raises(ValueError, match="'docx' is none of auto, jsonl"):
+        sources(odd, "docx")
+    with pytest.raises(ValueError, match="no such file"):
+        sources(tmp_path / "absent", "auto")
+
+
+# JSON lines
+
+
+def test_json_lines_keep_their_other_columns(tmp_path: Path) -> None:
+    row = {"text": "b", "title": "é", "url": None, "domain": "en.wikinews.org", "tags": ["x", {"k": 1.5}], "big": 1e999}
+    path = write(
+        tmp_path / "news.jsonl.gz",
+        json.dumps(row).replace("Infinity", "1e999") + '\n\n{"title": "B", "text": " "}\n{"title": "C"}\n',
+    )
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "empty_text", "rejected"]
+    first = outcomes[0]
+    assert isinstance(first, Document)
+    assert first.extra == '{"big":null,"domain":"en.wikinews.org","tags":["x",{"k":1.5}],"url":null}'
+    assert outcomes[2].place == f"{path}:4"
+    assert problem(outcomes[2]).startswith("the key 'text' is missing")
+
+
+def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
+    lines = ['{"title": "A", "text": "a"}', " " * (17 << 20) + "x", '{"title": "B", "text": "b"}']
+    outcomes = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
+    assert kinds(outcomes) == ["kept", "rejected", "kept"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".xml", ".warc"])
+def test_a_cut_gzip_file_keeps_what_comes_before(tmp_path: Path, suffix: str) -> None:
+    content = {".jsonl": LINE * 4000, ".xml": dump(PAGE * 4000), ".warc": RECORD * 4000}[suffix]
+    path = write(tmp_path / f"a{suffix}.gz", content)
+    path.write_bytes(path.read_bytes()[:-200])
+    seen = kinds(read(path))
+    assert seen[0] == "kept"
+    assert seen[-1] == "rejected"
+    assert seen.count("rejected") == 1
+
+
+# Parquet and datasets
+
+
+ROWS: list[dict[str, Any]] = [
+    {"title": "A", "text": "a", "id": 7, "when": datetime(2020, 1, 2), "score": math.nan, "image": b"\xff"},
+    {"title": "B", "text": "", "id": None, "when": None, "score": 1.0, "image": None},
+    {"title": None, "text": "c", "id": None, "when": None, "score": 1.0, "image": None},
+]
+
+
+def test_parquet_rows_keep_their_columns_but_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=2)
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "empty_text", "rejected"]
+    first = outcomes[0]
+    assert isinstance(first, Document)
+    assert (first.id, first.place) == ("7", f"{path}:row 1")
+    assert json.loads(first.extra) == {"score": None, "when": "2020-01-02 00:00:00.000000"}
+
+
+def test_parquet_without_the_columns_or_broken_is_rejected_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"body": ["a"], "title": ["A"]}), path)
+    (one,) = read(path)
+    assert "'text' is missing (columns found: body, title)" in problem(one)
+    path.write_bytes(path.read_bytes()[:-9])
+    (one,) = read(path)
+    assert "no valid Parquet data" in problem(one)
+
+
+def test_a_string_that_is_no_utf8_costs_its_row_only(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    texts = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"title": ["A", "B", "C"], "text": texts}), path)
+    assert kinds(read(path)) == ["kept", "rejected", "kept"]
+
+
+def test_datasets_saved_on_disk_are_read_with_all_their_splits(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "two"))
+    assert kinds(read(tmp_path / "one")) == ["kept", "empty_text", "rejected"]
+    assert [one.path.name for one in sources(tmp_path / "two", "auto")] == ["test", "train"]
+    assert kinds(read(tmp_path / "two", "dataset")) == ["kept", "empty_text", "rejected"] * 2
+    with pytest.raises(ValueError, match="set the format to dataset"):
+        sources(tmp_path / "one", "parquet")
+
+
+def test_a_hub_name_without_a_hub_says_what_to_copy() -> None:
+    pytest.importorskip("datasets")
+    with pytest.raises(ValueError, match=r"hf:nobody/nothing: .*load_dataset\('nobody/nothing'\)\.save_to_disk"):
+        sources(Path("hf:nobody/nothing"), "auto")
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'realmops\[datasets\]'"):
+        sources(Path("hf:owner/name:train"), "dataset")
+
+
+# Text, Markdown and HTML
+
+
+def test_text_files_take_their_title_from_heading_page_or_name(tmp_path: Path) -> None:
+    write(tmp_path / "a_b.txt", "\ufeffOne line.\r\nTwo.\r\n")
+    write(
+        tmp_path / "c.md", "# The *title*\n\nSome **bold** [link](http://x) &amp; `code`\nhere. ![image](y)\n\n- item\n"
+    )
+    write(tmp_path / "d.md", "---\ntitle: 'Front'\n---\n# Head\n\ntext\n")
+    write(tmp_path / "e.html", "<html><title>Page</title><body><p>Short.</p></body></html>")
+    write(tmp_path / "f.html", "<p>Only a piece</p>")
+    assert kept(read(tmp_path)) == [
+        ("a b", "One line.\nTwo."),
+        ("The title", "Some bold link & code here.\n\nitem"),
+        ("Front", "Head\n\ntext"),
+        ("Page", "Short."),
+        ("f", "Only a piece"),
+    ]
+
+
+def test_text_files_that_hold_no_text(tmp_path: Path) -> None:
+    write(tmp_path / "a.html", "<html><title>Page</title><body><img src=x></body></html>")
+    write(tmp_path / "b.html", "<p>" * 60_000)
+    write(tmp_path / "c.md", "[" * 60_000)
+    write(tmp_path / "d.txt", b"caf\xe9")
+    write(tmp_path / "e.txt", " \n")
+    outcomes = read(tmp_path)
+    assert kinds(outcomes) == ["no_main_text", "too_long", "rejected", "rejected", "empty_text"]
+    assert problem(outcomes[3]) == "invalid UTF-8 at byte 3; save the file as UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("head", "encoding", "word"),
+    [
+        ("", "utf-8", "é東"),
+        ('<meta charset="iso-8859-2">', "iso-8859-2", "ěš"),
+        ('<meta http-equiv="Content-Type" content="text/html; charset=shift_jis">', "shift_jis", "東京"),
+        ("", "cp1252", "é“"),
+    ],
+)
+def test_pages_are_decoded_as_they_declare(tmp_path: Path, head: str, encoding: str, word: str) -> None:
+    path = write(
+        tmp_path / "a.html", f"<html><head>{head}</head><body><p>Word {word}</p></body></html>".encode(encoding)
+    )
+    assert kept(read(path)) == [("a", f"Word {word}")]
+
+
+def test_pages_that_are_not_what_they_declare_are_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.html", b'<meta charset="gb2312"><p>\xff\xff</p>')
+    assert "neither UTF-8 nor the encoding 'gb2312'" in problem(read(path)[0])
+
+
+# MediaWiki
+
+
+LINE = '{"title": "A", "text": "a"}\n'
+PAGE = "<page><title>A</title><ns>0</ns><id>1</id><revision><id>2</id><text>'''A''' is a.</text></revision></page>\n"
+RECORD = "WARC/1.0\r\nWARC-Type: resource\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\nhello\r\n\r\n"
+
+
+def dump(pages: str) -> str:
+    namespaces = '<namespace key="0" /><namespace key="6">Datei</namespace>'
+    return f"<mediawiki><siteinfo><namespaces>{namespaces}</namespaces></siteinfo>{pages}</mediawiki>"
+
+
+def page(title: str, inside: str, text: str = "text", namespace: int = 0) -> str:
+    revision = f"<revision><id>1</id><text>{text}</text></revision>"
+    return f"<page><title>{title}</title><ns>{namespace}</ns><id>5</id>{inside}{revision}</page>"
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".bz2"])
+def test_a_dump_keeps_articles_only(tmp_path: Path, suffix: str) -> None:
+    pages = [
+        page("Oslo", "", "'''Oslo''' is a [[city]].[[Datei:a.jpg|thumb|b]]"),
+        page("Christiania", '<redirect title="Oslo" />', "#REDIRECT [[Oslo]]"),
+        page("Old", "", "#redirect [[Oslo]]"),
+        page("Talk:Oslo", "", "words", namespace=1),
+        page("Empty", "", "{{stub}}"),
+        page("Long", "", "a " * (1 << 20) + "b"),
+        page("Deep", "", "{{" * 50 + "}}" * 50),
+    ]
+    path = write(tmp_path / f"dump.xml{suffix}", dump("".join(pages)))
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "redirect", "redirect", "other_namespace", "empty_text", "rejected", "rejected"]
+    assert outcomes[0] == Document("Oslo", "Oslo is a city.", "5", (), f"{path}:page 5 (Oslo)")
+    assert "nested deeper than 40" in problem(outcomes[6])
+
+
+def test_of_several_revisions_the_last_counts(tmp_path: Path) -> None:
+    first = "<revision><id>1</id><text>old</text></revision>"
+    assert kept(read(write(tmp_path / "a.xml", dump(page("A", first, "new"))))) == [("A", "new")]
+
+
+def test_other_models_than_wikitext_are_dropped(tmp_path: Path) -> None:
+    revision = "<revision><id>1</id><model>json</model><text>{}</text></revision>"
+    pages = f"<page><title>A</title><ns>0</ns><id>5</id>{revision}</page>"
+    assert kinds(read(write(tmp_path / "a.xml", dump(pages)))) == ["other_model"]
+
+
+@pytest.mark.parametrize(
+    "tail", ["<page><title>B</ti", "<page><title>B</title><ns>x</ns></page></mediawiki>", "</b>", ""]
+)
+def test_broken_xml_ends_the_file_with_one_reject(tmp_path: Path, tail: str) -> None:
+    path = write(tmp_path / "a.xml", dump(PAGE).removesuffix("</mediawiki>") + tail)
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "rejected"]
+    assert outcomes[1].place == f"{path}:after page 1"
+    assert "the rest of the file cannot be read" in problem(outcomes[1])
+
+
+def test_a_dump_is_read_in_flat_memory(tmp_path: Path) -> None:
+    def peak(pages: int) -> int:
+        path = write(tmp_path / f"{pages}.xml", dump(PAGE * pages))
+        tracemalloc.start()
+        for _ in FORMATS["mediawiki"].records(path):
+            pass
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(10)  # imports
+    assert peak(4000) < 1.5 * peak(400)
+
+
+PIECES = [
+    ("'''Oslo''' is ''the'' [[capital city|capital]] of [[Norway]]s.", "Oslo is the capital of Norways."),
+    ("a{{ref|[[b]]|{{c}}}}d<ref name=x>e {{f}}</ref><ref name=x /> g<!-- [[h\n -->.", "ad g."),
+    ("A city ({{IPA-no|ɔ|lang}}; {{lang-no|by}}, {{pron}}).", "A city (by)."),
+    ("A city ({{IPA-no|ɔ}}, {{audio|x}}) here ( ) .", "A city here."),
+    ("It is {{convert|5|km|mi}} long, {{convert|2|to|3|C}}, {{convert|1.5|x|2|m|ft|abbr=on}}.", None),
+    ("{{Infobox\n| a = {{b|[[c]]}}\n| d = [[File:e.jpg|f]]\n}}\nText", "Text"),
+    ("[[File:a.jpg|thumb|left|A [[big]] {{nowrap|b}}]]Text[[Category:X| ]][[Image:a.png]]", "Text"),
+    ("[[Datei:a.jpg|mini]][[datei:b.jpg]][[:Category:X|the X]] [[:File:a.jpg]]", "the X File:a.jpg"),
+    ("Text [[fr:Oslo]] [[zh-min-nan:Oslo]] [[wikt:by|town]]", "Text town"),
+    ("{| class=wikitable\n|-\n! a !! b\n|-\n| c || {{d}}\n{|\n| nested\n|}\n|}\nText", "Text"),
+    (":{|\n|a\n|}\n{{a|b=|}}Text", "Text"),
+    ("* one\n** [[two]]\n# three\n; term : four\n----\n: five", "one\ntwo\nthree\nterm: four\n\nfive"),
+    ("a&nbsp;b &amp; c&ndash;d &lt;e&gt; &#233; &shy;", "a b & c–d <e> é"),
+    ("[http://a.b/c the site] and [https://a.b] and http://c.d/e?f=1 (http://g.h).", "the site and and."),
+    ("a<br>b<br />c <small>d</small> <span style='x'>e</span><p>f</p>", "a\nb\nc d e\nf"),
+    (
+        "<gallery>\nFile:a.jpg|b\n</gallery><math>\\frac{a}{b}</math> <math>n = 1</math> <timeline>x</timeline>a",
+        "n = 1 a",
+    ),
+    ("<nowiki>[[a]] ''b'' {{c}}</nowiki> __NOTOC__ {{DEFAULTSORT:a}}", "[[a]] ''b'' {{c}}"),
+    ("broken [[a and {{b or ]] }} c]] '' <ref> |} {| <b", "broken a and b or c <b"),
+    (
+        "{{lang|fr|''mot''}} {{nowrap|1=a = b}} {{as of|2014}} {{As of|2013|April|lc=y}} {{circa|1766}} {{frac|3|1|4}}",
+        None,
+    ),
+    ("Call f() or g(x); [()[ a[] [].", "Call f() or g(x); [()[ a[]."),
+    ("a{{ndash}}b{{snd}}c {{'s}} {{chem|H|2|O}} {{HMS|Ajax|22}} {{formatnum:3003}} {{transl|ar|DIN|abd}}", None),
+    ("In {{formatnum:{{age|1}}}} {{US-stub}}years", "In years"),
+    ("{{cquote|A [[long]] word.|author}} {{quote|text=no}}", "A long word."),
+    ("{{{1|default}}} {{{2}}} x", "x"),
+]
+SHOWN = {
+    4: "It is 5 km long, 2 to 3 °C, 1.5 × 2 m.",
+    18: "mot a = b As of 2014 as of April 2013 c. 1766 3 1/4",
+    20: "a–b –c 's H2O HMS Ajax 3003 abd",
+}
+
+
+@pytest.mark.parametrize("index", range(len(PIECES)))
+def test_wikitext_becomes_what_a_reader_sees(index: int) -> None:
+    wikitext, shown = PIECES[index]
+    assert plain_text(wikitext, ["Datei"]) == (shown or SHOWN[index])
+
+
+def test_sections_of_references_and_empty_ones_go() -> None:
+    wikitext = """Lead.
+== History ==
+=== Early ===
+{{main|x}}
+Old days.
+=== Late ===
+{{stub}}
+== See also ==
+* [[a]]
+=== More ===
+* [[b]]
+== ''Economy'' ==
+Money.
+== External links ==
+* [http://a b]
+=References=
+<references/>
+"""
+    assert plain_text(wikitext) == "Lead.\n\nHistory\n\nEarly\n\nOld days.\n\nEconomy\n\nMoney."
+
+
+MARKUP = ("[[", "]]", "{{", "}}", "{|", "|}", "''", "<ref", "</", "<br", "&nbsp;", "&amp;", "thumb|", "Category:", "==")
+MARKUP += ("  ", "()", "( ", " )", " ,", " .", "style=", "http")
+
+
+def test_no_markup_remains_of_a_page_with_all_of_it() -> None:
+    pieces = [wikitext for wikitext, _ in PIECES if not any(own in wikitext for own in ("nowiki", "&lt;", "f()"))]
+    text = plain_text("\n\n== Heading ==\n".join(piece.replace("<b", "b") for piece in pieces), ["Datei"])
+    assert len(text) > 500
+    assert [mark for mark in MARKUP if mark in text] == []
+
+
+@pytest.mark.parametrize(
+    "piece", ["{{a|", "[[a|", "{|\n|a\n", "<b>", "<ref>", "[//a ", "{{{a|", "[[a\n{{", "==a", "<nowiki>", "(,"]
+)
+def test_time_grows_with_length_not_with_its_square(piece: str) -> None:
+    """Measured in calls: the parser sees no bracket that never closes."""
+    seen = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_call")
+
+    def calls(copies: int) -> int:
+        nonlocal seen
+        seen = 0
+        sys.setprofile(count)
+        try:
+            plain_text(piece * copies)
+        except ValueError:
+            pass
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    calls(10)
+    assert calls(2000) < 12 * calls(200) + 100
+
+
+# WikiExtractor
+
+
+def test_wikiextractor_blocks(tmp_path: Path) -> None:
+    text = (
+        '<doc id="1" url="u?curid=1" title="A &amp; B">\nA &amp; B\n\nThe &lt;br&gt;text.\nMore.\n\n</doc>\n'
+        '<doc id="2" url="v" title="Stub">\nStub\n\n\n</doc>\n'
+        '<doc id="3" title="Quote "it"">\nAnother first line\n</doc>\n'
+        '<doc id="4">\nno title\n</doc>\n'
+    )
+    for name in ("AA/wiki_00", "AA/wiki_01.bz2", "AB/wiki_00.gz"):
+        write(tmp_path / name, text)
+    outcomes = read(tmp_path)
+    assert kinds(outcomes) == ["kept", "empty_text", "kept", "rejected"] * 3
+    assert kept(outcomes)[:2] == [("A & B", "The \ntext.\nMore."), ('Quote "it"', "Another first line")]
+    first = outcomes[0]
+    assert isinstance(first, Document)
+    assert (first.id, first.extra, first.place) == ("1", '{"url":"u?curid=1"}', f"{tmp_path}/AA/wiki_00:1")
+
+
+def test_wikiextractor_files_that_are_damaged(tmp_path: Path) -> None:
+    good = '<doc id="1" title="A">\nA\nText\n</doc>\n'
+    path = write(tmp_path / "wiki_00", f'{good}stray\n<doc id="2" title="B">\nB\n{good}{good[:-9]}'.encode() + b"\xff")
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept", "rejected", "rejected", "kept", "rejected"]
+    assert [one.place.rpartition(":")[2] for one in outcomes] == ["1", "5", "6", "8", "12"]
+
+
+# WARC
+
+
+HTML = "<html><head><title>Oslo</title></head><body><p>Oslo is the capital of Norway.</p></body></html>"
+
+
+def record(block: str, kind: str = "response", **headers: str) -> bytes:
+    length = {"WARC_Type": kind, "Content_Length": str(len(block.encode())), **headers}
+    head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in length.items())
+    return f"WARC/1.0\r\n{head}\r\n{block}\r\n\r\n".encode()
+
+
+def http(body: str, status: str = "200 OK", media: str = "text/html") -> str:
+    return f"HTTP/1.1 {status}\r\nContent-Type: {media}\r\n\r\n{body}"
+
+
+URL = {"WARC_Target_URI": "http://a.no/oslo", "WARC_Date": "2020-01-02T03:04:05Z"}
+WARC = [
+    record("software: none", "warcinfo"),
+    record("GET / HTTP/1.1\r\n\r\n", "request"),
+    record(http(HTML), **URL),
+    record(http(HTML, status="404 Not Found"), **URL),
+    record(http("%PDF", media="application/pdf"), **URL),
+    record(http("<html><body></body></html>"), **URL),
+    record(http("plain words", media="text/plain; charset=utf-8"), **URL),
+    record(HTML, "resource", Content_Type="text/html", **URL),
+]
+WARC_KINDS = ["record_type", "record_type", "kept", "status", "content_type", "no_main_text", "kept", "kept"]
+
+
+def pack(records: list[bytes], name: str) -> bytes:
+    """Plain, gzipped by record, as one gzip member, or with a member's end inside of a record."""
+    if name == "plain":
+        return b"".join(records)
+    if name == "records":
+        return b"".join(gzip.compress(one) for one in records)
+    cut = {"one": 0, "split": len(records[0]) + 50}[name]
+    whole = b"".join(records)
+    return b"".join(gzip.compress(part) for part in (whole[:cut], whole[cut:]) if part)
+
+
+@pytest.mark.parametrize("packed", ["plain", "records", "one", "split"])
+def test_warc_records_by_reason(tmp_path: Path, packed: str) -> None:
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(pack(WARC, packed))
+    outcomes = read(path)
+    assert kinds(outcomes) == WARC_KINDS
+    extra = '{"date":"2020-01-02","url":"http://a.no/oslo"}'
+    assert outcomes[2] == Document("Oslo", "Oslo is the capital of Norway.", None, (), f"{path}:record 3", extra)
+    assert kept(outcomes)[1:] == [("http://a.no/oslo", "plain words"), ("Oslo", "Oslo is the capital of Norway.")]
+
+
+def test_a_damaged_warc_member_costs_one_record(tmp_path: Path) -> None:
+    members = [gzip.compress(one) for one in WARC]
+    broken = bytearray(members[3])
+    broken[20] ^= 0xFF
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(b"".join([*members[:3], bytes(broken), *members[4:]]))
+    expected = [*WARC_KINDS[:3], "rejected", *WARC_KINDS[4:]]
+    assert kinds(read(path)) == expected
+    path.write_bytes(b"".join(members)[:-30])
+    assert kinds(read(path)) == [*WARC_KINDS[:-1], "rejected"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (b"Content-Length: 14", b"Content-Length: -1", "Content-Length is b'-1'"),
+        (b"Content-Length: 18", b"Content-Length: 5", "where a record begins"),
+        (b"WARC/1.0\r\nWARC-Type: request", b"xARC/1.0\r\nWARC-Type: request", "where a record begins"),
+    ],
+)
+def test_a_broken_warc_record_is_skipped(tmp_path: Path, old: bytes, new: bytes, says: str) -> None:
+    path = tmp_path / "a.warc"
+    path.write_bytes(b"".join(WARC).replace(old, new, 1))
+    outcomes = read(path)
+    (rejected,) = (one for one in outcomes if isinstance(one, Rejected))
+    assert says in rejected.problem
+    assert [kind for kind in kinds(outcomes) if kind not in ("rejected", "record_type")] == WARC_KINDS[2:]
+
+
+def test_a_plain_warc_cut_in_the_middle(tmp_path: Path) -> None:
+    path = tmp_path / "a.warc"
+    path.write_bytes(b"".join(WARC)[:-40])
+    outcomes = read(path)
+    assert kinds(outcomes) == [*WARC_KINDS[:-1], "rejected"]
+    assert "ends in the middle of this record" in problem(outcomes[-1])

@@ -1,0 +1,143 @@
+"""Records in batches, their progress, and what arbitrary files do to a snapshot."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import stage, write_project
+from yaml import safe_load
+
+from realmops.artifacts import atomic_folder
+from realmops.console import Console
+from realmops.corpus import ingest, vocabulary
+from realmops.corpus.formats import sources
+from realmops.corpus.ingest import Progress, batches
+from realmops.corpus.snapshot import Snapshot, write_snapshot
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, count_words
+
+EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "100"))
+PIECES = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.,", *(f"##{c}" for c in "abcdefgh")]
+
+
+def corpus(folder: Path, **files: list[str]) -> Path:
+    folder.mkdir()
+    for name, texts in files.items():
+        lines = [json.dumps({"title": "T", "text": text}) for text in texts]
+        (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def texts_of(found: list[ingest.Batch]) -> list[list[tuple[int, list[str]]]]:
+    return [
+        [(number, [json.loads(item.data)["text"] for item in items]) for number, items in batch.runs] for batch in found
+    ]
+
+
+def test_batches_go_over_files_and_start_where_they_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 3)
+    found = sources(corpus(tmp_path / "c", a=["1", "2"], b=[], c=["3", "4", "5"]), "auto")
+    assert texts_of(list(batches(found))) == [
+        [(0, ["1", "2"]), (1, []), (2, ["3"])],
+        [(2, ["4", "5"])],
+    ]
+    assert texts_of(list(batches(found, source=2, record=1))) == [[(2, ["4", "5"])]]
+    assert list(batches(found, source=3)) == []
+    monkeypatch.setattr("realmops.corpus.ingest._BATCH_CHARACTERS", 1)
+    assert len(list(batches(found))) == 5
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_progress_counts_the_bytes_of_the_files_as_they_lie_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zipped: bool
+) -> None:
+    monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 100)
+    folder = corpus(tmp_path / "c", a=["one"] * 150, b=["two"] * 150)
+    if zipped:
+        for path in sorted(folder.iterdir()):
+            path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+    found = sources(folder, "auto")
+    told: list[int] = []
+    progress = Progress(found, told.append)
+    for batch in batches(found):
+        progress(batch)
+    assert len(told) == 3
+    assert min(told) >= 0
+    assert sum(told) == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_bytes_are_shown_in_megabytes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 20.0])
+    monkeypatch.setattr("realmops.console.time.monotonic", lambda: next(clock))
+    Console().progress("passages", 30_000_000, "B")(10_000_000)
+    assert capsys.readouterr().err == "passages: 10.0 MB of 30.0 MB, 0.5 MB/s, 40 s left\n"
+
+
+def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sources(corpus(tmp_path / "c", a=["a"] * 2000, b=["b"] * 2000), "auto")
+    whole = sum(source.size for source in found)
+    assert count_words(found, 1000) == {"T": 4000, "a": 2000, "b": 2000}
+    monkeypatch.setattr(vocabulary, "_SAMPLE_BYTES", whole // 4)
+    drawn = count_words(found, 1000)
+    assert 850 < drawn["T"] < 1150  # 1000 wanted, 27 is one standard deviation
+    assert abs(drawn["a"] - drawn["b"]) < 170
+    assert count_words(found, 1000) == drawn == count_words(found, 1000, workers=2)
+
+
+def test_the_stage_tells_what_became_of_the_records(tmp_path: Path) -> None:
+    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}).read_text())
+    corpus(tmp_path / "corpus", a=["Anna was here.", " "], b=["Karl was there."] * 2)
+    metrics = stage("snapshot", values, tmp_path, tmp_path / "root")
+    names = ("records", "documents", "rejected", "dropped_empty_text", "passages")
+    assert {name: metrics[name] for name in names} == dict(zip(names, (4, 3, 0, 1, 3), strict=True))
+    assert stage("snapshot", values, tmp_path, tmp_path / "root") == metrics  # nothing to do
+    (tmp_path / "corpus" / "b.jsonl").unlink()
+    assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 1
+
+
+VALUE = st.one_of(st.text(max_size=60), st.none(), st.integers(), st.lists(st.text(max_size=3), max_size=3))
+RECORD = st.dictionaries(st.sampled_from(["title", "text", "id", "spans", "other"]), VALUE, max_size=5)
+LINE = st.one_of(
+    RECORD.map(lambda record: json.dumps(record).encode()),
+    st.text(max_size=80).map(lambda text: json.dumps({"title": "t", "text": text}).encode()),
+    st.binary(max_size=40),
+)
+
+
+@given(st.lists(LINE, max_size=12), st.integers(0, 400))
+@settings(max_examples=EXAMPLES, deadline=None)
+def test_any_file_gives_a_whole_snapshot_or_one_error(lines: list[bytes], good: int) -> None:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        content = b"\n".join([*lines, *[b'{"title": "A", "text": "A b. C d."}'] * good])
+        (folder / "c.jsonl").write_bytes(content)
+        error = None
+        try:
+            with atomic_folder(folder / "s") as out:
+                found = sources(folder / "c.jsonl", "jsonl")
+                write_snapshot(found, out, work=folder / "work", vocabulary=PIECES, block_wordpieces=12)
+        except ValueError as caught:
+            error = str(caught)
+        if error is not None:
+            assert str(folder) in error
+            assert os.listdir(folder) == ["c.jsonl"]
+            return
+        snapshot = Snapshot.open(folder / "s")
+        manifest = snapshot.manifest
+        assert manifest["records"] == manifest["documents"] + manifest["rejected"] + sum(manifest["dropped"].values())
+        assert manifest["rejected"] <= 0.01 * manifest["records"]
+        assert len(snapshot.column("text")) == len(snapshot) > 0
+    finally:
+        shutil.rmtree(folder)

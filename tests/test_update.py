@@ -1,0 +1,105 @@
+"""A changed corpus under a trained model: what is embedded, what is kept, what is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from safetensors.torch import load_file
+from tiny import DOCUMENTS
+from toy import cli, trained_project
+
+from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.openqa import Prediction
+from realmops.stages.update import changed_answers
+
+NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
+
+
+def rewrite(project: Path, documents: list[dict[str, str]]) -> None:
+    (project / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with results."""
+    folder = trained_project(tmp_path_factory.mktemp("update"))
+    for name in ("finetune", "evaluate"):
+        assert run(folder, "run", name).exit_code == 0
+    return folder
+
+
+def run(project: Path, *words: str) -> Result:
+    return cli(*words, "--params", project / "params.yaml", "--root", project / "root")
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -> None:
+    root = project / "root"
+    before = {name: files(root / name) for name in ("data", "models", "results")}
+    old = Snapshot.open(root / "data/snapshot/corpus")
+    documents = [{"title": title, "text": text} for title, text, _ in DOCUMENTS]
+    fresh = {"title": "Fresh", "text": "A fresh page of nothing."}
+    rewrite(project, [{"title": "Anna Berg", "text": NEW_TEXT}, *documents[1:-1], fresh])
+    result = run(project, "update")
+    assert result.exit_code == 0, result.output
+    assert {name: files(root / name) for name in before} == before
+    [folder] = (root / "updates").iterdir()
+    new = Snapshot.open(folder / "snapshot/corpus")
+    assert folder.name == new.corpus_hash[:12]
+    assert new.vocabulary_hash == old.vocabulary_hash
+    assert [new.text(0), new.text(len(new) - 1)] == [NEW_TEXT, "A fresh page of nothing."]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert len(DOCUMENTS) == len(old) == len(new) == 12
+    assert {key: metrics[key] for key in metrics if key.startswith("passages")} == {
+        "passages": 12,
+        "passages_unchanged": 10,
+        "passages_changed": 0,  # a document without an id that changed is another document
+        "passages_new": 2,
+        "passages_removed": 2,
+    }
+    indices = (root / "models/finetune/index.safetensors", folder / "finetune/index.safetensors")
+    rows = [load_file(str(path))["embeddings"] for path in indices]
+    assert rows[0][1:11].equal(rows[1][1:11])
+    assert not rows[0][0].allclose(rows[1][0])
+    lines = [json.loads(line) for line in (folder / "changed_answers.jsonl").read_text().splitlines()]
+    assert metrics["answers_changed"] == len(lines)
+    assert metrics["questions"] == 2
+    assert (folder / "results/report.html").is_file()
+
+    again = run(project, "snapshot", "--update")
+    assert again.exit_code == 0, again.output
+    assert "nothing to do" in again.stderr
+
+    rewrite(project, [*documents[:-1], fresh])
+    assert run(project, "update").exit_code == 0
+    second = [json.loads(path.read_text()) for path in (root / "updates").glob("*/metrics.json")]
+    assert sorted(one["passages_unchanged"] for one in second) == [10, 11]  # against the first update
+    assert list((root / ".realmops/work").glob("*")) == []
+
+
+def test_an_update_needs_results(tmp_path: Path) -> None:
+    trained_project(tmp_path)
+    result = run(tmp_path, "update")
+    assert result.exit_code == 2
+    assert "finetune" in result.stderr
+    assert not (tmp_path / "root/updates").exists()
+
+
+def prediction(question: str, text: str, *, em: bool = False) -> Prediction:
+    titles, p_z = ("T1", "T2"), (0.7, 0.3)
+    return Prediction(question, f"{question}?", text, ("a",), em, ("p1", "p2"), titles, p_z, "E", 1, 0, 1, 2.0)
+
+
+def test_answers_change_when_their_normal_form_does() -> None:
+    before = [prediction("q1", "The Oslo"), prediction("q2", "x"), prediction("gone", "x")]
+    after = [prediction("q1", "oslo"), prediction("q2", "a", em=True), prediction("came", "x")]
+    [change] = changed_answers(before, after)
+    assert change["id"] == "q2"
+    assert change["before"]["answer"] == "x"
+    assert change["after"] == {"answer": "a", "right": True, "title": "T2", "passage_id": "p2", "evidence": "E"}
