@@ -447,20 +447,20 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
     with trainer() as process:
         wait_for(lambda: builders(root), 60, process)
         process.kill()
-    wait_for(lambda: not builders(root), 10)
+    wait_for(lambda: not builders(root), 60)
 
     with trainer() as process:
         wait_for(indexes, 60, process)
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM, process.communicate()
-    wait_for(lambda: not builders(root), 10)
+    wait_for(lambda: not builders(root), 60)
     assert not (root / "models/pretrain").exists()
     assert litter(root) == []
 
     with trainer() as process:
         wait_for(checkpoints, 60, process)
         process.kill()
-    wait_for(lambda: not builders(root), 10)
+    wait_for(lambda: not builders(root), 60)
 
     with trainer() as process:
         os.kill(wait_for(lambda: builders(root), 60, process)[0], signal.SIGKILL)

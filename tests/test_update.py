@@ -92,8 +92,10 @@ def test_an_update_needs_results(tmp_path: Path) -> None:
 
 
 def prediction(question: str, text: str, *, em: bool = False) -> Prediction:
-    titles, p_z = ("T1", "T2"), (0.7, 0.3)
-    return Prediction(question, f"{question}?", text, ("a",), em, ("p1", "p2"), titles, p_z, "E", 1, 0, 1, 2.0)
+    passages = {"passage_ids": ("p1", "p2"), "titles": ("T1", "T2"), "p_z": (0.7, 0.3), "passage_spans": (None, text)}
+    span = {"evidence": "E", "evidence_rank": 1, "char_start": 0, "char_end": 1, "span_score": 2.0}
+    gold = {"passage_scores": (None, 2.0), "gold_span": None, "gold_score": None, "first_hit": -1}
+    return Prediction(question, f"{question}?", text, ("a",), em, **passages, **span, **gold, failed_at="reader")
 
 
 def test_answers_change_when_their_normal_form_does() -> None:

@@ -15,16 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.corpus.answers import (
+    BETWEEN,
     MAX_ANSWER_WORDPIECES,
     answer_token_spans,
     contains_answer,
     expression,
-    token_run,
+    token_bytes,
 )
 from realmops.corpus.questions import Question
 
 READER_PASSAGES = 5
-_BETWEEN = b"\xff"  # occurs in no UTF-8
 # Where these stand in an expression, a match in a passage may be none among other passages.
 _LOOKS_AROUND = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
 
@@ -74,13 +74,7 @@ def _chunks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
         yield chunk
 
 
-def _token_bytes(text: str) -> bytes:
-    """Marks before, between and behind the tokens: a run of tokens is a run of these bytes."""
-    tokens = token_run(text)
-    return _BETWEEN.join([b"", *(token.encode() for token in tokens), b""]) if tokens else b""
-
-
-_ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": _token_bytes}
+_ENCODINGS: dict[str, Callable[[str], bytes]] = {"substring": str.encode, "token_boundary": token_bytes}
 
 
 class _ByteFinder:
@@ -93,7 +87,7 @@ class _ByteFinder:
         self.wanted = {index: [run for run in map(encode, texts) if run] for index, texts in answers.items()}
 
     def within(self, texts: Sequence[str]) -> Callable[[int], bool]:
-        content = _BETWEEN.join(map(self.encode, texts))
+        content = BETWEEN.join(map(self.encode, texts))
         return lambda index: any(run in content for run in self.wanted[index])
 
 
