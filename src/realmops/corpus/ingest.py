@@ -66,8 +66,9 @@ def _weight(item: Raw | Rejected) -> int:
     """Characters or bytes of a record, about."""
     if isinstance(item, Rejected):
         return len(item.problem)
-    values = item.data.values() if isinstance(item.data, dict) else (item.data,)
-    return sum(len(value) for value in values if isinstance(value, str | bytes))
+    if isinstance(item.data, dict):
+        return sum(len(value) for value in item.data.values() if isinstance(value, str | bytes))
+    return len(item.data)
 
 
 class Progress:
