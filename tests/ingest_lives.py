@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from lives import end_of, forked
+from lives import die_at, end_of, forked
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus import ingest, snapshot
@@ -25,23 +22,6 @@ from realmops.corpus.formats import sources
 from realmops.corpus.vocabulary import read_vocabulary
 
 OPTIONS = {"block_wordpieces": 24, "drop_titles": True}
-
-
-def die_at(number: int) -> None:
-    done = 0
-
-    def dying(effect: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **named: Any) -> Any:
-            nonlocal done
-            done += 1
-            if done == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return effect(*arguments, **named)
-
-        return counted
-
-    for place, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (os, "link"), (GrowingFile, "write")):
-        setattr(place, name, dying(getattr(place, name)))
 
 
 def main(corpus: Path, folder: Path, work: Path, vocabulary: Path, step: int) -> None:
@@ -54,7 +34,7 @@ def main(corpus: Path, folder: Path, work: Path, vocabulary: Path, step: int) ->
         found.append(json.loads(checkpoint.read_bytes())["total"]["records"] if checkpoint.is_file() else 0)
 
         def life() -> int:
-            die_at(step * len(found))
+            die_at(step * len(found), (os, "link"), (GrowingFile, "write"))
             pieces = read_vocabulary(vocabulary)
             with atomic_folder(folder) as stage:
                 snapshot.write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=pieces, **OPTIONS)

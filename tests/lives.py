@@ -30,8 +30,8 @@ LOADED = (sample, snapshot, tag, ict, pretrain, finetune, evaluate)  # once, for
 LATER = {"sample": 7, "snapshot": 13, "tag": 7, "ict": 1, "pretrain": 5, "finetune": 3, "evaluate": 20}
 
 
-def die_at(number: int) -> None:
-    """Let this process be killed just before its ``number``-th durable operation."""
+def die_at(number: int, *more: tuple[Any, str]) -> None:
+    """Let this process be killed just before its ``number``-th durable operation, or call of what is named besides."""
     done = 0
 
     def dying(effect: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,8 +44,8 @@ def die_at(number: int) -> None:
 
         return counted
 
-    for name in ("fsync", "rename", "replace"):
-        setattr(os, name, dying(getattr(os, name)))
+    for place, name in ((os, "fsync"), (os, "rename"), (os, "replace"), *more):
+        setattr(place, name, dying(getattr(place, name)))
 
 
 def forked(work: Callable[[], int]) -> int:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realmops.corpus.blocks import convert_blocks, read_records
-from realmops.corpus.documents import read_documents
+from realmops.corpus.documents import read_json_lines
 
 
 def frame(data: bytes) -> bytes:
@@ -35,7 +35,7 @@ def test_blocks_and_titles_become_documents_in_order(tmp_path: Path) -> None:
     titles = write(tmp_path / "titles.tfr", "Oslo", "Zürich", "Nothing")
     out = tmp_path / "passages.jsonl.gz"
     assert convert_blocks(blocks, titles, out) == 3
-    found = [(d.title, d.text) for d in read_documents([out])]
+    found = [(record["title"], record["text"]) for _, record in read_json_lines(out)]
     assert found == [("Oslo", "Oslo is a city."), ("Zürich", "Zürich\nis one."), ("Nothing", "")]
     first = out.read_bytes()
     assert convert_blocks(blocks, titles, out) == 3

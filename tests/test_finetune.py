@@ -19,7 +19,7 @@ from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed
 from realmops.model.files import add_spans
 from realmops.model.joins import join_query, join_reader
-from realmops.train.finetune import OpenQa, finetune
+from realmops.train.finetune import OpenQa, finetune, finetune_steps
 
 FP32 = torch.float32
 BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
@@ -343,6 +343,12 @@ def test_batches_do_not_change_answers(world: World) -> None:
 
 
 # ---- the training
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 0), (1, 3), (2, 6), (0.5, 2), (0.01, 1)])
+def test_a_part_of_an_epoch_is_some_of_its_batches(epochs: float, steps: int) -> None:
+    """Nine questions, four at a time, are three batches."""
+    assert finetune_steps(9, options(epochs=epochs, batch_size=4)) == steps
 
 
 def test_training_learns_the_answers(world: World) -> None:

@@ -157,7 +157,7 @@ class Finetune:
 
     retriever: Literal["pretrain", "ict"]
     reader: Literal["pretrain", "ict"]
-    epochs: int
+    epochs: float
     batch_size: int
     retriever_learning_rate: float
     reader_learning_rate: float

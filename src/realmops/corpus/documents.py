@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -80,26 +80,6 @@ class Format:
     name: str
     records: Callable[[Path], Iterator[Raw | Rejected]]
     convert: Callable[[Raw], Outcome]
-
-
-def read_documents(paths: Iterable[Path]) -> Iterator[Document]:
-    """The documents of JSON-lines files ({"title", "text", "id"?, "spans"?, ...}), in order.
-
-    Raises ValueError that names file and line for a damaged line or file, and when there is no document.
-    Ids are not compared here: that needs memory of all of them (see ``snapshot``).
-    """
-    paths = list(paths)
-    found = False
-    for path in paths:
-        for place, record in read_json_lines(path):
-            found = True
-            yield document_of(record, place)
-    if not found:
-        names = ", ".join(map(str, paths)) or "no file was given"
-        raise ValueError(
-            f"the corpus holds no documents ({names}): "
-            'give at least one line of the form {"title": "...", "text": "..."}'
-        )
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

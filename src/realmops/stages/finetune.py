@@ -26,7 +26,7 @@ from realmops.stages.common import (
     save_index,
     warn_of_timeouts,
 )
-from realmops.train.finetune import OpenQa, finetune
+from realmops.train.finetune import OpenQa, finetune, finetune_steps
 
 
 def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retriever, Reader]:
@@ -58,7 +58,7 @@ def run(job: Job) -> dict[str, Any]:
     reader.to(device)
     embedding = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
     model = OpenQa(retriever, reader, snapshot, embedding, options, dtype)
-    steps = options.epochs * -(-len(questions) // options.batch_size)
+    steps = finetune_steps(len(questions), options)
     finetune(context(job, "finetune", steps, "fine-tuning"), model, questions, options, job.sections["optimiser"])
     _save(job.out, model, embedding, snapshot)
     answers = model.answer(

@@ -6,6 +6,7 @@ T wordpieces of all sequences, S answer spans of all sequences, W most spans of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -264,6 +265,11 @@ def _by_question(logit_S: Tensor, gold_S: Tensor, question_S: np.ndarray, count:
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
 
+def finetune_steps(questions: int, options: Finetune) -> int:
+    """Steps of so many epochs; the last one may be cut short."""
+    return math.ceil(options.epochs * math.ceil(questions / options.batch_size))
+
+
 def finetune(
     context: Context, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
 ) -> None:
@@ -292,6 +298,6 @@ def finetune(
         groups,
         optimiser,
         step_loss,
-        steps=options.epochs * per_epoch,
+        steps=finetune_steps(len(questions), options),
         checkpoint_every=options.checkpoint_every,
     )
