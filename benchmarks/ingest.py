@@ -5,7 +5,7 @@
 The documents are repeated under other ids and with a number before each text, so that copies are no duplicates.
 "The tokenizer alone" is `tokenizers` on one core: encode_batch over the sentences of the same texts, ids and
 offsets taken out, timed in this run before and after. MB are of text in UTF-8. Memory is that of the whole process
-tree (proportional set size, sampled five times a second). Writes OUT/ingest.json.
+tree (proportional set size, sampled twice a second). Writes OUT/ingest.json.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def ingest(corpus: Path, out: Path, vocabulary: Path, workers: int) -> dict[str,
         nonlocal peak
         while child.poll() is None:
             peak = max(peak, tree_memory(child.pid))
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -50,6 +50,7 @@ def page_outcome(
     """
     if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT:
         return Dropped(place, "too_long")
+    _trafilatura()  # one that cannot be imported is no fault of the page
     try:
         own_title, text, own_date = _main_text(page, url)
     except Exception as error:  # the extractor promises nothing about broken pages

@@ -174,6 +174,8 @@ def _convert(raw: Raw) -> Outcome:
         return Dropped(raw.place, "too_long" if kind in _KEPT else "record_type")
     try:
         return _page(record, raw.place)
+    except ImportError:
+        raise  # no fault of the record
     except Exception as error:  # warcio promises nothing about broken records
         return Rejected(
             raw.place, f"the record cannot be read ({type(error).__name__}: {error}); leave it out"
