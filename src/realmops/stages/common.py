@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ INDEX = "index.safetensors"
 _KIND = "checkpoint"
 _KEPT = 2
 _ROWS = 1 << 16
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,17 @@ class FolderCheckpoints:
             shutil.rmtree(old)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next one: fresh pages for every large tensor cost more than using them."""
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
 def prepare(run: Run) -> tuple[torch.device, torch.dtype]:
     """Set threads and give the device and the precision of a stage."""
+    keep_freed_memory()
     torch.set_num_threads(run.threads)
     device = resolve_device(run.device)
     return device, resolve_precision(run.precision, device)
