@@ -19,6 +19,7 @@ from realmops.index.embed import document_sequences, embed
 from realmops.index.exchange import CARD, Exchange
 from realmops.index.versions import Version
 from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
+from realmops.stages.common import keep_freed_memory
 
 EMBEDDINGS = "embeddings.safetensors"
 
@@ -64,6 +65,7 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
     except (KeyError, ValueError) as error:
         _say(f"the exchange asks for a precision that is not to be had here: {error}")
         return MISCONFIGURED
+    keep_freed_memory()
     torch.set_num_threads(card["threads"])
 
     def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:

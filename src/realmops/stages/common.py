@@ -65,7 +65,7 @@ class FolderCheckpoints:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one: fresh pages for every large tensor cost more than using them."""
+    """Let glibc keep what a step frees for the next: fresh pages for every large tensor cost more than its use."""
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.mallopt(_MMAP_MAX, 0)
