@@ -35,7 +35,7 @@ INDEX = "index.safetensors"
 _KIND = "checkpoint"
 _KEPT = 2
 _ROWS = 1 << 16
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of mallopt(3)
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class FolderCheckpoints:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next: fresh pages for every large tensor cost more than its use."""
+    """Let glibc keep what a step frees for the next: fresh pages for every tensor cost more than its use."""
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # larger tensors go back at once, or memory would grow without end
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
