@@ -126,17 +126,22 @@ def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str,
     _run(STAGES if stage == "all" else (stage,), params, presets, settings, root, force)
 
 
+def _values(params: Path, presets: tuple[str, ...], settings: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    from realmops import config
+
+    files = [config.preset_path(name, params) for name in presets]
+    return config.load(params, presets=files, settings=settings)
+
+
 def _run(
     names: Iterable[str], params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, force: bool
 ) -> None:
-    from realmops import config
     from realmops.console import Console
     from realmops.stages.runner import run_stage
 
     # a stage that is told to end removes what it has half written and stops its index builder
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    files = [config.preset_path(name, params) for name in presets]
-    values = config.load(params, presets=files, settings=settings)
+    values = _values(params, presets, settings)
     report = Console()
     for name in names:
         metrics = run_stage(name, values, project=params.parent, root=root, report=report, force=force)
@@ -291,12 +296,10 @@ def update(params: Path, presets: tuple[str, ...], settings: tuple[str, ...], ro
     """
     from rich.console import Console as Screen
 
-    from realmops import config
     from realmops.console import Console
     from realmops.stages import update as updating
 
-    files = [config.preset_path(name, params) for name in presets]
-    values = config.load(params, presets=files, settings=settings)
+    values = _values(params, presets, settings)
     report = Console()
     done = updating.update(values, project=params.parent, root=root, report=report)
     if done is None:

@@ -44,7 +44,7 @@ from realmops.stages.common import (
     rank,
     warn_of_timeouts,
 )
-from realmops.train.finetune import Answer, OpenQa
+from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa
 
 TRAINED = ("ict", "pretrain", "finetune")
 
@@ -62,7 +62,7 @@ def run(job: Job) -> dict[str, Any]:
     embedding = load_index(job.inputs["finetune"], snapshot)
     model = OpenQa(retriever.to(device), reader.to(device), snapshot, embedding, options, dtype)
     progress = job.report.progress("test questions", len(questions))
-    answers = model.answer(questions, ranked=depth, batch_size=32, progress=progress)
+    answers = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, progress=progress)
     right = _exact_match(job, questions, answers)
     ranked = _padded([answer.ranked for answer in answers], depth)
     metrics: dict[str, Any] = {"questions": len(questions), **_interval("em", right[em_rule].em)}
@@ -88,7 +88,7 @@ def run(job: Job) -> dict[str, Any]:
         depth,
     )
     metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), rule, "bm25_")
-    over_bm25 = model.answer(questions, ranked=depth, batch_size=32, given=lexical)
+    over_bm25 = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, given=lexical)
     metrics["bm25_em"] = _exact_match(job, questions, over_bm25)[em_rule].em.mean
     ceilings = _ceilings(snapshot, questions, ranked, hits_at(ranks[rule], depth), rule)
     metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in ceilings.items()}

@@ -26,7 +26,7 @@ from realmops.stages.common import (
     save_index,
     warn_of_timeouts,
 )
-from realmops.train.finetune import OpenQa, finetune, finetune_steps
+from realmops.train.finetune import ANSWERED_TOGETHER, OpenQa, finetune, finetune_steps
 
 
 def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retriever, Reader]:
@@ -62,7 +62,7 @@ def run(job: Job) -> dict[str, Any]:
     finetune(context(job, "finetune", steps, "fine-tuning"), model, questions, options, job.sections["optimiser"])
     _save(job.out, model, embedding, snapshot)
     answers = model.answer(
-        held_out, ranked=5, batch_size=32, progress=job.report.progress("dev questions", len(held_out))
+        held_out, ranked=5, batch_size=ANSWERED_TOGETHER, progress=job.report.progress("dev questions", len(held_out))
     )
     predictions = {q.id: a.text for q, a in zip(held_out, answers, strict=True)}
     logged = JournalValues(job)

@@ -28,6 +28,8 @@ from realmops.model.retriever import Retriever
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 
+ANSWERED_TOGETHER = 4  # questions; the spans of more are tensors of hundreds of MB, slower and no better
+
 
 @dataclass(frozen=True)
 class Span:
