@@ -29,7 +29,7 @@ import json, sys
 from pathlib import Path
 from realmops.artifacts import atomic_folder
 from realmops.corpus.formats import sources
-from realmops.corpus.snapshot import write_snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import read_vocabulary
 corpus, folder, work, vocabulary, workers = sys.argv[1:]
 with atomic_folder(Path(folder)) as stage:

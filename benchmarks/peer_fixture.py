@@ -2,9 +2,9 @@
 
 transformers dropped REALM after 4.x, so this runs in a throw-away environment:
 
-    python3 -m venv /tmp/peer
-    /tmp/peer/bin/pip install transformers==4.35.2 torch 'numpy<2' safetensors
-    /tmp/peer/bin/python benchmarks/peer_fixture.py
+    python3 -m venv runs/peer
+    runs/peer/bin/pip install transformers==4.35.2 torch 'numpy<2' safetensors
+    runs/peer/bin/python benchmarks/peer_fixture.py
 
 All weights are small and random. tests/test_peer.py loads the first file's weights into our modules and compares
 numbers; tests/test_peer_published.py imports the folders under peer_published, which the peer saved in the format of

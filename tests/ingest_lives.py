@@ -16,7 +16,7 @@ from pathlib import Path
 from lives import die_at, end_of, forked
 
 from realmops.artifacts import atomic_folder
-from realmops.corpus import ingest, snapshot
+from realmops.corpus import ingest, snapshot_writer
 from realmops.corpus.flat import GrowingFile
 from realmops.corpus.formats import sources
 from realmops.corpus.vocabulary import read_vocabulary
@@ -26,18 +26,18 @@ OPTIONS = {"block_wordpieces": 24, "drop_titles": True}
 
 def main(corpus: Path, folder: Path, work: Path, vocabulary: Path, step: int) -> None:
     ingest._BATCH_RECORDS = 60
-    snapshot._CHECKPOINT_SECONDS = 0.0
+    snapshot_writer._CHECKPOINT_SECONDS = 0.0
     found: list[int] = []
     status = -1
     while status < 0:
-        checkpoint = work / snapshot._CHECKPOINT
+        checkpoint = work / snapshot_writer._CHECKPOINT
         found.append(json.loads(checkpoint.read_bytes())["total"]["records"] if checkpoint.is_file() else 0)
 
         def life() -> int:
             die_at(step * len(found), (os, "link"), (GrowingFile, "write"))
             pieces = read_vocabulary(vocabulary)
             with atomic_folder(folder) as stage:
-                snapshot.write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=pieces, **OPTIONS)
+                snapshot_writer.write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=pieces, **OPTIONS)
             return 0
 
         status = end_of(forked(life))

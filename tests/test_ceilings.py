@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from asked import QUESTIONS, TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realmops.corpus.answers import contains_answer, expression
 from realmops.corpus.questions import Question
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-
-TEXTS = [
-    "The mill burned in 1995.",
-    "Ada Vell was born in Tor Hollow.",
-    "Ferries cross the lake on Sundays.",
-    "TOR HOLLOW has 1 mill.",
-]
-QUESTIONS = [
-    Question("born", "Where was Ada Vell born?", ("Tor Hollow",)),
-    Question("mills", "How many mills are there?", ("1",)),
-    Question("none", "Who owns the ferry?", ("Orla Quist",)),
-]
 
 
 def test_answered_in_corpus_looks_only_for_open_questions() -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from realmops import config
+from realmops.cli import main
 from realmops.config import (
     SECTIONS,
     Pretrain,
@@ -16,6 +18,7 @@ from realmops.config import (
     parse_setting,
     preset_path,
     read_yaml,
+    rewritten,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -221,3 +224,29 @@ PRESETS = sorted((ROOT / "pipelines" / "presets").rglob("*.yaml"))
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_every_preset_of_the_project_fits_its_params(preset: Path) -> None:
     assert load(PARAMS, presets=[preset]) != load(PARAMS), "a preset that changes nothing"
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_rewritten_file_says_the_same_and_keeps_its_comments(preset: Path, params: Path) -> None:
+    values = load(params, presets=[preset], settings=["ict.learning_rate=1e-5", "snapshot.use_warmup=false"])
+    text, changes = rewritten(params, values)
+    assert "ict.learning_rate: 0.0005 -> 1e-05" in changes
+    params.write_text(text, encoding="utf-8")
+    written = load(params)
+    assert all(parse_section(name, written[name]) == parse_section(name, values[name]) for name in SECTIONS)
+    comments = [line.split("#", 1)[1] for line in TEXT.splitlines() if "#" in line]
+    assert [line.split("#", 1)[1] for line in text.splitlines() if "#" in line] == comments
+    assert rewritten(params, values) == (text, [])
+
+
+def test_params_are_printed_and_only_written_on_demand(params: Path) -> None:
+    def call(*options: str) -> str:
+        result = CliRunner().invoke(main, ["params", "--params", str(params), "--set", "run.seed=7", *options])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert call() == TEXT.replace("seed: 0 ", "seed: 7 ", 1)
+    assert params.read_text(encoding="utf-8") == TEXT
+    assert call("--write") == "run.seed: 0 -> 7\n"
+    assert params.read_text(encoding="utf-8") == TEXT.replace("seed: 0 ", "seed: 7 ", 1)
+    assert "nothing to change" in call("--write")

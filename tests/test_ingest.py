@@ -20,7 +20,8 @@ from realmops.console import Console
 from realmops.corpus import ingest, vocabulary
 from realmops.corpus.formats import sources
 from realmops.corpus.ingest import Progress, batches
-from realmops.corpus.snapshot import Snapshot, write_snapshot
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, count_words
 
 EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "100"))

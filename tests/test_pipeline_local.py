@@ -104,6 +104,15 @@ def test_pretraining_refreshes_its_index_while_it_runs(finished: Path) -> None:
     assert json.loads((finished / "models/pretrain/metrics.json").read_text())["refreshes"] == 2
 
 
+def test_evaluate_can_do_without_bm25(finished: Path, tmp_path: Path) -> None:
+    for name in ("data", "models"):
+        (tmp_path / name).symlink_to(finished / name)
+    embedded(tmp_path, "evaluate", "--set", "evaluate.bm25=false")
+    without, beside = (json.loads((root / "results/metrics.json").read_text()) for root in (tmp_path, finished))
+    assert not [name for name in without if name.startswith("bm25")]
+    assert without["em"] == beside["em"]
+
+
 def test_everything_that_people_look_at_is_there(finished: Path) -> None:
     for name in ("report.html", "predictions.parquet", "plots/pretrain_recall_at_5.csv", "plots/recall.svg"):
         assert (finished / "results" / name).stat().st_size, name

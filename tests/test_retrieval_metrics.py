@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from asked import QUESTIONS, TEXTS
 
 from realmops.corpus.questions import Question
 from realmops.evaluate.retrieval import (
@@ -14,17 +15,6 @@ from realmops.evaluate.retrieval import (
     recall_metrics,
 )
 
-TEXTS = [
-    "The mill burned in 1995.",
-    "Ada Vell was born in Tor Hollow.",
-    "Ferries cross the lake on Sundays.",
-    "TOR HOLLOW has 1 mill.",
-]
-QUESTIONS = [
-    Question("born", "Where was Ada Vell born?", ("Tor Hollow",)),
-    Question("mills", "How many mills are there?", ("1",)),
-    Question("none", "Who owns the ferry?", ("Orla Quist",)),
-]
 RANKED = np.array([[3, 1, 0, 2], [0, 3, 1, 2], [2, 1, 0, 3]])
 
 

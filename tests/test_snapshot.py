@@ -18,7 +18,8 @@ import pytest
 from realmops.artifacts import atomic_folder
 from realmops.corpus.formats import sources
 from realmops.corpus.passages import passage_digest
-from realmops.corpus.snapshot import Snapshot, is_navigation_title, write_snapshot
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_writer import is_navigation_title, write_snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, train_vocabulary, vocabulary_bytes, vocabulary_hash
 
 VOCABULARY = [
@@ -265,7 +266,7 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path) -> None:
 
 def test_memory_stays_flat_as_the_corpus_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 50)
-    monkeypatch.setattr("realmops.corpus.snapshot._ROWS_PER_GROUP", 50)
+    monkeypatch.setattr("realmops.corpus.snapshot_writer.ROWS_PER_GROUP", 50)
 
     def peak(count: int) -> int:
         documents = ({"title": "t", "text": f"Ab cd ef gh. A{i}.", "id": i} for i in range(count))

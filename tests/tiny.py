@@ -15,7 +15,8 @@ import torch
 from realmops.artifacts import atomic_folder
 from realmops.config import SECTIONS, BertOptions, Optimiser, RetrieverOptions, parse_section, read_yaml
 from realmops.corpus.formats import sources
-from realmops.corpus.snapshot import Snapshot, write_snapshot
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.vocabulary import train_vocabulary
 from realmops.model.files import build_models

@@ -148,6 +148,29 @@ def _run(
         report.metrics(name, metrics)
 
 
+@main.command("params")
+@click.option("--write", is_flag=True, help="Put the result back into the params file instead of printing it.")
+@_params
+@_preset
+@_set
+@_explains_errors
+def show_params(write: bool, params: Path, presets: tuple[str, ...], settings: tuple[str, ...]) -> None:
+    """Print the params file with presets and settings laid over it, its comments kept.
+
+    "dvc repro" reads params.yaml and nothing else: with --write a preset goes in there for good.
+    """
+    from realmops import config
+
+    text, changes = config.rewritten(params, _values(params, presets, settings))
+    if write:
+        from realmops.artifacts import write_bytes
+
+        write_bytes(params, text.encode())
+        click.echo("\n".join(changes) or f"{params}: nothing to change")
+    else:
+        click.echo(text, nl=False)
+
+
 @main.command("import")
 @click.option(
     "--pretrained",

@@ -7,7 +7,8 @@ import dataclasses
 import math
 import typing
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -185,6 +186,7 @@ class Evaluate:
     """Evaluation."""
 
     bootstrap: int
+    bm25: bool
 
 
 @dataclass(frozen=True)
@@ -332,6 +334,25 @@ def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = 
             parse_section(name, values[name], source)
     check_together(values)
     return values
+
+
+def rewritten(path: Path, values: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """The text of a params file with other values in it, comments kept, and each change as ``key: old -> new``."""
+    from ruamel.yaml import YAML
+
+    editor = YAML()
+    editor.preserve_quotes = True
+    editor.width = 1 << 16
+    document = editor.load(path.read_text(encoding="utf-8"))
+    changes = []
+    for section, keys in read_yaml(path).items():
+        old, new = (asdict(parse_section(section, options)) for options in (keys, values[section]))
+        for key in (key for key in new if new[key] != old[key]):
+            changes.append(f"{section}.{key}: {old[key]} -> {new[key]}")
+            document[section][key] = new[key]
+    text = StringIO()
+    editor.dump(document, text)
+    return text.getvalue(), changes
 
 
 def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:

@@ -82,14 +82,12 @@ def run(job: Job) -> dict[str, Any]:
         found = rank(zero_shot, passages, queries, depth, dtype).tolist()
         hits = hit_ranks_by_rule(questions, _padded(found, depth), snapshot.text)
         metrics |= _retrieval(job, hits, rule, prefix)
-    lexical = bm25_ranking(
-        [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))],
-        [q.question for q in questions],
-        depth,
-    )
-    metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), rule, "bm25_")
-    over_bm25 = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, given=lexical)
-    metrics["bm25_em"] = _exact_match(job, questions, over_bm25)[em_rule].em.mean
+    if job.sections["evaluate"].bm25:
+        texts = [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))]
+        lexical = bm25_ranking(texts, [q.question for q in questions], depth)
+        metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), rule, "bm25_")
+        over_bm25 = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, given=lexical)
+        metrics["bm25_em"] = _exact_match(job, questions, over_bm25)[em_rule].em.mean
     ceilings = _ceilings(snapshot, questions, ranked, hits_at(ranks[rule], depth), rule)
     metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in ceilings.items()}
     failures = [

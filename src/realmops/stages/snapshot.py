@@ -9,7 +9,8 @@ from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.pretrained import read_encoder_vocabulary
-from realmops.corpus.snapshot import REJECTS, write_snapshot
+from realmops.corpus.snapshot import REJECTS
+from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
 from realmops.encoders import encoder_folder
 from realmops.stages import Job

@@ -17,7 +17,8 @@ from realmops import artifacts, tracking
 from realmops.config import SnapshotOptions, parse_section
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
-from realmops.corpus.snapshot import Snapshot, write_snapshot
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.evaluate.compare import PREDICTIONS
 from realmops.evaluate.openqa import Prediction, read_predictions
 from realmops.model.files import load_models

@@ -1,0 +1,505 @@
+"""Writing the corpus snapshot: one pass over the documents, in flat memory.
+
+Batches of records go to the workers and come back in order, everything is appended to files, and ids seen before
+are kept in a temporary database on disk. Now and then the files are synced and their lengths written down; a
+killed writer goes on from there. The same documents and settings give the same bytes whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from realmops.artifacts import (
+    canonical_json,
+    digest_of,
+    link_or_copy,
+    read_json,
+    sync_folder,
+    write_json,
+    write_manifest,
+)
+from realmops.corpus.documents import Document, Dropped, Outcome, Rejected
+from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
+from realmops.corpus.formats import Source
+from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
+from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
+from realmops.corpus.snapshot import GIVEN_SPANS, KIND, REJECTS, ROWS_PER_GROUP, SOURCES, TEXT_COLUMNS, TEXTS
+from realmops.corpus.spans import SpansWriter
+from realmops.corpus.tokenizer import CachedTokenizer
+from realmops.corpus.vocabulary import UNCASED, Casing, build_tokenizer, vocabulary_bytes, vocabulary_hash
+
+_TEXTS = "passages.arrows"  # the rows of passages.parquet while they grow
+_IDS = "ids.sqlite"
+_CHECKPOINT = "checkpoint.json"
+_CHECKPOINT_SECONDS = 30.0
+_RECORDS_BETWEEN_CHECKS = 1000
+_REJECTS_SHOWN = 10
+_DATABASE_KIB = 64 << 10
+_PLACE = "place"  # of documents with an id of their own; needed as long as documents come in
+_SCHEMA = pa.schema([(name, pa.string()) for name in (*TEXT_COLUMNS, _PLACE)])
+
+
+def is_navigation_title(title: str) -> bool:
+    """Whether REALM leaves out this Wikipedia article: a list, index, outline or disambiguation."""
+    return title.startswith(("List of", "Index of", "Outline of")) or "(disambiguation)" in title
+
+
+def write_snapshot(
+    sources: Sequence[Source],
+    folder: Path,
+    *,
+    work: Path,
+    vocabulary: Sequence[str],
+    block_wordpieces: int,
+    casing: Casing = UNCASED,
+    whole_documents: bool = False,
+    drop_titles: bool = False,
+    language: str = "en",
+    broken_share: float = 0.01,
+    workers: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Write a snapshot of documents into an existing empty folder; returns its manifest.
+
+    Wrap it in ``artifacts.atomic_folder``: after an error the folder holds rubbish.
+
+    Args:
+        work: a folder of this snapshot alone, on the same disk, for what grows. After a kill the same call goes
+            on from it and ends with the same bytes; it is the caller's to remove, but for bad input, after
+            which it is gone.
+        vocabulary: WordPieces in the order of their ids (``train_vocabulary`` makes one).
+        block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
+        casing: what the tokenizer does to capitals and accents.
+        whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
+        drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
+        language: code of the language for the sentence splitter.
+        broken_share: of the records; so many may be broken and are left out.
+        workers: processes that convert and tokenise; with 1 it happens in this process, on one thread.
+        progress: called with the number of bytes read of the sources' files since the last call.
+
+    Raises ValueError when more of the records are broken, naming the first ten with file and line, and when
+    nothing is left to retrieve.
+    """
+    if block_wordpieces <= SPECIAL_TOKENS_PER_DOCUMENT:
+        raise ValueError(
+            f"block_wordpieces is {block_wordpieces}; it must leave room beside the "
+            f"{SPECIAL_TOKENS_PER_DOCUMENT} special tokens (the paper has 288)"
+        )
+    if workers < 1:
+        raise ValueError(f"workers is {workers}, wanted 1 or more")
+    settings = {
+        "block_wordpieces": block_wordpieces,
+        "casing": asdict(casing),
+        "whole_documents": whole_documents,
+        "drop_titles": drop_titles,
+        "language": language,
+    }
+    try:
+        with (
+            closing(_Writer(work, vocabulary, sources, broken_share)) as writer,
+            workers_in_order(workers, sources, _Cutter, list(vocabulary), settings) as cut,
+        ):
+            advance = Progress(sources, progress)
+            for batch, (outcomes, passages) in cut(batches(sources, writer.source, writer.counts.records)):
+                writer.append(batch, outcomes, passages)
+                advance(batch)
+            return writer.finish(folder, settings)
+    except ValueError:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+class _Cutter:
+    """What a worker does: records to documents, and documents to passages."""
+
+    def __init__(self, vocabulary: list[str], settings: dict[str, Any]) -> None:
+        self._tokenizer = CachedTokenizer(build_tokenizer(vocabulary, Casing(**settings["casing"])))
+        self._settings = settings
+
+    def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:
+        """What became of each record, and the passages of those that are documents with wordpieces."""
+        outcomes = [self._admit(outcome) for outcome in convert(records)]
+        documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+        batch = self._cut(documents)
+        used = {passage.document for passage in batch.passages}
+        if len(used) < len(documents):
+            number = itertools.count()
+            outcomes = [
+                Dropped(outcome.place, "no_wordpieces")
+                if isinstance(outcome, Document) and next(number) not in used
+                else outcome
+                for outcome in outcomes
+            ]
+            batch = self._cut([documents[index] for index in sorted(used)])
+        return outcomes, batch
+
+    def _cut(self, documents: Sequence[Document]) -> PassageBatch:
+        size = None if self._settings["whole_documents"] else self._settings["block_wordpieces"]
+        language = self._settings["language"]
+        return cut_passages(documents, self._tokenizer, block_wordpieces=size, language=language)
+
+    def _admit(self, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, Document):
+            if self._settings["drop_titles"] and is_navigation_title(outcome.title):
+                return Dropped(outcome.place, "navigation_title")
+            if not outcome.text.strip():
+                return Dropped(outcome.place, "empty_text")
+        return outcome
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What became of records."""
+
+    records: int = 0
+    documents: int = 0
+    rejected: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one record."""
+        self.records += 1
+        match outcome:
+            case Document():
+                self.documents += 1
+            case Rejected():
+                self.rejected += 1
+            case Dropped(reason=reason):
+                self.dropped[reason] = self.dropped.get(reason, 0) + 1
+
+
+class _Writer:
+    """Appends passages to files in ``work``, which get a second name at the end: a kill before costs nothing.
+
+    ``source`` and ``counts.records`` say where to go on reading.
+    """
+
+    def __init__(
+        self, work: Path, vocabulary: Sequence[str], sources: Sequence[Source], broken_share: float
+    ) -> None:
+        self._work = work
+        self._vocabulary = vocabulary
+        self._sources = sources
+        self._broken_share = broken_share
+        state = _restored(work)
+        sizes: dict[str, int] = state.get("bytes", {})
+
+        def array(name: str, dtype: type, row_shape: tuple[int, ...] = ()) -> FlatArray:
+            return FlatArray(work / name, np.dtype(dtype), row_shape, sizes.get(name))
+
+        def offsets(name: str) -> FlatOffsets:
+            return FlatOffsets(work / name, sizes.get(name))
+
+        wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
+        self._tokens = array("tokens.npy", wordpiece)
+        self._token_chars = array("token_chars.npy", np.int32, (2,))
+        self._token_offsets = offsets("token_offsets.npy")
+        self._title_tokens = array("title_tokens.npy", wordpiece)
+        self._title_offsets = offsets("title_offsets.npy")
+        self._sentences = array("sentences.npy", np.int32, (3,))
+        self._sentence_offsets = offsets("sentence_offsets.npy")
+        self._texts, self._rejects, self._told = (
+            GrowingFile(work / name, sizes.get(name)) for name in (_TEXTS, REJECTS, SOURCES)
+        )
+        (work / GIVEN_SPANS).mkdir(exist_ok=True)
+        self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
+        self._spans_given: bool = state.get("spans_given", False)
+        self.source: int = state.get("source", 0)
+        self.counts = _Counts(**state.get("counts", {}))  # of this source
+        self._total = _Counts(**state.get("total", {}))
+        self._seen = _SeenIds(work / _IDS)
+        if not self._texts.size:
+            self._texts.write(_SCHEMA.serialize())
+        for rows in self._written() if state else ():
+            self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
+        self._synced = time.monotonic()
+
+    def _arrays(self) -> dict[str, GrowingFile]:
+        return {
+            "tokens.npy": self._tokens,
+            "token_chars.npy": self._token_chars,
+            "token_offsets.npy": self._token_offsets,
+            "title_tokens.npy": self._title_tokens,
+            "title_offsets.npy": self._title_offsets,
+            "sentences.npy": self._sentences,
+            "sentence_offsets.npy": self._sentence_offsets,
+            REJECTS: self._rejects,
+            SOURCES: self._told,
+        }
+
+    def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
+        """Count what became of a batch's records and add its passages; ValueError for too many broken ones."""
+        used_ids = self._account(batch, iter(outcomes))
+        documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+        if used_ids:
+            passages = passages.without(used_ids)
+        self._append_arrays(passages)
+        self._append_texts(documents, passages)
+        self._append_spans(documents, passages)
+        if time.monotonic() - self._synced > _CHECKPOINT_SECONDS:
+            self._checkpoint()
+
+    def finish(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+        """Finish all files in ``folder`` and write the manifest."""
+        self._go_to(len(self._sources))
+        self._check_rejects()
+        passages, sentences, tokens = self._token_offsets.items, len(self._sentences), len(self._tokens)
+        if passages == 0:
+            self._refuse_nothing()
+        self._checkpoint()
+        corpus = self._write_texts(folder)
+        vocabulary = vocabulary_hash(self._vocabulary)
+        (folder / "vocab.txt").write_bytes(vocabulary_bytes(self._vocabulary))
+        self.close()
+        for name in self._arrays():
+            link_or_copy(self._work / name, folder / name)
+        if self._spans_given:
+            self._spans.close(corpus_hash=corpus, vocabulary_hash=vocabulary, source="the corpus")
+            (folder / GIVEN_SPANS).mkdir()
+            for path in sorted((self._work / GIVEN_SPANS).iterdir()):
+                link_or_copy(path, folder / GIVEN_SPANS / path.name)
+        return write_manifest(
+            folder,
+            KIND,
+            corpus_hash=corpus,
+            vocabulary_hash=vocabulary,
+            passages=passages,
+            sentences=sentences,
+            tokens=tokens,
+            settings=settings,
+            **asdict(self._total),
+        )
+
+    def close(self) -> None:
+        """Close every file and remove the scratch database."""
+        for file in (*self._arrays().values(), self._texts):
+            file.close()
+        self._spans.abandon()
+        self._seen.close()
+
+    def _account(self, batch: Batch, outcomes: Iterator[Outcome]) -> set[int]:
+        """Count outcomes by source; returns which of the documents have an id that was used before."""
+        used_ids = set()
+        document = itertools.count()
+        for source, records in batch.runs:
+            self._go_to(source)
+            for outcome in itertools.islice(outcomes, len(records)):
+                if isinstance(outcome, Document):
+                    number = next(document)
+                    problem = self._seen.check_document(outcome.id, outcome.place) if outcome.id else ""
+                    if problem:
+                        used_ids.add(number)
+                        outcome = Rejected(outcome.place, problem)
+                for counts in (self.counts, self._total):
+                    counts.add(outcome)
+                if isinstance(outcome, Rejected):
+                    self._rejects.write(canonical_json(asdict(outcome)) + b"\n")
+                if self._total.records % _RECORDS_BETWEEN_CHECKS == 0:
+                    self._check_rejects()
+        return used_ids
+
+    def _go_to(self, source: int) -> None:
+        """Write down the counts of the sources before this one."""
+        if self.source < source:
+            base = os.path.commonpath([one.path.absolute().parent for one in self._sources])
+        while self.source < source:
+            one = self._sources[self.source]
+            name = one.path.absolute().relative_to(base).as_posix()
+            line = {"source": name, "format": one.format.name, "bytes": one.size, **asdict(self.counts)}
+            self._told.write(canonical_json(line) + b"\n")
+            self.source, self.counts = self.source + 1, _Counts()
+
+    def _check_rejects(self) -> None:
+        """ValueError with the first broken records when they are too many."""
+        rejected, records = self._total.rejected, self._total.records
+        if rejected <= self._broken_share * records:
+            return
+        self._rejects.sync()
+        with open(self._work / REJECTS, "rb") as file:
+            first = [json.loads(line) for line in itertools.islice(file, _REJECTS_SHOWN)]
+        raise ValueError(
+            "\n  ".join(f"{one['place']}: {one['problem']}" for one in first)
+            + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
+            f"{self._broken_share:g}: correct them, or name the right snapshot.format"
+        )
+
+    def _refuse_nothing(self) -> NoReturn:
+        names = ", ".join(str(source.path) for source in self._sources[:3]) or "no file was given"
+        if self._total.records == 0:
+            raise ValueError(
+                f"the corpus holds no documents ({names}): "
+                'give at least one line of the form {"title": "...", "text": "..."}, or another format'
+            )
+        raise ValueError(
+            f"no passage is left of {self._total.records} documents in {names} "
+            f"(dropped: {self._total.dropped}); give documents with text"
+        )
+
+    def _append_arrays(self, batch: PassageBatch) -> None:
+        """The flat arrays and their offsets."""
+        first = self._token_offsets.items
+        titles = [batch.titles[passage.document] for passage in batch.passages]
+        passages = np.arange(first, first + len(titles), dtype=np.int32)
+        sentences = [end - start for start, end in (p.sentences for p in batch.passages)]
+        self._token_offsets.append_lengths([end - start for start, end in (p.tokens for p in batch.passages)])
+        self._title_offsets.append_lengths([len(title) for title in titles])
+        self._sentence_offsets.append_lengths(sentences)
+        self._tokens.append(batch.ids)
+        self._token_chars.append(batch.chars)
+        self._title_tokens.append(np.fromiter(itertools.chain.from_iterable(titles), np.int32))
+        self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
+
+    def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:
+        """The rows of passages.parquet."""
+        names = {index: documents[index].id or _made_id(documents[index]) for index in batch.documents()}
+        rows = [
+            (
+                self._seen.passage_id(passage.digest),
+                names[passage.document],
+                document.title,
+                document.text[slice(*passage.chars)],
+                document.extra,
+                document.place if document.id else "",
+            )
+            for passage, document in ((passage, documents[passage.document]) for passage in batch.passages)
+        ]
+        if rows:
+            columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
+            self._texts.write(pa.record_batch(columns, _SCHEMA).serialize())
+
+    def _append_spans(self, documents: Sequence[Document], batch: PassageBatch) -> None:
+        """The documents' own spans, each in the passage in which it begins."""
+        if not any(document.spans for document in documents):
+            self._spans.add_without(len(batch.passages))
+            return
+        self._spans_given = True
+        first_sentence = len(self._sentences) - len(batch.sentences)
+        for row, passage in enumerate(batch.passages):
+            document = documents[passage.document]
+            low = passage.chars[0]
+            following = batch.passages[row + 1 : row + 2]
+            last = not following or following[0].document != passage.document
+            until = len(document.text) if last else following[0].chars[0]
+            since = 0 if row == 0 or batch.passages[row - 1].document != passage.document else low
+            self._spans.add(
+                [(start - low, end - low, label) for start, end, label in document.spans if since <= start < until],
+                batch.chars[slice(*passage.tokens)],
+                batch.sentences[slice(*passage.sentences)],
+                first_sentence + passage.sentences[0],
+            )
+
+    def _checkpoint(self) -> None:
+        """Make everything so far durable, and write down where to go on."""
+        files = {**self._arrays(), _TEXTS: self._texts}
+        state = {
+            "bytes": {name: file.sync() for name, file in files.items()},
+            "spans": self._spans.sync(),
+            "spans_given": self._spans_given,
+            "source": self.source,
+            "counts": asdict(self.counts),
+            "total": asdict(self._total),
+        }
+        sync_folder(self._work)
+        write_json(self._work / _CHECKPOINT, state)
+        self._synced = time.monotonic()
+
+    def _written(self) -> Iterator[pa.RecordBatch]:
+        """The rows of passages so far."""
+        with pa.OSFile(str(self._work / _TEXTS)) as file, pa.ipc.open_stream(file) as reader:
+            yield from reader
+
+    def _write_texts(self, folder: Path) -> str:
+        """Write passages.parquet; returns the corpus hash."""
+        digest = hashlib.sha256()
+        schema = pa.schema([_SCHEMA.field(name) for name in TEXT_COLUMNS])
+        rest = schema.empty_table()
+        with pq.ParquetWriter(folder / TEXTS, schema, compression="zstd") as out:
+            for rows in self._written():
+                digest.update("".join(f"{name}\n" for name in rows.column("passage_id").to_pylist()).encode())
+                rest = pa.concat_tables([rest, pa.Table.from_batches([rows.select(TEXT_COLUMNS)])])
+                while rest.num_rows >= ROWS_PER_GROUP:
+                    out.write_table(rest.slice(0, ROWS_PER_GROUP).combine_chunks(), ROWS_PER_GROUP)
+                    rest = rest.slice(ROWS_PER_GROUP)
+            if rest.num_rows:
+                out.write_table(rest.combine_chunks(), ROWS_PER_GROUP)
+        return digest.hexdigest()
+
+
+def _restored(work: Path) -> dict[str, Any]:
+    """The state that a killed writer left, if its files are still there; otherwise an empty folder and no state."""
+    with suppress(OSError, ValueError):
+        state: dict[str, Any] = read_json(work / _CHECKPOINT)
+        if all((work / name).stat().st_size >= size for name, size in state["bytes"].items()):
+            return state
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    return {}
+
+
+def _made_id(document: Document) -> str:
+    return f"document-{digest_of([document.title, document.text])[:32]}"
+
+
+class _SeenIds:
+    """Document ids and passage digests that came before, in a scratch database: exact, and flat in memory."""
+
+    def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)  # a killed writer's
+        self._path = path
+        self._database = sqlite3.connect(path, isolation_level=None)
+        for setting in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_DATABASE_KIB}"):
+            self._execute(f"PRAGMA {setting}")
+        self._execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
+        self._execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
+        self._execute("BEGIN")
+
+    def check_document(self, identifier: str, place: str) -> str:
+        """Remember a document id; what is wrong when it came before, otherwise nothing."""
+        if self._execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (identifier, place)).rowcount:
+            return ""
+        (earlier,) = self._execute("SELECT place FROM documents WHERE id = ?", (identifier,)).fetchone()
+        return f"the id {identifier!r} was used at {earlier}; give each document its own id"
+
+    def passage_id(self, digest: str) -> str:
+        """Remember a passage; returns its id: the digest, with "-2", "-3" ... when it came before."""
+        statement = (
+            "INSERT INTO passages VALUES (?, 1) "
+            "ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
+        )
+        ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
+        return digest if copies == 1 else f"{digest}-{copies}"
+
+    def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
+        """Remember rows that were written before a kill."""
+        for passage, document, place in zip(passages, documents, places, strict=True):
+            self.passage_id(passage.partition("-")[0])
+            if place:
+                self.check_document(document, place)
+
+    def _execute(self, statement: str, values: tuple[str | bytes, ...] = ()) -> sqlite3.Cursor:
+        try:
+            return self._database.execute(statement, values)
+        except sqlite3.OperationalError as error:  # in a database of our own only the disk can be at fault
+            code = errno.ENOSPC if error.sqlite_errorname == "SQLITE_FULL" else errno.EIO
+            raise OSError(code, str(error), str(self._path)) from None
+
+    def close(self) -> None:
+        """Remove the database; closing again does nothing."""
+        self._database.close()
+        self._path.unlink(missing_ok=True)
