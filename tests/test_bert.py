@@ -108,9 +108,9 @@ def test_hidden_states_logits_and_gradients_are_transformers(
 
 
 def test_a_packed_batch_is_its_sequences_one_by_one(
-    theirs: transformers.BertForMaskedLM, tmp_path: Path
+    theirs: transformers.BertForMaskedLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forwards and backwards, with padding in attention and without."""
+    """Forwards and backwards, with padding in attention, without, and in groups of like lengths."""
     bert, _ = loaded(theirs, tmp_path)
     tokens, segments = sequences()
 
@@ -122,11 +122,18 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
 
     whole_TD, whole = gradients([Packed(tokens, segments)])
     singles = [Packed([t], [s]) for t, s in zip(tokens, segments, strict=True)]
-    assert all(batch.full for batch in singles)
+    assert all(batch.in_place for batch in singles)
     apart_TD, apart = gradients(singles)
     torch.testing.assert_close(whole_TD, apart_TD, rtol=0, atol=1e-5)
-    for one, other in zip(whole, apart, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    monkeypatch.setattr("realmops.bert._SCORES_TOGETHER", 60)
+    monkeypatch.setattr("realmops.bert._SCORES_OF_GROUP", 150)
+    groups = Packed(tokens, segments)
+    assert 1 < len(groups.groups) < len(tokens)
+    grouped_TD, grouped = gradients([groups])
+    torch.testing.assert_close(grouped_TD, apart_TD, rtol=0, atol=1e-5)
+    for found in (whole, grouped):
+        for one, other in zip(found, apart, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     cls_BD = bert.cls(Packed(tokens, segments))
     torch.testing.assert_close(cls_BD, apart_TD[np.cumsum([0, *LENGTHS[:-1]])], rtol=0, atol=1e-5)
 
@@ -143,6 +150,16 @@ def test_neighbours_in_a_batch_do_not_see_each_other(
     assert same == [True, True, False, True]
 
 
+def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.bert._SCORES_TOGETHER", 1)
+    monkeypatch.setattr("realmops.bert._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
+    batch = Packed([np.arange(length) for length in (5, 2, 1, 2)])
+    found = [(g.first, g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
+    assert found == [(0, 2, 2, True), (4, 1, 2, False), (6, 1, 5, False)]
+    assert batch.padded_row_T.tolist() == [6, 7, 8, 9, 10, 2, 3, 0, 4, 5]
+    assert batch.padded_rows == 11
+
+
 def test_packed_places() -> None:
     """Sequences of 2, 1 and 3 wordpieces: rows, positions and the places in a padded 3 x 3 square."""
     batch = Packed([np.array([7, 8]), np.array([9]), np.array([1, 2, 3])])
@@ -152,8 +169,10 @@ def test_packed_places() -> None:
     assert batch.starts.tolist() == [0, 2, 3, 6]
     assert batch.first_B.tolist() == [0, 2, 3]
     assert batch.padded_row_T.tolist() == [0, 1, 3, 6, 7, 8]
-    assert batch.is_padding_BL.tolist() == [[False, False, True], [False, True, True], [False] * 3]
-    assert (len(batch), batch.longest, batch.full) == (3, 3, False)
+    (group,) = batch.groups
+    assert group.is_padding_GL is not None
+    assert group.is_padding_GL.tolist() == [[False, False, True], [False, True, True], [False] * 3]
+    assert (len(batch), batch.longest, batch.padded_rows, batch.in_place) == (3, 3, 9, False)
 
 
 def test_dropout_only_while_training() -> None:

@@ -1,11 +1,12 @@
 """A lean BERT encoder over packed sequences: load, save, or build a small one from scratch.
 
 Sequences of a batch lie one after another without padding, so that every linear layer sees useful
-wordpieces only; attention alone pads, to the longest sequence of the batch.  Weights and their names on
+wordpieces only; attention alone pads, to the longest sequence of the batch, and where that would be much,
+to the longest of each of several groups of like lengths.  Weights and their names on
 disk are those of Hugging Face's BERT, so that folders can be exchanged with other software.
 
-Shape suffixes: B sequences, T wordpieces of all sequences, L longest sequence, D width, H heads,
-V vocabulary, N chosen positions.
+Shape suffixes: B sequences, T wordpieces of all sequences, G sequences of a group, L its longest, P padded rows,
+D width, H heads, V vocabulary, N chosen positions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from torch import Tensor, nn
 from realmops.encoders import CONFIG, read_config, read_weights
 
 BATCH_WORDPIECES = 4096
+_SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in groups of
+_SCORES_OF_GROUP = 1 << 18
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
 
 
@@ -89,10 +92,21 @@ _ONLY = {
 }
 
 
+@dataclass(frozen=True)
+class Group:
+    """Sequences that attention pads together: ``size`` times ``longest`` padded rows from ``first`` on."""
+
+    first: int
+    size: int
+    longest: int
+    is_padding_GL: Tensor | None  # None: all are of one length
+
+
 class Packed:
     """A batch of sequences without padding.
 
     ``tokens_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` gives each sequence's first row.
+    ``groups`` cover the padded rows, of which ``padded_row_T`` names each wordpiece's.
     """
 
     def __init__(self, sequences: Sequence[np.ndarray], segments: Sequence[np.ndarray] | None = None) -> None:
@@ -101,7 +115,6 @@ class Packed:
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self.longest = int(self.lengths.max())
         position_T = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
-        row_T = np.repeat(np.arange(len(self.lengths)), self.lengths)
         self.tokens_T = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
         self.segments_T = (
             torch.zeros_like(self.tokens_T)
@@ -110,22 +123,56 @@ class Packed:
         )
         self.positions_T = torch.from_numpy(position_T)
         self.first_B = torch.from_numpy(self.starts[:-1])
-        self.padded_row_T = torch.from_numpy(row_T * self.longest + position_T)
-        lengths_B = torch.from_numpy(self.lengths)
-        self.is_padding_BL = torch.arange(self.longest)[None, :] >= lengths_B[:, None]
-        self.full = bool(self.lengths.min() == self.longest)
+        first_row_B = np.empty(len(self.lengths), dtype=np.int64)
+        self.groups: list[Group] = []
+        self.padded_rows = 0
+        for rows in _attended_together(self.lengths):
+            lengths_G = self.lengths[rows]
+            size, longest = len(rows), int(lengths_G.max())
+            first_row_B[rows] = self.padded_rows + np.arange(size) * longest
+            padding = None
+            if lengths_G.min() < longest:
+                padding = torch.arange(longest)[None, :] >= torch.from_numpy(lengths_G)[:, None]
+            self.groups.append(Group(self.padded_rows, size, longest, padding))
+            self.padded_rows += size * longest
+        self.padded_row_T = torch.from_numpy(np.repeat(first_row_B, self.lengths) + position_T)
+        self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
 
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def split(self, x_PD: Tensor) -> Sequence[Tensor]:
+        """The padded rows of each group."""
+        return (x_PD,) if len(self.groups) == 1 else torch.split(x_PD, [g.size * g.longest for g in self.groups])
+
     def to(self, device: torch.device) -> Packed:
         """Move the tensors to a device, in place."""
-        for name in ("tokens_T", "segments_T", "positions_T", "first_B", "padded_row_T", "is_padding_BL"):
-            tensor = getattr(self, name)
-            if tensor.device != device:
-                pinned = tensor.pin_memory() if device.type == "cuda" else tensor
-                setattr(self, name, pinned.to(device, non_blocking=True))
+
+        def moved(tensor: Tensor) -> Tensor:
+            if tensor.device == device:
+                return tensor
+            return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+        for name in ("tokens_T", "segments_T", "positions_T", "first_B", "padded_row_T"):
+            setattr(self, name, moved(getattr(self, name)))
+        self.groups = [
+            group if group.is_padding_GL is None else replace(group, is_padding_GL=moved(group.is_padding_GL))
+            for group in self.groups
+        ]
         return self
+
+
+def _attended_together(lengths: np.ndarray) -> list[np.ndarray]:
+    """Rows of the sequences of each group: all in one, or when their padded scores are many, by length."""
+    if len(lengths) * int(lengths.max()) ** 2 <= _SCORES_TOGETHER:
+        return [np.arange(len(lengths))]
+    order = np.argsort(lengths, kind="stable")
+    groups, start = [], 0
+    for end in range(1, len(order) + 1):
+        if end == len(order) or (end + 1 - start) * int(lengths[order[end]]) ** 2 > _SCORES_OF_GROUP:
+            groups.append(order[start:end])
+            start = end
+    return groups
 
 
 def length_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -203,21 +250,25 @@ class _Layer(nn.Module):
         return normed
 
     def _attend(self, qkv_TD: Tensor, batch: Packed) -> Tensor:
-        size, longest = len(batch), batch.longest
-        if not batch.full:
-            qkv_TD = _pad(qkv_TD, batch.padded_row_T, size * longest)
-        q_BHLD, k_BHLD, v_BHLD = qkv_TD.view(size, longest, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        qkv_PD = qkv_TD if batch.in_place else _pad(qkv_TD, batch.padded_row_T, batch.padded_rows)
+        parts = [self._attend_group(part, group) for part, group in zip(batch.split(qkv_PD), batch.groups, strict=True)]
+        y_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return y_PD if batch.in_place else _unpad(y_PD, batch.padded_row_T)
+
+    def _attend_group(self, qkv_PD: Tensor, group: Group) -> Tensor:
+        qkv_GLD = qkv_PD.view(group.size, group.longest, 3, self.heads, -1)
+        q_GHLD, k_GHLD, v_GHLD = qkv_GLD.permute(2, 0, 3, 1, 4).unbind(0)
+        padding = None if group.is_padding_GL is None else group.is_padding_GL[:, None, None, :]
         drop = self.dropout if self.training else 0.0
-        if qkv_TD.is_cuda:
-            mask = None if batch.full else ~batch.is_padding_BL[:, None, None, :]
-            y_BHLD = F.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD, mask, drop)
+        if qkv_PD.is_cuda:
+            mask = None if padding is None else ~padding
+            y_GHLD = F.scaled_dot_product_attention(q_GHLD, k_GHLD, v_GHLD, mask, drop)
         else:  # on a CPU the plain form is faster than the fused one, above all backwards
-            scores_BHLL = (q_BHLD / math.sqrt(q_BHLD.shape[-1])) @ k_BHLD.transpose(-1, -2)
-            if not batch.full:
-                scores_BHLL = scores_BHLL.masked_fill(batch.is_padding_BL[:, None, None, :], -torch.inf)
-            y_BHLD = F.dropout(scores_BHLL.softmax(-1), drop, self.training) @ v_BHLD
-        y_PD = y_BHLD.transpose(1, 2).reshape(size * longest, -1)
-        return y_PD if batch.full else _unpad(y_PD, batch.padded_row_T)
+            scores_GHLL = (q_GHLD / math.sqrt(q_GHLD.shape[-1])) @ k_GHLD.transpose(-1, -2)
+            if padding is not None:
+                scores_GHLL = scores_GHLL.masked_fill(padding, -torch.inf)
+            y_GHLD = F.dropout(scores_GHLL.softmax(-1), drop, self.training) @ v_GHLD
+        return y_GHLD.transpose(1, 2).reshape(group.size * group.longest, -1)
 
 
 class Bert(nn.Module):
@@ -420,9 +471,14 @@ def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:
     module.load_state_dict(dict(new))
 
 
-def load_bert(folder: Path) -> tuple[Bert, MaskedWordHead, bool]:
-    """An encoder and a masked word head from a folder; the flag says whether the folder had a head."""
+def load_bert(folder: Path, dropout: float | None = None) -> tuple[Bert, MaskedWordHead, bool]:
+    """An encoder and a masked word head from a folder; the flag says whether the folder had a head.
+
+    ``dropout`` takes the place of the folder's own.
+    """
     config = BertConfig.from_json(read_config(folder), str(folder / CONFIG))
+    if dropout is not None:
+        config = replace(config, dropout=dropout)
     bert, head = Bert(config), MaskedWordHead(config)
     found = import_state(bert, read_weights(folder), str(folder), head)
     return bert, head, found

@@ -48,7 +48,7 @@ def build_bert(
         initialise_small(bert, head, generator)
         return bert, head
     folder = encoder_folder(options.init)
-    bert, head, found = load_bert(folder)
+    bert, head, found = load_bert(folder, options.dropout)
     if bert.config.vocabulary != vocabulary:
         raise ValueError(
             f"{folder}: the encoder has {bert.config.vocabulary} wordpieces, the snapshot {vocabulary}; "
