@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -108,6 +109,8 @@ def main() -> None:
     The stages, in order: sample, snapshot, tag, ict, pretrain, finetune, evaluate. "dvc repro" runs what has
     changed; "realmops run all" does the same without DVC.
     """
+    # Trainer and builder share the cores: a thread that waits must not spin while the other process wants to work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @main.command(epilog="\b\n" + "\n".join(f"{name:<10}{what}" for name, what in STAGES.items()))
@@ -171,6 +174,52 @@ def show_params(write: bool, params: Path, presets: tuple[str, ...], settings: t
         click.echo(text, nl=False)
 
 
+@main.command("ablate")
+@click.option("--variant", "variants", multiple=True, metavar="NAME", help="Only this variant. Can be repeated.")
+@click.option("--seeds", type=click.IntRange(min=1), default=1, show_default=True, help="Train each so many times.")
+@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Stages that run side by side.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("runs/ablations"),
+    show_default=True,
+    help="The folder for trainings, table.md, table.csv and report.html.",
+)
+@_params
+@_preset
+@_set
+@_explains_errors
+def run_ablations(
+    variants: tuple[str, ...],
+    seeds: int,
+    jobs: int,
+    out: Path,
+    params: Path,
+    presets: tuple[str, ...],
+    settings: tuple[str, ...],
+) -> None:
+    """Train and compare variants of REALM (the paper's Table 2), at the size of the preset "ablation".
+
+    Without --preset that preset is used. What variants share is trained once; a second call goes on where the first
+    was stopped. The variants are the keys of pipelines/ablations/params.yaml, what they change is in
+    pipelines/presets/ablations.
+    """
+    from realmops.console import Console
+    from realmops.evaluate.ablation import as_markdown
+    from realmops.stages import ablation
+
+    chosen = variants or tuple(ablation.titles(params))
+    what = ablation.Ablation(params, presets or ("ablation",), settings, chosen, seeds, out)
+    rows, failures = ablation.ablate(what, jobs=jobs, report=Console())
+    if rows:
+        click.echo(as_markdown(rows), nl=False)
+        click.echo(f"The page, which opens without a network: {out / 'report.html'}")
+    for failure in failures:
+        click.echo(f"realmops: {failure}", err=True)
+    if failures:
+        sys.exit(1)
+
+
 @main.command("import")
 @click.option(
     "--pretrained",
@@ -230,6 +279,10 @@ def evaluate(
 
 
 @main.command()
+@click.argument("sentence", required=False)
+@click.option("--answer", metavar="TEXT", help="The words behind [MASK]; one [MASK] stands for all of them.")
+@click.option("--json", "as_json", is_flag=True, help="Of SENTENCE: everything as JSON.")
+@click.option("--html", type=click.Path(path_type=Path), help="Of SENTENCE: also as a page of its own.")
 @_root
 @click.option("--question", "ids", multiple=True, metavar="ID", help="Only this question. Can be repeated.")
 @click.option(
@@ -241,9 +294,37 @@ def evaluate(
 )
 @_limit
 @_explains_errors
-def explain(root: Path, ids: tuple[str, ...], failures: tuple[str, ...], limit: int) -> None:
-    """Say what the answers under results/ rest on: passages with p(z|x), spans with scores, where each failed."""
-    _explain(root, ids, failures, limit)
+def explain(
+    sentence: str | None,
+    answer: str | None,
+    as_json: bool,
+    html: Path | None,
+    root: Path,
+    ids: tuple[str, ...],
+    failures: tuple[str, ...],
+    limit: int,
+) -> None:
+    """Say what answers rest on: passages with p(z|x), spans with scores, where each failed.
+
+    Without SENTENCE it is about the answers under results/. With one that has [MASK] in it, it is about what the
+    pre-trained model makes of that sentence: its guess with and without retrieval, and what each passage is worth.
+    """
+    if sentence is None:
+        _explain(root, ids, failures, limit)
+        return
+    from realmops.stages import masked
+
+    found = masked.explain(sentence, root, answer=answer)
+    if html is not None:
+        from realmops.artifacts import write_bytes
+
+        write_bytes(html, masked.as_page(found).encode())
+    if as_json:
+        import json
+
+        click.echo(json.dumps(masked.as_json(found), ensure_ascii=False, indent=1))
+    else:
+        click.echo("\n".join(masked.lines(found)))
 
 
 def _explain(root: Path, ids: tuple[str, ...], failures: tuple[str, ...], limit: int) -> None:

@@ -17,7 +17,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +106,8 @@ class Run:
 
     The key should change with everything that changes the numbers (parameters, corpus, code): MLflow cannot
     replace a point, so a stage that begins anew under the same key adds a second one at each step. ``params``
-    are sections of values; they are logged as ``section.key``.
+    are sections of values; they are logged as ``section.key``. ``parent`` is the run that this one is shown
+    under; it is created when it is not there.
     """
 
     key: str
@@ -114,6 +115,19 @@ class Run:
     tags: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
     experiment: str = "realmops"
+    parent: Run | None = None
+
+    def description(self) -> dict[str, Any]:
+        """What the process that sends needs to know; MLflow's and DVC's variables come first."""
+        return {
+            "key": self.key,
+            "name": os.environ.get("DVC_EXP_NAME") or self.name,
+            "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
+            "params": flat_params(self.params),
+            "tags": {RUN_KEY_TAG: self.key, **self.tags},
+            "run_id": os.environ.get("MLFLOW_RUN_ID"),
+            "parent": {"key": self.parent.key, "name": self.parent.name} if self.parent else None,
+        }
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -192,12 +206,7 @@ class Tracker:
         self._description: dict[str, Any] = {
             "journal": str(journal.absolute()),
             "stage": stage,
-            "key": run.key,
-            "name": os.environ.get("DVC_EXP_NAME") or run.name,
-            "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.experiment,
-            "params": flat_params(run.params),
-            "tags": {RUN_KEY_TAG: run.key, **run.tags},
-            "run_id": os.environ.get("MLFLOW_RUN_ID"),
+            **run.description(),
         }
 
     def __enter__(self) -> Self:
@@ -212,11 +221,7 @@ class Tracker:
 
         What is no finite number is left out.
         """
-        self._final |= {
-            name: float(value)
-            for name, value in metrics.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
+        self._final |= _numbers(metrics)
 
     def _start(self) -> None:
         self._ticket.parent.mkdir(parents=True, exist_ok=True)
@@ -262,6 +267,25 @@ class Tracker:
             if not self._warned:
                 _warn(_first_line(error), self._description["journal"])
             self._warned = True
+
+
+def keep_finished(run: Run, journals: Sequence[Path], metrics: Mapping[str, Any], folder: Path) -> None:
+    """Put a run that is over into the spool, from where ``sync`` sends it: its journals, then its final figures."""
+    ticket = folder / "spool" / f"{_file_name(run.key)}.whole.ticket.json"
+    journal = _sibling(ticket, ".jsonl")
+    ticket.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(journal, b"".join(path.read_bytes() for path in journals))
+    newest = max((path.stat().st_mtime for path in journals), default=0.0)
+    final = {"time": newest, "metrics": _numbers(metrics), "status": "FINISHED"}
+    write_json(ticket, {"journal": str(journal.absolute()), "stage": "whole", **run.description(), "final": final})
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
 @dataclass(frozen=True)
@@ -401,12 +425,19 @@ class _Shipper:
             )
         else:
             experiment_id = experiment.experiment_id
-        condition = f"tags.`{RUN_KEY_TAG}` = '{ticket['key']}'"
+        tags = {}
+        if parent := ticket.get("parent"):
+            tags["mlflow.parentRunId"] = self._run_of(experiment_id, parent["key"], parent["name"], {})
+        return self._run_of(experiment_id, ticket["key"], ticket["name"], tags)
+
+    def _run_of(self, experiment_id: str, key: str, name: str | None, tags: Mapping[str, str]) -> str:
+        """The run of that key, made when there is none."""
+        condition = f"tags.`{RUN_KEY_TAG}` = '{key}'"
         found = self._client.search_runs([experiment_id], condition, order_by=["attributes.start_time ASC"])
         if found:
             return str(found[0].info.run_id)
-        tags = {RUN_KEY_TAG: ticket["key"]}
-        return str(self._client.create_run(experiment_id, run_name=ticket["name"], tags=tags).info.run_id)
+        made = self._client.create_run(experiment_id, run_name=name, tags={RUN_KEY_TAG: key, **tags})
+        return str(made.info.run_id)
 
     def _describe_run(self, ticket: Mapping[str, Any]) -> None:
         """Log tags, and the parameters that the run does not have yet: MLflow refuses to change one."""

@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
@@ -254,6 +255,7 @@ def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Toke
     tokenizer = Tokenizer(WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=WORD_LIMIT))
     tokenizer.normalizer = BertNormalizer(lowercase=casing.lowercase, strip_accents=casing.strip_accents)
     tokenizer.pre_tokenizer = BertPreTokenizer()
+    tokenizer.decoder = WordPieceDecoder()
     return tokenizer
 
 

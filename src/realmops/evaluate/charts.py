@@ -55,9 +55,17 @@ class _Frame:
 
 
 def line_chart(
-    title: str, unit: str, series: Sequence[Series], refreshes: Sequence[int] = (), *, smooth: bool = True
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    refreshes: Sequence[int] = (),
+    *,
+    smooth: bool = True,
+    across: str = "training step",
 ) -> str:
-    """An ``<svg>`` element over training steps; ``refreshes`` are steps marked by dotted vertical lines.
+    """An ``<svg>`` element over training steps, or over what ``across`` names.
+
+    ``refreshes`` are steps marked by dotted vertical lines.
 
     With ``smooth``, a series of many points is drawn faintly, with its running mean above it.
     """
@@ -67,7 +75,7 @@ def line_chart(
     parts = [
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
         f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
-        *_axes(frame, unit),
+        *_axes(frame, unit, across),
         *(_refresh(frame, step) for step in refreshes),
         *(part for colour, line in enumerate(series) for part in _line(frame, line, colour % 4, smooth)),
         *_legend([line.name for line in series], bool(refreshes)),
@@ -115,8 +123,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return means
 
 
-def _axes(frame: _Frame, unit: str) -> list[str]:
-    parts = [f'<text x="{_LEFT}" y="{HEIGHT - 8}">training step</text>']
+def _axes(frame: _Frame, unit: str, across: str) -> list[str]:
+    parts = [f'<text x="{_LEFT}" y="{HEIGHT - 8}">{escape(across)}</text>']
     parts.append(f'<text x="{WIDTH - _RIGHT}" y="24" text-anchor="end">{escape(unit)}</text>')
     for value in frame.y_ticks:
         y = frame.y(value)

@@ -278,6 +278,11 @@ def _page(
             f'<div class="answers">{"".join(map(_answer, shown))}</div>',
         ]
     sections += ["<h2>Every figure</h2>", *(_all_figures(stage, found) for stage, found in metrics.items())]
+    return page_of(title, sections)
+
+
+def page_of(title: str, sections: Sequence[str]) -> str:
+    """An HTML page of its own, with the style of all our pages."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -1,6 +1,7 @@
 """The knowledge-augmented encoder: p(y|z,x) for masked words and for answer spans (paper, section 3.2).
 
-Shape suffixes: N sequences, T wordpieces of all sequences, D width, M masked wordpieces, S spans.
+Shape suffixes: N sequences, T wordpieces of all sequences, D width, M masked wordpieces, V vocabulary,
+S spans.
 """
 
 from __future__ import annotations
@@ -28,10 +29,18 @@ class Reader(nn.Module):
 
         The head is evaluated at those rows only.
         """
+        logits_MV = self._logits(batch, rows_M)
+        return -F.cross_entropy(logits_MV, targets_M.to(logits_MV.device), reduction="none")
+
+    def log_words(self, batch: Packed, rows_M: Tensor) -> Tensor:
+        """log p(y_j|z,x) of every wordpiece of the vocabulary at the packed rows ``rows_M``, M x V."""
+        return self._logits(batch, rows_M).log_softmax(-1)
+
+    def _logits(self, batch: Packed, rows_M: Tensor) -> Tensor:
         hidden_TD = self.bert(batch)
-        device = hidden_TD.device
-        logits_MV = self.masked_words(hidden_TD.index_select(0, rows_M.to(device)), self.bert.word.weight)
-        return -F.cross_entropy(logits_MV.float(), targets_M.to(device), reduction="none")
+        hidden_MD = hidden_TD.index_select(0, rows_M.to(hidden_TD.device))
+        logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word.weight)
+        return logits_MV.float()
 
 
 class SpanHead(nn.Module):

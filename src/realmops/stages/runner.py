@@ -70,7 +70,7 @@ def _run_alone(
 ) -> dict[str, Any]:
     name = stage.name
     sections = parse_sections(stage, values)
-    inputs = _inputs(stage, values, project, root)
+    inputs = inputs_of(stage, values, project, root)
     key = fingerprint(stage, values, inputs)
     final = root / stage.folder
     work = root / WORK / "work" / f"{name}-{key[:16]}"
@@ -95,12 +95,13 @@ def _run_alone(
         artifacts.write_json(out / METRICS, metrics)
         artifacts.write_manifest(out, name, fingerprint=key, sections={s: values[s] for s in stage.sections})
         if tracker is not None:
-            tracker.finish({f"final/{name}.{key}": value for key, value in metrics.items()} | _headline(name, metrics))
+            tracker.finish({f"final/{name}.{key}": value for key, value in metrics.items()} | headline(name, metrics))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
 
 
-def _inputs(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
+def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
+    """What a stage reads: folders of earlier stages, files that its options name, files of the encoder."""
     inputs: dict[str, Path] = {}
     for need in stage.needs:
         folder = root / STAGES[need].folder
@@ -156,7 +157,7 @@ def _tracker(
     return stack.enter_context(tracking.Tracker(journal.path, name, run, tracking_folder(root)))
 
 
-def _headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The figures that people compare runs by, under their plain names."""
     names = {"evaluate": ("em", "recall_at_5"), "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null")}
     return {key: metrics[key] for key in names.get(name, ()) if key in metrics}

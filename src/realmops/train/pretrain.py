@@ -223,6 +223,16 @@ class Realm:
         is_mask = torch.arange(longest)[None, :] < torch.tensor([len(e.positions) for e in examples])[:, None]
         return out.view(len(examples), count, longest), is_mask.to(out.device)
 
+    def log_words(self, example: Example, candidates: Sequence[int]) -> Tensor:
+        """log p(y_j|z,x) of every wordpiece at every mask, for each candidate and the null document last: K x M x V."""
+        bodies = [*(self.snapshot.body(p) for p in candidates), np.zeros(0, dtype=np.int64)]
+        joined = [join_reader(example.x, body, self.special, self.options.reader_wordpieces) for body in bodies]
+        batch = Packed([sequence for sequence, _, _ in joined], [segment for _, segment, _ in joined])
+        rows_KM = batch.starts[:-1, None] + 1 + example.positions
+        with autocast(self.device, self.dtype):
+            log_word_NV = self.reader.log_words(batch, torch.from_numpy(rows_KM.ravel()))
+        return log_word_NV.view(len(bodies), len(example.positions), -1)
+
     def loss(
         self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], *, retriever_learns: bool
     ) -> tuple[Tensor, dict[str, float]]:

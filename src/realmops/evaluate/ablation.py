@@ -1,0 +1,173 @@
+"""The table of an ablation: variants of one run over seeds, each beside the reference on the same questions.
+
+The paper's Table 2 with intervals: exact match after fine-tuning and zero-shot recall@5, their means over seeds
+and their differences to the reference by a paired bootstrap over the questions of all seeds.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from realmops.evaluate.charts import Series, line_chart
+from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap
+from realmops.evaluate.report import page_of
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One variant trained with one seed. ``correct`` and ``retrieved`` are [Q], in the order of the questions."""
+
+    variant: str
+    seed: int
+    correct: npt.NDArray[np.bool_]
+    recall_at_5: float  # zero-shot, of the retriever that fine-tuning starts from
+    figures: Mapping[str, float]  # others, shown as means over seeds
+    utility: Series  # retrieval utility over the steps of pre-training
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; differences are to the reference, on the same seeds."""
+
+    variant: str
+    title: str
+    seeds: int
+    em: float
+    em_low: float
+    em_high: float
+    recall_at_5: float
+    recall_at_5_low: float
+    recall_at_5_high: float
+    em_difference: float
+    em_difference_low: float
+    em_difference_high: float
+    p_better: float
+    recall_difference: float
+    questions: int
+
+
+def table_rows(outcomes: Sequence[Outcome], titles: Mapping[str, str], *, reference: str) -> list[Row]:
+    """A row for each variant that has outcomes, in the order of ``titles``.
+
+    Intervals of EM and recall are over seeds, that of the difference over the questions of all seeds that both have.
+    """
+    by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in titles}
+    rows = []
+    for name, title in titles.items():
+        found = by_variant[name]
+        if not found:
+            continue
+        em = bootstrap_interval([o.correct.mean() for o in found.values()], seed=0)
+        recall = bootstrap_interval([o.recall_at_5 for o in found.values()], seed=0)
+        both = [(found[seed], other) for seed, other in by_variant[reference].items() if seed in found]
+        if not both:
+            raise ValueError(f"{name} and {reference} have no seed in common; run {reference} with the same --seeds")
+        ours, theirs = (np.concatenate([pair[i].correct for pair in both]).astype(float) for i in (0, 1))
+        difference = paired_bootstrap(ours, theirs, seed=0)
+        rows.append(
+            Row(
+                name,
+                title,
+                len(found),
+                em.mean,
+                em.low,
+                em.high,
+                recall.mean,
+                recall.low,
+                recall.high,
+                difference.mean,
+                difference.low,
+                difference.high,
+                difference.p_better,
+                float(np.mean([one.recall_at_5 - other.recall_at_5 for one, other in both])),
+                len(ours),
+            )
+        )
+    return rows
+
+
+HEAD = ("variant", "EM", "over seeds", "zero-shot recall@5", "over seeds", "EM, difference", "95 % interval", "seeds")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The table's line as people read it."""
+    return (
+        row.title,
+        f"{row.em:.3f}",
+        f"{row.em_low:.3f} to {row.em_high:.3f}",
+        f"{row.recall_at_5:.3f}",
+        f"{row.recall_at_5_low:.3f} to {row.recall_at_5_high:.3f}",
+        f"{row.em_difference:+.3f}",
+        f"{row.em_difference_low:+.3f} to {row.em_difference_high:+.3f}",
+        str(row.seeds),
+    )
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """The table for a README."""
+    lines = [HEAD, ("---",) * len(HEAD), *(cells(row) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """All figures of the table, unrounded."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(asdict(rows[0])), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    return text.getvalue()
+
+
+def mean_series(name: str, series: Sequence[Series]) -> Series:
+    """The mean over seeds, step by step, of the steps that all of them have."""
+    steps = sorted(set.intersection(*(set(one.steps) for one in series)))
+    values = [dict(zip(one.steps, one.values, strict=True)) for one in series]
+    return Series(name, steps, [float(np.mean([v[step] for v in values])) for step in steps])
+
+
+def utility_chart(outcomes: Sequence[Outcome], titles: Mapping[str, str], variants: Sequence[str]) -> str:
+    """Retrieval utility over steps, a line for each variant (the paper's Figure 4); empty without two points."""
+    lines = []
+    for name in variants:
+        found = [o.utility for o in outcomes if o.variant == name]
+        if found and len((mean := mean_series(titles[name], found)).steps) > 1:
+            lines.append(mean)
+    return line_chart("Retrieval utility", "nats over no document", lines) if lines else ""
+
+
+def staleness_chart(outcomes: Sequence[Outcome], variants: Sequence[str]) -> str:
+    """Zero-shot recall@5 and EM against the mean staleness of the index; empty with fewer than two variants."""
+    points = []
+    for name in variants:
+        found = [o for o in outcomes if o.variant == name]
+        if found:
+            measured = [(o.figures["index_staleness_steps"], o.recall_at_5, o.correct.mean()) for o in found]
+            steps, recall, em = np.mean(measured, axis=0).tolist()
+            points.append((round(steps), recall, em))
+    if len(points) < 2:
+        return ""
+    points.sort()
+    ages = [age for age, _, _ in points]
+    lines = [Series(name, ages, [p[i] for p in points]) for i, name in ((1, "zero-shot recall@5"), (2, "EM"))]
+    return line_chart("What staleness costs", "share of questions", lines, across="mean staleness of the index, steps")
+
+
+def page(rows: Sequence[Row], charts: Sequence[str], note: str) -> str:
+    """One HTML page that opens without a network."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row))}</tr>" for row in rows)
+    return page_of(
+        "Ablations",
+        [
+            f'<div class="card scroll"><table><tr>{head}</tr>{body}</table></div>',
+            f'<p class="soft">{escape(note)}</p>',
+            f'<div class="charts">{"".join(charts)}</div>',
+        ],
+    )

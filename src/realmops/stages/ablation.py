@@ -1,0 +1,289 @@
+"""Ablations: variants of one run over seeds, side by side, with everything that they share made once.
+
+Each stage of each variant runs in a folder named by the stage's fingerprint (``store/STAGE-KEY``), through the same
+command as people use; a variant's own folder (``NAME/seed-N``) holds links to what it is made of. So two variants
+that differ in fine-tuning share their pre-training, and a call after a kill goes on from the checkpoints.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from realmops import artifacts, config, tracking
+from realmops.config import preset_path
+from realmops.evaluate.ablation import (
+    Outcome,
+    Row,
+    as_csv,
+    as_markdown,
+    page,
+    staleness_chart,
+    table_rows,
+    utility_chart,
+)
+from realmops.evaluate.compare import PREDICTIONS, correct
+from realmops.evaluate.openqa import read_predictions
+from realmops.evaluate.report import read_journal, series_of
+from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, fingerprint
+from realmops.stages.runner import headline, inputs_of, tracking_folder
+
+REFERENCE = "realm"
+TITLES = Path("pipelines/ablations/params.yaml")
+MASKING = (REFERENCE, "random_token", "random_span", "matched_span")
+STALE = (REFERENCE, "stale_3x", "stale_10x", "stale_30x")
+FIGURES = ("index_staleness_steps", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
+OUTCOMES = "outcomes"
+LAST_LINES = 5
+Values = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """What is compared: ``presets`` and ``settings`` hold for every variant."""
+
+    params: Path
+    presets: Sequence[str]
+    settings: Sequence[str]
+    variants: Sequence[str]
+    seeds: int
+    out: Path
+
+    @property
+    def project(self) -> Path:
+        """Where relative file names of the params start."""
+        return self.params.parent
+
+    def overlay(self, variant: str) -> list[Path]:
+        """The presets of a variant; the reference has none of its own."""
+        names = [*self.presets, *([] if variant == REFERENCE else [f"ablations/{variant}"])]
+        return [preset_path(name, self.params) for name in names]
+
+    def values(self, variant: str, seed: int) -> Values:
+        """All sections of a variant with one seed, which makes its world and its training."""
+        seeded = [f"run.seed={seed}", f"sample.seed={seed}", "tracking.enabled=false"]
+        return config.load(self.params, presets=self.overlay(variant), settings=[*self.settings, *seeded])
+
+
+def titles(params: Path) -> dict[str, str]:
+    """The variants' names and titles, in the order of the table."""
+    path = params.parent / TITLES
+    found = config.read_yaml(path).get("variants", {})
+    if REFERENCE not in found:
+        raise ValueError(f"{path}: variants lacks {REFERENCE}, to which all others are compared")
+    return {str(name): str(title) for name, title in found.items()}
+
+
+def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row], list[str]]:
+    """Train and evaluate every variant with every seed, and write table and page.
+
+    Returns the table's rows, and what went wrong: a stage that fails ends its variant, all others go on. Raises
+    ValueError for a variant that is not known.
+    """
+    known = titles(ablation.params)
+    for name in ablation.variants:
+        if name not in known:
+            raise ValueError(f"variant {name!r}: {TITLES} has {', '.join(known)}")
+    tasks = [(name, seed) for name, seed in product(ablation.variants, range(ablation.seeds))]
+    for name, seed in tasks:
+        ablation.values(name, seed)  # what is wrong with a preset is said before anything is trained
+    ablation.out.mkdir(parents=True, exist_ok=True)
+    runner = _Runner(ablation, report.progress("stages", len(tasks) * len(STAGES)))
+    failures = runner.run_all(tasks, jobs)
+    done = [task for task in tasks if task not in failures]
+    outcomes = [outcome_of(ablation, *task) for task in done]
+    for name in {name for name, _ in done}:
+        found = [_as_json(outcome) for outcome in outcomes if outcome.variant == name]
+        (ablation.out / OUTCOMES).mkdir(exist_ok=True)
+        artifacts.write_json(ablation.out / OUTCOMES / f"{name}.json", found)
+    rows: list[Row] = []
+    if any(o.variant == REFERENCE for o in outcomes):
+        rows = table_rows(outcomes, {n: t for n, t in known.items() if n in ablation.variants}, reference=REFERENCE)
+        _write(ablation, rows, outcomes, known)
+    if _is_tracked(ablation):
+        _track(ablation, done, outcomes, report)
+    return rows, list(failures.values())
+
+
+class _Runner:
+    """Runs the stages of tasks in processes of their own, each fingerprint once."""
+
+    def __init__(self, ablation: Ablation, advance: Callable[[int], None]) -> None:
+        self._ablation = ablation
+        self._advance = advance
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._guard = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+
+    def run_all(self, tasks: Sequence[tuple[str, int]], jobs: int) -> dict[tuple[str, int], str]:
+        """Run all tasks, ``jobs`` at a time; what went wrong, by task."""
+        failures = {}
+        with ThreadPoolExecutor(jobs) as pool:
+            futures: dict[tuple[str, int], Future[None]] = {task: pool.submit(self._run, *task) for task in tasks}
+            try:
+                for task, future in futures.items():
+                    try:
+                        future.result()
+                    except _StageFailed as failure:
+                        failures[task] = str(failure)
+            except BaseException:
+                self._stop()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return failures
+
+    def _stop(self) -> None:
+        with self._guard:
+            self._stopped = True
+            for process in self._processes:
+                process.terminate()
+
+    def _run(self, variant: str, seed: int) -> None:
+        values = self._ablation.values(variant, seed)
+        view = folder_of(self._ablation.out, variant, seed)
+        for stage in STAGES.values():
+            key = fingerprint(stage, values, inputs_of(stage, values, self._ablation.project, view))
+            home = self._ablation.out / "store" / f"{stage.name}-{key[:16]}"
+            with self._guard:
+                lock = self._locks[home.name]
+            with lock:
+                self._run_stage(stage, variant, seed, home, view)
+            _link(home / stage.folder, view / stage.folder)
+            with self._guard:
+                self._advance(1)
+
+    def _run_stage(self, stage: Stage, variant: str, seed: int, home: Path, view: Path) -> None:
+        if (home / stage.folder / artifacts.MANIFEST).is_file():
+            return
+        home.mkdir(parents=True, exist_ok=True)
+        for need in stage.needs:
+            if (view / STAGES[need].folder).exists():
+                _link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
+        ablation = self._ablation
+        command = [sys.executable, "-m", "realmops", "run", stage.name, "--params", ablation.params, "--root", home]
+        for preset in ablation.overlay(variant):
+            command += ["--preset", preset]
+        settings = [*ablation.settings, f"run.seed={seed}", f"sample.seed={seed}", "tracking.enabled=false"]
+        for setting in settings:
+            command += ["--set", setting]
+        log = home / "log.txt"
+        with open(log, "ab") as output:
+            with self._guard:
+                if self._stopped:
+                    raise _StageFailed("stopped")
+                process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output)
+                self._processes.add(process)
+            status = process.wait()
+            with self._guard:
+                self._processes.discard(process)
+        if status:
+            last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+            found = f"{variant}, seed {seed}: the stage {stage.name} ended with {status}; {log} ends"
+            raise _StageFailed("\n  ".join([found, *last]))
+
+
+class _StageFailed(Exception):
+    """A stage's process ended with an error."""
+
+
+def folder_of(out: Path, variant: str, seed: int) -> Path:
+    """The folder of one variant with one seed; it looks like the root of any other run."""
+    return out / variant / f"seed-{seed}"
+
+
+def _link(target: Path, link: Path) -> None:
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if link.is_symlink():
+        link.unlink()
+    link.symlink_to(target.resolve())
+
+
+def outcome_of(ablation: Ablation, variant: str, seed: int) -> Outcome:
+    """What one variant reached with one seed."""
+    view = folder_of(ablation.out, variant, seed)
+    measured, trained = (
+        artifacts.read_json(view / STAGES[name].folder / METRICS) for name in ("evaluate", "pretrain")
+    )
+    start = ablation.values(variant, seed)["finetune"]["retriever"]
+    prefix = {"pretrain": "zero_shot_", "ict": "before_realm_"}[start]
+    with_interval = f"{prefix}recall_at_5_"  # under the questions' own rule alone
+    recall = next(name for name in measured if name.startswith(with_interval) and name.endswith("_low"))
+    predictions = sorted(read_predictions(view / STAGES["evaluate"].folder / PREDICTIONS), key=lambda p: p.question_id)
+    records = read_journal(view / STAGES["pretrain"].folder / JOURNAL)
+    return Outcome(
+        variant,
+        seed,
+        correct(predictions),
+        measured[recall.removesuffix("_low")],
+        {name: trained[name] for name in FIGURES if name in trained},
+        series_of(records, "pretrain", "retrieval_utility"),
+    )
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    em = float(outcome.correct.mean())
+    return {"seed": outcome.seed, "em": em, "recall_at_5": outcome.recall_at_5, **outcome.figures}
+
+
+def _write(ablation: Ablation, rows: Sequence[Row], outcomes: Sequence[Outcome], known: Mapping[str, str]) -> None:
+    note = (
+        f"{ablation.seeds} seeds, each its own world and its own training. Differences are to {known[REFERENCE]}, by a "
+        "paired bootstrap over the questions of all seeds."
+    )
+    charts = [chart for chart in (utility_chart(outcomes, known, MASKING), staleness_chart(outcomes, STALE)) if chart]
+    artifacts.write_bytes(ablation.out / "table.md", as_markdown(rows).encode())
+    artifacts.write_bytes(ablation.out / "table.csv", as_csv(rows).encode())
+    artifacts.write_bytes(ablation.out / "report.html", page(rows, charts, note).encode())
+
+
+def _is_tracked(ablation: Ablation) -> bool:
+    values = config.load(ablation.params, presets=ablation.overlay(REFERENCE), settings=ablation.settings)
+    return bool(values["tracking"]["enabled"])
+
+
+def _track(
+    ablation: Ablation, done: Sequence[tuple[str, int]], outcomes: Sequence[Outcome], report: Report
+) -> None:
+    """One MLflow run for the ablation, and under it one for each variant and seed."""
+    folder = tracking_folder(ablation.out)
+    base = ablation.values(REFERENCE, 0)
+    experiment = base["tracking"]["experiment"]
+    parent = tracking.Run(
+        artifacts.digest_of(["ablation", str(ablation.out.absolute()), base]),
+        tags={"realmops.kind": "ablation", "realmops.variants": ", ".join(ablation.variants)},
+        name="ablation",
+        experiment=experiment,
+    )
+    tracking.keep_finished(parent, [], {}, folder)
+    for (variant, seed), outcome in zip(done, outcomes, strict=True):
+        view = folder_of(ablation.out, variant, seed)
+        values = ablation.values(variant, seed)
+        corpus = artifacts.read_json(view / STAGES["snapshot"].folder / "corpus" / artifacts.MANIFEST)["corpus_hash"]
+        params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
+        tags = tracking.provenance_tags(ablation.project, corpus_hash=corpus, params_hash=params_hash)
+        tags |= {"realmops.kind": "variant", "realmops.variant": variant, "realmops.seed": str(seed)}
+        metrics: dict[str, Any] = {"zero_shot_recall_at_5": outcome.recall_at_5}
+        for stage in STAGES.values():
+            metrics |= headline(stage.name, artifacts.read_json(view / stage.folder / METRICS))
+        journals = [path for stage in STAGES.values() if (path := view / stage.folder / JOURNAL).is_file()]
+        run = tracking.Run(
+            artifacts.digest_of([parent.key, variant, seed, params_hash, corpus, tags.get("realmops.git_commit")]),
+            values,
+            tags,
+            name=f"{variant} seed {seed}",
+            experiment=experiment,
+            parent=parent,
+        )
+        tracking.keep_finished(run, journals, metrics, folder)
+    sent = tracking.sync(folder)
+    for problem in sent.problems:
+        report.warn(f"MLflow: {problem}; realmops sync --root {ablation.out} sends what is left")

@@ -1,0 +1,189 @@
+"""Ablations: the table's arithmetic by hand, and three variants trained through the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+import toy
+
+from realmops.evaluate.ablation import (
+    Outcome,
+    as_csv,
+    as_markdown,
+    mean_series,
+    page,
+    staleness_chart,
+    table_rows,
+    utility_chart,
+)
+from realmops.evaluate.charts import Series
+from realmops.stages import STAGES
+
+TITLES = {"realm": "REALM", "baseline": "Baseline", "never_run": "Never run"}
+
+
+def outcome(variant: str, seed: int, correct: str, recall: float, age: float = 1.0) -> Outcome:
+    """``correct`` has a 1 for each question that was answered."""
+    utility = Series("retrieval_utility", [0, 1, 2], [seed, 2.0 * seed, 3.0])
+    right = np.array([c == "1" for c in correct])
+    return Outcome(variant, seed, right, recall, {"index_staleness_steps": age}, utility)
+
+
+OUTCOMES = [
+    outcome("realm", 0, "1110", 0.5),
+    outcome("realm", 1, "1000", 0.7),
+    outcome("baseline", 0, "1100", 0.4, 30.0),
+    outcome("baseline", 1, "0000", 0.2, 30.0),
+]
+
+
+def test_means_and_differences_by_hand() -> None:
+    realm, baseline = table_rows(OUTCOMES, TITLES, reference="realm")
+    assert (realm.em, realm.recall_at_5, realm.em_difference, realm.seeds) == (0.5, pytest.approx(0.6), 0.0, 2)
+    assert (baseline.em, baseline.recall_at_5) == (0.25, pytest.approx(0.3))
+    assert baseline.em_difference == pytest.approx(-0.25), "two of eight questions"
+    assert baseline.recall_difference == pytest.approx(-0.3), "(-.1 - .5) / 2"
+    assert baseline.questions == 8
+    assert (realm.em_low, realm.em_high) == (0.25, 0.75), "of two seeds, one or the other twice"
+    assert baseline.em_difference_low < -0.25 < baseline.em_difference_high <= 0.0
+    assert baseline.p_better == pytest.approx(0.5 * (6 / 8) ** 8, abs=0.01), "half of the ties"
+
+
+def test_a_difference_takes_the_seeds_that_both_have() -> None:
+    _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", 1.0)], TITLES, reference="realm")
+    assert (baseline.seeds, baseline.questions) == (3, 8)
+    assert baseline.em_difference == pytest.approx(-0.25)
+    with pytest.raises(ValueError, match="baseline and realm have no seed in common"):
+        table_rows([OUTCOMES[0], outcome("baseline", 5, "1", 1.0)], TITLES, reference="realm")
+
+
+def test_the_table_as_people_read_it() -> None:
+    rows = table_rows(OUTCOMES, TITLES, reference="realm")
+    lines = as_markdown(rows).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == "| REALM | 0.500 | 0.250 to 0.750 | 0.600 | 0.500 to 0.700 | +0.000 | +0.000 to +0.000 | 2 |"
+    assert lines[3].startswith("| Baseline | 0.250 | 0.000 to 0.500 | 0.300 | 0.200 to 0.400 | -0.250 |")
+    (_, read) = csv.DictReader(io.StringIO(as_csv(rows)))
+    assert (read["variant"], float(read["em"])) == ("baseline", 0.25)
+
+
+def test_curves_are_means_over_seeds() -> None:
+    mean = mean_series("REALM", [o.utility for o in OUTCOMES[:2]])
+    assert (mean.steps, mean.values) == ([0, 1, 2], [0.5, 1.0, 3.0])
+    cut = mean_series("", [Series("", [0, 2], [1.0, 5.0]), Series("", [2, 4], [7.0, 0.0])])
+    assert (cut.steps, cut.values) == ([2], [6.0])
+
+
+def test_the_page_needs_no_network_and_escapes() -> None:
+    rows = table_rows(OUTCOMES, {"realm": "<b>REALM</b>", "baseline": "B"}, reference="realm")
+    charts = [utility_chart(OUTCOMES, TITLES, ["realm"]), staleness_chart(OUTCOMES, ["realm", "baseline"])]
+    assert all(charts)
+    assert staleness_chart(OUTCOMES, ["realm"]) == ""
+    text = page(rows, charts, "a & b")
+    assert "&lt;b&gt;REALM" in text
+    assert "a &amp; b" in text
+    assert "mean staleness of the index, steps" in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+# Trained
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ablated")
+    toy.write_project(folder, tracking={"enabled": True})
+    shutil.copytree(toy.PARAMS.parent / "pipelines", folder / "pipelines")
+    (folder / "nothing.yaml").write_text("{}\n")
+    return folder
+
+
+def ablate(project: Path, *more: str | Path) -> tuple[int, str, str]:
+    words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml"]
+    words += ["--out", project / "out"]
+    variables = {name: "" for name in os.environ if name.startswith("MLFLOW_")}
+    done = toy.run_command(*words, "--jobs", "2", *more, **variables)
+    return done.returncode, done.stdout, done.stderr
+
+
+CHOSEN = ("--variant", "realm", "--variant", "baseline", "--variant", "random_token")
+
+
+def test_what_variants_share_is_trained_once(project: Path) -> None:
+    status, printed, told = ablate(project, *CHOSEN)
+    assert status == 0, told
+    assert printed.splitlines()[2].startswith("| REALM | ")
+    out = project / "out"
+    made = sorted(path.name.rpartition("-")[0] for path in (out / "store").iterdir())
+    once, twice, each = ["ict", "sample", "snapshot", "tag"], ["pretrain"], ["evaluate", "finetune"]
+    assert made == sorted(once + 2 * twice + 3 * each)
+    for variant in ("realm", "baseline", "random_token"):
+        root = out / variant / "seed-0"
+        assert all((root / stage.folder / "metrics.json").is_file() for stage in STAGES.values())
+    same = [(out / name / "seed-0/models/pretrain").resolve() for name in ("realm", "baseline", "random_token")]
+    assert same[0] == same[1] != same[2]
+    baseline = json.loads((out / "baseline/seed-0/models/finetune/manifest.json").read_text())
+    assert baseline["sections"]["finetune"]["retriever"] == "ict"
+    assert (out / "table.md").read_text() in printed
+    assert (out / "report.html").stat().st_size
+    (outcome,) = json.loads((out / "outcomes" / "baseline.json").read_text())
+    assert outcome["em"] == json.loads((out / "baseline/seed-0/results/metrics.json").read_text())["em"]
+    assert (out / "table.csv").read_text().count("\n") == 4
+
+
+def test_mlflow_shows_the_variants_under_one_run(project: Path) -> None:
+    database = project / "out" / ".realmops" / "mlflow" / "mlflow.db"
+    with sqlite3.connect(database) as connection:
+        rows = connection.execute("SELECT name, run_uuid FROM runs").fetchall()
+        runs = dict(rows)
+        assert sorted(runs) == ["ablation", "baseline seed 0", "random_token seed 0", "realm seed 0"]
+        parents = dict(
+            connection.execute("SELECT run_uuid, value FROM tags WHERE key = 'mlflow.parentRunId'").fetchall()
+        )
+        assert parents == {id: runs["ablation"] for name, id in rows if name != "ablation"}
+        for name in ("baseline seed 0", "realm seed 0", "random_token seed 0"):
+            found = connection.execute("SELECT DISTINCT key FROM metrics WHERE run_uuid = ?", (runs[name],))
+            keys = {key for (key,) in found.fetchall()}
+            assert {"em", "recall_at_5", "zero_shot_recall_at_5"} <= keys
+            assert {"index_staleness_steps", "retrieval_utility", "p_null"} <= keys
+            assert "pretrain/loss" in keys
+
+
+def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(project: Path) -> None:
+    store = project / "out" / "store"
+    made = {path: path.stat().st_mtime_ns for path in store.glob("*/log.txt")}
+    table = (project / "out" / "table.csv").read_bytes()
+    assert ablate(project, *CHOSEN)[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in store.glob("*/log.txt")} == made
+    lost = (project / "out" / "random_token" / "seed-0" / "results").resolve()
+    shutil.rmtree(lost)
+    assert ablate(project, *CHOSEN)[0] == 0
+    again = {path for path in made if path.stat().st_mtime_ns != made[path]}
+    assert again == {lost.parent / "log.txt"}
+    assert (project / "out" / "table.csv").read_bytes() == table
+
+
+def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
+    preset = project / "pipelines" / "presets" / "ablations" / "per_token.yaml"
+    preset.write_text("pretrain: {marginal: per_token, masked_sentences: 6, builder: external, builder_timeout: 1}\n")
+    status, printed, told = ablate(project, *CHOSEN, "--variant", "per_token")
+    assert status == 1
+    assert "per_token, seed 0: the stage pretrain ended with 1" in told
+    assert "log.txt ends" in told
+    assert "| REALM | " in printed
+    assert "per token" not in printed
+
+
+def test_what_is_no_variant_is_refused_before_anything_runs(project: Path, tmp_path: Path) -> None:
+    status, _, told = ablate(project, "--variant", "orqa", "--out", tmp_path / "other")
+    assert status == 2
+    assert "variant 'orqa': pipelines/ablations/params.yaml has realm, realm_retriever" in told
+    assert not (tmp_path / "other").exists()
