@@ -2,48 +2,25 @@
 
     python benchmarks/seeds.py --seeds 5 --jobs 2 --out runs/seeds
 
-Writes OUT/table.md and OUT/table.json.  ORQA is the same retriever and reader fine-tuned without REALM
-pre-training; both are evaluated on the same test questions.  A second call goes on where the first stopped.
+Writes OUT/seeds.md and OUT/seeds.json beside what ``realmops ablate`` writes.  ORQA is the same retriever and reader
+fine-tuned without REALM pre-training; both are evaluated on the same test questions.  A second call goes on where the
+first stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from realmops.console import Console
 from realmops.evaluate.compare import correct, read_paired
 from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap
-
-SHARED = ("data", "models/ict", "models/pretrain")
-
-
-def run(arguments: list[str], log: Path) -> None:
-    """One call of the command line; its output goes to a log file."""
-    with open(log, "ab") as file:
-        subprocess.run([sys.executable, "-m", "realmops", *arguments], check=True, stdout=file, stderr=file)
-
-
-def one_seed(seed: int, out: Path, extra: list[str]) -> dict[str, Any]:
-    """Run both variants of one seed; REALM's stages are shared by links."""
-    options = [f"--set=run.seed={seed}", f"--set=sample.seed={seed}", "--set=tracking.enabled=false", *extra]
-    realm, orqa = out / f"seed-{seed}", out / f"seed-{seed}-orqa"
-    (orqa / "models").mkdir(parents=True, exist_ok=True)
-    realm.mkdir(parents=True, exist_ok=True)
-    run(["run", "all", "--root", str(realm), *options], out / f"seed-{seed}.log")
-    for name in SHARED:
-        if not (orqa / name).is_symlink():
-            (orqa / name).symlink_to((realm / name).resolve())
-    baseline = ["--set=finetune.retriever=ict", "--set=finetune.reader=ict"]
-    for stage in ("finetune", "evaluate"):
-        run(["run", stage, "--root", str(orqa), *options, *baseline], out / f"seed-{seed}.log")
-    return collect(seed, realm, orqa)
+from realmops.stages.ablation import Ablation, ablate, folder_of
 
 
 def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
@@ -111,18 +88,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--jobs", type=int, default=1, help="seeds side by side; one core each")
+    parser.add_argument("--jobs", type=int, default=1, help="stages side by side; one core each")
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="SECTION.KEY=VALUE")
     arguments = parser.parse_args()
-    extra = [f"--set={setting}" for setting in arguments.settings]
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        seeds = range(arguments.first, arguments.first + arguments.seeds)
-        rows = list(pool.map(lambda seed: one_seed(seed, arguments.out, extra), seeds))
+    settings = [*arguments.settings, "tracking.enabled=false"]
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    what = Ablation(Path("params.yaml"), (), settings, ("realm", "baseline"), seeds, arguments.out)
+    _, failures = ablate(what, jobs=arguments.jobs, report=Console())
+    if failures:
+        sys.exit("\n".join(failures))
+    rows = [
+        collect(seed, *(folder_of(arguments.out, name, seed) for name in ("realm", "baseline"))) for seed in seeds
+    ]
     text = table(rows)
-    (arguments.out / "table.md").write_text(text)
+    (arguments.out / "seeds.md").write_text(text)
     public = [{k: v for k, v in row.items() if k != "correct"} for row in rows]
-    (arguments.out / "table.json").write_text(json.dumps(public, indent=1) + "\n")
+    (arguments.out / "seeds.json").write_text(json.dumps(public, indent=1) + "\n")
     print(text)
 
 

@@ -163,6 +163,9 @@ def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(proje
     table = (project / "out" / "table.csv").read_bytes()
     assert ablate(project, *CHOSEN)[0] == 0
     assert {path: path.stat().st_mtime_ns for path in store.glob("*/log.txt")} == made
+    assert ablate(project, "--variant", "baseline")[:2] == (
+        0, f"No table: realm is not among what ended well; figures are in {project / 'out' / 'outcomes'}\n"
+    )  # fmt: skip
     lost = (project / "out" / "random_token" / "seed-0" / "results").resolve()
     shutil.rmtree(lost)
     assert ablate(project, *CHOSEN)[0] == 0

@@ -90,3 +90,8 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
     refused = toy.cli("explain", "no mask", "--root", root)
     assert refused.exit_code == 2
+    wrong = ((["--json"], "are about a sentence"), ([SENTENCE, "--question", "q"], "leave the sentence out"))
+    for words, message in wrong:
+        refused = toy.cli("explain", *words, "--root", root)
+        assert refused.exit_code == 2
+        assert message in refused.output

@@ -166,13 +166,7 @@ def _attended_together(lengths: np.ndarray) -> list[np.ndarray]:
     """Rows of the sequences of each group: all in one, or when their padded scores are many, by length."""
     if len(lengths) * int(lengths.max()) ** 2 <= _SCORES_TOGETHER:
         return [np.arange(len(lengths))]
-    order = np.argsort(lengths, kind="stable")
-    groups, start = [], 0
-    for end in range(1, len(order) + 1):
-        if end == len(order) or (end + 1 - start) * int(lengths[order[end]]) ** 2 > _SCORES_OF_GROUP:
-            groups.append(order[start:end])
-            start = end
-    return groups
+    return [np.array(rows) for rows in _like_lengths(lengths.tolist(), 2, _SCORES_OF_GROUP)]
 
 
 def length_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -180,10 +174,15 @@ def length_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
     The batches depend on the lengths alone, so that equal calls give equal bytes on one machine.
     """
+    return _like_lengths(lengths, 1, BATCH_WORDPIECES)
+
+
+def _like_lengths(lengths: Sequence[int], power: int, limit: int) -> Iterator[list[int]]:
+    """Rows, shortest first, in groups: their number times the longest's length ** ``power`` is at most ``limit``."""
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     start = 0
     for end in range(1, len(order) + 1):
-        if end == len(order) or (end + 1 - start) * lengths[order[end]] > BATCH_WORDPIECES:
+        if end == len(order) or (end + 1 - start) * lengths[order[end]] ** power > limit:
             yield order[start:end]
             start = end
 

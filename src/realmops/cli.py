@@ -209,11 +209,13 @@ def run_ablations(
     from realmops.stages import ablation
 
     chosen = variants or tuple(ablation.titles(params))
-    what = ablation.Ablation(params, presets or ("ablation",), settings, chosen, seeds, out)
+    what = ablation.Ablation(params, presets or ("ablation",), settings, chosen, range(seeds), out)
     rows, failures = ablation.ablate(what, jobs=jobs, report=Console())
     if rows:
         click.echo(as_markdown(rows), nl=False)
         click.echo(f"The page, which opens without a network: {out / 'report.html'}")
+    else:
+        click.echo(f"No table: {ablation.REFERENCE} is not among what ended well; figures are in {out / 'outcomes'}")
     for failure in failures:
         click.echo(f"realmops: {failure}", err=True)
     if failures:
@@ -310,8 +312,14 @@ def explain(
     pre-trained model makes of that sentence: its guess with and without retrieval, and what each passage is worth.
     """
     if sentence is None:
+        if answer is not None or as_json or html is not None:
+            raise ValueError("--answer, --json and --html are about a sentence: give one with [MASK] in it")
         _explain(root, ids, failures, limit)
         return
+    if ids or failures:
+        raise ValueError("--question and --failed-at are about the answers under results/: leave the sentence out")
+    from dataclasses import asdict
+
     from realmops.stages import masked
 
     found = masked.explain(sentence, root, answer=answer)
@@ -322,7 +330,7 @@ def explain(
     if as_json:
         import json
 
-        click.echo(json.dumps(masked.as_json(found), ensure_ascii=False, indent=1))
+        click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
     else:
         click.echo("\n".join(masked.lines(found)))
 

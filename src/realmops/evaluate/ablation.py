@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from realmops.evaluate.charts import Series, line_chart
 from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap
-from realmops.evaluate.report import page_of
+from realmops.evaluate.report import page_of, table_of
 
 
 @dataclass(frozen=True)
@@ -161,12 +161,10 @@ def staleness_chart(outcomes: Sequence[Outcome], variants: Sequence[str]) -> str
 
 def page(rows: Sequence[Row], charts: Sequence[str], note: str) -> str:
     """One HTML page that opens without a network."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in HEAD)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells(row))}</tr>" for row in rows)
     return page_of(
         "Ablations",
         [
-            f'<div class="card scroll"><table><tr>{head}</tr>{body}</table></div>',
+            f'<div class="card scroll">{table_of(HEAD, [cells(row) for row in rows])}</div>',
             f'<p class="soft">{escape(note)}</p>',
             f'<div class="charts">{"".join(charts)}</div>',
         ],

@@ -262,8 +262,8 @@ def _page(
     title: str, metrics: Mapping[str, Mapping[str, Any]], charts: Sequence[str], answers: Sequence[Prediction]
 ) -> str:
     tables = (
-        _table(("measure", "value", "95 % interval"), headline_rows(metrics)),
-        _table(
+        table_of(("measure", "value", "95 % interval"), headline_rows(metrics)),
+        table_of(
             ("time", "seconds"), [(label.removeprefix("seconds, "), s) for label, s in seconds_rows(metrics)]
         ),
     )
@@ -291,7 +291,8 @@ def page_of(title: str, sections: Sequence[str]) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """An HTML table of text."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><table><tr>{names}</tr>{cells}</table></div>"

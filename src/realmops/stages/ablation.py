@@ -54,7 +54,7 @@ class Ablation:
     presets: Sequence[str]
     settings: Sequence[str]
     variants: Sequence[str]
-    seeds: int
+    seeds: Sequence[int]
     out: Path
 
     @property
@@ -69,8 +69,11 @@ class Ablation:
 
     def values(self, variant: str, seed: int) -> Values:
         """All sections of a variant with one seed, which makes its world and its training."""
-        seeded = [f"run.seed={seed}", f"sample.seed={seed}", "tracking.enabled=false"]
-        return config.load(self.params, presets=self.overlay(variant), settings=[*self.settings, *seeded])
+        return config.load(self.params, presets=self.overlay(variant), settings=self.seeded(seed))
+
+    def seeded(self, seed: int) -> list[str]:
+        """The settings with one seed."""
+        return [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
 
 
 def titles(params: Path) -> dict[str, str]:
@@ -92,7 +95,7 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row],
     for name in ablation.variants:
         if name not in known:
             raise ValueError(f"variant {name!r}: {TITLES} has {', '.join(known)}")
-    tasks = [(name, seed) for name, seed in product(ablation.variants, range(ablation.seeds))]
+    tasks = list(product(ablation.variants, ablation.seeds))
     for name, seed in tasks:
         ablation.values(name, seed)  # what is wrong with a preset is said before anything is trained
     ablation.out.mkdir(parents=True, exist_ok=True)
@@ -108,7 +111,7 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row],
     if any(o.variant == REFERENCE for o in outcomes):
         rows = table_rows(outcomes, {n: t for n, t in known.items() if n in ablation.variants}, reference=REFERENCE)
         _write(ablation, rows, outcomes, known)
-    if _is_tracked(ablation):
+    if ablation.values(*tasks[0])["tracking"]["enabled"]:
         _track(ablation, done, outcomes, report)
     return rows, list(failures.values())
 
@@ -172,8 +175,7 @@ class _Runner:
         command = [sys.executable, "-m", "realmops", "run", stage.name, "--params", ablation.params, "--root", home]
         for preset in ablation.overlay(variant):
             command += ["--preset", preset]
-        settings = [*ablation.settings, f"run.seed={seed}", f"sample.seed={seed}", "tracking.enabled=false"]
-        for setting in settings:
+        for setting in [*ablation.seeded(seed), "tracking.enabled=false"]:
             command += ["--set", setting]
         log = home / "log.txt"
         with open(log, "ab") as output:
@@ -236,8 +238,8 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
 
 def _write(ablation: Ablation, rows: Sequence[Row], outcomes: Sequence[Outcome], known: Mapping[str, str]) -> None:
     note = (
-        f"{ablation.seeds} seeds, each its own world and its own training. Differences are to {known[REFERENCE]}, by a "
-        "paired bootstrap over the questions of all seeds."
+        f"{len(ablation.seeds)} seeds, each its own world and its own training. Differences are to {known[REFERENCE]}, "
+        "by a paired bootstrap over the questions of all seeds."
     )
     charts = [chart for chart in (utility_chart(outcomes, known, MASKING), staleness_chart(outcomes, STALE)) if chart]
     artifacts.write_bytes(ablation.out / "table.md", as_markdown(rows).encode())
@@ -245,17 +247,12 @@ def _write(ablation: Ablation, rows: Sequence[Row], outcomes: Sequence[Outcome],
     artifacts.write_bytes(ablation.out / "report.html", page(rows, charts, note).encode())
 
 
-def _is_tracked(ablation: Ablation) -> bool:
-    values = config.load(ablation.params, presets=ablation.overlay(REFERENCE), settings=ablation.settings)
-    return bool(values["tracking"]["enabled"])
-
-
 def _track(
     ablation: Ablation, done: Sequence[tuple[str, int]], outcomes: Sequence[Outcome], report: Report
 ) -> None:
     """One MLflow run for the ablation, and under it one for each variant and seed."""
     folder = tracking_folder(ablation.out)
-    base = ablation.values(REFERENCE, 0)
+    base = ablation.values(REFERENCE, ablation.seeds[0])
     experiment = base["tracking"]["experiment"]
     parent = tracking.Run(
         artifacts.digest_of(["ablation", str(ablation.out.absolute()), base]),

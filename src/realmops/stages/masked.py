@@ -6,11 +6,9 @@ the marginal over all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ import torch
 from realmops import artifacts
 from realmops.config import parse_section
 from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.report import page_of
+from realmops.evaluate.report import page_of, table_of
 from realmops.index.embed import embed, query_sequences
 from realmops.model import likelihood
 from realmops.model.files import load_models
@@ -186,11 +184,6 @@ def _explanation(
     )
 
 
-def as_json(found: Explanation) -> dict[str, Any]:
-    """Everything, for other programs."""
-    return asdict(found)
-
-
 def lines(found: Explanation) -> list[str]:
     """For a terminal."""
     rows = [
@@ -210,19 +203,24 @@ def lines(found: Explanation) -> list[str]:
 def as_page(found: Explanation) -> str:
     """One HTML page that opens without a network."""
     head = ("p(z|x)", "p(z|x,y)", "p(y|z,x)", "utility, nats", "document", "its own guess")
-    table = "".join(
-        f"<tr><td>{c.p_z:.3f}</td><td>{c.p_z_given_y:.3f}</td><td>{c.p_y:.3g}</td><td>{c.utility:+.2f}</td>"
-        f'<td>{escape(c.title)} <span class="soft">{escape(c.passage_id)}</span></td><td>{escape(c.guess)}</td></tr>'
+    rows = [
+        (
+            f"{c.p_z:.3f}",
+            f"{c.p_z_given_y:.3f}",
+            f"{c.p_y:.3g}",
+            f"{c.utility:+.2f}",
+            f"{c.title} {c.passage_id}",
+            c.guess,
+        )
         for c in found.candidates
-    )
-    guesses: Mapping[str, Guess] = {"REALM": found.with_retrieval, "without retrieval": found.without_retrieval}
+    ]
+    guesses = {"REALM": found.with_retrieval, "without retrieval": found.without_retrieval}
     said = "".join(f"<p>{name}: <b>{escape(g.words)}</b>, p = {g.probability:.3g}</p>" for name, g in guesses.items())
     return page_of(
         "A masked sentence",
         [
             f'<div class="card"><p class="question">{escape(found.sentence)}</p>{said}<p>y = {escape(found.y)}: '
             f"p(y|x) = {found.p_y:.3g}, without retrieval {found.p_y_without:.3g}</p></div>",
-            f'<div class="card scroll"><table><tr>{"".join(f"<th>{escape(h)}</th>" for h in head)}</tr>{table}'
-            "</table></div>",
+            f'<div class="card scroll">{table_of(head, rows)}</div>',
         ],
     )
