@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ import toy
 
 from realmops.evaluate.ablation import (
     Outcome,
+    Variant,
     as_csv,
     as_markdown,
+    cells,
     mean_series,
     page,
     staleness_chart,
@@ -27,7 +30,8 @@ from realmops.evaluate.ablation import (
 from realmops.evaluate.charts import Series
 from realmops.stages import STAGES
 
-TITLES = {"realm": "REALM", "baseline": "Baseline", "never_run": "Never run"}
+NAMES = {"realm": "REALM", "baseline": "Baseline", "never_run": "Never run"}
+VARIANTS = {name: Variant(title, "words") for name, title in NAMES.items()}
 
 
 def outcome(variant: str, seed: int, correct: str, recall: float, age: float = 1.0) -> Outcome:
@@ -46,7 +50,7 @@ OUTCOMES = [
 
 
 def test_means_and_differences_by_hand() -> None:
-    realm, baseline = table_rows(OUTCOMES, TITLES, reference="realm")
+    realm, baseline = table_rows(OUTCOMES, VARIANTS, reference="realm")
     assert (realm.em, realm.recall_at_5, realm.em_difference, realm.seeds) == (0.5, pytest.approx(0.6), 0.0, 2)
     assert (baseline.em, baseline.recall_at_5) == (0.25, pytest.approx(0.3))
     assert baseline.em_difference == pytest.approx(-0.25), "two of eight questions"
@@ -58,21 +62,36 @@ def test_means_and_differences_by_hand() -> None:
 
 
 def test_a_difference_takes_the_seeds_that_both_have() -> None:
-    _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", 1.0)], TITLES, reference="realm")
+    _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", 1.0)], VARIANTS, reference="realm")
     assert (baseline.seeds, baseline.questions) == (3, 8)
     assert baseline.em_difference == pytest.approx(-0.25)
     with pytest.raises(ValueError, match="baseline and realm have no seed in common"):
-        table_rows([OUTCOMES[0], outcome("baseline", 5, "1", 1.0)], TITLES, reference="realm")
+        table_rows([OUTCOMES[0], outcome("baseline", 5, "1", 1.0)], VARIANTS, reference="realm")
 
 
 def test_the_table_as_people_read_it() -> None:
-    rows = table_rows(OUTCOMES, TITLES, reference="realm")
+    rows = table_rows(OUTCOMES, VARIANTS, reference="realm")
     lines = as_markdown(rows).splitlines()
     assert len(lines) == 4
-    assert lines[2] == "| REALM | 0.500 | 0.250 to 0.750 | 0.600 | 0.500 to 0.700 | +0.000 | +0.000 to +0.000 | 2 |"
-    assert lines[3].startswith("| Baseline | 0.250 | 0.000 to 0.500 | 0.300 | 0.200 to 0.400 | -0.250 |")
+    assert lines[2] == (
+        "| REALM | words | 0.500 (0.250 to 0.750) | 0.600 (0.500 to 0.700) | – | +0.000 (+0.000 to +0.000) | 2 |"
+    )
+    assert lines[3].startswith("| Baseline | words | 0.250 (0.000 to 0.500) | 0.300 (0.200 to 0.400) | – | -0.250 (")
     (_, read) = csv.DictReader(io.StringIO(as_csv(rows)))
     assert (read["variant"], float(read["em"])) == ("baseline", 0.25)
+
+
+def test_what_a_variant_does_not_have_is_left_open() -> None:
+    """A closed book retrieves nothing; the words that one masked are right in .25 and .75 of the sentences."""
+    closed = outcome("baseline", 0, "0000", float("nan"))
+    guessed = [
+        replace(one, figures={"masked_accuracy": share})
+        for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
+    ]
+    realm, baseline = table_rows([*guessed, closed], VARIANTS, reference="realm")
+    assert (realm.masked_accuracy, cells(realm)[4]) == (0.5, "0.500")
+    assert (cells(baseline)[3], cells(baseline)[4]) == ("–", "–")
+    assert baseline.em_difference == -0.75
 
 
 def test_curves_are_means_over_seeds() -> None:
@@ -83,8 +102,9 @@ def test_curves_are_means_over_seeds() -> None:
 
 
 def test_the_page_needs_no_network_and_escapes() -> None:
-    rows = table_rows(OUTCOMES, {"realm": "<b>REALM</b>", "baseline": "B"}, reference="realm")
-    charts = [utility_chart(OUTCOMES, TITLES, ["realm"]), staleness_chart(OUTCOMES, ["realm", "baseline"])]
+    titled = {"realm": Variant("<b>REALM</b>", "words"), "baseline": Variant("B", "words")}
+    rows = table_rows(OUTCOMES, titled, reference="realm")
+    charts = [utility_chart(OUTCOMES, VARIANTS, ["realm"]), staleness_chart(OUTCOMES, ["realm", "baseline"])]
     assert all(charts)
     assert staleness_chart(OUTCOMES, ["realm"]) == ""
     text = page(rows, charts, "a & b")

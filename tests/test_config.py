@@ -80,7 +80,7 @@ def line_of(text: str) -> int:
         ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf; a finite number is wanted"),
         ("  init: small ", "  init: 7 ", r"bert\.init is 7 \(int\); a text is wanted"),
         ("  share_embedders: true", "  share_embedders: 1 ", r"share_embedders is 1 \(int\); true or false"),
-        ("  candidates: 8 ", "  candidates: 1 ", r"pretrain\.candidates is 1; it must be at least 2"),
+        ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0; it must be more than 0"),
         ("  device: auto ", "  device: [a] ", r"run\.device is \['a'\]; allowed are auto, cpu, cuda"),
     ],
 )
@@ -90,6 +90,14 @@ def test_a_wrong_value_names_file_key_and_what_is_allowed(
     with pytest.raises(ValueError, match=message) as error:
         load(replaced(params, old, new))
     assert str(params) in str(error.value)
+
+
+@pytest.mark.parametrize(("key", "least"), [("question", 2), ("answer", 2), ("passage", 8)])
+def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: str, least: int) -> None:
+    setting = f"closed_book.{key}_wordpieces="
+    load(params, settings=[f"{setting}{least}"])
+    with pytest.raises(ValueError, match=rf"closed_book\.{key}_wordpieces is 1; it must be at least {least}"):
+        load(params, settings=[f"{setting}1"])
 
 
 def test_a_missing_section_is_named(params: Path) -> None:

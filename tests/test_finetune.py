@@ -57,6 +57,79 @@ def open_qa(world: World, *, width: int = 8, **changes: Any) -> OpenQa:
     )
 
 
+def span_logits(model: OpenQa, question: Question, passages: list[int]) -> list[list[tuple[float, bool]]]:
+    """(score, is gold) of every span of each passage, read one by one."""
+    gold = model.gold(question, passages)
+    found = []
+    for rank, passage in enumerate(passages):
+        score_S, rows = model.spans([model.wordpieces(question.question)], [[passage]])
+        is_gold = [(rank, int(first), int(last)) in gold for _, _, first, last in rows]
+        found.append(list(zip(score_S.tolist(), is_gold, strict=True)))
+    return found
+
+
+def minus_log_share(values: Sequence[tuple[float, bool]], *, best_alone: bool = False) -> float:
+    right = [math.exp(score) for score, is_gold in values if is_gold]
+    return -math.log((max(right) if best_alone else sum(right)) / sum(math.exp(score) for score, _ in values))
+
+
+# Of BORN: Oslo is in the first and third; of PORT: Bergen is in both.
+GIVEN = {BORN.question: [0, 6, 4], PORT.question: [6, 2, -1], NEVER.question: [3, 4, -1]}
+
+
+def given(world: World, **changes: Any) -> OpenQa:
+    """The passages of ``GIVEN`` and no embeddings."""
+    model = open_qa(world, **changes)
+    model.embedding_PE = None
+    model.ranker = lambda question, k: np.array([*GIVEN[question], -1, -1][:k])
+    return model
+
+
+@pytest.mark.parametrize("span_loss", ["marginal", "hard_em", "per_passage"])
+def test_the_loss_over_given_passages_is_the_slow_one(world: World, span_loss: str) -> None:
+    model = given(world, span_loss=span_loss)
+    questions = [BORN, PORT]
+    loss, metrics = model.loss(questions)
+    expected = []
+    for question in questions:
+        spans = span_logits(model, question, [p for p in GIVEN[question.question] if p >= 0])
+        if span_loss == "per_passage":
+            losses = [minus_log_share(one) for one in spans if any(is_gold for _, is_gold in one)]
+            assert len(losses) == 2
+            expected.append(sum(losses) / 2)
+        else:
+            together = [pair for one in spans for pair in one]
+            expected.append(minus_log_share(together, best_alone=span_loss == "hard_em"))
+    assert metrics["span_loss"] == pytest.approx(sum(expected) / 2, rel=1e-4)
+    loss.backward()
+    assert all(p.grad is None for p in model.retriever.parameters()), "nothing of the retriever learns"
+
+
+@pytest.mark.parametrize("span_loss", ["marginal", "hard_em", "per_passage"])
+def test_a_question_without_a_gold_span_teaches_nothing_given_or_not(world: World, span_loss: str) -> None:
+    model = given(world, span_loss=span_loss)
+    loss, metrics = model.loss([NEVER])
+    assert metrics["span_loss"] == 0.0
+    assert metrics["no_correct_span"] == 1.0
+    loss.backward()
+    assert all(not p.grad.any() for p in model.reader.parameters() if p.grad is not None)
+
+
+def test_what_is_given_is_read_and_nothing_else(world: World) -> None:
+    model = given(world)
+    answers = model.answer([BORN, PORT], ranked=3, batch_size=2)
+    assert [answer.passages for answer in answers] == [[0, 6, 4], [6, 2]]
+    assert [answer.ranked for answer in answers] == [GIVEN[q.question] for q in (BORN, PORT)]
+    assert answers == model.answer(
+        [BORN, PORT], ranked=3, batch_size=2, given=np.array([GIVEN[q.question] for q in (BORN, PORT)])
+    )
+    assert answers[0].log_prior == pytest.approx([math.log(1 / 3)] * 3)
+    assert answers[1].log_prior == pytest.approx([math.log(1 / 2)] * 2), "one each, none for what is not there"
+    before = [p.clone() for p in model.retriever.parameters()]
+    finetune(tiny_context(), model, [BORN, PORT], options(), tiny_optimiser())
+    assert all(torch.equal(p, old) for p, old in zip(model.retriever.parameters(), before, strict=True))
+
+
 # ---- what is correct
 
 
@@ -210,7 +283,7 @@ def test_the_loss_is_the_slow_ones(world: World) -> None:
     model = open_qa(world, retriever_candidates=11, reader_candidates=10)
     questions = [BORN, PORT, NEVER]
     with torch.no_grad():
-        loss, metrics = model.loss(questions, [model.wordpieces(q.question) for q in questions])
+        loss, metrics = model.loss(questions)
         parts = [slow_loss(world, model, question) for question in questions]
     assert parts[2] == (0.0, 0.0)
     assert min(early for early, _ in parts[:2]) > 0
@@ -224,7 +297,7 @@ def test_the_loss_is_the_slow_ones(world: World) -> None:
 
 def test_a_question_with_nothing_correct_teaches_nothing(world: World) -> None:
     model = open_qa(world)
-    loss, metrics = model.loss([NEVER], [model.wordpieces(NEVER.question)])
+    loss, metrics = model.loss([NEVER])
     assert loss.item() == 0.0
     assert (metrics["no_correct_passage"], metrics["no_correct_span"]) == (1.0, 1.0)
     loss.backward()
@@ -236,7 +309,7 @@ def test_a_question_with_nothing_correct_teaches_nothing(world: World) -> None:
 def test_the_passages_stay_and_query_and_reader_learn(world: World) -> None:
     """Gradients reach the query tower through both losses, and the reader; the embeddings are constants."""
     model = open_qa(world, retriever_candidates=11, reader_candidates=10)
-    loss, metrics = model.loss([BORN], [model.wordpieces(BORN.question)])
+    loss, metrics = model.loss([BORN])
     assert metrics["no_correct_span"] == 0.0
     loss.backward()
     assert model.embedding_PE.grad is None
@@ -255,7 +328,7 @@ def test_relevance_ranks_the_frozen_passages(world: World, candidates: int) -> N
     model = open_qa(world)
     tokens = [model.wordpieces(q.question) for q in (BORN, PORT)]
     with torch.no_grad():
-        score_BK, id_BK = model.relevance(tokens, candidates)
+        score_BK, id_BK = model.relevance([q.question for q in (BORN, PORT)], candidates)
         joined = [join_query(t, world.special, model.options.query_wordpieces) for t in tokens]
         plain_BP = model.retriever.scale * model.retriever.query(Packed(joined)) @ model.embedding_PE.T
     count = min(candidates, 12)
@@ -313,7 +386,7 @@ def test_the_best_span_over_passages_and_relevance_wins(world: World) -> None:
     for question, answer in zip(questions, answers, strict=True):
         tokens = model.wordpieces(question.question)
         with torch.no_grad():
-            score_BK, id_BK = model.relevance([tokens], 5)
+            score_BK, id_BK = model.relevance([question.question], 5)
             score_S, rows = model.spans([tokens], [id_BK[0, :3].tolist()])
         logits = [float(s) + float(score_BK[0, rank]) for s, (_, rank, _, _) in zip(score_S, rows, strict=True)]
         best = int(np.argmax(logits))
@@ -379,9 +452,9 @@ def test_each_epoch_sees_each_question_once_in_an_order_of_its_own(
     model, seen = open_qa(world), list[str]()
     real = OpenQa.loss
 
-    def spy(self: OpenQa, questions: Sequence[Question], tokens: Sequence[np.ndarray]) -> Any:
+    def spy(self: OpenQa, questions: Sequence[Question]) -> Any:
         seen.extend(q.id for q in questions)
-        return real(self, questions, tokens)
+        return real(self, questions)
 
     monkeypatch.setattr(OpenQa, "loss", spy)
     questions = [Question(str(i), "Where is it?", ("Oslo",)) for i in range(9)]

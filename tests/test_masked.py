@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import toy
 
+from realmops.artifacts import write_manifest
 from realmops.corpus.snapshot import Snapshot
 from realmops.stages import masked
-from realmops.stages.masked import Explanation, explain
+from realmops.stages.masked import Explanation
+from realmops.stages.update import of_pipeline
 
 SENTENCE = "Anna Berg was born in [MASK]."
+
+
+def explain(sentence: str, root: Path, *, answer: str | None = None) -> Explanation:
+    return masked.explain(sentence, root, of_pipeline(root), answer=answer)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +91,7 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
     page = tmp_path / "masked.html"
     printed = toy.cli("explain", SENTENCE, "--root", root, "--answer", "Oslo", "--json", "--html", page)
     values = json.loads(printed.output)
-    assert values["y"] == masked.explain(SENTENCE, root, answer="Oslo").y
+    assert values["y"] == explain(SENTENCE, root, answer="Oslo").y
     assert len(values["candidates"]) == 3
     assert "(null document)" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -95,3 +102,30 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
         refused = toy.cli("explain", *words, "--root", root)
         assert refused.exit_code == 2
         assert message in refused.output
+
+
+def test_the_three_lines_of_table_3(found: Explanation) -> None:
+    passages = found.candidates[:-1]
+    best = max(passages, key=lambda c: c.p_y)
+    assert found.p_y_best == best.p_y
+    said = [" ".join(line.split()) for line in found.sheet().said]
+    assert said[3:6] == [
+        f"BERT, without retrieval: p(y|x) = {found.p_y_without:.3g} (the reader with the null document)",
+        f"REALM given the best z: p(y|x,z) = {best.p_y:.3g} ({best.title} [{best.passage_id[:12]}])",
+        f"REALM, marginal over top 2: p(y|x) = {found.p_y:.3g} (and the null document)",
+    ]
+
+
+def test_the_index_is_named_with_the_step_of_its_weights(found: Explanation) -> None:
+    """Pre-training took no step here, and nothing is fine-tuned, so passages are embedded for the explanation."""
+    assert (found.index.file, found.index.passages, found.index.step) == (None, 12, 0)
+    assert str(found.index) == "12 passages, embedded now, with the weights of pretrain after step 0"
+
+
+def test_an_imported_model_is_refused_with_its_name(root: Path, tmp_path: Path) -> None:
+    """Its options of pre-training are not known."""
+    trained = tmp_path / "models/pretrain"
+    shutil.copytree(root / "models/pretrain", trained)
+    write_manifest(trained, "pretrain", fingerprint="imported")
+    with pytest.raises(ValueError, match="models/pretrain was imported, so the options"):
+        explain(SENTENCE, tmp_path)

@@ -23,6 +23,10 @@ from safetensors.numpy import load_file
 from toy import Quiet, cli, command, journal, litter, run_command, stage, toy_values, without_clock, write_project
 
 from realmops.artifacts import read_manifest
+from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.openqa import read_predictions
+from realmops.index.lexical import Bm25, Graph, TfIdf, rank, titled_texts
+from realmops.index.links import Links
 from realmops.stages import STAGES, Job, ict
 from realmops.stages.builder import run_index_builder
 
@@ -38,6 +42,7 @@ METRICS = {
         "loss", "retrieval_utility", "retrieval_utility_top", "retrieval_utility_best", "marginal_gain", "p_null",
         "recall_at_5_before", "recall_at_5_after", "hit_at_5_before", "hit_at_5_after", "refreshes",
         "index_staleness_steps", "index_staleness_seconds", "top_k_change", "wait_share", "collapsed",
+        "masked_log_p", "masked_accuracy", "masked_log_p_without", "masked_accuracy_without",
     },
     "finetune": {"dev_em", "span_loss", "early_loss", "no_correct_span", "questions"},
     "evaluate": {
@@ -337,6 +342,70 @@ def test_fine_tuning_starts_where_it_is_told(project: Path, tmp_path: Path) -> N
             assert (found == start[reader]).all()
             found = load_file(root / "models/finetune/retriever.safetensors")[f"query.{encoder}"]
             assert (found == towers[retriever]).all()
+
+
+@pytest.fixture(scope="module")
+def warm(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose root holds everything that fine-tuning may start from."""
+    folder = tmp_path_factory.mktemp("warm")
+    pretrain_beside(project, copy_of(project, folder / "root", "data", "models/ict"), toy_values())
+    return folder
+
+
+@pytest.mark.parametrize("retriever", ["bm25", "tfidf", "graph", "path"])
+def test_a_retriever_that_is_none_of_ours_is_read_from_training_to_answers(
+    project: Path, warm: Path, tmp_path: Path, retriever: str
+) -> None:
+    root = copy_of(warm, tmp_path, "data", "models")
+    values = toy_values(finetune={"retriever": retriever, "reader": "ict", "reader_candidates": 3})
+    tuned = stage("finetune", values, project, root)
+    measured = stage("evaluate", values, project, root)
+    assert not (root / "models/finetune/index.safetensors").exists()
+    snapshot = Snapshot.open(root / "data/snapshot/corpus")
+    bm25 = Bm25(titled_texts(snapshot))
+    words = {"bm25": bm25, "tfidf": TfIdf(titled_texts(snapshot)), "graph": Graph(bm25, Links(snapshot))}
+    predictions = read_predictions(root / "results/predictions.parquet")
+    if retriever in words:
+        expected = rank(words[retriever], [p.question for p in predictions], 3)
+        assert [p.passage_ids for p in predictions] == [tuple(map(snapshot.passage_id, row)) for row in expected]
+    else:
+        assert tuned["questions_with_path"] > 0
+        steps = journal(root / "models/finetune")
+        assert [line["step"] for line in steps] == list(range(len(steps)))
+        assert "path_loss" in steps[0]
+        assert "span_loss" in steps[-1]
+    assert all(p.p_z == pytest.approx((1 / 3,) * 3) for p in predictions)
+    assert (measured["recall_at_5"] == measured["bm25_recall_at_5_token_boundary"]) or retriever != "bm25"
+
+
+def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_path: Path) -> None:
+    root = copy_of(warm, tmp_path, "data", "models")
+    book = {"steps": 3, "batch_size": 2, "epochs": 2, "checkpoint_every": 2}
+    values = toy_values(finetune={"reader": "t5"}, closed_book=book)
+    tuned = stage("finetune", values, project, root)
+    assert tuned["questions"] == len(toy.QUESTIONS["train"])
+    steps = journal(root / "models/finetune")
+    assert [line["step"] for line in steps] == list(range(3 + 2 * 3))
+    assert ["corrupted_loss" in line for line in steps] == [True] * 3 + [False] * 6
+    measured = stage("evaluate", values, project, root)
+    assert measured["recall_at_5"] == 0.0
+    predictions = read_predictions(root / "results/predictions.parquet")
+    assert all(p.passage_ids == () and p.evidence_rank == -1 and -math.inf < p.span_score < 0 for p in predictions)
+    shown = cli("explain", "--root", root)
+    assert shown.exit_code == 0, shown.output
+    params = toy.write_params(tmp_path / "params.yaml", values)
+    refused = cli("update", "--params", params, "--root", root)
+    assert refused.exit_code == 2
+    assert "answers without reading (finetune.reader is t5)" in refused.output
+
+
+def test_bert_without_retrieval_is_a_pretraining_like_any_other(project: Path, tmp_path: Path) -> None:
+    report = Quiet()
+    root = copy_of(project, tmp_path, "data", "models/ict")
+    metrics = pretrain_beside(project, root, toy_values(pretrain={"candidates": 1, "collapse_share": 0.01}), report)
+    assert metrics["masked_log_p"] == metrics["masked_log_p_without"] < 0.0
+    assert not {"p_null", "retrieval_utility"} & set(metrics)
+    assert report.warned == []
 
 
 # Killed and started again

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,40 @@ def test_an_example_with_the_null_document_alone(world: World) -> None:
     _, metrics = realm.loss(examples[1:], [[]], retriever_learns=True)
     assert set(metrics) == {"log_marginal", "top_share", "p_null", "marginal_gain"}
     assert metrics["p_null"] == pytest.approx(1.0)
+
+
+def test_without_retrieval_it_is_a_bert_that_guesses_masked_words(world: World) -> None:
+    retriever, reader = tiny_models(world)
+    realm = Realm(retriever, reader, world.snapshot, options(candidates=1), FP32)
+    masked = example(world, 0, 0)
+    loss, metrics = realm.loss([masked], [[]], retriever_learns=True)
+    log_token_BKM, _ = realm.log_token([masked], [[]])
+    assert log_token_BKM.shape[1] == 1
+    assert loss.item() == pytest.approx(-log_token_BKM.sum().item(), rel=1e-5)
+    assert set(metrics) == {"log_marginal", "top_share"}, "no share of the null document to be alarmed by"
+    loss.backward()
+    assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in retriever.parameters())
+
+
+@pytest.mark.parametrize("null_document", [True, False])
+def test_guesses_are_equation_1_and_the_likeliest_wordpieces(world: World, null_document: bool) -> None:
+    retriever, reader = tiny_models(world)
+    realm = Realm(retriever.eval(), reader.eval(), world.snapshot, options(null_document=null_document), FP32)
+    masked, found = example(world, 6, 0), [7, 2, 8]
+    guess = realm.guess(masked, found)
+    loss, _ = realm.loss([masked], [found], retriever_learns=False)
+    assert guess["masked_log_p"] == pytest.approx(-loss.item(), rel=1e-5)
+    assert ("masked_log_p_without" in guess) == null_document
+    if null_document:
+        alone = Realm(retriever, reader, world.snapshot, options(candidates=1), FP32).guess(masked, [])
+        assert alone["masked_log_p"] == pytest.approx(guess["masked_log_p_without"], rel=1e-5)
+    with torch.no_grad():
+        log_prior_BK, _ = realm.log_prior([masked], [found])
+        words_KMV = realm.log_words(masked, found)[: log_prior_BK.shape[1]]
+    likeliest = (log_prior_BK[0].exp()[:, None, None] * words_KMV.exp()).sum(0).argmax(-1).numpy()
+    assert guess["masked_accuracy"] == float((likeliest == masked.targets).all()) == 0.0
+    told = replace(masked, targets=likeliest)
+    assert realm.guess(told, found)["masked_accuracy"] == 1.0
 
 
 def test_no_candidate_at_all_is_an_error_that_says_what_to_do(world: World) -> None:

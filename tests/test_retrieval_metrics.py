@@ -1,4 +1,4 @@
-"""Recall@k under each rule, and BM25, on a corpus of four passages."""
+"""Recall@k under each rule, on a corpus of four passages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from asked import QUESTIONS, TEXTS
 
 from realmops.corpus.questions import Question
 from realmops.evaluate.retrieval import (
-    bm25_ranking,
     first_hit_ranks,
     hit_ranks_by_rule,
     hits_at,
@@ -60,11 +59,3 @@ def test_expressions_have_rules_of_their_own() -> None:
     assert later["regex_match"].tolist() == [198]
     with pytest.raises(ValueError, match="'born' are regular expressions, those of 'mills' are not"):
         hit_ranks_by_rule([hollow, QUESTIONS[1]], padded.repeat(2, axis=0), TEXTS.__getitem__)
-
-
-def test_bm25_finds_stems_and_pads_a_small_corpus() -> None:
-    ranking = bm25_ranking(TEXTS, ["Which ferry crosses lakes?", "Where was Vell born?"], k=6)
-    assert ranking.shape == (2, 6)
-    assert ranking[:, 0].tolist() == [2, 1]
-    assert ranking[:, 4:].tolist() == [[-1, -1], [-1, -1]]
-    assert sorted(ranking[0, :4].tolist()) == [0, 1, 2, 3]

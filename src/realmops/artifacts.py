@@ -62,17 +62,23 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace a file by these bytes: temporary file, fsync, rename, fsync of the folder."""
-    stage = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with atomic_file(path) as stage:
+        stage.write_bytes(content)
+
+
+@contextmanager
+def atomic_file(final: Path) -> Iterator[Path]:
+    """The name of a file beside ``final`` that takes its place, synced, when the block ends without an error."""
+    stage = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
     try:
-        with open(stage, "xb") as file:
-            file.write(content)
-            file.flush()
+        yield stage
+        with open(stage, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(stage, path)
+        os.replace(stage, final)
     except BaseException:
         stage.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(final.parent)
 
 
 def sync_folder(folder: Path) -> None:

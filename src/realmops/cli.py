@@ -6,13 +6,16 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from realmops import __version__
+
+if TYPE_CHECKING:
+    from realmops.stages.explanations import Explained
 
 F = TypeVar("F", bound=Callable[..., Any])
 STAGES = {
@@ -208,7 +211,7 @@ def run_ablations(
     from realmops.evaluate.ablation import as_markdown
     from realmops.stages import ablation
 
-    chosen = variants or tuple(ablation.titles(params))
+    chosen = variants or tuple(ablation.variants_of(params))
     what = ablation.Ablation(params, presets or ("ablation",), settings, chosen, range(seeds), out)
     rows, failures = ablation.ablate(what, jobs=jobs, report=Console())
     if rows:
@@ -282,11 +285,18 @@ def evaluate(
 
 @main.command()
 @click.argument("sentence", required=False)
-@click.option("--answer", metavar="TEXT", help="The words behind [MASK]; one [MASK] stands for all of them.")
-@click.option("--json", "as_json", is_flag=True, help="Of SENTENCE: everything as JSON.")
-@click.option("--html", type=click.Path(path_type=Path), help="Of SENTENCE: also as a page of its own.")
+@click.option("--answer", metavar="TEXT", help="The words behind [MASK] (one [MASK] stands for all), or an answer.")
+@click.option("--json", "as_json", is_flag=True, help="Everything about a sentence or a question as JSON.")
+@click.option("--html", type=click.Path(path_type=Path), help="The same also as a page of its own.")
+@click.option("--before-after", is_flag=True, help='Over the corpus of before and of after "realmops update".')
 @_root
-@click.option("--question", "ids", multiple=True, metavar="ID", help="Only this question. Can be repeated.")
+@click.option(
+    "--question",
+    "questions",
+    multiple=True,
+    metavar="ID|TEXT",
+    help="The answer under results/ with this id; any other text is a question to ask now. Can be repeated.",
+)
 @click.option(
     "--failed-at",
     "failures",
@@ -301,38 +311,71 @@ def explain(
     answer: str | None,
     as_json: bool,
     html: Path | None,
+    before_after: bool,
     root: Path,
-    ids: tuple[str, ...],
+    questions: tuple[str, ...],
     failures: tuple[str, ...],
     limit: int,
 ) -> None:
     """Say what answers rest on: passages with p(z|x), spans with scores, where each failed.
 
-    Without SENTENCE it is about the answers under results/. With one that has [MASK] in it, it is about what the
-    pre-trained model makes of that sentence: its guess with and without retrieval, and what each passage is worth.
+    Without SENTENCE it is about the answers under results/, all or those of the ids named by --question. A --question
+    in words of your own is answered now by the fine-tuned model; so is that of an id with one of the options
+    --answer, --json, --html and --before-after. With a SENTENCE that has [MASK] in it, it is about what the
+    pre-trained model makes of that: its guess with and without retrieval, and what each passage is worth.
     """
-    if sentence is None:
-        if answer is not None or as_json or html is not None:
-            raise ValueError("--answer, --json and --html are about a sentence: give one with [MASK] in it")
-        _explain(root, ids, failures, limit)
+    anew = answer is not None or as_json or html is not None or before_after
+    if sentence is not None:
+        if questions or failures:
+            raise ValueError("--question and --failed-at are about questions: leave the sentence out")
+    elif not questions:
+        if anew:
+            raise ValueError(
+                "--answer, --json, --html and --before-after are about a sentence with [MASK] or a --question: give one"
+            )
+        _explain(root, (), failures, limit)
         return
-    if ids or failures:
-        raise ValueError("--question and --failed-at are about the answers under results/: leave the sentence out")
-    from dataclasses import asdict
+    from realmops.evaluate.explain import sorted_out
 
-    from realmops.stages import masked
+    texts, ids = sorted_out(questions, root, anew=anew)
+    if texts and failures:
+        raise ValueError("--failed-at is about the answers under results/: leave it out, or name --question by id")
+    if len(texts) > 1 and anew:
+        raise ValueError("--answer, --json, --html and --before-after take one question: ask the others apart")
+    if ids:
+        _explain(root, ids, failures, limit)
+    if sentence is None and not texts:
+        return
+    from realmops.stages import asked, masked
+    from realmops.stages.update import before_and_after, of_pipeline
 
-    found = masked.explain(sentence, root, answer=answer)
+    sides = before_and_after(root) if before_after else (of_pipeline(root),)
+    explained: Iterable[Sequence[Explained]]
+    if sentence is not None:
+        explained = [[masked.explain(sentence, root, side, answer=answer) for side in sides]]
+    else:
+        explained = zip(*(asked.explain(texts, root, side, answer=answer) for side in sides), strict=True)
+    for number, found in enumerate(explained):
+        if ids or number:
+            click.echo()
+        _show(found, as_json, html)
+
+
+def _show(found: Sequence[Explained], as_json: bool, html: Path | None) -> None:
+    from realmops.stages import explanations
+
     if html is not None:
         from realmops.artifacts import write_bytes
 
-        write_bytes(html, masked.as_page(found).encode())
+        write_bytes(html, explanations.as_page(found).encode())
     if as_json:
-        import json
-
-        click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
+        click.echo(explanations.as_json(found))
+    elif len(found) == 1:
+        click.echo("\n".join(explanations.lines(found[0].sheet())))
     else:
-        click.echo("\n".join(masked.lines(found)))
+        from rich.console import Console as Screen
+
+        Screen(width=None if Screen().is_terminal else 160).print(explanations.side_by_side(*found))
 
 
 def _explain(root: Path, ids: tuple[str, ...], failures: tuple[str, ...], limit: int) -> None:
@@ -345,6 +388,25 @@ def _explain(root: Path, ids: tuple[str, ...], failures: tuple[str, ...], limit:
     if len(found) > limit:
         lines.append(f"\n{len(found) - limit} more; --limit, --question and --failed-at choose others")
     click.echo("\n".join(lines))
+
+
+@main.command()
+@_root
+@click.option("--limit", type=click.IntRange(min=1), help="Align so many masked spans, drawn by seed; else all.")
+@click.option("--out", type=click.Path(path_type=Path), help="The file to write; else alignments.parquet in the root.")
+@_explains_errors
+def alignments(root: Path, limit: int | None, out: Path | None) -> None:
+    """Align the masked salient spans of the pre-training corpus with the passages that explain them, as Parquet.
+
+    One row for each span and candidate passage: p(z|x), p(z|x,y), retrieval utility, and whether the passage contains
+    the span. Nobody labelled these alignments: the pre-trained model made them from masked words.
+    """
+    from realmops.console import Console
+    from realmops.stages.alignments import FILE, align
+
+    report, file = Console(), out or root / FILE
+    metrics = align(root, file, limit=limit, report=report)
+    report.metrics(str(file), metrics)
 
 
 @main.command()

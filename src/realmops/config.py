@@ -156,8 +156,9 @@ class Pretrain:
 class Finetune:
     """Open-QA fine-tuning."""
 
-    retriever: Literal["pretrain", "ict"]
-    reader: Literal["pretrain", "ict"]
+    retriever: Literal["pretrain", "ict", "bm25", "tfidf", "graph", "path"]
+    reader: Literal["pretrain", "ict", "t5"]
+    span_loss: Literal["marginal", "hard_em", "per_passage"]
     epochs: float
     batch_size: int
     retriever_learning_rate: float
@@ -168,6 +169,21 @@ class Finetune:
     reader_wordpieces: int
     answer_wordpieces: int
     span_width: int
+    checkpoint_every: int
+
+
+@dataclass(frozen=True)
+class ClosedBookOptions:
+    """A T5 that answers without reading (``finetune.reader: t5``)."""
+
+    init: str
+    steps: int
+    batch_size: int
+    learning_rate: float
+    epochs: float
+    passage_wordpieces: int
+    question_wordpieces: int
+    answer_wordpieces: int
     checkpoint_every: int
 
 
@@ -211,6 +227,7 @@ class Config:
     ict: Ict
     pretrain: Pretrain
     finetune: Finetune
+    closed_book: ClosedBookOptions
     optimiser: Optimiser
     evaluate: Evaluate
     tracking: Tracking
@@ -238,7 +255,6 @@ _POSITIVE = {
     "broken_share": 0,
     "bootstrap": 0,
     "masked_sentences": 0,
-    "candidates": 2,
 }
 _AT_MOST_ONE = {
     "hidden",
@@ -367,6 +383,9 @@ def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
                 f"{name} is {values[section][key]}, but the encoder has bert.positions={positions}; "
                 "lower the one or raise the other"
             )
+    for name, least in (("question_wordpieces", 2), ("answer_wordpieces", 2), ("passage_wordpieces", 8)):
+        if values["closed_book"][name] < least:
+            raise ValueError(f"closed_book.{name} is {values['closed_book'][name]}; it must be at least {least}")
     question, together = values["finetune"]["query_wordpieces"], values["finetune"]["reader_wordpieces"]
     if together <= question + 1:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,28 +22,47 @@ VOCABULARY = "vocab.txt"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
-_ADVICE = f"a BERT encoder's folder has {CONFIG}, {SAFETENSORS[0]} or {BIN[0]}, and {VOCABULARY} or {TOKENIZER}"
 
 
-def encoder_folder(init: str) -> Path:
-    """The folder of a pre-trained encoder: ``init`` itself, or the hub's copy of that name.
+@dataclass(frozen=True)
+class Family:
+    """Models of one kind: the option that names one, and the files of which its folder has one each."""
+
+    option: str
+    name: str
+    weights: tuple[tuple[str, str], ...]  # a whole file, or the index of several
+    vocabulary: tuple[str, ...]
+
+    @property
+    def advice(self) -> str:
+        """What a folder has, as a clause."""
+        weights = " or ".join(whole for whole, _ in self.weights)
+        return f"a {self.name}'s folder has {CONFIG}, {weights}, and {' or '.join(self.vocabulary)}"
+
+
+BERT = Family("bert.init", "BERT encoder", (SAFETENSORS, BIN), (VOCABULARY, TOKENIZER))
+T5 = Family("closed_book.init", "T5", (SAFETENSORS,), (TOKENIZER,))
+
+
+def encoder_folder(init: str, family: Family = BERT) -> Path:
+    """The folder of a pre-trained model: ``init`` itself, or the hub's copy of that name.
 
     A copy in the hub's cache is taken as it is; otherwise it is fetched, unless HF_HUB_OFFLINE forbids it.
     Raises ValueError that says what to fetch, and where to put it, when neither can be had.
     """
     folder = Path(init)
     if not folder.is_dir():
-        folder = _from_hub(init)
-    if missing := _missing(folder):
-        raise ValueError(f"{folder} lacks {', '.join(missing)}; {_ADVICE}")
+        folder = _from_hub(init, family)
+    if missing := _missing(folder, family):
+        raise ValueError(f"{folder} lacks {', '.join(missing)}; {family.advice}")
     return folder
 
 
-def encoder_files(init: str) -> dict[str, Path]:
-    """Every file that the encoder ``init`` depends on, by its name; none for ``small``."""
+def encoder_files(init: str, family: Family = BERT) -> dict[str, Path]:
+    """Every file that the model ``init`` depends on, by its name; none for ``small``."""
     if init == "small":
         return {}
-    folder = encoder_folder(init)
+    folder = encoder_folder(init, family)
     names = [CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG]
     found = [folder / name for name in names if (folder / name).is_file()]
     return {path.name: path for path in (*found, *_weight_files(folder))}
@@ -67,7 +87,7 @@ def read_optional(path: Path, what: str) -> dict[str, Any]:
     return _read_object(path, what) if path.is_file() else {}
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, family: Family) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -75,30 +95,30 @@ def _from_hub(name: str) -> Path:
     try:
         try:
             folder = Path(snapshot_download(name, local_files_only=True))
-            if not _missing(folder):
+            if not _missing(folder, family):
                 return folder
         except LocalEntryNotFoundError:
             pass
         safe = [*common, *SAFETENSORS, _SHARDS[0]]
         folder = Path(snapshot_download(name, allow_patterns=safe))
-        if not any((folder / weights).is_file() for weights in SAFETENSORS):
+        if BIN in family.weights and not any((folder / weights).is_file() for weights in SAFETENSORS):
             folder = Path(snapshot_download(name, allow_patterns=[*common, *BIN, _SHARDS[1]]))
     except Exception as error:  # no network, no such name, HF_HUB_OFFLINE: the advice is the same
         target = name.split("/")[-1] or "FOLDER"
         raise ValueError(
-            f"bert.init is {name!r}: no such folder, and the hub did not give it ({type(error).__name__}). On a "
+            f"{family.option} is {name!r}: no such folder, and the hub did not give it ({type(error).__name__}). On a "
             f"machine with a network run 'hf download {name} --local-dir {target}', bring that folder here and set "
-            f"bert.init to its path, or bring the hub's cache to {constants.HF_HUB_CACHE}; {_ADVICE}. "
-            "Or set bert.init=small"
+            f"{family.option} to its path, or bring the hub's cache to {constants.HF_HUB_CACHE}; {family.advice}. "
+            f"Or set {family.option}=small"
         ) from None
     return folder
 
 
-def _missing(folder: Path) -> list[str]:
+def _missing(folder: Path, family: Family) -> list[str]:
     wanted = {
         CONFIG: (CONFIG,),
-        f"{SAFETENSORS[0]} or {BIN[0]}": (*SAFETENSORS, *BIN),
-        f"{VOCABULARY} or {TOKENIZER}": (VOCABULARY, TOKENIZER),
+        " or ".join(whole for whole, _ in family.weights): sum(family.weights, ()),
+        " or ".join(family.vocabulary): family.vocabulary,
     }
     return [what for what, names in wanted.items() if not any((folder / name).is_file() for name in names)]
 
@@ -110,7 +130,7 @@ def _weight_files(folder: Path) -> list[Path]:
             return [folder / whole]
         if (folder / index).is_file():
             return [folder / index, *_shards(folder / index)]
-    raise ValueError(f"{folder} lacks {SAFETENSORS[0]} or {BIN[0]}; {_ADVICE}")
+    raise ValueError(f"{folder} lacks {SAFETENSORS[0]} or {BIN[0]}; {BERT.advice}")
 
 
 def _shards(index: Path) -> list[Path]:

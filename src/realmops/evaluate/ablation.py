@@ -21,14 +21,22 @@ from realmops.evaluate.report import page_of, table_of
 
 
 @dataclass(frozen=True)
+class Variant:
+    """A line of the table: what it is called, and what it may use besides the corpus."""
+
+    title: str
+    uses: str
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """One variant trained with one seed. ``correct`` and ``retrieved`` are [Q], in the order of the questions."""
+    """One variant trained with one seed. ``correct`` is [Q], in the order of the questions."""
 
     variant: str
     seed: int
     correct: npt.NDArray[np.bool_]
-    recall_at_5: float  # zero-shot, of the retriever that fine-tuning starts from
-    figures: Mapping[str, float]  # others, shown as means over seeds
+    recall_at_5: float  # zero-shot, of the retriever that fine-tuning starts from; NaN where nothing is retrieved
+    figures: Mapping[str, float]  # of its pre-training, empty where it has none
     utility: Series  # retrieval utility over the steps of pre-training
 
 
@@ -38,6 +46,7 @@ class Row:
 
     variant: str
     title: str
+    uses: str
     seeds: int
     em: float
     em_low: float
@@ -50,17 +59,19 @@ class Row:
     em_difference_high: float
     p_better: float
     recall_difference: float
+    masked_accuracy: float
     questions: int
 
 
-def table_rows(outcomes: Sequence[Outcome], titles: Mapping[str, str], *, reference: str) -> list[Row]:
-    """A row for each variant that has outcomes, in the order of ``titles``.
+def table_rows(outcomes: Sequence[Outcome], variants: Mapping[str, Variant], *, reference: str) -> list[Row]:
+    """A row for each variant that has outcomes, in the order of ``variants``.
 
     Intervals of EM and recall are over seeds, that of the difference over the questions of all seeds that both have.
+    What a variant does not have is NaN.
     """
-    by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in titles}
+    by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in variants}
     rows = []
-    for name, title in titles.items():
+    for name, variant in variants.items():
         found = by_variant[name]
         if not found:
             continue
@@ -74,7 +85,8 @@ def table_rows(outcomes: Sequence[Outcome], titles: Mapping[str, str], *, refere
         rows.append(
             Row(
                 name,
-                title,
+                variant.title,
+                variant.uses,
                 len(found),
                 em.mean,
                 em.low,
@@ -87,27 +99,39 @@ def table_rows(outcomes: Sequence[Outcome], titles: Mapping[str, str], *, refere
                 difference.high,
                 difference.p_better,
                 float(np.mean([one.recall_at_5 - other.recall_at_5 for one, other in both])),
+                float(np.mean([o.figures.get("masked_accuracy", np.nan) for o in found.values()])),
                 len(ours),
             )
         )
     return rows
 
 
-HEAD = ("variant", "EM", "over seeds", "zero-shot recall@5", "over seeds", "EM, difference", "95 % interval", "seeds")
+HEAD = (
+    "variant",
+    "may use",
+    "EM, interval over seeds",
+    "zero-shot recall@5, interval over seeds",
+    "masked words right",
+    "EM, difference and 95 % interval",
+    "seeds",
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """The table's line as people read it."""
     return (
         row.title,
-        f"{row.em:.3f}",
-        f"{row.em_low:.3f} to {row.em_high:.3f}",
-        f"{row.recall_at_5:.3f}",
-        f"{row.recall_at_5_low:.3f} to {row.recall_at_5_high:.3f}",
-        f"{row.em_difference:+.3f}",
-        f"{row.em_difference_low:+.3f} to {row.em_difference_high:+.3f}",
+        row.uses,
+        f"{row.em:.3f} ({row.em_low:.3f} to {row.em_high:.3f})",
+        _known(row.recall_at_5, f"{row.recall_at_5:.3f} ({row.recall_at_5_low:.3f} to {row.recall_at_5_high:.3f})"),
+        _known(row.masked_accuracy, f"{row.masked_accuracy:.3f}"),
+        f"{row.em_difference:+.3f} ({row.em_difference_low:+.3f} to {row.em_difference_high:+.3f})",
         str(row.seeds),
     )
+
+
+def _known(value: float, shown: str) -> str:
+    return "–" if np.isnan(value) else shown
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -132,12 +156,12 @@ def mean_series(name: str, series: Sequence[Series]) -> Series:
     return Series(name, steps, [float(np.mean([v[step] for v in values])) for step in steps])
 
 
-def utility_chart(outcomes: Sequence[Outcome], titles: Mapping[str, str], variants: Sequence[str]) -> str:
+def utility_chart(outcomes: Sequence[Outcome], known: Mapping[str, Variant], variants: Sequence[str]) -> str:
     """Retrieval utility over steps, a line for each variant (the paper's Figure 4); empty without two points."""
     lines = []
     for name in variants:
         found = [o.utility for o in outcomes if o.variant == name]
-        if found and len((mean := mean_series(titles[name], found)).steps) > 1:
+        if found and len((mean := mean_series(known[name].title, found)).steps) > 1:
             lines.append(mean)
     return line_chart("Retrieval utility", "nats over no document", lines) if lines else ""
 

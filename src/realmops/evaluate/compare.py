@@ -26,10 +26,15 @@ class Comparison:
     difference: Difference
 
 
+def results_file(folder: Path) -> Path:
+    """Where the predictions lie of a results folder, or of the folder of a run that holds one."""
+    here = folder / PREDICTIONS
+    return here if here.is_file() else folder / RESULTS / PREDICTIONS
+
+
 def read_results(folder: Path) -> list[Prediction]:
     """The predictions of a results folder, or of the folder of a run that holds one."""
-    here = folder / PREDICTIONS
-    return read_predictions(here if here.is_file() else folder / RESULTS / PREDICTIONS)
+    return read_predictions(results_file(folder))
 
 
 def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Prediction]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
+from realmops.evaluate.compare import read_results, results_file
 from realmops.evaluate.openqa import Prediction
 
 # What a question failed at, the first that holds.
@@ -52,6 +54,24 @@ def chosen(
         for prediction in predictions
         if (not ids or prediction.question_id in ids) and (not failures or prediction.failed_at in failures)
     ]
+
+
+def sorted_out(values: Sequence[str], root: Path, *, anew: bool) -> tuple[list[str], tuple[str, ...]]:
+    """Of the values of ``--question`` the questions to ask now, and the ids of answers under results/ to show.
+
+    An id among the predictions under results/ is one; ``anew`` asks its question again. Everything else is a question
+    of its own, and so is all where there are no results. ValueError for what looks like a mistyped id: no white space.
+    """
+    file = results_file(root)
+    known = {p.question_id: p.question for p in read_results(root)} if values and file.is_file() else {}
+    for value in values:
+        if known and value not in known and not any(map(str.isspace, value)):
+            raise ValueError(
+                f"--question {value!r} is no id among the {len(known)} of {file} (the first is {next(iter(known))!r}), "
+                "and no question either: that has white space in it, if only at its end"
+            )
+    texts = [known.get(value, value) for value in values if anew or value not in known]
+    return texts, tuple(value for value in values if not anew and value in known)
 
 
 def overview(predictions: Sequence[Prediction]) -> Iterator[str]:

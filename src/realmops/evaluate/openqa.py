@@ -58,10 +58,10 @@ class Prediction:
     """One answer with what it rests on.
 
     ``prediction`` is ``evidence[char_start:char_end]``; ``evidence`` is the text of passage
-    ``passage_ids[evidence_rank]``, empty and -1 where the reader found no span. ``p_z`` is p(z|x) of the
-    passages that the reader saw, best first; ``passage_spans`` and ``passage_scores`` are the best span of each
-    and its score, as ``gold_span`` and ``gold_score`` of those that match an answer (None without one).
-    ``first_hit`` is the rank from 0 of the first retrieved passage with an answer, -1 without one, and
+    ``passage_ids[evidence_rank]``, empty and -1 where the reader found no span or nothing was read. ``p_z`` is
+    p(z|x) of the passages that the reader saw, best first; ``passage_spans`` and ``passage_scores`` are the best
+    span of each and its score, as ``gold_span`` and ``gold_score`` of those that match an answer (None without
+    one). ``first_hit`` is the rank from 0 of the first retrieved passage with an answer, -1 without one, and
     ``failed_at`` a key of ``explain.FAILED_AT``.
     """
 
@@ -187,7 +187,8 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
 
     for prediction in predictions:
         cut = prediction.evidence[prediction.char_start : prediction.char_end]
-        assert cut == prediction.prediction, (prediction.question_id, cut, prediction.prediction)
+        is_cut = cut == prediction.prediction or prediction.evidence_rank < 0
+        assert is_cut, (prediction.question_id, cut, prediction.prediction)
     strings, floats = pa.list_(pa.string()), pa.list_(pa.float32())
     schema = pa.schema(
         [

@@ -248,7 +248,7 @@ td + td, th + th { font-variant-numeric: tabular-nums; } tr + tr td { border-top
 th { color: var(--soft); font-weight: 500; } .scroll { overflow-x: auto; } .soft { color: var(--soft); }
 .card { background: var(--paper); border: 1px solid var(--edge); border-radius: 8px; padding: 14px 18px; }
 .tables { display: flex; flex-wrap: wrap; gap: 24px 64px; }
-.charts { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
+.charts, .sides { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
 .charts svg { width: 100%; height: auto; display: block; border: 1px solid var(--edge); border-radius: 8px; }
 .answers { display: grid; gap: 14px; } .answers p { margin: 6px 0; overflow-wrap: anywhere; }
 .question { font-weight: 600; } .right { color: var(--right); } .wrong { color: var(--wrong); }

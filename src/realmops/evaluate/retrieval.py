@@ -1,4 +1,4 @@
-"""Recall@k under each named match rule, and BM25 as the reference.
+"""Recall@k under each named match rule.
 
 Legend: Q questions, K ranked passages a question. Passages are rows of the snapshot, -1 is no passage.
 """
@@ -75,29 +75,3 @@ def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = ""
         for rule, ranks in ranks_Q.items()
         for k in RECALL_AT
     }
-
-
-def bm25_ranking(texts: Sequence[str], queries: Sequence[str], k: int = max(RECALL_AT)) -> NDArray[np.int64]:
-    """The best k passages of each query by BM25 (bm25s's defaults, English stop words, Snowball stems).
-
-    Returns:
-        int64 [Q, k]; columns that a corpus of fewer passages cannot fill are -1.
-    """
-    import bm25s
-    import Stemmer
-
-    stemmer = Stemmer.Stemmer("english")
-
-    def tokens(strings: Sequence[str]) -> list[list[str]]:
-        found = bm25s.tokenize(
-            list(strings), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False
-        )
-        return [list(words) for words in found]
-
-    index = bm25s.BM25(backend="numpy")
-    index.index(tokens(texts), show_progress=False)
-    ranking = np.full((len(queries), k), -1, np.int64)
-    filled = min(k, len(texts))
-    found, _ = index.retrieve(tokens(queries), k=filled, show_progress=False, backend_selection="numpy")
-    ranking[:, :filled] = found
-    return ranking

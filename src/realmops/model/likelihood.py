@@ -82,3 +82,9 @@ def marginal_span_loss(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
     has_correct_B = is_correct_BS.any(-1)
     # with nothing correct every entry counts as correct: log 1 = 0, and a gradient of 0 instead of NaN
     return -log_sum_correct(score_BS, is_correct_BS | ~has_correct_B[:, None])
+
+
+def hard_em_span_loss(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
+    """-log of the likeliest of the correct alone (hard EM, Min et al. 2019), per question; 0 where there is none."""
+    best_B = score_BS.masked_fill(~is_correct_BS, -torch.inf).amax(-1)
+    return torch.where(is_correct_BS.any(-1), score_BS.logsumexp(-1) - best_B, 0.0)

@@ -92,7 +92,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "finetune",
-            ("run", "finetune", "optimiser", "questions"),
+            ("run", "finetune", "closed_book", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
             ("questions.train", "questions.dev"),

@@ -7,6 +7,8 @@ that differ in fine-tuning share their pre-training, and a call after a kill goe
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ from realmops.config import preset_path
 from realmops.evaluate.ablation import (
     Outcome,
     Row,
+    Variant,
     as_csv,
     as_markdown,
     page,
@@ -37,10 +40,11 @@ from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, fingerprint
 from realmops.stages.runner import headline, inputs_of, tracking_folder
 
 REFERENCE = "realm"
-TITLES = Path("pipelines/ablations/params.yaml")
+VARIANTS = Path("pipelines/ablations/params.yaml")
 MASKING = (REFERENCE, "random_token", "random_span", "matched_span")
 STALE = (REFERENCE, "stale_3x", "stale_10x", "stale_30x")
 FIGURES = ("index_staleness_steps", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
+MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # of the reader
 OUTCOMES = "outcomes"
 LAST_LINES = 5
 Values = dict[str, dict[str, Any]]
@@ -76,13 +80,17 @@ class Ablation:
         return [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
 
 
-def titles(params: Path) -> dict[str, str]:
-    """The variants' names and titles, in the order of the table."""
-    path = params.parent / TITLES
+def variants_of(params: Path) -> dict[str, Variant]:
+    """The variants by name, in the order of the table; ValueError for a file without the reference."""
+    path = params.parent / VARIANTS
     found = config.read_yaml(path).get("variants", {})
     if REFERENCE not in found:
         raise ValueError(f"{path}: variants lacks {REFERENCE}, to which all others are compared")
-    return {str(name): str(title) for name, title in found.items()}
+    fields = {field.name for field in dataclasses.fields(Variant)}
+    for name, entry in found.items():
+        if not isinstance(entry, dict) or set(entry) != fields:
+            raise ValueError(f"{path}: variants.{name} is {entry!r}; wanted are the keys {', '.join(sorted(fields))}")
+    return {str(name): Variant(**{key: str(text) for key, text in entry.items()}) for name, entry in found.items()}
 
 
 def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row], list[str]]:
@@ -91,10 +99,10 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row],
     Returns the table's rows, and what went wrong: a stage that fails ends its variant, all others go on. Raises
     ValueError for a variant that is not known.
     """
-    known = titles(ablation.params)
+    known = variants_of(ablation.params)
     for name in ablation.variants:
         if name not in known:
-            raise ValueError(f"variant {name!r}: {TITLES} has {', '.join(known)}")
+            raise ValueError(f"variant {name!r}: {VARIANTS} has {', '.join(known)}")
     tasks = list(product(ablation.variants, ablation.seeds))
     for name, seed in tasks:
         ablation.values(name, seed)  # what is wrong with a preset is said before anything is trained
@@ -109,7 +117,7 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row],
         artifacts.write_json(ablation.out / OUTCOMES / f"{name}.json", found)
     rows: list[Row] = []
     if any(o.variant == REFERENCE for o in outcomes):
-        rows = table_rows(outcomes, {n: t for n, t in known.items() if n in ablation.variants}, reference=REFERENCE)
+        rows = table_rows(outcomes, {n: v for n, v in known.items() if n in ablation.variants}, reference=REFERENCE)
         _write(ablation, rows, outcomes, known)
     if ablation.values(*tasks[0])["tracking"]["enabled"]:
         _track(ablation, done, outcomes, report)
@@ -215,31 +223,39 @@ def outcome_of(ablation: Ablation, variant: str, seed: int) -> Outcome:
     measured, trained = (
         artifacts.read_json(view / STAGES[name].folder / METRICS) for name in ("evaluate", "pretrain")
     )
-    start = ablation.values(variant, seed)["finetune"]["retriever"]
-    prefix = {"pretrain": "zero_shot_", "ict": "before_realm_"}[start]
-    with_interval = f"{prefix}recall_at_5_"  # under the questions' own rule alone
-    recall = next(name for name in measured if name.startswith(with_interval) and name.endswith("_low"))
+    tuned = ablation.values(variant, seed)["finetune"]
+    retriever, reader = tuned["retriever"], tuned["reader"]
+    if reader == "t5":
+        recall = math.nan
+    else:
+        prefix = {"pretrain": "zero_shot_", "ict": "before_realm_"}.get(retriever, "")
+        rule = next(name for name in measured if name.startswith("recall_at_5_") and name.endswith("_low"))
+        recall = measured[prefix + rule.removesuffix("_low")]  # under the questions' own rule
+    names = [*(FIGURES if retriever == "pretrain" else ()), *(MASKED if reader == "pretrain" else ())]
     predictions = sorted(read_predictions(view / STAGES["evaluate"].folder / PREDICTIONS), key=lambda p: p.question_id)
     records = read_journal(view / STAGES["pretrain"].folder / JOURNAL)
     return Outcome(
         variant,
         seed,
         correct(predictions),
-        measured[recall.removesuffix("_low")],
-        {name: trained[name] for name in FIGURES if name in trained},
+        recall,
+        {name: trained[name] for name in names if name in trained},
         series_of(records, "pretrain", "retrieval_utility"),
     )
 
 
 def _as_json(outcome: Outcome) -> dict[str, Any]:
     em = float(outcome.correct.mean())
-    return {"seed": outcome.seed, "em": em, "recall_at_5": outcome.recall_at_5, **outcome.figures}
+    recall = None if math.isnan(outcome.recall_at_5) else outcome.recall_at_5
+    return {"seed": outcome.seed, "em": em, "recall_at_5": recall, **outcome.figures}
 
 
-def _write(ablation: Ablation, rows: Sequence[Row], outcomes: Sequence[Outcome], known: Mapping[str, str]) -> None:
+def _write(
+    ablation: Ablation, rows: Sequence[Row], outcomes: Sequence[Outcome], known: Mapping[str, Variant]
+) -> None:
     note = (
-        f"{len(ablation.seeds)} seeds, each its own world and its own training. Differences are to {known[REFERENCE]}, "
-        "by a paired bootstrap over the questions of all seeds."
+        f"{len(ablation.seeds)} seeds, each its own world and its own training. Differences are to "
+        f"{known[REFERENCE].title}, by a paired bootstrap over the questions of all seeds."
     )
     charts = [chart for chart in (utility_chart(outcomes, known, MASKING), staleness_chart(outcomes, STALE)) if chart]
     artifacts.write_bytes(ablation.out / "table.md", as_markdown(rows).encode())

@@ -28,15 +28,15 @@ from realmops.evaluate.openqa import (
 from realmops.evaluate.report import write_report
 from realmops.evaluate.retrieval import (
     RECALL_AT,
-    bm25_ranking,
     hit_ranks_by_rule,
     hits_at,
     recall_metrics,
 )
+from realmops.index.lexical import Bm25, titled_texts
+from realmops.index.lexical import rank as lexical_ranking
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import (
-    load_index,
     open_snapshot,
     passage_embeddings,
     prepare,
@@ -44,6 +44,8 @@ from realmops.stages.common import (
     rank,
     warn_of_timeouts,
 )
+from realmops.stages.retrievers import open_tuned
+from realmops.train.closed_book import SAID_TOGETHER, ClosedBook
 from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa
 
 TRAINED = ("ict", "pretrain", "finetune")
@@ -58,11 +60,7 @@ def run(job: Job) -> dict[str, Any]:
     questions = read_questions([job.inputs["questions.test"]], format=form)
     rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
     depth = max(RECALL_AT)
-    retriever, reader = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)
-    embedding = load_index(job.inputs["finetune"], snapshot)
-    model = OpenQa(retriever.to(device), reader.to(device), snapshot, embedding, options, dtype)
-    progress = job.report.progress("test questions", len(questions))
-    answers = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, progress=progress)
+    model, answers = _answers(job, snapshot, questions, depth)
     right = _exact_match(job, questions, answers)
     ranked = _padded([answer.ranked for answer in answers], depth)
     metrics: dict[str, Any] = {"questions": len(questions), **_interval("em", right[em_rule].em)}
@@ -83,11 +81,11 @@ def run(job: Job) -> dict[str, Any]:
         hits = hit_ranks_by_rule(questions, _padded(found, depth), snapshot.text)
         metrics |= _retrieval(job, hits, rule, prefix)
     if job.sections["evaluate"].bm25:
-        texts = [f"{snapshot.title(i)} {snapshot.text(i)}" for i in range(len(snapshot))]
-        lexical = bm25_ranking(texts, [q.question for q in questions], depth)
+        lexical = lexical_ranking(Bm25(titled_texts(snapshot)), [q.question for q in questions], depth)
         metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), rule, "bm25_")
-        over_bm25 = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, given=lexical)
-        metrics["bm25_em"] = _exact_match(job, questions, over_bm25)[em_rule].em.mean
+        if model is not None:
+            over_bm25 = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, given=lexical)
+            metrics["bm25_em"] = _exact_match(job, questions, over_bm25)[em_rule].em.mean
     ceilings = _ceilings(snapshot, questions, ranked, hits_at(ranks[rule], depth), rule)
     metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in ceilings.items()}
     failures = [
@@ -108,6 +106,24 @@ def run(job: Job) -> dict[str, Any]:
     write_predictions(job.out / PREDICTIONS, predictions)
     _report(job, metrics)
     return metrics
+
+
+def _answers(
+    job: Job, snapshot: Snapshot, questions: list[Question], depth: int
+) -> tuple[OpenQa | None, list[Answer]]:
+    """The fine-tuned model, None where it reads nothing, and its answers with the first ``depth`` passages of each."""
+    options: Finetune = job.sections["finetune"]
+    device, dtype = prepare(job.sections["run"])
+    tuned = job.inputs["finetune"]
+    progress = job.report.progress("test questions", len(questions))
+    if options.reader == "t5":
+        book = ClosedBook.load(tuned, snapshot)
+        book.net.to(device)
+        nothing = [-1] * depth
+        said = book.answer(questions, batch_size=SAID_TOGETHER, progress=progress)
+        return None, [Answer(None, [], None, [], [], nothing, text, log_p) for text, log_p in said]
+    model = open_tuned(tuned, options, snapshot, device, dtype)
+    return model, model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, progress=progress)
 
 
 def _exact_match(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, Score]:
@@ -172,7 +188,7 @@ def _prediction(
         evidence_rank=answer.passages.index(best.passage) if best else -1,
         char_start=best.characters[0] if best else 0,
         char_end=best.characters[1] if best else 0,
-        span_score=best.score if best else float("-inf"),
+        span_score=best.score if best else answer.said_log_p,
         passage_spans=tuple(span.text if span else None for span in answer.best_of_passage),
         passage_scores=tuple(span.score if span else None for span in answer.best_of_passage),
         gold_span=gold.text if gold else None,

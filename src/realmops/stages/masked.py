@@ -1,28 +1,26 @@
 """What a pre-trained model makes of one masked sentence: its candidates, what each is worth, and its guess.
 
-The paper's Table 3 for a sentence of one's own: the words behind [MASK] without retrieval, with each passage, and with
-the marginal over all of them.
+The paper's Table 3 for a sentence of one's own: the words behind [MASK] without retrieval, with one passage, and with
+the marginal over all candidates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from realmops import artifacts
-from realmops.config import parse_section
 from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.report import page_of, table_of
 from realmops.index.embed import embed, query_sequences
 from realmops.model import likelihood
 from realmops.model.files import load_models
 from realmops.model.retriever import Retriever
 from realmops.stages import STAGES
-from realmops.stages.common import INDEX, load_index, passage_embeddings, prepare
+from realmops.stages.common import INDEX, embed_corpus, load_index, prepare
+from realmops.stages.explanations import Generation, Sheet, options_of, passage_name
+from realmops.stages.update import Standing
 from realmops.train.pretrain import NULL, Candidates, Example, Index, Realm
 
 MASK = "[MASK]"
@@ -52,51 +50,99 @@ class Guess:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A masked sentence explained. ``y`` is the answer that was given, or else the marginal's guess."""
+    """A masked sentence explained. ``y`` is the answer that was given, or else the marginal's guess.
+
+    ``p_y_without``, ``p_y_best`` and ``p_y`` are the three lines of the paper's Table 3. Its first line is another
+    model, a BERT trained without retrieval; here it is REALM's own reader with the null document.
+    """
 
     sentence: str
     y: str
-    index: str
+    index: Generation
     with_retrieval: Guess
     without_retrieval: Guess
     p_y: float  # p(y|x), equation 1
-    p_y_without: float  # p(y|null, x): what a BERT without retrieval says
+    p_y_without: float  # p(y|null, x)
+    p_y_best: float | None  # the largest p(y|z, x) of a passage; None where no passage is a candidate
     candidates: tuple[Candidate, ...]  # by p(z|x), the null document last
 
+    def sheet(self) -> Sheet:
+        """It as text."""
+        *passages, _ = self.candidates
+        rows = tuple(
+            (
+                f"{c.p_z:.3f}",
+                f"{c.p_z_given_y:.3f}",
+                f"{c.p_y:.3g}",
+                f"{c.utility:+.2f}",
+                f"{passage_name(c.title, c.passage_id)}: {c.guess}",
+            )
+            for c in self.candidates
+        )
+        best = max(passages, key=lambda c: c.p_y, default=None)
+        given_z = (
+            [f"  REALM given the best z:    p(y|x,z) = {best.p_y:.3g}  ({passage_name(best.title, best.passage_id)})"]
+            if best
+            else []
+        )
+        said = (
+            f"REALM:             {self.with_retrieval.words}  (p = {self.with_retrieval.probability:.3g})",
+            f"without retrieval: {self.without_retrieval.words}  (p = {self.without_retrieval.probability:.3g})",
+            f"y = {self.y}",
+            f"  BERT, without retrieval:     p(y|x) = {self.p_y_without:.3g}  (the reader with the null document)",
+            *given_z,
+            f"  REALM, marginal over top {len(passages)}:  p(y|x) = {self.p_y:.3g}  (and the null document)",
+            f"index: {self.index}",
+        )
+        head = ("p(z|x)", "p(z|x,y)", "p(y|z,x)", "utility, nats", "document: its own guess")
+        return Sheet(self.sentence, said, head, rows)
 
-def explain(sentence: str, root: Path, *, answer: str | None = None) -> Explanation:
+
+def explain(sentence: str, root: Path, where: Standing, *, answer: str | None = None) -> Explanation:
     """Explain a sentence with [MASK] by the models that ``pretrain`` left under ``root``.
 
     Args:
+        where: the corpus that is searched: the pipeline's own or an update's.
         answer: the words behind the mask; a single [MASK] then stands for all of their wordpieces.
 
     Raises ValueError when the sentence has no [MASK], when it is too long, when the answer has another number of
     wordpieces than there are masks, and when pre-training has no null document to compare with.
     """
+    realm, index, generation = pretrained(root, where)
+    if not realm.options.null_document:
+        raise ValueError(
+            f"{root / STAGES['pretrain'].folder} was trained with pretrain.null_document=false: there is nothing to "
+            "compare with"
+        )
+    example = _example(sentence, answer, realm)
+    with torch.no_grad():
+        query_BE = embed(index.retriever.query, query_sequences(realm.queries([example])), realm.dtype)
+        [passages] = Candidates(realm.snapshot, realm.options).retrieve([example], query_BE, index)
+        prior_BK, missing_BK = realm.log_prior([example], [passages])
+        log_word_KMV = realm.log_words(example, passages)
+    log_prior_K, log_word_KMV = prior_BK[0, ~missing_BK[0]].double().cpu(), log_word_KMV.double().cpu()
+    return _explanation(sentence, example, passages, log_prior_K, log_word_KMV, realm, answer, generation)
+
+
+def pretrained(root: Path, where: Standing) -> tuple[Realm, Index, Generation]:
+    """The models that ``pretrain`` left under ``root``, in evaluation mode, over a corpus that they have embedded.
+
+    The index of the fine-tuned model is taken where the same passage tower made it; otherwise passages are embedded.
+    """
     trained = root / STAGES["pretrain"].folder
-    sections = artifacts.read_manifest(trained, "pretrain")["sections"]
-    options, run = (parse_section(name, sections[name], str(trained)) for name in ("pretrain", "run"))
-    if not options.null_document:
-        raise ValueError(f"{trained} was trained with pretrain.null_document=false: there is nothing to compare with")
+    options, run = options_of(root, ["pretrain"], ("pretrain", "run"))
     device, dtype = prepare(run)
-    snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
+    snapshot = Snapshot.open(where.snapshot / "corpus")
     retriever, reader = load_models(trained, snapshot.vocabulary_hash)
     retriever.to(device).eval()
     reader.to(device).eval()
-    realm = Realm(retriever, reader, snapshot, options, dtype)
-    example = _example(sentence, answer, snapshot, realm)
-    tuned = root / STAGES["finetune"].folder
-    if _same_passage_tower(tuned, retriever, snapshot):
-        passages, index = load_index(tuned, snapshot), f"that of {tuned}, of the same weights"
+    if _same_passage_tower(where.finetune, retriever, snapshot):
+        file, passages = str(where.finetune / INDEX), load_index(where.finetune, snapshot)
     else:
-        passages, index = passage_embeddings(trained, retriever, snapshot, dtype), "made now, with these weights"
-    with torch.no_grad():
-        query_BE = embed(retriever.query, query_sequences(realm.queries([example])), dtype)
-        found = Candidates(snapshot, options).retrieve([example], query_BE, Index(0, passages, retriever, 0.0, False))
-        prior_BK, missing_BK = realm.log_prior([example], found)
-        log_word_KMV = realm.log_words(example, found[0])
-    log_prior_K = prior_BK[0, ~missing_BK[0]].double()
-    return _explanation(sentence, example, found[0], log_prior_K, log_word_KMV.double(), snapshot, answer, index)
+        file, passages = None, embed_corpus(retriever, snapshot, dtype)
+    index = Index(options.steps, passages.to(device), retriever, 0.0, False)
+    generation = Generation(file, len(snapshot), "pretrain", options.steps)
+    return Realm(retriever, reader, snapshot, options, dtype), index, generation
 
 
 def _same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -> bool:
@@ -108,13 +154,15 @@ def _same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -
     return theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name].cpu()) for name in ours)
 
 
-def _example(sentence: str, answer: str | None, snapshot: Snapshot, realm: Realm) -> Example:
+def _example(sentence: str, answer: str | None, realm: Realm) -> Example:
     parts = sentence.split(MASK)
     if len(parts) == 1:
-        raise ValueError(f"the sentence has no {MASK}: put it in the place of the words to guess")
+        raise ValueError(
+            f"the sentence has no {MASK}: put it in the place of the words to guess; --question asks a question"
+        )
 
     def pieces(text: str) -> list[int]:
-        found: list[int] = snapshot.tokenizer.encode(text, add_special_tokens=False).ids
+        found: list[int] = realm.snapshot.tokenizer.encode(text, add_special_tokens=False).ids
         return found
 
     hidden = pieces(answer) if answer is not None else [realm.special.mask] * (len(parts) - 1)
@@ -146,11 +194,12 @@ def _explanation(
     passages: list[int],
     log_prior_K: torch.Tensor,
     log_word_KMV: torch.Tensor,
-    snapshot: Snapshot,
+    realm: Realm,
     answer: str | None,
-    index: str,
+    index: Generation,
 ) -> Explanation:
     """``log_prior_K`` and ``log_word_KMV`` have the null document last."""
+    snapshot = realm.snapshot
 
     def log_likelihood(y_M: torch.Tensor) -> torch.Tensor:
         return log_word_KMV.gather(2, y_M.expand(len(log_word_KMV), -1)[:, :, None]).sum((1, 2))
@@ -180,47 +229,6 @@ def _explanation(
         Guess(words(guess_KM[-1]), float(log_likelihood(guess_KM[-1])[-1].exp())),
         float((log_prior_K + given_K).logsumexp(0).exp()),
         float(given_K[-1].exp()),
+        max((c.p_y for c in candidates[:-1]), default=None),
         candidates,
-    )
-
-
-def lines(found: Explanation) -> list[str]:
-    """For a terminal."""
-    rows = [
-        found.sentence,
-        f"  REALM:             {found.with_retrieval.words}  (p = {found.with_retrieval.probability:.3g})",
-        f"  without retrieval: {found.without_retrieval.words}  (p = {found.without_retrieval.probability:.3g})",
-        f"  y = {found.y}: p(y|x) = {found.p_y:.3g}, without retrieval {found.p_y_without:.3g}",
-        f"  index: {found.index}",
-        "   p(z|x)  p(z|x,y)  p(y|z,x)  utility  passage: its own guess",
-    ]
-    for c in found.candidates:
-        name = f"{c.title} [{c.passage_id[:12]}]" if c.passage_id else c.title
-        rows.append(f"  {c.p_z:7.3f}  {c.p_z_given_y:8.3f}  {c.p_y:8.3g}  {c.utility:+7.2f}  {name}: {c.guess}")
-    return rows
-
-
-def as_page(found: Explanation) -> str:
-    """One HTML page that opens without a network."""
-    head = ("p(z|x)", "p(z|x,y)", "p(y|z,x)", "utility, nats", "document", "its own guess")
-    rows = [
-        (
-            f"{c.p_z:.3f}",
-            f"{c.p_z_given_y:.3f}",
-            f"{c.p_y:.3g}",
-            f"{c.utility:+.2f}",
-            f"{c.title} {c.passage_id}",
-            c.guess,
-        )
-        for c in found.candidates
-    ]
-    guesses = {"REALM": found.with_retrieval, "without retrieval": found.without_retrieval}
-    said = "".join(f"<p>{name}: <b>{escape(g.words)}</b>, p = {g.probability:.3g}</p>" for name, g in guesses.items())
-    return page_of(
-        "A masked sentence",
-        [
-            f'<div class="card"><p class="question">{escape(found.sentence)}</p>{said}<p>y = {escape(found.y)}: '
-            f"p(y|x) = {found.p_y:.3g}, without retrieval {found.p_y_without:.3g}</p></div>",
-            f'<div class="card scroll">{table_of(head, rows)}</div>',
-        ],
     )

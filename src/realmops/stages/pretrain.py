@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ from realmops.stages.common import (
     question_queries,
     rank,
 )
-from realmops.train.pretrain import Candidates, Examples, Index, Realm, pretrain
+from realmops.train.pretrain import Candidates, Example, Examples, Index, Realm, pretrain
 
 BUILDER_LOG = "index-builder.log"
 QUIET_SECONDS = 5.0  # a shorter wait is not worth a line
@@ -59,7 +59,8 @@ def run(job: Job) -> dict[str, Any]:
     reader.to(device).train()
     surroundings = context(job, "pretrain", options.steps, "pre-training")
     realm = Realm(retriever, reader, snapshot, options, dtype)
-    measure = _measure(job, snapshot, _examples(job, snapshot, masking="salient"), realm)
+    fixed = _fixed_examples(_examples(job, snapshot, masking="salient", exclude_trivial=True), job)
+    measure = _measure(job, snapshot, fixed, realm)
     root = job.work / "exchange" if options.exchange == "auto" else Path(options.exchange)
     card = identity(
         snapshot,
@@ -100,7 +101,8 @@ def run(job: Job) -> dict[str, Any]:
             trainer.finish("failed", str(error))
         raise
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
-    return _metrics(job, measure(_final_index(retriever, snapshot, dtype, options.steps)), source)
+    final = _final_index(retriever, snapshot, dtype, options.steps)
+    return _metrics(job, measure(final), source) | _masked_words(job, fixed, realm, final)
 
 
 def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
@@ -199,28 +201,52 @@ class ExchangeSource:
         return wanted if wanted > self.options.retriever_delay else 0
 
 
-def _measure(job: Job, snapshot: Snapshot, examples: Examples, realm: Realm) -> Callable[[Index], dict[str, float]]:
+def _fixed_examples(examples: Examples, job: Job) -> list[Example]:
+    """The masked sentences that every index and, at the end, the reader are measured with."""
+    rng = np.random.default_rng(seed_for(job.sections["run"].seed, "evaluate", "masked"))
+    rows = rng.permutation(len(examples.rows))[: examples.options.masked_sentences]
+    return [examples.example(int(row), rng) for row in rows]
+
+
+def _candidates(
+    snapshot: Snapshot, masked: Sequence[Example], realm: Realm, index: Index, dtype: torch.dtype
+) -> list[list[int]]:
+    """What an index finds for masked sentences, at least 5 passages; trivial candidates never count."""
+    query = embed(index.retriever.query, query_sequences(realm.queries(masked)), dtype)
+    options = replace(realm.options, exclude_trivial=True, candidates=max(6, realm.options.candidates))
+    return Candidates(snapshot, options).retrieve(masked, query, index)
+
+
+def _masked_words(job: Job, masked: Sequence[Example], realm: Realm, index: Index) -> dict[str, float]:
+    """``Realm.guess`` of the fixed masked sentences, their means."""
+    bar = job.report.progress("masked sentences", len(masked))
+    read = realm.options.candidates - int(realm.options.null_document)
+    realm.retriever.eval()
+    realm.reader.eval()
+    found: list[dict[str, float]] = []
+    for example, row in zip(masked, _candidates(realm.snapshot, masked, realm, index, realm.dtype), strict=True):
+        found.append(realm.guess(example, row[:read]))
+        bar(1)
+    return {name: float(np.mean([one[name] for one in found])) for name in (found[0] if found else ())}
+
+
+def _measure(
+    job: Job, snapshot: Snapshot, masked: Sequence[Example], realm: Realm
+) -> Callable[[Index], dict[str, float]]:
     """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder."""
     run_options = job.sections["run"]
     questions = read_questions([job.inputs["questions.dev"]], format=job.sections["questions"].format)
     answers_are_expressions(questions)  # one rule for all
-    queries = question_queries(snapshot, questions, examples.options.query_wordpieces)
-    rng = np.random.default_rng(seed_for(run_options.seed, "evaluate", "masked"))
-    rows = rng.permutation(len(examples.rows))[: examples.options.masked_sentences]
-    masked = [examples.example(int(row), rng) for row in rows]
-    masked_queries = query_sequences(realm.queries(masked))
-    candidates = Candidates(snapshot, examples.options)
+    queries = question_queries(snapshot, questions, realm.options.query_wordpieces)
     dtype = prepare(run_options)[1]
 
     def measure(index: Index) -> dict[str, float]:
         ids = rank(index.retriever, index.embedding_PE, queries, 5, dtype)
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
-        query = embed(index.retriever.query, masked_queries, dtype)
-        found = candidates.retrieve(masked, query, index)
         hit = [
-            any(contains(snapshot.body(p), e.targets) for p in row[:5]) for e, row in zip(masked, found, strict=True)
+            any(contains(snapshot.body(p), e.targets) for p in row[:5])
+            for e, row in zip(masked, _candidates(snapshot, masked, realm, index, dtype), strict=True)
         ]
-        candidates.counts.clear()
         return {"recall_at_5": float(hits.mean()), "hit_at_5": float(np.mean(hit))}
 
     return measure

@@ -12,7 +12,8 @@ from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
 from realmops.corpus.questions import Question, in_orqa_dev, json_line, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-from realmops.evaluate.retrieval import RECALL_AT, bm25_ranking, hit_ranks_by_rule, hits_at
+from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule, hits_at
+from realmops.index.lexical import Bm25, rank, titled_texts
 
 KIND = "questions"
 
@@ -72,10 +73,8 @@ def measure_ceilings(
     """
     snapshot = Snapshot.open(folder)
     questions = read_questions(files, format=format)
-    titles, texts = snapshot.column("title"), snapshot.column("text")
-    ranked = bm25_ranking(
-        [f"{title} {text}" for title, text in zip(titles, texts, strict=True)], [q.question for q in questions]
-    )
+    texts = snapshot.column("text")
+    ranked = rank(Bm25(titled_texts(snapshot)), [q.question for q in questions], max(RECALL_AT))
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"
     for rule in REGEX_RULES if questions[0].is_regex else WORD_RULES:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts, tracking
-from realmops.encoders import encoder_files
+from realmops.encoders import T5, encoder_files
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
 
 WORK = ".realmops"
@@ -112,6 +112,9 @@ def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Pa
     inputs |= external_files(stage, values, project, root)
     if "bert" in stage.sections:  # other weights under the same name are another encoder
         inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
+    if "closed_book" in stage.sections and values["finetune"]["reader"] == "t5":
+        found = encoder_files(values["closed_book"]["init"], T5)
+        inputs |= {f"closed_book.init/{name}": path for name, path in found.items()}
     return inputs
 
 

@@ -21,7 +21,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.evaluate.compare import PREDICTIONS
 from realmops.evaluate.openqa import Prediction, read_predictions
-from realmops.model.files import load_models
+from realmops.model.files import READER, RETRIEVER, load_models
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
 from realmops.stages.common import INDEX, embed_changed, load_index, prepare, save_index
 from realmops.stages.runner import WORK, alone
@@ -66,8 +66,13 @@ def _update(
     values: Mapping[str, Mapping[str, Any]], project: Path, root: Path, report: Report
 ) -> tuple[Path, dict[str, Any]] | None:
     for name in ("snapshot", "finetune", "evaluate"):
-        artifacts.read_manifest(root / STAGES[name].folder, name)
-    before = _standing(root)
+        made = artifacts.read_manifest(root / STAGES[name].folder, name)
+    if made["sections"]["finetune"]["reader"] == "t5":
+        raise ValueError(
+            f"{root / STAGES['finetune'].folder} answers without reading (finetune.reader is t5): another corpus "
+            "changes none of its answers; fine-tune a reader to use one"
+        )
+    before = standing(root)
     old = Snapshot.open(before.snapshot / "corpus")
     documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
     key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], str(documents), content_of(documents)])
@@ -91,10 +96,24 @@ def _update(
     return final, metrics
 
 
-def _standing(root: Path) -> Standing:
-    """The newest update of the present model, or what the pipeline made."""
+def of_pipeline(root: Path) -> Standing:
+    """What the stages made, before any update."""
     snapshot, finetune, results = (root / STAGES[name].folder for name in ("snapshot", "finetune", "evaluate"))
-    newest = Standing(snapshot, finetune, results, 0)
+    return Standing(snapshot, finetune, results, 0)
+
+
+def before_and_after(root: Path) -> tuple[Standing, Standing]:
+    """What the stages made, and the newest update of it; ValueError when the present model has none."""
+    artifacts.read_manifest(root / STAGES["finetune"].folder, "finetune")
+    newest = standing(root)
+    if newest.number == 0:
+        raise ValueError(f"{root / FOLDER} holds no update of the present model; run 'realmops update' first")
+    return of_pipeline(root), newest
+
+
+def standing(root: Path) -> Standing:
+    """The newest update of the present model, or what the pipeline made."""
+    newest = of_pipeline(root)
     model = _model(newest)
     for path in sorted((root / FOLDER).glob(f"*/{artifacts.MANIFEST}")):
         manifest = artifacts.read_manifest(path.parent, KIND)
@@ -104,9 +123,9 @@ def _standing(root: Path) -> Standing:
     return newest
 
 
-def _model(standing: Standing) -> str:
-    """The digest of the weights that embed."""
-    return artifacts.sha256_file(standing.finetune / "retriever.safetensors")
+def _model(where: Standing) -> str:
+    """The digest of the weights."""
+    return artifacts.digest_of([artifacts.sha256_file(where.finetune / name) for name in (RETRIEVER, READER)])
 
 
 def _read_corpus(section: Mapping[str, Any], documents: Path, old: Snapshot, work: Path, report: Report) -> Snapshot:
@@ -152,13 +171,13 @@ def _embed(
     row = pc.fill_null(pc.index_in(names[new][0], value_set=names[old][0]), -1).to_numpy()
     unknown = np.flatnonzero(row < 0)
     of_known_documents = pc.sum(pc.is_in(names[new][1].take(pa.array(unknown)), value_set=names[old][1])).as_py() or 0
-    retriever = load_models(folder, new.vocabulary_hash)[0].to(device)
-    earlier = load_index(before.finetune, old)
     started = time.monotonic()
-    bar = report.progress("embeddings", len(unknown))
-    embedding = embed_changed(retriever, new, dtype, row, earlier, bar)
+    if (before.finetune / INDEX).is_file():  # else the retriever goes by words
+        retriever = load_models(folder, new.vocabulary_hash)[0].to(device)
+        bar = report.progress("embeddings", len(unknown))
+        earlier = load_index(before.finetune, old)
+        save_index(folder / INDEX, embed_changed(retriever, new, dtype, row, earlier, bar))
     seconds = time.monotonic() - started
-    save_index(folder / INDEX, embedding)
     return {
         "passages": len(new),
         "passages_unchanged": len(new) - len(unknown),

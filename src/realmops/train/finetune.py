@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.artifacts import seed_for
 from realmops.bert import Packed, autocast
-from realmops.config import Finetune, Optimiser
+from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.corpus.answers import answer_token_spans, contains_answer
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.mips import search
 from realmops.model.joins import SpecialTokens, join_query, join_reader
-from realmops.model.likelihood import marginal_span_loss
+from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.model.reader import Reader, enumerate_spans
 from realmops.model.retriever import Retriever
-from realmops.train.loop import Context, fit
+from realmops.train.loop import Context, epoch_rows, fit
 from realmops.train.optimiser import Group
 
+Ranker = Callable[[str, int], np.ndarray]  # a question's k best passages, best first, -1 for none
 ANSWERED_TOGETHER = 4  # questions; the spans of more are tensors of hundreds of MB, slower and no better
 
 
@@ -54,24 +54,31 @@ class Answer:
     passages: list[int]  # read, best first
     log_prior: list[float]  # log p(z|x) over the passages that were read
     ranked: list[int]  # the top passages of the whole corpus, for recall
+    said: str = ""  # by a model that reads nothing, and
+    said_log_p: float = -math.inf
 
     @property
     def text(self) -> str:
         """The answer, empty when there was no span to choose."""
-        return self.best.text if self.best else ""
+        return self.best.text if self.best else self.said
 
 
 class OpenQa:
-    """Retriever and reader as one question answering model over a corpus whose embeddings are fixed."""
+    """Retriever and reader as one question answering model over a corpus whose embeddings are fixed.
+
+    Where a ``ranker`` is given, it finds the passages of a question, all with the same p(z|x): nothing of the retriever
+    is used or learns, and no embeddings are needed.
+    """
 
     def __init__(
         self,
         retriever: Retriever,
         reader: Reader,
         snapshot: Snapshot,
-        embedding_PE: Tensor,
+        embedding_PE: Tensor | None,
         options: Finetune,
         dtype: torch.dtype,
+        ranker: Ranker | None = None,
     ) -> None:
         assert reader.spans is not None, "the reader needs a span head"
         self.retriever, self.reader, self.snapshot, self.options, self.dtype = (
@@ -82,12 +89,21 @@ class OpenQa:
             dtype,
         )
         self.device = reader.bert.word.weight.device
-        self.embedding_PE = embedding_PE.to(self.device)
+        self.embedding_PE = None if embedding_PE is None else embedding_PE.to(self.device)
+        self.ranker = ranker
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self._correct: dict[str, dict[int, bool]] = {}
 
-    def relevance(self, tokens: Sequence[np.ndarray], k: int) -> tuple[Tensor, Tensor]:
-        """Scores f(x, z) and ids of the top k passages, best first, B x k, with gradient into the query tower."""
+    def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
+        """Scores f(x, z) and ids of the top k passages, best first, B x k, with gradient into the query tower.
+
+        A ranker's scores are 0; where it finds fewer passages the id is -1 and the score -inf.
+        """
+        if self.ranker is not None:
+            id_BK = torch.from_numpy(np.stack([self.ranker(question, k) for question in questions]))
+            return torch.zeros(id_BK.shape).masked_fill(id_BK < 0, -torch.inf).to(self.device), id_BK
+        assert self.embedding_PE is not None, "without embeddings there must be a ranker"
+        tokens = map(self.wordpieces, questions)
         queries = Packed([join_query(t, self.special, self.options.query_wordpieces) for t in tokens])
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(queries)
@@ -107,7 +123,7 @@ class OpenQa:
         known = self._correct.setdefault(question.id, {})
         for p in passages:
             if p not in known:
-                known[p] = contains_answer(self.snapshot.text(p), question.answers, question.match_rule)
+                known[p] = p >= 0 and contains_answer(self.snapshot.text(p), question.answers, question.match_rule)
         return np.array([known[p] for p in passages], dtype=bool)
 
     def spans(self, tokens: Sequence[np.ndarray], passages: Sequence[Sequence[int]]) -> tuple[Tensor, np.ndarray]:
@@ -173,30 +189,44 @@ class OpenQa:
         shape = np.maximum(rows.max(0), wanted.max(0)) + 1
         return np.isin(np.ravel_multi_index(rows.T, shape), np.ravel_multi_index(wanted.T, shape))
 
-    def loss(self, questions: Sequence[Question], tokens: Sequence[np.ndarray]) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, questions: Sequence[Question]) -> tuple[Tensor, dict[str, float]]:
         """The early retriever loss over the top passages plus the span loss over those that are read."""
         options = self.options
-        relevance_BP, id_BP = self.relevance(tokens, options.retriever_candidates)
+        depth = options.retriever_candidates if self.ranker is None else max(5, options.reader_candidates)
+        relevance_BP, id_BP = self.relevance([q.question for q in questions], depth)
         ids = id_BP.cpu().tolist()
         correct_BP = torch.from_numpy(
             np.stack([self.is_correct(q, row) for q, row in zip(questions, ids, strict=True)])
         )
         early_B = marginal_span_loss(relevance_BP, correct_BP.to(self.device))
-        read = [row[: options.reader_candidates] for row in ids]
-        score_S, rows = self.spans(tokens, read)
+        read = [[p for p in row[: options.reader_candidates] if p >= 0] for row in ids]
+        score_S, rows = self.spans([self.wordpieces(q.question) for q in questions], read)
         rank_S, question_S = torch.from_numpy(rows[:, 1]).to(self.device), torch.from_numpy(rows[:, 0]).to(self.device)
         logit_S = score_S + relevance_BP[question_S, rank_S]
         is_gold = torch.from_numpy(self._is_gold(rows, questions, read)).to(self.device)
-        logit_BW, gold_BW = _by_question(logit_S, is_gold, rows[:, 0], len(questions))
-        span_B = marginal_span_loss(logit_BW, gold_BW)
+        span_B, has_gold_B = self._span_loss(logit_S, is_gold, rows, len(questions))
         metrics = {
             "early_loss": early_B.mean().item(),
             "span_loss": span_B.mean().item(),
             "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
-            "no_correct_span": float((~gold_BW.any(-1)).float().mean()),
+            "no_correct_span": float((~has_gold_B).float().mean()),
             "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
         }
         return (early_B + span_B).mean(), metrics
+
+    def _span_loss(self, logit_S: Tensor, is_gold: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+        """The loss of each of ``count`` questions by ``finetune.span_loss``, and whether it has a gold span."""
+        logit_BW, gold_BW = _by_group(logit_S, is_gold, rows[:, 0], count)
+        has_gold_B = gold_BW.any(-1)
+        if self.options.span_loss != "per_passage":
+            loss = {"marginal": marginal_span_loss, "hard_em": hard_em_span_loss}[self.options.span_loss]
+            return loss(logit_BW, gold_BW), has_gold_B
+        most = int(rows[:, 1].max()) + 1
+        logit_NW, gold_NW = _by_group(logit_S, is_gold, rows[:, 0] * most + rows[:, 1], count * most)
+        has_gold_BK = gold_NW.any(-1).view(count, most)
+        logit_NW = torch.where(has_gold_BK.view(-1, 1), logit_NW, 0.0)  # a passage without gold teaches nothing
+        loss_BK = marginal_span_loss(logit_NW, gold_NW).view(count, most)
+        return loss_BK.sum(-1) / has_gold_BK.sum(-1).clamp(min=1), has_gold_B
 
     @torch.no_grad()
     def answer(
@@ -210,8 +240,7 @@ class OpenQa:
     ) -> list[Answer]:
         """Answer questions; ``ranked`` passages of each are returned for recall.
 
-        ``given`` (questions x ranked, -1 for none) takes the place of the retriever: its first passages are
-        read, all with the same p(z|x).
+        ``given`` (questions x ranked, -1 for none) takes the place of the retriever, as a ranker does.
         """
         self.retriever.eval()
         self.reader.eval()
@@ -220,10 +249,11 @@ class OpenQa:
             batch = questions[start : start + batch_size]
             tokens = [self.wordpieces(q.question) for q in batch]
             if given is None:
-                relevance_BK, id_BK = self.relevance(tokens, max(ranked, self.options.reader_candidates))
+                texts = [q.question for q in batch]
+                relevance_BK, id_BK = self.relevance(texts, max(ranked, self.options.reader_candidates))
             else:
                 id_BK = torch.from_numpy(given[start : start + batch_size])
-                relevance_BK = torch.zeros(id_BK.shape, device=self.device)
+                relevance_BK = torch.zeros(id_BK.shape).masked_fill(id_BK < 0, -torch.inf).to(self.device)
             relevance_BK = relevance_BK[:, : self.options.reader_candidates]
             read = [[p for p in row if p >= 0] for row in id_BK[:, : self.options.reader_candidates].tolist()]
             score_S, rows = self.spans(tokens, read)
@@ -238,7 +268,8 @@ class OpenQa:
                     self._best(chosen, rows, logit_S, read[b]) for chosen in (mine, mine & gold_S, *at)
                 )
                 ranked_ids = id_BK[b, :ranked].tolist()
-                answers.append(Answer(best, best_of_passage, gold, read[b], log_prior_BK[b], ranked_ids))
+                log_prior = log_prior_BK[b][: len(read[b])]
+                answers.append(Answer(best, best_of_passage, gold, read[b], log_prior, ranked_ids))
             if progress is not None:
                 progress(len(batch))
         return answers
@@ -256,18 +287,18 @@ class OpenQa:
         return Span(text, read[rank], (start, end), float(logit_S[place]))
 
 
-def _by_question(logit_S: Tensor, gold_S: Tensor, question_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of spans, grouped by question, as B x W with -inf where a question has fewer spans."""
-    sizes = np.bincount(question_S, minlength=count)
+def _by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+    """Rows of spans by their group (a question, or a passage of it), as count x W with -inf where it has fewer."""
+    sizes = np.bincount(group_S, minlength=count)
     width = int(sizes.max())
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    place = torch.from_numpy(question_S * width + np.arange(len(question_S)) - first[question_S]).to(logit_S.device)
+    place = torch.from_numpy(group_S * width + np.arange(len(group_S)) - first[group_S]).to(logit_S.device)
     logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, place, logit_S)
     gold_BW = gold_S.new_zeros(count * width).index_copy(0, place, gold_S)
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
 
-def finetune_steps(questions: int, options: Finetune) -> int:
+def finetune_steps(questions: int, options: Finetune | ClosedBookOptions) -> int:
     """Steps of so many epochs; the last one may be cut short."""
     return math.ceil(options.epochs * math.ceil(questions / options.batch_size))
 
@@ -276,25 +307,16 @@ def finetune(
     context: Context, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
 ) -> None:
     """Train query tower and reader; every epoch sees the questions in an order of its own."""
-    tokens = [model.wordpieces(q.question) for q in questions]
-    per_epoch = -(-len(questions) // options.batch_size)
-    orders: dict[int, np.ndarray] = {}
+    rows_of = epoch_rows(context, len(questions), options.batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         model.retriever.train()
         model.reader.train()
-        epoch, place = divmod(step, per_epoch)
-        if epoch not in orders:
-            rng = np.random.default_rng(seed_for(context.seed, context.stream, "order", epoch))
-            orders.clear()
-            orders[epoch] = rng.permutation(len(questions))
-        rows = orders[epoch][place * options.batch_size : (place + 1) * options.batch_size]
-        return model.loss([questions[i] for i in rows], [tokens[i] for i in rows])
+        return model.loss([questions[row] for row in rows_of(step)])
 
-    groups = [
-        Group("query", model.retriever.query, options.retriever_learning_rate),
-        Group("reader", model.reader, options.reader_learning_rate),
-    ]
+    groups = [Group("reader", model.reader, options.reader_learning_rate)]
+    if model.ranker is None:
+        groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
     fit(
         context,
         groups,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -102,6 +103,22 @@ def fit(
         context.progress(1)
     _save(context, optimiser, steps)
     return context.journal.position()
+
+
+def epoch_rows(context: Context, count: int, batch_size: int) -> Callable[[int], np.ndarray]:
+    """Which of ``count`` examples a step takes; every epoch sees them in an order of its own."""
+    per_epoch = -(-count // batch_size)
+    orders: dict[int, np.ndarray] = {}
+
+    def rows(step: int) -> np.ndarray:
+        epoch, place = divmod(step, per_epoch)
+        if epoch not in orders:
+            rng = np.random.default_rng(seed_for(context.seed, context.stream, "order", epoch))
+            orders.clear()
+            orders[epoch] = rng.permutation(count)
+        return orders[epoch][place * batch_size : (place + 1) * batch_size]
+
+    return rows
 
 
 def _save(context: Context, optimiser: BertAdamW, step: int) -> None:

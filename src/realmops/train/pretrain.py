@@ -233,6 +233,29 @@ class Realm:
             log_word_NV = self.reader.log_words(batch, torch.from_numpy(rows_KM.ravel()))
         return log_word_NV.view(len(bodies), len(example.positions), -1)
 
+    @torch.no_grad()
+    def guess(self, example: Example, candidates: Sequence[int]) -> dict[str, float]:
+        """How well the words behind the masks are guessed: ``masked_log_p``, which is log p(y|x) (equation 1) in nats,
+        and ``masked_accuracy``, 1 where the likeliest wordpiece of every mask is the right one.
+
+        With a null document also ``..._without``: the same of p(y|null,x), without retrieval.
+        """
+        log_prior_BK, missing_BK = self.log_prior([example], [candidates])
+        log_prior_K = log_prior_BK[0, ~missing_BK[0]]
+        log_word_KMV = self.log_words(example, candidates)[: len(log_prior_K)]
+        targets_M = torch.from_numpy(example.targets).to(log_word_KMV.device)
+        at_KM1 = targets_M.expand(len(log_word_KMV), -1)[:, :, None]
+        log_likelihood_K = log_word_KMV.gather(2, at_KM1)[:, :, 0].sum(-1)
+        best_M = (log_prior_K[:, None, None] + log_word_KMV).logsumexp(0).argmax(-1)
+        found = {
+            "masked_log_p": float((log_prior_K + log_likelihood_K).logsumexp(0)),
+            "masked_accuracy": float(torch.equal(best_M, targets_M)),
+        }
+        if self.options.null_document:
+            right = torch.equal(log_word_KMV[-1].argmax(-1), targets_M)
+            found |= {"masked_log_p_without": float(log_likelihood_K[-1]), "masked_accuracy_without": float(right)}
+        return found
+
     def loss(
         self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], *, retriever_learns: bool
     ) -> tuple[Tensor, dict[str, float]]:
@@ -253,7 +276,7 @@ class Realm:
     ) -> dict[str, float]:
         prior_BK = log_prior_BK.exp()
         metrics = {"log_marginal": log_joint_B.mean().item(), "top_share": prior_BK.amax(-1).mean().item()}
-        if self.options.null_document:
+        if self.options.null_document and self.options.candidates > 1:
             null_B = log_likelihood_BK[:, -1]
             utility_BK = likelihood.retrieval_utility(log_likelihood_BK, null_B)[:, :-1]
             there_BK = ~missing_BK[:, :-1]

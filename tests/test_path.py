@@ -1,0 +1,146 @@
+"""The path retriever on twelve passages: its lessons by hand, its loss, and that it learns to follow a link."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import (
+    MemoryCheckpoints,
+    MemoryJournal,
+    World,
+    build_world,
+    section,
+    tiny_context,
+    tiny_models,
+    tiny_optimiser,
+)
+
+from realmops.config import Finetune
+from realmops.corpus.questions import Question
+from realmops.index.lexical import top
+from realmops.train import path as paths
+from realmops.train.path import Lesson, PathRetriever, train_paths
+
+FP32 = torch.float32
+# The Star names Jon Vik; that he built ships in Bergen stands in his own passage.
+DIRECT = Question("direct", "Where was Anna Berg born?", ("Oslo",))
+TWO_STEPS = Question("two", "Where did the builder of The Star build?", ("ships in Bergen",))
+NOWHERE = Question("nowhere", "Who wrote The Cold Sea?", ("Nobody",))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("paths"))
+
+
+@pytest.fixture(autouse=True)
+def few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "STARTS", 2)
+    monkeypatch.setattr(paths, "BEAM", 2)
+
+
+def options(**changes: Any) -> Finetune:
+    values: dict[str, Any] = {"epochs": 30, "batch_size": 2, "reader_learning_rate": 5e-3, "reader_wordpieces": 60}
+    found: Finetune = section("finetune", **{**values, "query_wordpieces": 24, "checkpoint_every": 20, **changes})
+    return found
+
+
+def retriever(world: World, **changes: Any) -> PathRetriever:
+    _, reader = tiny_models(world)
+    return PathRetriever.start(reader.bert, world.snapshot, options(**changes), FP32, seed=0)
+
+
+def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World) -> None:
+    model = retriever(world)
+    direct, two = model.lesson(DIRECT), model.lesson(TWO_STEPS)
+    assert direct is not None
+    assert two is not None
+    assert direct.starts == top(model.bm25.scores(DIRECT.question), 2).tolist()
+    assert direct.right_start.tolist() == ["Oslo" in world.snapshot.text(p) for p in direct.starts]
+    assert direct.right_start[direct.first]
+    assert direct.right_next[0], "the path may end there"
+    assert 8 not in two.starts
+    assert two.right_start.tolist() == [p == two.starts[two.first] for p in two.starts]
+    assert 8 in model.links.of(two.starts[two.first])
+    assert not two.right_next[0], "the first passage has no answer"
+    assert [p for p, right in zip(two.linked, two.right_next[1:], strict=True) if right] == [8]
+    assert model.lesson(NOWHERE) is None
+
+
+def test_the_loss_is_that_of_both_steps(world: World) -> None:
+    model = retriever(world)
+    lesson = model.lesson(TWO_STEPS)
+    assert lesson is not None
+    with torch.no_grad():
+        read = {p: model._read([(lesson.question, p)])[0] for p in (*lesson.starts, *lesson.linked)}
+        begin, end, step = model.scorer.begin, model.scorer.end, model.scorer.step
+
+        def minus_log_p(state: torch.Tensor, choices: list[torch.Tensor], right: np.ndarray) -> float:
+            shares = [math.exp(float(state @ choice)) for choice in choices]
+            return -math.log(sum(np.array(shares)[right]) / sum(shares))
+
+        first = minus_log_p(begin, [read[p] for p in lesson.starts], lesson.right_start)
+        state = step(read[lesson.starts[lesson.first]], begin)
+        second = minus_log_p(state, [end, *(read[p] for p in lesson.linked)], lesson.right_next)
+        assert float(model.loss([lesson])) == pytest.approx(first + second, rel=1e-4)
+        other: Lesson = replace(lesson, linked=lesson.linked[:1], right_next=np.array([True, False]))
+        both = (float(model.loss([lesson])) + float(model.loss([other]))) / 2
+        assert float(model.loss([lesson, other])) == pytest.approx(both, rel=1e-4)
+
+
+def test_it_learns_to_follow_a_link_to_a_passage_that_words_do_not_find(world: World) -> None:
+    model = retriever(world)
+    lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.lesson(q))]
+    train_paths(tiny_context(), model, lessons, model.options, tiny_optimiser())
+    ranking = model.rank([DIRECT.question, TWO_STEPS.question], 12)
+    assert "Oslo" in world.snapshot.text(int(ranking[0, 0]))
+    assert ranking[1, 0] == 8
+    words = top(model.bm25.scores(TWO_STEPS.question), 12).tolist()
+    assert words.index(8) > 1
+    assert sorted(ranking[1].tolist()) == list(range(12)), "each passage once"
+
+
+def test_a_ranking_of_more_than_there_is_is_padded(world: World) -> None:
+    ranking = retriever(world).rank(["Who?"], 14)
+    assert ranking[0, 12:].tolist() == [-1, -1]
+    assert sorted(ranking[0, :12].tolist()) == list(range(12))
+
+
+def test_saved_and_loaded_it_ranks_the_same(world: World, tmp_path: Path) -> None:
+    model = retriever(world)
+    model.save(tmp_path)
+    again = PathRetriever.load(tmp_path, world.snapshot, model.options, torch.device("cpu"), FP32)
+    asked = [DIRECT.question, TWO_STEPS.question]
+    assert again.rank(asked, 5).tolist() == model.rank(asked, 5).tolist()
+
+
+def test_killed_and_resumed_it_ends_with_the_same_bits(world: World) -> None:
+    def trained(stop: int | None) -> tuple[dict[str, torch.Tensor], MemoryJournal]:
+        checkpoints, journal = MemoryCheckpoints(), MemoryJournal()
+        done = 0
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            if done == stop:
+                raise KeyboardInterrupt
+
+        for after in (progress, lambda count: None) if stop else (lambda count: None,):
+            model = retriever(world, epochs=6, checkpoint_every=2)
+            lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.lesson(q))]
+            surroundings = tiny_context(checkpoints=checkpoints, journal=journal, progress=after)
+            try:
+                train_paths(surroundings, model, lessons, model.options, tiny_optimiser())
+            except KeyboardInterrupt:
+                continue
+        return {name: p.detach() for name, p in model.scorer.named_parameters()}, journal
+
+    (whole, undisturbed), (resumed, killed) = trained(None), trained(3)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert killed.without_times() == undisturbed.without_times()
