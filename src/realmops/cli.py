@@ -515,6 +515,44 @@ def report(root: Path) -> None:
 
 
 @main.command()
+@_params
+@_preset
+@_set
+@_root
+@click.option("--name", default="realmops", show_default=True, help="The registered model in MLflow.")
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="By how much its EM must be higher than the champion's.",
+)
+@click.option("--copy", is_flag=True, help="Put corpus, model and index into MLflow's artifacts, not their paths.")
+@_explains_errors
+def promote(
+    params: Path,
+    presets: tuple[str, ...],
+    settings: tuple[str, ...],
+    root: Path,
+    name: str,
+    margin: float,
+    copy: bool,
+) -> None:
+    """Register the finished run as the champion in MLflow if it is better than the present one, else say why not.
+
+    Better: measured on the same questions by the same rules, EM higher by the margin, and the interval of the
+    difference above 0. Exit code 1 when it is not. The registered model answers questions with their evidence.
+    """
+    from realmops.stages.promote import promote
+
+    outcome = promote(
+        _values(params, presets, settings), project=params.parent, root=root, name=name, margin=margin, copy=copy
+    )
+    click.echo(outcome.message if outcome.champion else f"realmops: {outcome.message}", err=not outcome.champion)
+    sys.exit(0 if outcome.champion else 1)
+
+
+@main.command()
 @_root
 @_explains_errors
 def sync(root: Path) -> None:

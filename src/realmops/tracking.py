@@ -2,6 +2,7 @@
 
 Each stage appends to its journal (``Journal``). A ``Tracker`` has the points sent in batches to an MLflow run
 and keeps, in a spool folder, what was sent. A server that is away costs one warning; ``sync`` sends the rest.
+``Registry`` is MLflow's other half: registered models, of which one version is the champion.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from realmops import __version__
 from realmops.artifacts import read_json, sha256_file, write_bytes, write_json
 
 EXPERIMENT_KIND = "custom_model_development"  # the page of the MLflow UI that compares training runs
@@ -30,11 +32,14 @@ RUN_KEY_TAG = "realmops.run_key"
 FIRST_BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 60.0
 _RESERVED = ("stage", "step", "time")
-_STAGE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 # MLflow's own limits for one request.
 _POINTS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _LONGEST_PARAM = 6000
+CHAMPION = "champion"
+DIGEST_TAG = "realmops.digest"
+_MODEL_CODE = Path(__file__).with_name("serving.py")
 
 
 class Journal:
@@ -45,7 +50,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, stage: str) -> None:
-        if not _STAGE_NAME.fullmatch(stage):
+        if not _NAME.fullmatch(stage):
             raise ValueError(f"stage name {stage!r}: only letters, digits, - and _ are allowed")
         self.path = path
         self.stage = stage
@@ -404,11 +409,10 @@ class _Shipper:
             self._shipped |= {"began": began, "steps": {}}
 
     def _connect(self, ticket: Mapping[str, Any]) -> None:
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or default_uri(self._folder)
+        uri = chosen_uri(self._folder)
         self._client = _mlflow_client(uri)
         self._run_id = ticket["run_id"] or self._find_or_create_run(ticket, uri)
-        # The address may hold a password, so only its digest is kept.
-        destination = [hashlib.sha256(uri.encode()).hexdigest(), self._run_id]
+        destination = [_digest_of_address(uri), self._run_id]
         if self._shipped_path.is_file():
             self._shipped = read_json(self._shipped_path)
         if self._shipped.get("destination") != destination:
@@ -416,15 +420,7 @@ class _Shipper:
         self._describe_run(ticket)
 
     def _find_or_create_run(self, ticket: Mapping[str, Any], uri: str) -> str:
-        experiment = self._client.get_experiment_by_name(ticket["experiment"])
-        if experiment is None:
-            local = uri == default_uri(self._folder)
-            artifacts = (self._folder / "mlartifacts").absolute().as_uri() if local else None
-            experiment_id = self._client.create_experiment(
-                ticket["experiment"], artifact_location=artifacts, tags={"mlflow.experimentKind": EXPERIMENT_KIND}
-            )
-        else:
-            experiment_id = experiment.experiment_id
+        experiment_id = _experiment_id(self._client, ticket["experiment"], uri, self._folder)
         tags = {}
         if parent := ticket.get("parent"):
             tags["mlflow.parentRunId"] = self._run_of(experiment_id, parent["key"], parent["name"], {})
@@ -470,9 +466,186 @@ class _Shipper:
         return len(points)
 
 
+@dataclass(frozen=True)
+class ModelVersion:
+    """One version of a registered model; ``tags`` are those that it was registered with."""
+
+    uri: str
+    number: int
+    tags: Mapping[str, str]
+
+
+class Registry:
+    """The versions of one registered model, and which of them has the alias ``champion``.
+
+    MLflow moves an alias without any condition: two promotions at the same time are for the caller to keep apart.
+    Trouble with MLflow is a ConnectionError of one line; errors of the model's own code stay what they are.
+    """
+
+    def __init__(self, name: str, folder: Path, experiment: str) -> None:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"model name {name!r}: only letters, digits, - and _ are allowed")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name, self._folder = name, folder
+        self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
+        self._uri = chosen_uri(folder)
+        with _trouble_in_one_line():
+            self._client = _mlflow_client(self._uri)
+
+    def champion(self) -> ModelVersion | None:
+        """The version that has the alias."""
+        with _trouble_in_one_line():
+            model = self._registered()
+            number = model.aliases.get(CHAMPION) if model else None
+            return None if number is None else self._version(self._client.get_model_version(self.name, number))
+
+    def find(self, digest: str) -> ModelVersion | None:
+        """The newest version that was registered with this digest."""
+        condition = f"name = '{self.name}' AND tags.`{DIGEST_TAG}` = '{digest}'"
+        with _trouble_in_one_line():
+            found = [self._version(one) for one in self._client.search_model_versions(condition)]
+        return max(found, key=lambda version: version.number, default=None)
+
+    def fetch(self, version: ModelVersion, artifact: str, folder: Path) -> Path:
+        """Download one of a version's artifacts into a folder."""
+        with _trouble_in_one_line():
+            from mlflow.artifacts import download_artifacts
+
+            uri = f"{self._client.get_model_version_download_uri(self.name, str(version.number))}/artifacts/{artifact}"
+            return Path(download_artifacts(artifact_uri=uri, dst_path=str(folder), tracking_uri=self._uri))
+
+    def register(
+        self,
+        artifacts: Mapping[str, Path],
+        *,
+        config: Mapping[str, Any],
+        signature: Mapping[str, Any],
+        question: str,
+        tags: Mapping[str, str],
+        run_id: str | None,
+    ) -> ModelVersion:
+        """Log ``serving.py`` as a model and make a version of it.
+
+        Args:
+            artifacts: what is copied into the model, by the names that its code knows it by.
+            config: what its code finds in ``context.model_config``.
+            signature: lists of columns by "inputs" and "outputs", in MLflow's form.
+            question: an example of an input.
+            run_id: the run that the version came from, if it is known.
+        """
+        with _trouble_in_one_line(), _current_server(self._uri):
+            import mlflow
+            from mlflow.models import ModelSignature
+
+            experiment_id = _experiment_id(self._client, self._experiment, self._uri, self._folder)
+            logged = self._client.create_logged_model(experiment_id, self.name, run_id, dict(tags))
+            mlflow.pyfunc.log_model(
+                name=self.name,
+                model_id=logged.model_id,
+                python_model=str(_MODEL_CODE),
+                artifacts={name: str(path) for name, path in artifacts.items()},
+                model_config=dict(config),
+                signature=ModelSignature.from_dict({side: json.dumps(columns) for side, columns in signature.items()}),
+                input_example=[question],
+                pip_requirements=[f"realmops=={__version__}"],
+            )
+            if self._registered() is None:
+                self._client.create_registered_model(self.name)
+            return self._version(
+                self._client.create_model_version(
+                    self.name, logged.model_uri, run_id, dict(tags), model_id=logged.model_id
+                )
+            )
+
+    def crown(self, version: ModelVersion, question: str) -> None:
+        """Load a version from where it is stored, have it answer, and give it the alias."""
+        with _trouble_in_one_line(), _current_server(self._uri):
+            import mlflow
+
+            mlflow.tracing.disable()  # never around log_model: with tracing off, that of 3.17 waits for its own lock
+            try:
+                mlflow.pyfunc.load_model(version.uri).predict([question])
+            finally:
+                mlflow.tracing.enable()
+            self._client.set_registered_model_alias(self.name, CHAMPION, str(version.number))
+
+    def _registered(self) -> Any:
+        """MLflow's entry of the model, None before its first version."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._client.get_registered_model(self.name)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return None
+            raise
+
+    def _version(self, found: Any) -> ModelVersion:
+        return ModelVersion(f"models:/{self.name}/{found.version}", int(found.version), dict(found.tags))
+
+
+@contextmanager
+def _trouble_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        if not isinstance(error, MlflowException | SQLAlchemyError | OSError | ImportError):
+            raise
+        place = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "of the local database"
+        raise ConnectionError(f"the model registry {place} failed: {_first_line(error)}") from error
+
+
+@contextmanager
+def _current_server(uri: str) -> Iterator[None]:
+    """For what MLflow offers for its current server only."""
+    import mlflow
+
+    is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
+    earlier = mlflow.get_tracking_uri() if is_set else None
+    mlflow.set_tracking_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(earlier)  # type: ignore[arg-type]  # None takes it back
+
+
+def sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str | None:
+    """The id of the run that holds these final figures of a stage; None when they were sent nowhere or elsewhere."""
+    place = _digest_of_address(chosen_uri(folder))
+    wanted = _numbers({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
+    for path in sorted((folder / "spool").glob(f"*.{stage}.shipped.json")):
+        shipped = read_json(path)
+        if shipped["destination"][0] == place and shipped["final"] and wanted <= shipped["final"]["metrics"].items():
+            return str(shipped["destination"][1])
+    return None
+
+
+def chosen_uri(folder: Path) -> str:
+    """Where MLflow's data goes: MLFLOW_TRACKING_URI, or else the database in the tracking folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder)
+
+
+def _digest_of_address(uri: str) -> str:
+    """What is kept of an address, which may hold a password."""
+    return hashlib.sha256(uri.encode()).hexdigest()
+
+
 def default_uri(folder: Path) -> str:
     """The local database that is used when MLFLOW_TRACKING_URI is not set."""
     return f"sqlite:///{(folder / 'mlflow.db').absolute()}"
+
+
+def _experiment_id(client: Any, name: str, uri: str, folder: Path) -> str:
+    """The experiment of that name, made when there is none; of the local database with its artifacts beside it."""
+    experiment = client.get_experiment_by_name(name)
+    if experiment is not None:
+        return str(experiment.experiment_id)
+    artifacts = (folder / "mlartifacts").absolute().as_uri() if uri == default_uri(folder) else None
+    made = client.create_experiment(name, artifact_location=artifacts, tags={"mlflow.experimentKind": EXPERIMENT_KIND})
+    return str(made)
 
 
 def _mlflow_client(uri: str) -> Any:
@@ -482,6 +655,7 @@ def _mlflow_client(uri: str) -> Any:
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "ERROR",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     }.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "urllib3.connectionpool"):  # a line for each table, a line for each retry

@@ -46,11 +46,16 @@ def ranker_of(options: Finetune, snapshot: Snapshot, path: PathRetriever | None 
 
 
 def open_tuned(
-    folder: Path, options: Finetune, snapshot: Snapshot, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    options: Finetune,
+    snapshot: Snapshot,
+    device: torch.device,
+    dtype: torch.dtype,
+    kind: type[OpenQa] = OpenQa,
 ) -> OpenQa:
     """The model that the stage ``finetune`` left, with its index or its ranker."""
     retriever, reader = load_models(folder, snapshot.vocabulary_hash)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     ranker = ranker_of(options, snapshot, path)
     embedding_PE = load_index(folder, snapshot) if ranker is None else None
-    return OpenQa(retriever.to(device), reader.to(device), snapshot, embedding_PE, options, dtype, ranker)
+    return kind(retriever.to(device), reader.to(device), snapshot, embedding_PE, options, dtype, ranker)

@@ -1,0 +1,406 @@
+"""The champion of a real local registry: which run becomes it, which does not and why, and how it answers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from toy import QUESTIONS, cli, trained_project, write_json_lines
+
+from realmops import artifacts, tracking
+from realmops.evaluate.openqa import Prediction, read_predictions, write_predictions
+from realmops.stages.promote import read_candidate
+from realmops.tracking import CHAMPION, DIGEST_TAG, Registry
+
+UNTRACKED = ("--set", "tracking.enabled=false")
+TEST = [{"id": f"t{n}", "question": q, "answers": [a]} for n, (q, a) in enumerate(QUESTIONS["test"] * 5)]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with results, of which MLflow was sent the figures."""
+    folder = trained_project(tmp_path_factory.mktemp("promote"))
+    values = yaml.safe_load((folder / "params.yaml").read_text())
+    (folder / "params.yaml").write_text(yaml.safe_dump({**values, "tracking": {**values["tracking"], "enabled": True}}))
+    write_json_lines(folder / "questions.test.jsonl", TEST)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/true")  # the child process that sends ends at once
+        for name in ("finetune", "evaluate"):
+            assert run(folder, "run", name).exit_code == 0
+    assert tracking.sync(mlflow_folder(folder)).problems == ()
+    return folder
+
+
+def mlflow_folder(project: Path) -> Path:
+    return project / "root/.realmops/mlflow"
+
+
+def database(project: Path) -> str:
+    return tracking.default_uri(mlflow_folder(project))
+
+
+def run(project: Path, *words: str | Path) -> Result:
+    return cli(*words, "--params", project / "params.yaml", "--root", project / "root")
+
+
+def promote(project: Path, name: str, *options: str) -> Result:
+    return run(project, "promote", "--name", name, *options)
+
+
+@pytest.fixture
+def another(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the project elsewhere; both use the database of the first as their server."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database(project))
+    shutil.copytree(project, tmp_path / "another", ignore=shutil.ignore_patterns(".realmops", "promoted"))
+    return tmp_path / "another"
+
+
+def answered(project: Path, right: int) -> None:
+    """Make these the results, as if the run had answered so many of ten questions, the first ones."""
+    results = project / "root/results"
+    manifest = artifacts.read_json(results / "manifest.json")
+    rows = read_predictions(results / "predictions.parquet")
+    rows = [replace(row, em=n < right) for n, row in enumerate(rows)]
+    write_predictions(results / "predictions.parquet", rows)
+    metrics = artifacts.read_json(results / "metrics.json")
+    artifacts.write_json(results / "metrics.json", {**metrics, "em": right / len(rows)})
+    artifacts.write_manifest(results, "evaluate", **{key: manifest[key] for key in ("fingerprint", "sections")})
+
+
+def champion(project: Path, name: str) -> tuple[int, dict[str, str]] | None:
+    found = Registry(name, mlflow_folder(project), "realmops").champion()
+    return None if found is None else (found.number, dict(found.tags))
+
+
+def versions(project: Path, name: str) -> int:
+    client = tracking._mlflow_client(database(project))
+    return len(client.search_model_versions(f"name = '{name}'"))
+
+
+# ---- which run becomes the champion
+
+
+def test_the_first_run_becomes_the_champion_and_stays_it(project: Path) -> None:
+    candidate = read_candidate(project, project / "root")
+    result = promote(project, "first")
+    assert result.exit_code == 0, result.output
+    assert "models:/first/1 is the champion: EM 0.000 by exact_match on 10 questions" in result.stdout
+    assert candidate.corpus_hash[:12] in result.stdout
+    found = champion(project, "first")
+    assert found == (1, candidate.tags())
+    assert candidate.tags()[DIGEST_TAG] == candidate.digest
+    again = promote(project, "first")
+    assert again.exit_code == 0
+    assert "models:/first/1 is the champion already" in again.stdout
+    assert champion(project, "first") == found
+    assert versions(project, "first") == 1
+
+
+def test_the_version_belongs_to_the_run_that_was_tracked(project: Path) -> None:
+    assert promote(project, "lineage").exit_code == 0
+    client = tracking._mlflow_client(database(project))
+    version = client.get_model_version("lineage", "1")
+    logged = client.get_run(version.run_id)
+    metrics = artifacts.read_json(project / "root/results/metrics.json")
+    assert logged.data.metrics["final/evaluate.em"] == metrics["em"]
+    assert logged.data.metrics["final/evaluate.seconds"] == metrics["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "margin", "promoted", "told"),
+    [
+        (0, 10, "0", True, "EM: 1.000 against 0.000, difference +1.000, 95 % interval +1.000 to +1.000"),
+        (0, 5, "0.5", True, "EM: 0.500 against 0.000, difference +0.500, 95 % interval +0.200 to +0.800"),
+        (0, 5, "0.6", False, "EM: 0.500 against 0.000, difference +0.500, 95 % interval +0.200 to +0.800"),
+        (0, 1, "0", False, "difference +0.100, 95 % interval +0.000"),
+        (5, 5, "0", False, "difference +0.000, 95 % interval +0.000 to +0.000"),
+        (5, 0, "0", False, "EM: 0.000 against 0.500, difference -0.500"),
+    ],
+)
+def test_a_run_is_promoted_that_is_better_by_the_margin_and_the_interval(
+    project: Path, another: Path, theirs: int, ours: int, margin: str, promoted: bool, told: str
+) -> None:
+    name = f"duel-{theirs}-{ours}-{margin}".replace(".", "_")
+    answered(another, theirs)
+    assert promote(another, name).exit_code == 0
+    before = champion(project, name)
+    answered(another, ours)
+    if theirs == ours:  # other weights, as good
+        assert run(another, "run", "finetune", "--set", "finetune.epochs=1", *UNTRACKED).exit_code == 0
+        assert run(another, "evaluate", "--set", "finetune.epochs=1", *UNTRACKED).exit_code == 0
+        answered(another, ours)
+    result = promote(another, name, "--margin", margin)
+    assert result.exit_code == (0 if promoted else 1), result.output
+    assert told in result.output
+    assert f"Wanted are a difference of at least {float(margin):+.3f} and an interval above 0" in result.output
+    if promoted:
+        assert f"models:/{name}/2 is the champion" in result.stdout
+        found = champion(project, name)
+        assert found is not None
+        assert found[0] == 2
+    else:
+        assert result.stderr.startswith(f"realmops: not promoted, models:/{name}/1 stays the champion")
+        assert champion(project, name) == before
+        assert versions(project, name) == 1
+
+
+def test_other_questions_are_refused_by_their_digest(project: Path, another: Path) -> None:
+    answered(another, 0)
+    assert promote(another, "questions").exit_code == 0
+    before = champion(project, "questions")
+    write_json_lines(another / "questions.test.jsonl", [{**record, "answers": ["Oslo"]} for record in TEST])
+    stale = promote(another, "questions")
+    assert stale.exit_code == 2
+    assert "other question files than those that are there now; run 'realmops evaluate' first" in stale.stderr
+    assert run(another, "evaluate", *UNTRACKED).exit_code == 0
+    answered(another, 10)
+    result = promote(another, "questions")
+    assert result.exit_code == 1
+    assert "measured on other questions" in result.stderr
+    assert before is not None
+    for digest in (before[1]["realmops.evaluation_digest"], read_candidate(another, another / "root").evaluation):
+        assert f"evaluation {digest[:12]}: 10 by exact_match" in result.stderr
+    assert champion(project, "questions") == before
+
+
+def test_the_same_questions_in_another_form_are_the_same_evaluation(another: Path) -> None:
+    before = read_candidate(another, another / "root").evaluation
+    records = [dict(reversed(record.items())) for record in reversed(TEST)]
+    write_json_lines(another / "questions.test.jsonl", records)
+    assert run(another, "evaluate", *UNTRACKED).exit_code == 0
+    assert read_candidate(another, another / "root").evaluation == before
+
+
+def test_a_model_that_was_trained_since_is_not_promoted_with_old_results(another: Path) -> None:
+    assert run(another, "run", "finetune", "--set", "finetune.epochs=1", *UNTRACKED).exit_code == 0
+    result = promote(another, "stale")
+    assert result.exit_code == 2
+    assert "made from other models" in result.stderr
+
+
+def test_a_call_that_was_stopped_before_the_alias_goes_on(
+    project: Path, another: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(another, 0)
+    assert promote(another, "stopped").exit_code == 0
+    old = champion(project, "stopped")
+    answered(another, 10)
+    with monkeypatch.context() as patch:
+
+        def killed(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(Registry, "crown", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cli_uncaught(another, "stopped")
+    assert champion(project, "stopped") == old
+    assert versions(project, "stopped") == 2
+    assert promote(another, "stopped").exit_code == 0
+    assert versions(project, "stopped") == 2
+    new = champion(project, "stopped")
+    assert new is not None
+    assert new[0] == 2
+
+
+def cli_uncaught(project: Path, name: str) -> None:
+    """Promote with what click would swallow."""
+    from realmops.config import load
+    from realmops.stages.promote import promote
+
+    values = load(project / "params.yaml", presets=[], settings=[])
+    promote(values, project=project, root=project / "root", name=name, margin=0.0, copy=False)
+
+
+def test_a_champion_that_came_meanwhile_stays(
+    project: Path, another: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered(another, 0)
+    assert promote(another, "race").exit_code == 0
+    before = champion(project, "race")
+    answered(another, 10)
+    seen = iter([Registry("race", mlflow_folder(project), "realmops").champion(), None])
+    monkeypatch.setattr(Registry, "champion", lambda self: next(seen))
+    result = promote(another, "race")
+    assert result.exit_code == 1
+    assert "the champion of race changed meanwhile" in result.stderr
+    monkeypatch.undo()
+    assert champion(project, "race") == before
+
+
+def test_a_champion_of_somebody_else_is_left_alone(project: Path) -> None:
+    client = tracking._mlflow_client(database(project))
+    client.create_registered_model("theirs")
+    client.create_model_version("theirs", (project / "root").as_uri())
+    client.set_registered_model_alias("theirs", CHAMPION, "1")
+    result = promote(project, "theirs")
+    assert result.exit_code == 2
+    assert "models:/theirs/1 has the alias champion and was not registered by 'realmops promote'" in result.stderr
+
+
+def test_changed_predictions_of_the_champion_are_not_compared_with(project: Path, another: Path) -> None:
+    answered(another, 0)
+    assert promote(another, "forged").exit_code == 0
+    client = tracking._mlflow_client(database(project))
+    stored = Path(client.get_model_version_download_uri("forged", "1").removeprefix("file://"))
+    (stored / "artifacts/predictions.parquet").write_bytes(b"PAR1")
+    answered(another, 10)
+    result = promote(another, "forged")
+    assert result.exit_code == 2
+    assert "models:/forged/1: its predictions.parquet was changed since it was registered" in result.stderr
+
+
+def test_without_a_registry_there_is_one_message(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    off = promote(project, "none", *UNTRACKED)
+    assert off.exit_code == 2
+    assert "tracking.enabled is false" in off.stderr
+    bad = promote(project, "v1.0")  # MLflow knows no such names
+    assert bad.exit_code == 2
+    assert "model name 'v1.0': only letters, digits, - and _ are allowed" in bad.stderr
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    away = promote(project, "none")
+    assert away.exit_code == 2
+    assert away.stderr.startswith("realmops: the model registry at MLFLOW_TRACKING_URI failed: MlflowException")
+    assert len(away.stderr.splitlines()) == 1
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{project / 'params.yaml'}/mlflow.db")
+    broken = promote(project, "none")
+    assert broken.exit_code == 2
+    assert broken.stderr.startswith("realmops: the model registry at MLFLOW_TRACKING_URI failed: ")
+
+
+# ---- the registered model
+
+
+@pytest.fixture
+def server(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The local database as MLflow's current server; traces go to the experiment of the runs."""
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "realmops")
+    mlflow.set_tracking_uri(database(project))
+    yield database(project)
+    mlflow.flush_trace_async_logging()
+    mlflow.set_tracking_uri(None)
+
+
+@pytest.fixture
+def predictions(project: Path) -> list[Prediction]:
+    return read_predictions(project / "root/results/predictions.parquet")
+
+
+def test_the_registered_model_answers_as_the_evaluation_did(
+    project: Path, server: str, predictions: list[Prediction]
+) -> None:
+    import mlflow
+    from pandas import DataFrame
+
+    assert promote(project, "answers").exit_code == 0
+    model = mlflow.pyfunc.load_model("models:/answers@champion")
+    found = model.predict([prediction.question for prediction in predictions])
+    for ours, theirs in zip(found, predictions, strict=True):
+        assert (ours["question"], ours["answer"]) == (theirs.question, theirs.prediction)
+        assert ours["score"] == pytest.approx(theirs.span_score, abs=1e-5)
+        assert ours["evidence"] == theirs.evidence
+        assert ours["passage_id"] == theirs.passage_ids[theirs.evidence_rank]
+        assert ours["title"] == theirs.titles[theirs.evidence_rank]
+        assert [p["passage_id"] for p in ours["passages"]] == list(theirs.passage_ids)
+        assert [p["title"] for p in ours["passages"]] == list(theirs.titles)
+        assert [p["p_z"] for p in ours["passages"]] == pytest.approx(list(theirs.p_z), abs=1e-6)
+    table = DataFrame({"question": [predictions[1].question]})
+    assert model.predict(table) == found[1:2]
+    with pytest.raises(ValueError, match="looked for in the column 'question'; found 'id' first"):
+        model.predict(DataFrame({"id": ["test-0"], "question": ["Who?"]}))
+    with pytest.raises(ValueError, match="a question is ' '; text is wanted"):
+        model.predict([" "])
+    assert list(found[0]) == model.metadata.signature.outputs.input_names()
+    assert model.metadata.load_input_example(model.metadata.artifact_path) == [predictions[0].question]
+
+
+def test_the_trace_shows_what_was_retrieved(project: Path, server: str, predictions: list[Prediction]) -> None:
+    import mlflow
+
+    assert promote(project, "traced").exit_code == 0
+    model = mlflow.pyfunc.load_model("models:/traced@champion")
+    [found] = model.predict([predictions[0].question])
+    mlflow.flush_trace_async_logging()
+    trace = mlflow.get_trace(mlflow.get_last_active_trace_id())
+    experiment = mlflow.get_experiment_by_name("realmops")
+    assert trace.info.experiment_id == experiment.experiment_id
+    root, retrieval = trace.data.spans
+    assert (root.span_type, root.parent_id) == ("CHAIN", None)
+    assert root.inputs == {"question": predictions[0].question}
+    assert root.outputs == found
+    assert (retrieval.span_type, retrieval.parent_id) == ("RETRIEVER", root.span_id)
+    assert [document["id"] for document in retrieval.outputs] == list(predictions[0].passage_ids)
+    assert [document["metadata"]["title"] for document in retrieval.outputs] == list(predictions[0].titles)
+    scores = [document["metadata"]["score"] for document in retrieval.outputs]
+    assert scores == sorted(scores, reverse=True)
+    assert found["evidence"] in [document["page_content"] for document in retrieval.outputs]
+
+
+def test_the_model_is_code_and_holds_no_pickle(project: Path, server: str) -> None:
+    assert promote(project, "code").exit_code == 0
+    client = tracking._mlflow_client(server)
+    folder = Path(client.get_model_version_download_uri("code", "1").removeprefix("file://"))
+    flavor = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]["python_function"]
+    assert Path(flavor["model_code_path"]).name == "serving.py"
+    assert "python_model" not in flavor
+    files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    assert {"serving.py", "artifacts/manifest.json", "artifacts/predictions.parquet"} <= set(files)
+    assert not [name for name in files if Path(name).suffix in {".pkl", ".pickle", ".joblib", ".pt", ".bin"}]
+    assert not [name for name in files if name.endswith((".safetensors", ".npy"))]
+
+
+def test_the_next_training_takes_nothing_from_the_champion(another: Path, server: str) -> None:
+    import mlflow
+
+    assert promote(another, "kept").exit_code == 0
+    shutil.rmtree(another / "root/models")
+    shutil.rmtree(another / "root/data")
+    assert len(mlflow.pyfunc.load_model("models:/kept@champion").predict(["Who wrote a novel?"])) == 1
+
+
+def test_a_changed_index_is_refused_when_the_model_is_loaded(another: Path, server: str) -> None:
+    import mlflow
+
+    assert promote(another, "tampered").exit_code == 0
+    [folder] = (another / "root/promoted").iterdir()
+    shutil.copytree(folder, another / "moved")
+    index = folder / "finetune/index.safetensors"
+    content = bytearray(index.read_bytes())
+    content[-1] ^= 1
+    index.write_bytes(content)
+    with pytest.raises(ValueError, match=r"finetune/index\.safetensors has sha256 .*it was changed"):
+        mlflow.pyfunc.load_model("models:/tampered@champion")
+    whole = {"folder": str(another / "moved")}
+    assert mlflow.pyfunc.load_model("models:/tampered@champion", model_config=whole).predict(["Who wrote a novel?"])
+    artifacts.write_manifest(folder, "promoted", digest="forged")
+    with pytest.raises(ValueError, match="is not the registered one"):
+        mlflow.pyfunc.load_model("models:/tampered@champion")
+    shutil.rmtree(folder)
+    with pytest.raises(ValueError, match="is not there: the model's files were removed"):
+        mlflow.pyfunc.load_model("models:/tampered@champion")
+
+
+def test_a_copied_model_needs_no_other_file(another: Path, server: str) -> None:
+    import mlflow
+
+    assert promote(another, "copied", "--copy").exit_code == 0
+    assert not (another / "root/promoted").exists()
+    assert not [p for p in (another / "root/.realmops").iterdir() if p.is_dir() and p.name not in ("work", "mlflow")]
+    shutil.rmtree(another / "root")
+    assert len(mlflow.pyfunc.load_model("models:/copied@champion").predict(["Who wrote a novel?"])) == 1
