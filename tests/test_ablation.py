@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import os
 import shutil
 import sqlite3
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,6 +194,37 @@ def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(proje
     again = {path for path in made if path.stat().st_mtime_ns != made[path]}
     assert again == {lost.parent / "log.txt"}
     assert (project / "out" / "table.csv").read_bytes() == table
+
+
+def test_killed_its_stages_end_with_it_and_the_next_call_goes_on(project: Path, tmp_path: Path) -> None:
+    words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", tmp_path]
+    words += ["--variant", "realm", "--set", "pretrain.steps=60", "--set", "tracking.enabled=false"]
+    killed = subprocess.Popen(toy.command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    work = "store/pretrain-*/.realmops/work/*/metrics.jsonl"
+    toy.wait_for(lambda: any(path.read_text().count("\n") > 9 for path in tmp_path.glob(work)), 120)
+    killed.kill()
+    killed.wait()
+    (lock,) = tmp_path.glob("store/pretrain-*/.realmops/pretrain.lock")
+
+    def free() -> bool:
+        with open(lock, "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+    toy.wait_for(free, 60)
+    assert not list(tmp_path.glob("store/pretrain-*/models/pretrain"))
+    (begun,) = tmp_path.glob(work)
+    kept = begun.read_text().splitlines()[:8]
+    taken = begun.read_text().count("\n")
+    assert 9 < taken < 60
+    done = toy.run_command(*words)
+    assert done.returncode == 0, done.stderr
+    steps = toy.journal(tmp_path / "realm/seed-0/models/pretrain")
+    assert [line["step"] for line in steps] == list(range(60))
+    assert [line["time"] for line in steps[:8]] == [json.loads(line)["time"] for line in kept], "not trained again"
 
 
 def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:

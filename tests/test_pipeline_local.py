@@ -12,15 +12,26 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import toy
 from safetensors.numpy import load_file
-from toy import Quiet, cli, command, journal, litter, run_command, stage, toy_values, without_clock, write_project
+from toy import (
+    Quiet,
+    cli,
+    command,
+    journal,
+    litter,
+    run_command,
+    stage,
+    toy_values,
+    wait_for,
+    without_clock,
+    write_project,
+)
 
 from realmops.artifacts import read_manifest
 from realmops.corpus.snapshot import Snapshot
@@ -492,15 +503,6 @@ def builders(root: Path) -> list[int]:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if b"index-builder" in words and any(str(root).encode() in word for word in words) and state != "Z":
                 found.append(int(folder.name))
-    return found
-
-
-def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | None = None) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end, f"nothing came within {seconds} s"
-        assert process is None or process.poll() is None, process.communicate() if process else None
-        time.sleep(0.005)
     return found
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toy import wait_for
 
 from realmops import tracking
 from realmops.tracking import Journal, Run, Tracker, flat_params, git_commit, sync
@@ -178,7 +179,7 @@ def test_a_resumed_stage_sends_each_step_once(
         dead_sender.undo()
         position = path.read_bytes().index(b"\n") + 1
         with Tracker(path, "ict", RUN, folder, interval=0.1):
-            wait_until(lambda: query(folder, "SELECT status FROM runs") == [("RUNNING",)])
+            wait_for(lambda: query(folder, "SELECT status FROM runs") == [("RUNNING",)], 60)
             journal.truncate(position)
             journal.log(2, loss=2.0)
             journal.log(3, loss=1.0)
@@ -192,13 +193,6 @@ def _interrupted_stage(journal: Journal, folder: Path) -> None:
         journal.log(1, loss=3.0)
         journal.log(2, loss=2.0)
         raise KeyboardInterrupt
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # A server that is away: every request is a real one
@@ -282,7 +276,7 @@ def test_600_of_600_points_survive_an_outage_and_lost_answers(
     with Journal(path, "pretrain") as journal, Tracker(path, "pretrain", RUN, tmp_path / "t", interval=0.05):
         for step in range(300):
             journal.log(step, loss=1 / (step + 1))
-        wait_until(lambda: server.batches >= 3)
+        wait_for(lambda: server.batches >= 3, 60)
         server.fault = lambda number: "refuse"
         for step in range(300, 600):
             journal.log(step, loss=1 / (step + 1))

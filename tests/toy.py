@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,12 @@ def without_clock(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def litter(root: Path) -> list[Path]:
     """Hidden files and folders under a root, other than the folder of unfinished work."""
     return [p for p in root.rglob(".*") if p != root / ".realmops" and root / ".realmops" not in p.parents]
+
+
+def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | None = None) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"nothing came within {seconds} s"
+        assert process is None or process.poll() is None, process.communicate() if process else None
+        time.sleep(0.005)
+    return found

@@ -90,6 +90,9 @@ _root = click.option(
 _force = click.option(
     "--force", is_flag=True, help="Run even when the output was made from the same inputs and options."
 )
+_watch_parent = click.option(
+    "--watch-parent", type=int, metavar="PID", help="End when this process, the parent, has ended."
+)
 _limit = click.option(
     "--limit", type=click.IntRange(min=0), default=20, show_default=True, help="Explain at most so many questions."
 )
@@ -123,12 +126,25 @@ def main() -> None:
 @_set
 @_root
 @_force
+@_watch_parent
 @_explains_errors
-def run(stage: str, params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, force: bool) -> None:
+def run(
+    stage: str,
+    params: Path,
+    presets: tuple[str, ...],
+    settings: tuple[str, ...],
+    root: Path,
+    force: bool,
+    watch_parent: int | None,
+) -> None:
     """Run STAGE, or "all" of them: sample, snapshot, tag, ict, pretrain, finetune, evaluate.
 
     A stage that was killed goes on from its checkpoints. Its output appears whole or not at all.
     """
+    if watch_parent is not None:
+        from realmops.stages.runner import end_with
+
+        end_with(watch_parent)
     _run(STAGES if stage == "all" else (stage,), params, presets, settings, root, force)
 
 
@@ -495,7 +511,7 @@ def snapshot(context: click.Context, wanted: bool, options: tuple[str, ...]) -> 
 @main.command("index-builder")
 @click.option("--exchange", type=click.Path(path_type=Path), required=True, help="The folder shared with the trainer.")
 @click.option("--snapshot", type=click.Path(path_type=Path), required=True, help="The snapshot folder of the corpus.")
-@click.option("--watch-parent", type=int, metavar="PID", help="End when this process, the parent, has ended.")
+@_watch_parent
 @_explains_errors
 def index_builder(exchange: Path, snapshot: Path, watch_parent: int | None) -> None:
     """Embed the corpus again whenever the trainer has published weights, until it says that it has finished."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -181,6 +182,7 @@ class _Runner:
                 _link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
         ablation = self._ablation
         command = [sys.executable, "-m", "realmops", "run", stage.name, "--params", ablation.params, "--root", home]
+        command += ["--watch-parent", os.getpid()]
         for preset in ablation.overlay(variant):
             command += ["--preset", preset]
         for setting in [*ablation.seeded(seed), "tracking.enabled=false"]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import math
+import os
 import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +19,7 @@ from realmops.encoders import T5, encoder_files
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
 
 WORK = ".realmops"
+PARENT_SECONDS = 0.5  # between two looks
 UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
 
 
@@ -46,6 +50,17 @@ def run_stage(
     """
     with alone(root / WORK, name):
         return _run_alone(STAGES[name], values, project, root, report, force)
+
+
+def end_with(parent: int) -> None:
+    """End this process, as SIGTERM does, when it is no longer the child of ``parent``."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager
