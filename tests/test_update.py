@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 from safetensors.torch import load_file
 from tiny import DOCUMENTS
 from toy import cli, trained_project
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.openqa import Prediction
-from realmops.stages.update import changed_answers
+from realmops.stages.update import CHANGES, changed_answers, changes_table
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 
@@ -105,3 +107,13 @@ def test_answers_change_when_their_normal_form_does() -> None:
     assert change["id"] == "q2"
     assert change["before"]["answer"] == "x"
     assert change["after"] == {"answer": "a", "right": True, "title": "T2", "passage_id": "p2", "evidence": "E"}
+
+
+def test_brackets_in_answers_are_shown_as_they_are(tmp_path: Path) -> None:
+    side = {"answer": "[red] 5 [/x]", "right": True, "title": "A", "passage_id": "", "evidence": "[b]text[/b]"}
+    change = {"id": "q", "question": "Which [i]?", "answers": ["5"], "before": side, "after": side}
+    (tmp_path / CHANGES).write_text(json.dumps(change) + "\n")
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(changes_table(tmp_path))
+    shown = console.export_text()
+    assert all(text in shown for text in ("Which [i]?", "[red] 5 [/x] ✓", "A: [b]text[/b]"))

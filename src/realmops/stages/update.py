@@ -255,6 +255,7 @@ def changes_table(folder: Path) -> Table:
     import json
 
     from rich.table import Table
+    from rich.text import Text
 
     with open(folder / CHANGES, "rb") as file:
         changes = [json.loads(line) for line, _ in zip(file, range(_SHOWN), strict=False)]
@@ -267,5 +268,6 @@ def changes_table(folder: Path) -> Table:
             for side in ("before", "after")
         ]
         evidence = f"{change['after']['title']}: {change['after']['evidence']}"
-        table.add_row(change["question"], *sides, evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…")
+        shown = evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…"
+        table.add_row(*map(Text, (change["question"], *sides, shown)))  # brackets in texts are no markup
     return table
