@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -12,6 +14,7 @@ import sqlite3
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -30,7 +33,13 @@ from realmops.evaluate.ablation import (
     utility_chart,
 )
 from realmops.evaluate.charts import Series
+from realmops.evaluate.openqa import read_predictions
 from realmops.stages import STAGES
+from realmops.stages.runner import tracking_folder
+from realmops.tracking import _mlflow_client, default_uri, experiment_tags
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 NAMES = {"realm": "REALM", "baseline": "Baseline", "never_run": "Never run"}
 VARIANTS = {name: Variant(title, "words") for name, title in NAMES.items()}
@@ -155,10 +164,72 @@ def test_what_variants_share_is_trained_once(project: Path) -> None:
     baseline = json.loads((out / "baseline/seed-0/models/finetune/manifest.json").read_text())
     assert baseline["sections"]["finetune"]["retriever"] == "ict"
     assert (out / "table.md").read_text() in printed
+    assert f"ui --backend-store-uri sqlite:///{out}/.realmops/mlflow/mlflow.db" in printed
     assert (out / "report.html").stat().st_size
     (outcome,) = json.loads((out / "outcomes" / "baseline.json").read_text())
     assert outcome["em"] == json.loads((out / "baseline/seed-0/results/metrics.json").read_text())["em"]
     assert (out / "table.csv").read_text().count("\n") == 4
+
+
+def mlflow_runs(project: Path) -> dict[str, Run]:
+    """The runs as MLflow gives them, by name."""
+    client = _mlflow_client(default_uri(tracking_folder(project / "out")))
+    return {run.info.run_name: run for run in client.search_runs(["1"])}
+
+
+def points(project: Path) -> list[tuple[str, str, float, int, int]]:
+    with contextlib.closing(sqlite3.connect(tracking_folder(project / "out") / "mlflow.db")) as connection:
+        return sorted(connection.execute("SELECT run_uuid, key, value, timestamp, step FROM metrics").fetchall())
+
+
+def test_mlflow_has_the_datasets_and_the_tables_of_each_variant(project: Path) -> None:
+    runs = mlflow_runs(project)
+    parent, realm, baseline = (runs[name] for name in ("ablation", "realm seed 0", "baseline seed 0"))
+    view = project / "out" / "realm" / "seed-0"
+    corpus = json.loads((view / "data/snapshot/corpus/manifest.json").read_text())["corpus_hash"]
+    questions = hashlib.sha256((project / "questions.test.jsonl").read_bytes()).hexdigest()
+    for run in (realm, baseline):
+        read = {found.dataset.name: found.dataset.digest for found in run.inputs.dataset_inputs}
+        assert (read["corpus"], read["questions.test"]) == (corpus[:36], questions[:36])
+        assert run.data.params["ablation.variant"] == run.data.tags["realmops.variant"]
+    assert realm.data.params.keys() == baseline.data.params.keys()
+    shown = Path(realm.info.artifact_uri.removeprefix("file://"))
+    for name in ("predictions.parquet", "report.html"):
+        assert (shown / name).read_bytes() == (view / "results" / name).read_bytes()
+    table = json.loads((shown / "predictions.table.json").read_text())
+    predictions = read_predictions(view / "results" / "predictions.parquet")
+    assert [row[table["columns"].index("prediction")] for row in table["data"]] == [p.prediction for p in predictions]
+    assert json.loads(realm.data.tags["mlflow.loggedArtifacts"])[0]["path"] == "predictions.table.json"
+    assert "mlflow.loggedArtifacts" not in parent.data.tags
+    written = Path(parent.info.artifact_uri.removeprefix("file://"))
+    for name in ("table.md", "table.csv", "report.html"):
+        assert (written / name).read_bytes() == (project / "out" / name).read_bytes()
+
+
+def test_the_views_of_the_runs_page_name_what_runs_have(project: Path) -> None:
+    realm = mlflow_runs(project)["realm seed 0"].data
+    known = {"metrics": realm.metrics, "params": realm.params, "tags": realm.tags, "attributes": {"Run Name": ""}}
+    views = [value for name, value in experiment_tags().items() if name.startswith("mlflow.sharedViewState.")]
+    assert len(views) == 3
+    for view in views:
+        state = json.loads(json.loads(view)["state"])
+        for column in state["selectedColumns"]:
+            kind, _, name = column.partition(".")
+            assert name.strip("`") in known[kind]
+        parallel, *charts = state["compareRunCharts"]
+        assert {chart["metricKey"] for chart in charts} | {*parallel["selectedMetrics"]} <= realm.metrics.keys()
+        assert {*parallel["selectedParams"]} <= realm.params.keys()
+
+
+def test_the_ablations_own_run_shows_the_reference_and_the_table(project: Path) -> None:
+    runs = mlflow_runs(project)
+    parent, realm = runs["ablation"], runs["realm seed 0"]
+    assert parent.data.metrics == {name: realm.data.metrics[name] for name in parent.data.metrics}
+    assert {"em", "recall_at_5", "zero_shot_recall_at_5", "index_staleness_steps"} <= parent.data.metrics.keys()
+    assert parent.data.tags["mlflow.note.content"] == (project / "out" / "table.md").read_text()
+    steps = [line["time"] for line in toy.journal(project / "out/realm/seed-0/models/ict")]
+    assert parent.info.start_time == realm.info.start_time == int(steps[0] * 1000)
+    assert realm.info.end_time >= int(steps[-1] * 1000)
 
 
 def test_mlflow_shows_the_variants_under_one_run(project: Path) -> None:
@@ -175,16 +246,19 @@ def test_mlflow_shows_the_variants_under_one_run(project: Path) -> None:
             found = connection.execute("SELECT DISTINCT key FROM metrics WHERE run_uuid = ?", (runs[name],))
             keys = {key for (key,) in found.fetchall()}
             assert {"em", "recall_at_5", "zero_shot_recall_at_5"} <= keys
-            assert {"index_staleness_steps", "retrieval_utility", "p_null"} <= keys
-            assert "pretrain/loss" in keys
+            pretrained = {"index_staleness_steps", "retrieval_utility", "p_null", "masked_accuracy", "pretrain/loss"}
+            assert keys & pretrained == (set() if name == "baseline seed 0" else pretrained)
 
 
 def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(project: Path) -> None:
     store = project / "out" / "store"
     made = {path: path.stat().st_mtime_ns for path in store.glob("*/log.txt")}
     table = (project / "out" / "table.csv").read_bytes()
+    sent = points(project)
     assert ablate(project, *CHOSEN)[0] == 0
     assert {path: path.stat().st_mtime_ns for path in store.glob("*/log.txt")} == made
+    assert points(project) == sent
+    assert {run.info.status for run in mlflow_runs(project).values()} == {"FINISHED"}
     assert ablate(project, "--variant", "baseline")[:2] == (
         0, f"No table: realm is not among what ended well; figures are in {project / 'out' / 'outcomes'}\n"
     )  # fmt: skip

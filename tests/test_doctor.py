@@ -161,5 +161,5 @@ def test_report_in_the_middle_of_the_chain_shows_what_there_is(root: Path) -> No
 
 def test_sync_with_nothing_to_send(tmp_path: Path) -> None:
     result = cli("sync", "--root", tmp_path)
-    assert (result.exit_code, result.stdout) == (0, "0 points sent\n")
+    assert (result.exit_code, result.stdout) == (0, "0 points and files sent\n")
     assert files(tmp_path) == set()

@@ -581,5 +581,15 @@ def test_the_stages_of_one_variant_are_one_mlflow_run(finished: Path, tmp_path: 
         corpus = json.loads((root / "data/snapshot/corpus/manifest.json").read_text())["corpus_hash"]
         assert tags["realmops.corpus_hash"] == corpus
         assert {"realmops.params_hash", "realmops.run_key"} <= tags.keys()
+        assert (tags["realmops.kind"], tags["realmops.seed"]) == ("run", "0")
+        digests = dict(rows("SELECT name, digest FROM datasets"))
+        assert digests.keys() == {"corpus", "questions.train", "questions.test"}
+        assert digests["corpus"] == corpus[:36]
+        [(files,)] = rows("SELECT artifact_uri FROM runs")
+        shown = Path(files.removeprefix("file://"))
+        assert {path.name for path in shown.iterdir()} == {
+            "predictions.parquet", "predictions.table.json", "report.html"
+        }  # fmt: skip
+        assert (shown / "report.html").read_bytes() == (root / "results/report.html").read_bytes()
         kinds = rows("SELECT value FROM experiment_tags WHERE key = 'mlflow.experimentKind'")
         assert kinds == [("custom_model_development",)], "the UI opens the page that compares training runs"

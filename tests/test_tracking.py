@@ -19,7 +19,7 @@ import pytest
 from toy import wait_for
 
 from realmops import tracking
-from realmops.tracking import Journal, Run, Tracker, flat_params, git_commit, sync
+from realmops.tracking import Dataset, Journal, Run, Tracker, as_table, flat_params, git_commit, keep_finished, sync
 
 RUN = Run("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
 
@@ -195,13 +195,114 @@ def _interrupted_stage(journal: Journal, folder: Path) -> None:
         raise KeyboardInterrupt
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# Datasets, files and views
+
+CORPUS = Dataset("corpus", "c0" * 32, "corpus.jsonl", "corpus")
+ROWS = [{"question": "Who?", "em": True}, {"question": "Where?", "em": False}]
+
+
+def files_of(folder: Path, run_id: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "mlartifacts" / run_id / "artifacts").iterdir()}
+
+
+def keep_one(tmp_path: Path, folder: Path, **files: bytes) -> None:
+    """A run that is over, with two points and one figure, in the spool."""
+    path = tmp_path / "whole.jsonl"
+    records = [{"stage": "ict", "step": step, "time": time, "loss": 3.0} for step, time in ((1, 7.5), (2, 8))]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run = Run("0ver", {"seed": 7}, RUN.tags, name="over", datasets=[CORPUS], began=7.5)
+    keep_finished(run, [path], {"em": 0.25}, {f"{name}.md": text for name, text in files.items()}, 8.0, folder)
+
+
+@pytest.mark.usefixtures("dead_sender")
+def test_datasets_and_files_reach_the_run_once(tmp_path: Path, folder: Path) -> None:
+    report = tmp_path / "report.html"
+    for stage in ("finetune", "evaluate"):
+        report.write_text(f"<p>{stage}</p>")
+        run = Run("5eed", RUN.params, RUN.tags, datasets=[CORPUS, Dataset("questions.test", "7e57", "q.jsonl", "test")])
+        with (
+            Journal(tmp_path / f"{stage}.jsonl", stage) as journal,
+            Tracker(journal.path, stage, run, folder) as tracker,
+        ):
+            journal.log(1, loss=1.0)
+            if stage == "evaluate":
+                tracker.finish({"em": 0.5}, {"report.html": report, "predictions.table.json": as_table(ROWS)})
+    report.unlink()  # the stage's folder was moved away
+    assert sync(folder) == tracking.SyncReport(5, ()), "two losses, em, two files"
+    assert sync(folder) == tracking.SyncReport(0, ())
+    client = tracking._mlflow_client(tracking.default_uri(folder))
+    [run_found] = client.search_runs(["1"])
+    inputs = [(i.dataset.name, i.dataset.digest, i.tags[0].value) for i in run_found.inputs.dataset_inputs]
+    assert sorted(inputs) == [("corpus", "c0" * 18, "corpus"), ("questions.test", "7e57", "test")]
+    assert json.loads(run_found.inputs.dataset_inputs[0].dataset.source)["uri"] in ("corpus.jsonl", "q.jsonl")
+    kept = files_of(folder, run_found.info.run_id)
+    assert kept.pop("report.html") == b"<p>evaluate</p>"
+    table = {"columns": ["question", "em"], "data": [["Who?", True], ["Where?", False]]}
+    assert json.loads(kept.pop("predictions.table.json")) == table
+    assert not kept
+    tables = json.loads(run_found.data.tags["mlflow.loggedArtifacts"])
+    assert tables == [{"path": "predictions.table.json", "type": "table"}]
+    assert not list((folder / "spool").glob("*.files"))
+
+
+def test_a_run_that_is_over_is_sent_with_its_own_times_and_figures_first(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DVC_EXP_NAME", "one name for all variants")
+    keep_one(tmp_path, folder, table=b"| em |")
+    assert sync(folder) == tracking.SyncReport(4, ())
+    [(run_id, *found)] = query(folder, "SELECT run_uuid, name, status, start_time, end_time FROM runs")
+    assert found == ["over", "FINISHED", 7500, 8000]
+    assert query(folder, "SELECT key FROM latest_metrics ORDER BY rowid") == [("em",), ("ict/loss",)]
+    assert files_of(folder, run_id) == {"table.md": b"| em |"}
+
+
+def test_a_run_kept_again_is_sent_again_only_when_it_changed(tmp_path: Path, folder: Path) -> None:
+    for text, sent in ((b"| 1 |", 4), (b"| 1 |", 0), (b"| 2 |", 2)):
+        keep_one(tmp_path, folder, table=text)
+        assert sync(folder) == tracking.SyncReport(sent, ())
+        [(status, run_id)] = query(folder, "SELECT status, run_uuid FROM runs")
+        assert status == "FINISHED"
+        assert files_of(folder, run_id) == {"table.md": text}
+    assert query(folder, "SELECT count(*) FROM metrics") == [(3,)]
+    assert query(folder, "SELECT count(*) FROM inputs") == [(1,)]
+
+
+def test_an_experiment_that_is_there_gets_our_views_and_keeps_its_own(tmp_path: Path, folder: Path) -> None:
+    client = tracking._mlflow_client(tracking.default_uri(folder))
+    client.create_experiment("realmops", tags={"mlflow.sharedViewState.realmops-runs": "mine", "team": "a"})
+    keep_one(tmp_path, folder)
+    assert sync(folder).problems == ()
+    tags = client.get_experiment_by_name("realmops").tags
+    assert (tags["team"], tags["mlflow.sharedViewState.realmops-runs"]) == ("a", "mine")
+    view = json.loads(tags["mlflow.sharedViewState.realmops-variants"])
+    state = json.loads(view["state"])
+    assert view["name"] == "Ablation: means over seeds"
+    assert {"metrics.`em`", "metrics.`recall_at_5`", "tags.`realmops.variant`"} <= set(state["selectedColumns"])
+    assert state["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "realmops.variant"}]
+
+
 # A server that is away: every request is a real one
 
 
 class StandIn:
-    """As much of MLflow's REST interface as is used; ``fault`` may refuse points or lose the answer."""
+    """As much of MLflow's REST interface as is used; ``fault`` may refuse points or lose the answer.
+
+    ``refused`` is a part of the addresses that it does not serve.
+    """
 
     def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.datasets: list[tuple[str, str]] = []
+        self.tags: dict[str, str] = {}
+        self.refused = ""
         self.points: set[tuple[str, int, float, int]] = set()
         self.params: dict[str, str] = {}
         self.statuses: list[str] = []
@@ -214,7 +315,7 @@ class StandIn:
             def do_GET(self) -> None:
                 stand_in.answer(self)
 
-            do_POST = do_GET
+            do_POST = do_PUT = do_PATCH = do_GET
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -224,7 +325,13 @@ class StandIn:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        body = json.loads(handler.rfile.read(int(handler.headers.get("Content-Length") or 0)) or b"{}")
+        content = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        if self.refused and self.refused in handler.path:
+            return handler.send_error(500)
+        if handler.command == "PUT":
+            self.files[handler.path.rpartition("/")[2]] = content
+            content = b""
+        body = json.loads(content or b"{}")
         self.batches += bool(body.get("metrics"))
         fault = self.fault(self.batches) if body.get("metrics") else "none"
         if fault == "refuse":
@@ -241,8 +348,14 @@ class StandIn:
         return None
 
     def serve(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        info = {"run_id": "r1", "run_uuid": "r1", "experiment_id": "1", "status": "RUNNING", "start_time": 1}
-        run = {"info": info, "data": {"params": [{"key": k, "value": v} for k, v in self.params.items()]}}
+        run_id = f"r{self.server.server_port}"  # MLflow remembers where a run's files go
+        info = {"run_id": run_id, "run_uuid": run_id, "experiment_id": "1", "status": "RUNNING", "start_time": 1}
+        info["artifact_uri"] = f"mlflow-artifacts:/1/{run_id}/artifacts"
+        data = {
+            kind: [{"key": key, "value": value} for key, value in found.items()]
+            for kind, found in (("params", self.params), ("tags", self.tags))
+        }
+        run = {"info": info, "data": data}
         if "experiments/get-by-name" in path:
             return {"experiment": {"experiment_id": "1", "name": "realmops", "lifecycle_stage": "active"}}
         if path.endswith("runs/search"):
@@ -253,6 +366,11 @@ class StandIn:
             self.params |= {param["key"]: param["value"] for param in body.get("params", [])}
             points = body.get("metrics", [])
             self.points |= {(p["key"], int(p["step"]), p["value"], int(p["timestamp"])) for p in points}
+        if path.endswith("runs/log-inputs"):
+            found = [(entry["dataset"]["name"], entry["dataset"]["digest"]) for entry in body["datasets"]]
+            self.datasets = sorted({*self.datasets, *found})
+        if path.endswith("runs/set-tag"):
+            self.tags[body["key"]] = body["value"]
         if path.endswith("runs/update") and "status" in body:
             self.statuses.append(body["status"])
         return {"run": run, "run_info": info}
@@ -290,6 +408,35 @@ def test_600_of_600_points_survive_an_outage_and_lost_answers(
     assert server.runs == 1
     assert server.statuses[-1] == "FINISHED"
     assert sync(tmp_path / "t") == tracking.SyncReport(0, ())
+
+
+@pytest.mark.usefixtures("dead_sender")
+@pytest.mark.parametrize("away", ["api", "mlflow-artifacts", "log-inputs"])
+def test_datasets_and_files_survive_an_outage(tmp_path: Path, server: StandIn, away: str) -> None:
+    server.refused = away
+    run = Run("5eed", RUN.params, datasets=[CORPUS])
+    report = tmp_path / "report.html"
+    report.write_text("<p>1</p>")
+    path = tmp_path / "m.jsonl"
+    with Journal(path, "evaluate") as journal, Tracker(path, "evaluate", run, tmp_path / "t") as tracker:
+        journal.log(1, loss=1.0)
+        tracker.finish({"em": 0.5}, {"report.html": report, "predictions.table.json": as_table(ROWS)})
+    report.unlink()
+    assert len(sync(tmp_path / "t").problems) == 1
+    assert server.files == {}
+    assert len(server.points) == (2 if away == "mlflow-artifacts" else 0), "figures do not wait for files"
+
+    server.refused = ""
+    assert sync(tmp_path / "t").problems == ()
+    assert server.files == {"report.html": b"<p>1</p>", "predictions.table.json": as_table(ROWS)}
+    assert server.datasets == [("corpus", "c0" * 18)]
+    assert json.loads(server.tags["mlflow.loggedArtifacts"]) == [{"path": "predictions.table.json", "type": "table"}]
+    assert len(server.points) == 2
+    assert server.statuses[-1] == "FINISHED"
+    server.refused = "log-"
+    server.files.clear()
+    assert sync(tmp_path / "t") == tracking.SyncReport(0, ())
+    assert server.files == {}
 
 
 @pytest.mark.usefixtures("dead_sender")

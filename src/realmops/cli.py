@@ -226,6 +226,8 @@ def run_ablations(
     from realmops.console import Console
     from realmops.evaluate.ablation import as_markdown
     from realmops.stages import ablation
+    from realmops.stages.runner import tracking_folder
+    from realmops.stages.summary import browser_command
 
     chosen = variants or tuple(ablation.variants_of(params))
     what = ablation.Ablation(params, presets or ("ablation",), settings, chosen, range(seeds), out)
@@ -233,6 +235,8 @@ def run_ablations(
     if rows:
         click.echo(as_markdown(rows), nl=False)
         click.echo(f"The page, which opens without a network: {out / 'report.html'}")
+        if (tracking_folder(out) / "mlflow.db").is_file():
+            click.echo(f"Compare runs in the browser: {browser_command(out)}")
     else:
         click.echo(f"No table: {ablation.REFERENCE} is not among what ended well; figures are in {out / 'outcomes'}")
     for failure in failures:
@@ -572,12 +576,12 @@ def promote(
 @_root
 @_explains_errors
 def sync(root: Path) -> None:
-    """Send metrics to MLflow that could not be sent while the stages ran."""
+    """Send metrics and files to MLflow that could not be sent while the stages ran."""
     from realmops import tracking
     from realmops.stages.runner import tracking_folder
 
     result = tracking.sync(tracking_folder(root))
-    click.echo(f"{result.sent} points sent")
+    click.echo(f"{result.sent} points and files sent")
     for problem in result.problems:
         click.echo(f"realmops: {problem}", err=True)
     sys.exit(1 if result.problems else 0)

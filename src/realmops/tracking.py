@@ -2,6 +2,7 @@
 
 Each stage appends to its journal (``Journal``). A ``Tracker`` has the points sent in batches to an MLflow run
 and keeps, in a spool folder, what was sent. A server that is away costs one warning; ``sync`` sends the rest.
+Files for people to look at go the same way, when the stage is over.
 ``Registry`` is MLflow's other half: registered models, of which one version is the champion.
 """
 
@@ -15,19 +16,19 @@ import math
 import os
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from realmops import __version__
-from realmops.artifacts import read_json, sha256_file, write_bytes, write_json
+from realmops.artifacts import canonical_json, link_or_copy, read_json, sha256_file, write_bytes, write_json
 
-EXPERIMENT_KIND = "custom_model_development"  # the page of the MLflow UI that compares training runs
 RUN_KEY_TAG = "realmops.run_key"
 FIRST_BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 60.0
@@ -37,6 +38,20 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _POINTS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _LONGEST_PARAM = 6000
+_LONGEST_DIGEST = 36
+_TABLES_TAG = "mlflow.loggedArtifacts"
+_TABLE = ".table.json"
+_CHARTS = "realmops"
+# What runs are compared by, with the width of its column; and curves, with the percentage by which they are smoothed.
+_FIGURES = {
+    "em": 100,
+    "recall_at_5": 110,
+    "zero_shot_recall_at_5": 160,
+    "index_staleness_steps": 165,
+    "retrieval_utility": 120,
+    "p_null": 100,
+}
+_CURVES = {"pretrain/retrieval_utility": 80, "pretrain/p_null": 0, "pretrain/staleness_steps": 0}
 CHAMPION = "champion"
 DIGEST_TAG = "realmops.digest"
 _MODEL_CODE = Path(__file__).with_name("serving.py")
@@ -106,13 +121,23 @@ def _finite(value: float) -> float | int | None:
 
 
 @dataclass(frozen=True)
+class Dataset:
+    """What a run has read. MLflow keeps 36 characters of the ``digest``; ``context`` is what it was read for."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+@dataclass(frozen=True)
 class Run:
     """The MLflow run of one variant. All its stages find it by ``key``.
 
     The key should change with everything that changes the numbers (parameters, corpus, code): MLflow cannot
     replace a point, so a stage that begins anew under the same key adds a second one at each step. ``params``
     are sections of values; they are logged as ``section.key``. ``parent`` is the run that this one is shown
-    under; it is created when it is not there.
+    under; it is created when it is not there. ``began`` is when the run began, in seconds, where that is not now.
     """
 
     key: str
@@ -121,17 +146,21 @@ class Run:
     name: str | None = None
     experiment: str = "realmops"
     parent: Run | None = None
+    datasets: Sequence[Dataset] = ()
+    began: float | None = None
 
     def description(self) -> dict[str, Any]:
-        """What the process that sends needs to know; MLflow's and DVC's variables come first."""
+        """What the process that sends needs to know; MLflow's variables come first, DVC's names what has no name."""
         return {
             "key": self.key,
-            "name": os.environ.get("DVC_EXP_NAME") or self.name,
+            "name": self.name or os.environ.get("DVC_EXP_NAME"),
             "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
             "params": flat_params(self.params),
             "tags": {RUN_KEY_TAG: self.key, **self.tags},
             "run_id": os.environ.get("MLFLOW_RUN_ID"),
-            "parent": {"key": self.parent.key, "name": self.parent.name} if self.parent else None,
+            "parent": {name: getattr(self.parent, name) for name in ("key", "name", "began")} if self.parent else None,
+            "datasets": [asdict(dataset) for dataset in self.datasets],
+            "began": self.began,
         }
 
 
@@ -181,7 +210,7 @@ class Tracker:
     child sees the end of its parent as the end of its standard input, also when the parent was killed.
 
     ``folder`` holds the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db`` and its artifacts.
-    MLFLOW_RUN_ID makes the stage use a run that somebody else made and ends. DVC_EXP_NAME names a new run.
+    MLFLOW_RUN_ID makes the stage use a run that somebody else made and ends. DVC_EXP_NAME names a run without a name.
     Nothing here raises because of tracking: trouble is one warning, and the points stay in the journal.
     ``interval`` is the seconds between two batches, ``patience`` the longest that a stage's end waits.
 
@@ -189,7 +218,7 @@ class Tracker:
 
         with Journal(path, "pretrain") as journal, Tracker(journal.path, "pretrain", run, folder) as tracker:
             metrics = train(journal)
-            tracker.finish({"em": metrics["em"]})
+            tracker.finish({"em": metrics["em"]}, {"report.html": Path("report.html")})
     """
 
     def __init__(
@@ -206,6 +235,7 @@ class Tracker:
         self._interval = interval
         self._patience = patience
         self._final: dict[str, float] = {}
+        self._files: dict[str, Path | bytes] = {}
         self._warned = False
         self._sender: subprocess.Popen[bytes] | None = None
         self._description: dict[str, Any] = {
@@ -221,12 +251,13 @@ class Tracker:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._guarded(lambda: self._close("FAILED" if kind else "FINISHED"))
 
-    def finish(self, metrics: Mapping[str, Any]) -> None:
+    def finish(self, metrics: Mapping[str, Any], files: Mapping[str, Path | bytes] | None = None) -> None:
         """Final figures (em, recall_at_5, index_staleness_steps), logged without the stage's prefix.
 
-        What is no finite number is left out.
+        What is no finite number is left out. ``files`` are artifacts by name: where one is, or what is in it.
         """
         self._final |= _numbers(metrics)
+        self._files |= files or {}
 
     def _start(self) -> None:
         self._ticket.parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +275,13 @@ class Tracker:
 
     def _close(self, status: str) -> None:
         """Let the sender send what is left, one try when the server is away; keep what it could not send."""
-        self._description["final"] = {"time": time.time(), "metrics": self._final, "status": status}
+        files = _keep_files(self._ticket, self._files)
+        self._description["final"] = {
+            "time": time.time(),
+            "metrics": self._final,
+            "status": status,
+            "files": files,
+        }
         write_json(self._ticket, self._description)
         if self._sender is not None and self._sender.stdin is not None:
             self._sender.stdin.close()
@@ -274,15 +311,48 @@ class Tracker:
             self._warned = True
 
 
-def keep_finished(run: Run, journals: Sequence[Path], metrics: Mapping[str, Any], folder: Path) -> None:
-    """Put a run that is over into the spool, from where ``sync`` sends it: its journals, then its final figures."""
+def as_table(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Rows, at least one, as an artifact that MLflow shows as a table when its name ends in ``.table.json``."""
+    return canonical_json({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})
+
+
+def keep_finished(
+    run: Run,
+    journals: Sequence[Path],
+    metrics: Mapping[str, Any],
+    files: Mapping[str, Path | bytes],
+    ended: float,
+    folder: Path,
+) -> None:
+    """Put a run that is over into the spool, from where ``sync`` sends it: journals, final figures, artifacts.
+
+    ``ended`` is when the run ended, in seconds; ``files`` are as in ``Tracker.finish``.
+    """
     ticket = folder / "spool" / f"{_file_name(run.key)}.whole.ticket.json"
     journal = _sibling(ticket, ".jsonl")
     ticket.parent.mkdir(parents=True, exist_ok=True)
     write_bytes(journal, b"".join(path.read_bytes() for path in journals))
-    newest = max((path.stat().st_mtime for path in journals), default=0.0)
-    final = {"time": newest, "metrics": _numbers(metrics), "status": "FINISHED"}
+    final = {
+        "time": ended,
+        "metrics": _numbers(metrics),
+        "status": "FINISHED",
+        "files": _keep_files(ticket, files),
+    }
     write_json(ticket, {"journal": str(journal.absolute()), "stage": "whole", **run.description(), "final": final})
+
+
+def _keep_files(ticket: Path, files: Mapping[str, Path | bytes]) -> dict[str, str]:
+    """Put artifacts beside a ticket, whatever becomes of the files themselves; the sha256 of each by name."""
+    kept = _sibling(ticket, ".files")
+    shutil.rmtree(kept, ignore_errors=True)
+    if files:
+        kept.mkdir()
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            write_bytes(kept / name, content)
+        else:
+            link_or_copy(content, kept / name)
+    return {name: sha256_file(kept / name) for name in sorted(files)}
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -295,7 +365,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What ``sync`` did: points sent now, and one line of trouble for each journal that could not be sent."""
+    """What ``sync`` did: points and files sent now, and one line of trouble for each journal that could not be sent."""
 
     sent: int
     problems: tuple[str, ...]
@@ -370,7 +440,7 @@ class _Shipper:
         self._shipped: dict[str, Any] = {}
 
     def ship(self) -> int:
-        """Send all whole lines that were not sent yet; the number of points. May raise anything."""
+        """Send all whole lines that were not sent yet; the number of points and files. May raise anything."""
         ticket = read_json(self._ticket)
         if self._client is None:
             # Two stages would make the database, or the run, twice.
@@ -378,7 +448,9 @@ class _Shipper:
                 self._connect(ticket)
         journal = Path(ticket["journal"])
         self._rewind_if_rewritten(journal)
-        sent = 0
+        ended = "final" in ticket and self._shipped["final"] != ticket["final"]
+        # Final figures come first: MLflow compares runs by the metric that it was sent first.
+        sent = self._send_figures(ticket["final"]) if ended else 0
         while True:
             steps = dict(self._shipped["steps"])
             points, lines = _next_points(journal, self._offset, steps)
@@ -391,8 +463,8 @@ class _Shipper:
             self._offset += sum(map(len, lines))
             self._last_line = lines[-1]
             sent += len(points)
-        if "final" in ticket and self._shipped["final"] != ticket["final"]:
-            sent += self._ship_final(ticket)
+        if ended:
+            sent += self._end_run(ticket)
         return sent
 
     def _rewind_if_rewritten(self, journal: Path) -> None:
@@ -417,26 +489,33 @@ class _Shipper:
             self._shipped = read_json(self._shipped_path)
         if self._shipped.get("destination") != destination:
             self._shipped = {"destination": destination, "began": None, "steps": {}, "final": None}
-        self._describe_run(ticket)
+        if self._shipped["final"] is None or self._shipped["final"] != ticket.get("final"):
+            self._describe_run(ticket)
 
     def _find_or_create_run(self, ticket: Mapping[str, Any], uri: str) -> str:
         experiment_id = _experiment_id(self._client, ticket["experiment"], uri, self._folder)
         tags = {}
         if parent := ticket.get("parent"):
-            tags["mlflow.parentRunId"] = self._run_of(experiment_id, parent["key"], parent["name"], {})
-        return self._run_of(experiment_id, ticket["key"], ticket["name"], tags)
+            tags["mlflow.parentRunId"] = self._run_of(experiment_id, parent, {})
+        return self._run_of(experiment_id, ticket, tags)
 
-    def _run_of(self, experiment_id: str, key: str, name: str | None, tags: Mapping[str, str]) -> str:
-        """The run of that key, made when there is none."""
-        condition = f"tags.`{RUN_KEY_TAG}` = '{key}'"
+    def _run_of(self, experiment_id: str, ticket: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """The run of the ticket's key, made when there is none."""
+        condition = f"tags.`{RUN_KEY_TAG}` = '{ticket['key']}'"
         found = self._client.search_runs([experiment_id], condition, order_by=["attributes.start_time ASC"])
         if found:
             return str(found[0].info.run_id)
-        made = self._client.create_run(experiment_id, run_name=name, tags={RUN_KEY_TAG: key, **tags})
+        began = ticket.get("began")
+        made = self._client.create_run(
+            experiment_id,
+            start_time=began and int(began * 1000),
+            tags={RUN_KEY_TAG: ticket["key"], **tags},
+            run_name=ticket["name"],
+        )
         return str(made.info.run_id)
 
     def _describe_run(self, ticket: Mapping[str, Any]) -> None:
-        """Log tags, and the parameters that the run does not have yet: MLflow refuses to change one."""
+        """Log tags, datasets, and the parameters that the run does not have yet: MLflow refuses to change one."""
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params
@@ -445,6 +524,8 @@ class _Shipper:
         for start in range(0, max(len(params), 1), _PARAMS_PER_BATCH):
             batch = params[start : start + _PARAMS_PER_BATCH]
             self._client.log_batch(self._run_id, params=batch, tags=tags, synchronous=True)
+        if datasets := [_dataset_input(**dataset) for dataset in ticket.get("datasets", ())]:
+            self._client.log_inputs(self._run_id, datasets=datasets)
         if not ticket["run_id"]:
             self._client.update_run(self._run_id, status="RUNNING")
 
@@ -454,16 +535,88 @@ class _Shipper:
         metrics = [Metric(*point) for point in points]
         self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
 
-    def _ship_final(self, ticket: Mapping[str, Any]) -> int:
-        final = ticket["final"]
+    def _send_figures(self, final: Mapping[str, Any]) -> int:
         points = [(name, value, int(final["time"] * 1000), 0) for name, value in final["metrics"].items()]
         if points:
             self._log_points(points)
+        return len(points)
+
+    def _end_run(self, ticket: Mapping[str, Any]) -> int:
+        """Say how the run ended, and send its files: last, so that figures get through where files do not."""
+        final = ticket["final"]
         if not ticket["run_id"]:
-            self._client.set_terminated(self._run_id, final["status"])
+            self._client.set_terminated(self._run_id, final["status"], int(final["time"] * 1000))
+        files = final.get("files", {})
+        for name in files:
+            self._client.log_artifact(self._run_id, _sibling(self._ticket, ".files") / name)
+        self._name_tables([name for name in files if name.endswith(_TABLE)])
         self._shipped["final"] = final
         write_json(self._shipped_path, self._shipped)
-        return len(points)
+        return len(files)
+
+    def _name_tables(self, names: Sequence[str]) -> None:
+        """Tell the UI which artifacts are tables, as MLflow's own ``log_table`` does, which would add rows again."""
+        if not names:
+            return
+        known = json.loads(self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "[]"))
+        new = [entry for name in names if (entry := {"path": name, "type": "table"}) not in known]
+        self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(known + new))
+
+
+def _dataset_input(name: str, digest: str, source: str, context: str) -> Any:
+    from mlflow.entities import Dataset as MlflowDataset
+    from mlflow.entities import DatasetInput, InputTag
+
+    dataset = MlflowDataset(name, digest[:_LONGEST_DIGEST], "local", json.dumps({"uri": source}))
+    return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
+
+
+def experiment_tags() -> dict[str, str]:
+    """What MLflow's UI reads from an experiment: its kind, and the entries of the menu "Views" above the runs.
+
+    The columns of the list cannot be chosen in any other way: without a view it shows no figures.
+    """
+    # Any order but that of time shows runs that have a parent without it.
+    variants = {"searchFilter": "tags.`realmops.kind` = 'variant'", "orderByKey": "metrics.`em`", "orderByAsc": False}
+    group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "realmops.variant"}]}
+    return {
+        "mlflow.experimentKind": "custom_model_development",  # the page that compares training runs
+        **_view("realmops-runs", "Runs", {}),
+        **_view("realmops-variants", "Ablation: means over seeds", {**variants, "groupBy": group}),
+        **_view("realmops-seeds", "Ablation: every run", variants),
+    }
+
+
+def _view(key: str, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
+    """A view of the runs with our columns and charts, as MLflow's UI saves one; ``rows`` says which runs it shows."""
+    widths = {"attributes.`Run Name`": 240} | {f"metrics.`{figure}`": width for figure, width in _FIGURES.items()}
+    widths |= {"tags.`realmops.variant`": 130, "tags.`realmops.seed`": 120}
+    parallel = {"selectedParams": ["ablation.variant"], "selectedMetrics": list(_FIGURES)[:3], "showAllRuns": True}
+    state = {
+        "selectedColumns": list(widths),
+        "columnOrder": list(widths),
+        "columnWidths": widths,
+        "runsHiddenMode": "SHOW_ALL",
+        "compareRunSections": [{"uuid": _CHARTS, "name": "REALM", "display": True, "isReordered": False}],
+        "compareRunCharts": [
+            _chart("PARALLEL", "all", **parallel),
+            *(_chart("BAR", figure, metricKey=figure) for figure in ("em", "recall_at_5")),
+            *(
+                _chart("LINE", name, metricKey=name, lineSmoothness=smoothness, useGlobalLineSmoothing=False)
+                for name, smoothness in _CURVES.items()
+            ),
+        ],
+        "isAccordionReordered": True,  # ours stay above the sections that the UI makes of all metrics
+        **rows,
+    }
+    now = int(time.time() * 1000)
+    saved = {"name": name, "createdAt": now, "updatedAt": now, "state": json.dumps(state)}
+    return {f"mlflow.sharedViewState.{key}": json.dumps(saved)}
+
+
+def _chart(kind: str, name: str, **options: Any) -> dict[str, Any]:
+    shown = {"type": kind, "uuid": f"{kind}-{name}", "metricSectionId": _CHARTS, "runsCountToCompare": 100}
+    return {**shown, "deleted": False, "isGenerated": False, **options}
 
 
 @dataclass(frozen=True)
@@ -641,11 +794,13 @@ def default_uri(folder: Path) -> str:
 def _experiment_id(client: Any, name: str, uri: str, folder: Path) -> str:
     """The experiment of that name, made when there is none; of the local database with its artifacts beside it."""
     experiment = client.get_experiment_by_name(name)
-    if experiment is not None:
-        return str(experiment.experiment_id)
-    artifacts = (folder / "mlartifacts").absolute().as_uri() if uri == default_uri(folder) else None
-    made = client.create_experiment(name, artifact_location=artifacts, tags={"mlflow.experimentKind": EXPERIMENT_KIND})
-    return str(made)
+    if experiment is None:
+        artifacts = (folder / "mlartifacts").absolute().as_uri() if uri == default_uri(folder) else None
+        return str(client.create_experiment(name, artifact_location=artifacts, tags=experiment_tags()))
+    for tag, value in experiment_tags().items():
+        if tag not in experiment.tags:
+            client.set_experiment_tag(experiment.experiment_id, tag, value)
+    return str(experiment.experiment_id)
 
 
 def _mlflow_client(uri: str) -> Any:
@@ -656,6 +811,7 @@ def _mlflow_client(uri: str) -> Any:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "ERROR",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():
         os.environ.setdefault(name, value)
     for name in ("alembic", "urllib3.connectionpool"):  # a line for each table, a line for each retry
@@ -710,6 +866,7 @@ def _sent_all(ticket: Path) -> bool:
 def _forget(ticket: Path) -> None:
     ticket.unlink()
     _sibling(ticket, ".jsonl").unlink(missing_ok=True)
+    shutil.rmtree(_sibling(ticket, ".files"), ignore_errors=True)
 
 
 def _file_name(key: str) -> str:

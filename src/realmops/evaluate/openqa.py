@@ -237,3 +237,16 @@ def read_predictions(path: Path) -> list[Prediction]:
 def _prediction(row: dict[str, Any]) -> Prediction:
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
     return Prediction(**values)
+
+
+def shown_row(prediction: Prediction) -> dict[str, Any]:
+    """What people compare answers by, as one row of a table."""
+    return {
+        "question": prediction.question,
+        "prediction": prediction.prediction,
+        "answers": "; ".join(prediction.answers),
+        "em": prediction.em,
+        "failed_at": prediction.failed_at,
+        "evidence": prediction.titles[prediction.evidence_rank] if prediction.evidence_rank >= 0 else "",
+        "question_id": prediction.question_id,
+    }

@@ -21,6 +21,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from realmops import artifacts, config, tracking
 from realmops.config import preset_path
 from realmops.evaluate.ablation import (
@@ -37,8 +39,8 @@ from realmops.evaluate.ablation import (
 from realmops.evaluate.compare import PREDICTIONS, correct
 from realmops.evaluate.openqa import read_predictions
 from realmops.evaluate.report import read_journal, series_of
-from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, fingerprint
-from realmops.stages.runner import headline, inputs_of, tracking_folder
+from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
+from realmops.stages.runner import datasets, headline, inputs_of, shown_files, tracking_folder
 
 REFERENCE = "realm"
 VARIANTS = Path("pipelines/ablations/params.yaml")
@@ -47,6 +49,7 @@ STALE = (REFERENCE, "stale_3x", "stale_10x", "stale_30x")
 FIGURES = ("index_staleness_steps", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
 MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # of the reader
 OUTCOMES = "outcomes"
+WRITTEN = ("table.md", "table.csv", "report.html")
 LAST_LINES = 5
 Values = dict[str, dict[str, Any]]
 
@@ -120,8 +123,8 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row],
     if any(o.variant == REFERENCE for o in outcomes):
         rows = table_rows(outcomes, {n: v for n, v in known.items() if n in ablation.variants}, reference=REFERENCE)
         _write(ablation, rows, outcomes, known)
-    if ablation.values(*tasks[0])["tracking"]["enabled"]:
-        _track(ablation, done, outcomes, report)
+    if outcomes and ablation.values(*tasks[0])["tracking"]["enabled"]:
+        _track(ablation, outcomes, rows, report)
     return rows, list(failures.values())
 
 
@@ -260,45 +263,73 @@ def _write(
         f"{known[REFERENCE].title}, by a paired bootstrap over the questions of all seeds."
     )
     charts = [chart for chart in (utility_chart(outcomes, known, MASKING), staleness_chart(outcomes, STALE)) if chart]
-    artifacts.write_bytes(ablation.out / "table.md", as_markdown(rows).encode())
-    artifacts.write_bytes(ablation.out / "table.csv", as_csv(rows).encode())
-    artifacts.write_bytes(ablation.out / "report.html", page(rows, charts, note).encode())
+    for name, text in zip(WRITTEN, (as_markdown(rows), as_csv(rows), page(rows, charts, note)), strict=True):
+        artifacts.write_bytes(ablation.out / name, text.encode())
 
 
-def _track(
-    ablation: Ablation, done: Sequence[tuple[str, int]], outcomes: Sequence[Outcome], report: Report
-) -> None:
-    """One MLflow run for the ablation, and under it one for each variant and seed."""
+def _track(ablation: Ablation, outcomes: Sequence[Outcome], rows: Sequence[Row], report: Report) -> None:
+    """One MLflow run for the ablation, and under it one for each variant and seed.
+
+    The figures of the ablation's own run are those of the reference, as means over seeds.
+    """
     folder = tracking_folder(ablation.out)
     base = ablation.values(REFERENCE, ablation.seeds[0])
-    experiment = base["tracking"]["experiment"]
+    times = [_times(folder_of(ablation.out, o.variant, o.seed), o) for o in outcomes]
+    tags = {"realmops.kind": "ablation", "realmops.variants": ", ".join(ablation.variants)}
     parent = tracking.Run(
         artifacts.digest_of(["ablation", str(ablation.out.absolute()), base]),
-        tags={"realmops.kind": "ablation", "realmops.variants": ", ".join(ablation.variants)},
+        tags=tags | ({"mlflow.note.content": as_markdown(rows)} if rows else {}),
         name="ablation",
-        experiment=experiment,
+        experiment=base["tracking"]["experiment"],
+        began=min(began for began, _ in times),
     )
-    tracking.keep_finished(parent, [], {}, folder)
-    for (variant, seed), outcome in zip(done, outcomes, strict=True):
-        view = folder_of(ablation.out, variant, seed)
-        values = ablation.values(variant, seed)
-        corpus = artifacts.read_json(view / STAGES["snapshot"].folder / "corpus" / artifacts.MANIFEST)["corpus_hash"]
-        params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
-        tags = tracking.provenance_tags(ablation.project, corpus_hash=corpus, params_hash=params_hash)
-        tags |= {"realmops.kind": "variant", "realmops.variant": variant, "realmops.seed": str(seed)}
-        metrics: dict[str, Any] = {"zero_shot_recall_at_5": outcome.recall_at_5}
-        for stage in STAGES.values():
-            metrics |= headline(stage.name, artifacts.read_json(view / stage.folder / METRICS))
-        journals = [path for stage in STAGES.values() if (path := view / stage.folder / JOURNAL).is_file()]
-        run = tracking.Run(
-            artifacts.digest_of([parent.key, variant, seed, params_hash, corpus, tags.get("realmops.git_commit")]),
-            values,
-            tags,
-            name=f"{variant} seed {seed}",
-            experiment=experiment,
-            parent=parent,
-        )
-        tracking.keep_finished(run, journals, metrics, folder)
+    of_reference = []
+    for outcome, (began, ended) in zip(outcomes, times, strict=True):
+        view = folder_of(ablation.out, outcome.variant, outcome.seed)
+        figures = headline("evaluate", artifacts.read_json(view / STAGES["evaluate"].folder / METRICS))
+        if math.isnan(outcome.recall_at_5):
+            del figures["recall_at_5"]
+        figures |= {"zero_shot_recall_at_5": outcome.recall_at_5, **outcome.figures}
+        if outcome.variant == REFERENCE:
+            of_reference.append(figures)
+        run = _child(ablation, parent, outcome.variant, outcome.seed, began)
+        files = shown_files("evaluate", view / STAGES["evaluate"].folder)
+        tracking.keep_finished(run, _journals(view, outcome), figures, files, ended, folder)
+    common = set.intersection(*map(set, of_reference)) if of_reference else set()
+    means = {name: float(np.mean([figures[name] for figures in of_reference])) for name in sorted(common)}
+    written = {name: ablation.out / name for name in WRITTEN} if rows else {}
+    tracking.keep_finished(parent, [], means, written, max(ended for _, ended in times), folder)
     sent = tracking.sync(folder)
     for problem in sent.problems:
         report.warn(f"MLflow: {problem}; realmops sync --root {ablation.out} sends what is left")
+
+
+def _child(ablation: Ablation, parent: tracking.Run, variant: str, seed: int, began: float) -> tracking.Run:
+    """The MLflow run of one variant with one seed."""
+    view = folder_of(ablation.out, variant, seed)
+    values = ablation.values(variant, seed)
+    corpus = artifacts.read_json(view / STAGES["snapshot"].folder / "corpus" / artifacts.MANIFEST)["corpus_hash"]
+    params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
+    tags = tracking.provenance_tags(ablation.project, corpus_hash=corpus, params_hash=params_hash)
+    return tracking.Run(
+        artifacts.digest_of([parent.key, variant, seed, params_hash, corpus, tags.get("realmops.git_commit")]),
+        {"ablation": {"variant": variant}, **values},
+        tags | {"realmops.kind": "variant", "realmops.variant": variant, "realmops.seed": str(seed)},
+        name=f"{variant} seed {seed}",
+        experiment=parent.experiment,
+        parent=parent,
+        datasets=datasets(values, corpus, external_files(STAGES["evaluate"], values, ablation.project, view)),
+        began=began,
+    )
+
+
+def _journals(view: Path, outcome: Outcome) -> list[Path]:
+    """The journals of a variant, without that of a pre-training that it does not use."""
+    names = [name for name in STAGES if name != "pretrain" or outcome.figures]
+    return [path for name in names if (path := view / STAGES[name].folder / JOURNAL).is_file()]
+
+
+def _times(view: Path, outcome: Outcome) -> tuple[float, float]:
+    """When the first step was taken and when the last, in seconds."""
+    times = [record["time"] for path in _journals(view, outcome) for record in read_journal(path)]
+    return min(times), max(times)

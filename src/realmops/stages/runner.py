@@ -16,10 +16,13 @@ from typing import Any
 
 from realmops import artifacts, tracking
 from realmops.encoders import T5, encoder_files
+from realmops.evaluate.compare import PREDICTIONS
+from realmops.evaluate.openqa import read_predictions, shown_row
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
 
 WORK = ".realmops"
 PARENT_SECONDS = 0.5  # between two looks
+ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
 UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
 
 
@@ -110,7 +113,8 @@ def _run_alone(
         artifacts.write_json(out / METRICS, metrics)
         artifacts.write_manifest(out, name, fingerprint=key, sections={s: values[s] for s in stage.sections})
         if tracker is not None:
-            tracker.finish({f"final/{name}.{key}": value for key, value in metrics.items()} | headline(name, metrics))
+            figures = {f"final/{name}.{key}": value for key, value in metrics.items()} | headline(name, metrics)
+            tracker.finish(figures, shown_files(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
 
@@ -171,8 +175,31 @@ def _tracker(
     params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = tracking.provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     run_key = artifacts.digest_of([params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())])
-    run = tracking.Run(run_key, values, tags, experiment=options["experiment"])
+    tags |= {"realmops.kind": "run", "realmops.seed": str(values["run"]["seed"])}
+    read = datasets(values, corpus_hash, inputs)
+    run = tracking.Run(run_key, values, tags, experiment=options["experiment"], datasets=read)
     return stack.enter_context(tracking.Tracker(journal.path, name, run, tracking_folder(root)))
+
+
+def datasets(
+    values: Mapping[str, Mapping[str, Any]], corpus_hash: str, inputs: Mapping[str, Path]
+) -> list[tracking.Dataset]:
+    """What a stage with these inputs has read, under the names that MLflow shows: the corpus and question sets."""
+    found = [tracking.Dataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
+    for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
+        if path := inputs.get(f"questions.{split}"):
+            digest = artifacts.sha256_file(path)
+            found.append(tracking.Dataset(f"questions.{split}", digest, values["questions"][split], context))
+    return found
+
+
+def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
+    """What a stage left in its folder for people to look at in MLflow: of ``evaluate`` report and predictions."""
+    if name != "evaluate":
+        return {}
+    rows = [shown_row(prediction) for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
+    found = {file: folder / file for file in (PREDICTIONS, "report.html")}
+    return {**found, "predictions.table.json": tracking.as_table(rows)}
 
 
 def headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:

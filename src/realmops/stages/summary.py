@@ -28,10 +28,11 @@ def print_summary(root: Path) -> None:
     page = root / STAGES["evaluate"].folder / "report.html"
     if page.is_file():
         print(f"The report, which opens without a network:  {page}")
-    print(f"Compare runs in the browser:  {_mlflow()} ui --backend-store-uri {default_uri(tracking_folder(root))}")
+    print(f"Compare runs in the browser:  {browser_command(root)}")
 
 
-def _mlflow() -> str:
-    """The mlflow of this environment, which need not be on the reader's PATH."""
+def browser_command(root: Path) -> str:
+    """What shows the MLflow runs under ``root``, with the mlflow of this environment, which need not be on the PATH."""
     command = Path(sys.executable).parent / "mlflow"
-    return str(command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command)
+    shown = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+    return f"{shown} ui --backend-store-uri {default_uri(tracking_folder(root))}"
