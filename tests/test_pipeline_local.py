@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from realmops.evaluate.openqa import read_predictions
 from realmops.index.lexical import Bm25, Graph, TfIdf, rank, titled_texts
 from realmops.index.links import Links
 from realmops.stages import STAGES, Job, ict
-from realmops.stages.builder import run_index_builder
+from realmops.stages.builder import assign, run_index_builder
 
 HERE = Path(__file__).parent
 EXCHANGED = ("models/pretrain/retriever.safetensors", "models/pretrain/reader.safetensors")
@@ -504,6 +505,38 @@ def builders(root: Path) -> list[int]:
             if b"index-builder" in words and any(str(root).encode() in word for word in words) and state != "Z":
                 found.append(int(folder.name))
     return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")
+def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project: Path, tmp_path: Path) -> None:
+    """As the Deployment does: work that is damaged is waited out, a killed builder comes back, SIGTERM ends all."""
+    work, alive, said = tmp_path / "builder/assignment.json", tmp_path / "alive", tmp_path / "said.txt"
+    with open(said, "wb") as output:
+        process = subprocess.Popen(command("index-builder", "--follow", work, "--alive", alive), stderr=output)
+    try:
+        wait_for(alive.is_file, 60)
+        work.parent.mkdir()
+        work.write_text('{"exchange": ')
+        for number in range(2):
+            root = copy_of(project, tmp_path / f"run-{number}", "data", "models/ict")
+            exchange = root / "exchange"
+            assign(work, exchange, root / "data/snapshot/corpus")
+            values = toy_values(pretrain={"builder": "external", "exchange": str(exchange)})
+            os.kill(wait_for(lambda place=exchange: builders(place), 60)[0], signal.SIGKILL)
+            assert stage("pretrain", values, project, root)["refreshes"] > 0
+            wait_for(lambda place=exchange: not builders(place), 60)
+        wait_for(lambda: "is done" in said.read_text().splitlines()[-1], 60)
+        assert time.time() - alive.stat().st_mtime < 60
+        assign(work, exchange, root / "data/snapshot/corpus")  # the same again, for a trainer that is resumed
+        wait_for(lambda: said.read_text().count(f"serving {exchange}") == 2, 60)
+        process.terminate()
+        assert process.wait(60) == 0
+        assert not builders(exchange)
+    finally:
+        process.kill()
+        process.wait()
+    lines = said.read_text()
+    assert lines.startswith(f"index builder: waiting for work: {work} names none")
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are found in /proc")

@@ -513,14 +513,30 @@ def snapshot(context: click.Context, wanted: bool, options: tuple[str, ...]) -> 
 
 
 @main.command("index-builder")
-@click.option("--exchange", type=click.Path(path_type=Path), required=True, help="The folder shared with the trainer.")
-@click.option("--snapshot", type=click.Path(path_type=Path), required=True, help="The snapshot folder of the corpus.")
+@click.option("--exchange", type=click.Path(path_type=Path), help="The folder shared with the trainer.")
+@click.option("--snapshot", type=click.Path(path_type=Path), help="The snapshot folder of the corpus.")
 @_watch_parent
+@click.option(
+    "--follow", type=click.Path(path_type=Path), metavar="FILE", help="Serve what FILE names, then the next."
+)
+@click.option("--alive", type=click.Path(path_type=Path), metavar="FILE", help="With --follow: touch it at each look.")
 @_explains_errors
-def index_builder(exchange: Path, snapshot: Path, watch_parent: int | None) -> None:
-    """Embed the corpus again whenever the trainer has published weights, until it says that it has finished."""
-    from realmops.stages.builder import run_index_builder
+def index_builder(
+    exchange: Path | None, snapshot: Path | None, watch_parent: int | None, follow: Path | None, alive: Path | None
+) -> None:
+    """Embed the corpus again whenever the trainer has published weights, until it says that it has finished.
 
+    With --follow it waits for the next trainer then: that is how it runs on a cluster, where a file on the shared
+    volume names the exchange and the snapshot of the run that needs it.
+    """
+    from realmops.stages.builder import Follower, run_index_builder
+
+    if follow is not None:
+        if exchange or snapshot:
+            raise ValueError("--follow names exchange and snapshot in its file: leave --exchange and --snapshot out")
+        Follower(follow, alive).run()
+    if exchange is None or snapshot is None:
+        raise ValueError("name --exchange and --snapshot, or with --follow the file that holds both")
     sys.exit(run_index_builder(exchange, snapshot, watch_parent=watch_parent))
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from realmops.artifacts import write_json
 from realmops.bert import resolve_device, resolve_precision
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.builder import DONE, MISCONFIGURED, Parts, Work, run_builder
@@ -88,6 +93,74 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
         grace=120.0 if watch_parent is None else 0.0,
         on_status=_say,
     )
+
+
+def assign(path: Path, exchange: Path, snapshot: Path) -> None:
+    """Tell the builders that follow a file which exchange to serve; the same one again after its trainer has ended."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"exchange": str(exchange), "snapshot": str(snapshot), "time": time.time()})
+
+
+class Follower:
+    """Serves the exchanges that a file names, one after another, each by a process of its own.
+
+    The file is written by :func:`assign`. A builder that has done its work, or does not fit its exchange, is not
+    started again before the file changes; one that failed is, as a pod would be.
+    """
+
+    def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
+        self.path, self.alive, self.poll = path, alive, poll
+        self._served: bytes | None = None  # the file's content
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said = ""
+
+    def run(self) -> None:
+        """Until SIGTERM, which the builder is handed on."""
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
+        try:
+            while True:
+                if self.alive is not None:
+                    self.alive.touch()
+                self.look()
+                time.sleep(self.poll)
+        finally:
+            self._end()
+
+    def look(self) -> None:
+        """Look at the file and at the builder once."""
+        content = self._read()
+        code = None if self._process is None else self._process.poll()
+        if self._process is not None and (code is not None or content not in (None, self._served)):
+            self._end()
+            if code not in (None, DONE, MISCONFIGURED):
+                self._served = None
+        if content is not None and self._process is None and content != self._served:
+            named = json.loads(content)
+            self._tell(f"serving {named['exchange']}")
+            words = ["--exchange", named["exchange"], "--snapshot", named["snapshot"]]
+            self._process = subprocess.Popen([sys.executable, "-m", "realmops", "index-builder", *words])
+            self._served = content
+        elif self._process is None:
+            self._tell(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
+
+    def _read(self) -> bytes | None:
+        try:
+            content = self.path.read_bytes()
+            named = json.loads(content)
+            return content if named["exchange"] and named["snapshot"] else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+    def _tell(self, message: str) -> None:
+        if message != self._said:
+            self._said = message
+            _say(message)
 
 
 def merge(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, Any]]:
