@@ -31,6 +31,8 @@ WITHIN_A_ROW = {
     ("encoders", "bert"),
     ("tracking", "stages"),
     ("console", "cli"),
+    ("cluster", "kfp_entry"),
+    ("console", "kfp_entry"),
     ("cluster", "cli"),
     ("cli", "__main__"),
 }

@@ -18,6 +18,7 @@ from click.testing import Result
 from safetensors.numpy import load as load_tensors
 from toy import cli, litter, run_command, toy_values, trained_project, write_params, write_project
 
+from realmops.config import notes
 from realmops.stages import STAGES
 
 
@@ -112,7 +113,7 @@ def test_a_corpus_cut_in_the_middle_of_its_compression_is_refused(project: Path)
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("nothere.jsonl", ["nothere.jsonl", "no such file", "check the path"]),
+        ("nothere.jsonl", ["snapshot.documents is 'nothere.jsonl'", "does not exist", "check the path"]),
         (".", ["neither its name nor its first bytes", "name the format"]),
         ("''", ["snapshot.documents is empty", "check the path"]),
     ],
@@ -120,6 +121,54 @@ def test_a_corpus_cut_in_the_middle_of_its_compression_is_refused(project: Path)
 def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: list[str]) -> None:
     refused(run(project, "snapshot", "--set", f"snapshot.documents={name}"), *told)
     nothing_of(project, "snapshot")
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("questions.test", "check the path"),
+        ("questions.train", "check the path"),
+        ("tag.dev", "check the path"),
+        ("tag.train", "or set tag.method to dates, or to given where documents carry spans"),
+    ],
+)
+def test_a_file_that_only_a_later_stage_wants_is_missed_before_the_first(project: Path, key: str, told: str) -> None:
+    result = run(project, "all", "--set", "tag.method=tagger", "--set", f"{key}=nowhere")
+    refused(result, f"{key} is 'nowhere'", f"{project / 'nowhere'} does not exist", told)
+    assert not (project / "root" / "data").exists()
+
+
+def test_what_is_not_used_need_not_be_there(project: Path) -> None:
+    more = ("--set", "snapshot.warmup=nowhere", "--set", "tag.train=nowhere", "--set", "questions.test=nowhere")
+    assert run(project, "snapshot", *more).exit_code == 0
+    assert run(project, "tag", *more).exit_code == 0
+
+
+def test_a_warm_up_text_that_nobody_made_is_named(project: Path) -> None:
+    wanted = ("--set", "snapshot.use_warmup=true")
+    result = run(project, "snapshot", *wanted, "--set", "snapshot.warmup=data/sample/warmup.jsonl.gz")
+    refused(result, "snapshot.warmup is 'data/sample/", "run the stage sample first", "use_warmup=false")
+
+
+def test_the_first_broken_records_are_shown(project: Path) -> None:
+    with open(project / "documents.jsonl", "ab") as file:
+        file.write(b"{}\n")
+    result = run(project, "snapshot", "--set", "snapshot.broken_share=0.2")
+    assert result.exit_code == 0
+    assert "1 of 13 records of corpus are broken and left out; data/snapshot/corpus/rejects.jsonl" in result.stderr
+    assert "documents.jsonl:13: " in result.stderr
+
+
+def test_passages_longer_than_the_reader_sees_are_told_of(project: Path) -> None:
+    run(project, "snapshot")
+    long = ("--set", "snapshot.block_wordpieces=288")
+    assert "wordpieces, and the reader sees" not in run(project, "snapshot", *long).stderr
+    told = run(project, "all", *long, "--set", "questions.test=nowhere").stderr
+    assert "warning" not in told, "what is wrong comes first"
+    values = toy_values(snapshot={"block_wordpieces": 288})
+    first, second = notes(STAGES, values)
+    assert "pretrain.reader_wordpieces=128 of one and the text beside it: raise that to 288" in first
+    assert "finetune.reader_wordpieces=128 of one and the text beside it: raise that to 352" in second
 
 
 def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:

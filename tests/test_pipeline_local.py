@@ -515,7 +515,7 @@ def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project:
         process = subprocess.Popen(command("index-builder", "--follow", work, "--alive", alive), stderr=output)
     try:
         wait_for(alive.is_file, 60)
-        work.parent.mkdir()
+        work.parent.mkdir(exist_ok=True)
         work.write_text('{"exchange": ')
         for number in range(2):
             root = copy_of(project, tmp_path / f"run-{number}", "data", "models/ict")

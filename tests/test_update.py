@@ -85,6 +85,28 @@ def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -
     assert list((root / ".realmops/work").glob("*")) == []
 
 
+def test_an_update_with_other_test_questions_is_refused(project: Path) -> None:
+    before = files(project / "root")
+    other = project / "questions.other.jsonl"
+    other.write_text('{"id": "other", "question": "Who?", "answers": ["Anna Berg"]}\n')
+    result = run(project, "update", "--set", f"questions.test={other}")
+    assert result.exit_code == 2
+    assert "with 1 questions, and" in result.stderr
+    assert "repeat the --set, --preset or --params that the run was trained with" in result.stderr
+    assert files(project / "root") == before
+
+
+def test_another_question_file_than_in_training_is_told_of(project: Path) -> None:
+    copied = project / "questions.copy.jsonl"
+    copied.write_bytes((project / "questions.train.jsonl").read_bytes())
+    settings = ("--set", f"questions.train={copied}", "--set", f"questions.test={copied}")
+    words = ("run", "evaluate", "--params", project / "params.yaml", "--root", project / "root")
+    told = cli(*words, *settings).stderr
+    assert f"fine-tuned with questions.train=questions.train.jsonl, and now that is {copied}" in told
+    assert "6 of 6 test questions are training questions too" in told
+    assert "warning" not in cli(*words).stderr
+
+
 def test_an_update_needs_results(tmp_path: Path) -> None:
     trained_project(tmp_path)
     result = run(tmp_path, "update")

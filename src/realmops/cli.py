@@ -6,7 +6,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -156,15 +156,20 @@ def _values(params: Path, presets: tuple[str, ...], settings: tuple[str, ...]) -
 
 
 def _run(
-    names: Iterable[str], params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, force: bool
+    names: Collection[str], params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, force: bool
 ) -> None:
+    from realmops.config import notes
     from realmops.console import Console
+    from realmops.stages import check_files
     from realmops.stages.runner import run_stage
 
     # a stage that is told to end removes what it has half written and stops its index builder
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     values = _values(params, presets, settings)
     report = Console()
+    check_files(names, values, params.parent, root)
+    for note in notes(names, values):
+        report.warn(note)
     for name in names:
         metrics = run_stage(name, values, project=params.parent, root=root, report=report, force=force)
         report.metrics(name, metrics)
@@ -172,18 +177,27 @@ def _run(
 
 @main.command("params")
 @click.option("--write", is_flag=True, help="Put the result back into the params file instead of printing it.")
+@click.option("--json", "as_json", is_flag=True, help="As one line of JSON, which the Kubeflow pipelines take.")
 @_params
 @_preset
 @_set
 @_explains_errors
-def show_params(write: bool, params: Path, presets: tuple[str, ...], settings: tuple[str, ...]) -> None:
+def show_params(
+    write: bool, as_json: bool, params: Path, presets: tuple[str, ...], settings: tuple[str, ...]
+) -> None:
     """Print the params file with presets and settings laid over it, its comments kept.
 
     "dvc repro" reads params.yaml and nothing else: with --write a preset goes in there for good.
     """
     from realmops import config
 
-    text, changes = config.rewritten(params, _values(params, presets, settings))
+    values = _values(params, presets, settings)
+    if as_json:
+        from realmops.artifacts import canonical_json
+
+        click.echo(canonical_json(values).decode())
+        return
+    text, changes = config.rewritten(params, values)
     if write:
         from realmops.artifacts import write_bytes
 

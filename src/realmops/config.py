@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import typing
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -338,10 +338,7 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
 
 def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
     """The sections of a params file with presets and then settings laid over it, all checked."""
-    values = read_yaml(path)
-    check_names(values, str(path))
-    for name in SECTIONS:
-        parse_section(name, values[name], str(path))
+    values = checked(read_yaml(path), str(path))
     differences = [(str(preset), read_yaml(preset)) for preset in presets]
     differences += [(f"--set {setting}", parse_setting(setting)) for setting in settings]
     for source, difference in differences:
@@ -349,6 +346,14 @@ def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = 
         for name in difference:
             parse_section(name, values[name], source)
     check_together(values)
+    return values
+
+
+def checked(values: dict[str, dict[str, Any]], source: str) -> dict[str, dict[str, Any]]:
+    """All sections of ``source`` as they are; ValueError names what is unknown, missing or wrong."""
+    check_names(values, source)
+    for name in SECTIONS:
+        parse_section(name, values[name], source)
     return values
 
 
@@ -392,6 +397,21 @@ def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
             f"finetune.reader_wordpieces is {together}: no room for a passage beside a question of "
             f"finetune.query_wordpieces={question}; raise the first"
         )
+
+
+def notes(stages: Collection[str], values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is allowed and seldom meant, in words, where one of these stages would do it."""
+    block, question = values["snapshot"]["block_wordpieces"], values["finetune"]["query_wordpieces"]
+    found = []
+    for name, beside in (("pretrain", 0), ("finetune", question)):
+        limit = values[name]["reader_wordpieces"]
+        if name in stages and limit < block:
+            found.append(
+                f"passages have up to snapshot.block_wordpieces={block} wordpieces, and the reader sees no more than "
+                f"{name}.reader_wordpieces={limit} of one and the text beside it: raise that to {block + beside}, or "
+                "the ends of long passages are not read"
+            )
+    return found
 
 
 def check_names(values: Mapping[str, Any], source: str) -> None:

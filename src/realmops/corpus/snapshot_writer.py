@@ -336,7 +336,7 @@ class _Writer:
         raise ValueError(
             "\n  ".join(f"{one['place']}: {one['problem']}" for one in first)
             + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
-            f"{self._broken_share:g}: correct them, or name the right snapshot.format"
+            f"{self._broken_share:g}: correct them, name the right snapshot.format, or raise snapshot.broken_share"
         )
 
     def _refuse_nothing(self) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,6 +131,28 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
         start = root if made & set(name.parents) else project
         found[key] = name if values[section][option].startswith(HUB) else start / name
     return found
+
+
+def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> None:
+    """ValueError for the first file that one of these stages wants from outside and that is not there.
+
+    Asked before the first of them runs: what is missing at the last would cost all the others.
+    """
+    needless = {"snapshot.warmup": not values["snapshot"]["use_warmup"]}
+    needless |= dict.fromkeys(("tag.train", "tag.dev"), values["tag"]["method"] != "tagger")
+    for name in names:
+        for key, path in external_files(STAGES[name], values, project, root).items():
+            section, option = key.split(".")
+            value = values[section][option]
+            maker = next((one.name for one in STAGES.values() if Path(one.folder) in Path(value).parents), "")
+            if needless.get(key) or value.startswith(HUB) or path.exists() or maker in names:
+                continue
+            advice = f"run the stage {maker} first, or name a file of your own" if maker else "check the path"
+            advice += {
+                "snapshot.warmup": ", or set snapshot.use_warmup=false: the reader then starts from the documents",
+                "tag.train": ", or set tag.method to dates, or to given where documents carry spans",
+            }.get(key, "")
+            raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")
 
 
 def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -27,6 +28,7 @@ from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
 from realmops.stages.common import keep_freed_memory
 
 EMBEDDINGS = "embeddings.safetensors"
+SIGNS, SIGN_SECONDS = "alive", 5.0
 
 
 def identity(
@@ -105,11 +107,13 @@ class Follower:
     """Serves the exchanges that a file names, one after another, each by a process of its own.
 
     The file is written by :func:`assign`. A builder that has done its work, or does not fit its exchange, is not
-    started again before the file changes; one that failed is, as a pod would be.
+    started again before the file changes; one that failed is, as a pod would be. It leaves a sign of life in the folder
+    ``alive`` beside the file.
     """
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
         self.path, self.alive, self.poll = path, alive, poll
+        self._signed = -math.inf
         self._served: bytes | None = None  # the file's content
         self._process: subprocess.Popen[bytes] | None = None
         self._said = ""
@@ -121,6 +125,7 @@ class Follower:
             while True:
                 if self.alive is not None:
                     self.alive.touch()
+                self._sign()
                 self.look()
                 time.sleep(self.poll)
         finally:
@@ -142,6 +147,16 @@ class Follower:
             self._served = content
         elif self._process is None:
             self._tell(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
+
+    def _sign(self) -> None:
+        if time.monotonic() - self._signed < SIGN_SECONDS:
+            return
+        self._signed = time.monotonic()
+        try:
+            (self.path.parent / SIGNS).mkdir(parents=True, exist_ok=True)
+            write_json(self.path.parent / SIGNS / f"{os.environ.get('HOSTNAME', '0')}.json", {"time": time.time()})
+        except OSError as error:
+            self._tell(f"the shared volume cannot be written: {error}")
 
     def _read(self) -> bytes | None:
         try:

@@ -66,6 +66,7 @@ def run(job: Job) -> dict[str, Any]:
     metrics: dict[str, Any] = {"questions": len(questions), **_interval("em", right[em_rule].em)}
     metrics |= {f"em_{name}": score.em.mean for name, score in right.items() if len(right) > 1}
     training = read_questions([job.inputs["questions.train"]], format=form)
+    _warn_of_other_questions(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
     ranks = hit_ranks_by_rule(questions, ranked, snapshot.text)
@@ -106,6 +107,22 @@ def run(job: Job) -> dict[str, Any]:
     write_predictions(job.out / PREDICTIONS, predictions)
     _report(job, metrics)
     return metrics
+
+
+def _warn_of_other_questions(job: Job, training: list[Question], questions: list[Question]) -> None:
+    """Say it when the model was trained on others than ``questions.train`` names, or on the test questions."""
+    path = job.inputs["finetune"] / artifacts.MANIFEST  # an update is not finished yet
+    manifest = artifacts.read_json(path) if path.is_file() else {}
+    trained_on = manifest.get("sections", {}).get("questions", {}).get("train")
+    named = job.sections["questions"].train
+    if trained_on not in (None, named):
+        job.report.warn(
+            f"the model was fine-tuned with questions.train={trained_on}, and now that is {named}: were --set, "
+            "--preset or --params of the training left out?"
+        )
+    known = {question.question for question in training}
+    if seen := sum(question.question in known for question in questions):
+        job.report.warn(f"{seen} of {len(questions)} test questions are training questions too: EM is too high")
 
 
 def _answers(

@@ -108,6 +108,10 @@ def explain(sentence: str, root: Path, where: Standing, *, answer: str | None = 
     Raises ValueError when the sentence has no [MASK], when it is too long, when the answer has another number of
     wordpieces than there are masks, and when pre-training has no null document to compare with.
     """
+    if MASK not in sentence:
+        raise ValueError(
+            f"the sentence has no {MASK}: put it in the place of the words to guess; --question asks a question"
+        )
     realm, index, generation = pretrained(root, where)
     if not realm.options.null_document:
         raise ValueError(
@@ -156,10 +160,6 @@ def _same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -
 
 def _example(sentence: str, answer: str | None, realm: Realm) -> Example:
     parts = sentence.split(MASK)
-    if len(parts) == 1:
-        raise ValueError(
-            f"the sentence has no {MASK}: put it in the place of the words to guess; --question asks a question"
-        )
 
     def pieces(text: str) -> list[int]:
         found: list[int] = realm.snapshot.tokenizer.encode(text, add_special_tokens=False).ids

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from realmops.artifacts import write_bytes
@@ -13,9 +15,10 @@ from realmops.corpus.snapshot import REJECTS
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
 from realmops.encoders import encoder_folder
-from realmops.stages import Job
+from realmops.stages import STAGES, Job
 
 VOCABULARY = "vocab.txt"
+_SHOWN = 3  # broken records
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -55,8 +58,13 @@ def _write(
         )
         prefix = "" if name == "corpus" else f"{name}_"
         if manifest["rejected"]:
-            told = f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out"
-            job.report.warn(f"{told}: {REJECTS} beside its passages names each")
+            with open(folder / REJECTS, "rb") as file:
+                first = [json.loads(line) for line in islice(file, _SHOWN)]
+            told = "".join(f"\n  {one['place']}: {one['problem']}" for one in first)
+            job.report.warn(
+                f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out; "
+                f"{STAGES['snapshot'].folder}/{name}/{REJECTS} names all, the first are{told}"
+            )
         metrics |= {prefix + key: value for key, value in counts(manifest).items()}
     return metrics
 

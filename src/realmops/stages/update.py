@@ -17,6 +17,7 @@ from realmops import artifacts, tracking
 from realmops.config import SnapshotOptions, parse_section
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
+from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.evaluate.compare import PREDICTIONS
@@ -73,6 +74,7 @@ def _update(
             "changes none of its answers; fine-tune a reader to use one"
         )
     before = standing(root)
+    _refuse_other_questions(values, project, root, before)
     old = Snapshot.open(before.snapshot / "corpus")
     documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
     key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], str(documents), content_of(documents)])
@@ -109,6 +111,19 @@ def before_and_after(root: Path) -> tuple[Standing, Standing]:
     if newest.number == 0:
         raise ValueError(f"{root / FOLDER} holds no update of the present model; run 'realmops update' first")
     return of_pipeline(root), newest
+
+
+def _refuse_other_questions(
+    values: Mapping[str, Mapping[str, Any]], project: Path, root: Path, before: Standing
+) -> None:
+    path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
+    asked = {question.id for question in read_questions([path], format=values["questions"]["format"])}
+    known = {prediction.question_id for prediction in read_predictions(before.results / PREDICTIONS)}
+    if asked != known:
+        raise ValueError(
+            f"questions.test is {path} with {len(asked)} questions, and {before.results} answers {len(known)} others: "
+            "repeat the --set, --preset or --params that the run was trained with, or evaluate it on these first"
+        )
 
 
 def standing(root: Path) -> Standing:

@@ -1,0 +1,25 @@
+"""Component ``ict``: that stage in a pod."""
+
+from kfp import dsl
+
+
+@dsl.component(base_image="realmops", install_kfp_package=False)
+def ict(
+    options: str,
+    root: str,
+    after: dsl.Input[dsl.Artifact],
+    manifest: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Warm up the retriever by the inverse cloze task and the reader by masked words.
+
+    Args:
+        options: all sections of params.yaml as JSON.
+        root: folder of the run on the shared volume.
+        after: the manifest of the stage before.
+        manifest: what was made, and where.
+        metrics: its figures.
+    """
+    from realmops import kfp_entry
+
+    kfp_entry.run_stage("ict", options, root, manifest.path, metrics.path, metrics.log_metric)

@@ -1,0 +1,43 @@
+"""Component ``pretrain``: that stage in a pod, with the index builders' Deployment beside it."""
+
+from kfp import dsl
+
+
+@dsl.component(base_image="realmops", install_kfp_package=False)
+def pretrain(
+    options: str,
+    root: str,
+    deployment: str,
+    builders: int,
+    wait_seconds: int,
+    limits: str,
+    after: dsl.Input[dsl.Artifact],
+    manifest: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Pre-train retriever and reader together while the index is refreshed in the background.
+
+    Args:
+        options: all sections of params.yaml as JSON.
+        root: folder of the run on the shared volume.
+        deployment: the index builders' Deployment, raised for this task; empty for a builder in this pod.
+        builders: its replicas.
+        wait_seconds: how long to wait for them.
+        limits: of this pod, said in its log.
+        after: the manifest of the stage before.
+        manifest: what was made, and where.
+        metrics: its figures.
+    """
+    from realmops import kfp_entry
+
+    kfp_entry.pretrain(
+        options,
+        root,
+        manifest.path,
+        metrics.path,
+        metrics.log_metric,
+        deployment=deployment,
+        builders=builders,
+        wait_seconds=wait_seconds,
+        limits=limits,
+    )

@@ -1,0 +1,23 @@
+"""Component ``sample``: that stage in a pod."""
+
+from kfp import dsl
+
+
+@dsl.component(base_image="realmops", install_kfp_package=False)
+def sample(
+    options: str,
+    root: str,
+    manifest: dsl.Output[dsl.Artifact],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Make the embedded corpus of invented facts, with its questions.
+
+    Args:
+        options: all sections of params.yaml as JSON.
+        root: folder of the run on the shared volume.
+        manifest: what was made, and where.
+        metrics: its figures.
+    """
+    from realmops import kfp_entry
+
+    kfp_entry.run_stage("sample", options, root, manifest.path, metrics.path, metrics.log_metric)
