@@ -120,9 +120,6 @@ def test_what_is_given_is_read_and_nothing_else(world: World) -> None:
     answers = model.answer([BORN, PORT], ranked=3, batch_size=2)
     assert [answer.passages for answer in answers] == [[0, 6, 4], [6, 2]]
     assert [answer.ranked for answer in answers] == [GIVEN[q.question] for q in (BORN, PORT)]
-    assert answers == model.answer(
-        [BORN, PORT], ranked=3, batch_size=2, given=np.array([GIVEN[q.question] for q in (BORN, PORT)])
-    )
     assert answers[0].log_prior == pytest.approx([math.log(1 / 3)] * 3)
     assert answers[1].log_prior == pytest.approx([math.log(1 / 2)] * 2), "one each, none for what is not there"
     before = [p.clone() for p in model.retriever.parameters()]

@@ -5,7 +5,7 @@ Legend: Q questions, K ranked passages, P passages. Passages go by their number,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,16 +27,12 @@ class Lexical(Protocol):
         """The score of every passage, [P]."""
 
 
-def rank(
-    retriever: Lexical, queries: Sequence[str], k: int, progress: Callable[[int], None] | None = None
-) -> Rows:
+def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
     """The best k passages of each query, best first, int64 [Q, K]; -1 where there are fewer passages."""
     ranking = np.full((len(queries), k), -1, np.int64)
     for row, query in enumerate(queries):
         best = top(retriever.scores(query), k)
         ranking[row, : len(best)] = best
-        if progress is not None:
-            progress(1)
     return ranking
 
 

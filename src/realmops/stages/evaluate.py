@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,6 @@ from realmops.evaluate.retrieval import (
     hits_at,
     recall_metrics,
 )
-from realmops.index.lexical import Bm25, titled_texts
-from realmops.index.lexical import rank as lexical_ranking
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import (
@@ -44,7 +43,7 @@ from realmops.stages.common import (
     rank,
     warn_of_timeouts,
 )
-from realmops.stages.retrievers import open_tuned
+from realmops.stages.retrievers import open_tuned, ranker_of
 from realmops.train.closed_book import SAID_TOGETHER, ClosedBook
 from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa
 
@@ -82,10 +81,13 @@ def run(job: Job) -> dict[str, Any]:
         hits = hit_ranks_by_rule(questions, _padded(found, depth), snapshot.text)
         metrics |= _retrieval(job, hits, rule, prefix)
     if job.sections["evaluate"].bm25:
-        lexical = lexical_ranking(Bm25(titled_texts(snapshot)), [q.question for q in questions], depth)
+        bm25 = ranker_of(replace(options, retriever="bm25"), snapshot)
+        assert bm25 is not None
+        lexical = np.stack([bm25(question.question, depth) for question in questions])
         metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), rule, "bm25_")
         if model is not None:
-            over_bm25 = model.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER, given=lexical)
+            reading = OpenQa(model.retriever, model.reader, snapshot, None, options, model.dtype, bm25)
+            over_bm25 = reading.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER)
             metrics["bm25_em"] = _exact_match(job, questions, over_bm25)[em_rule].em.mean
     ceilings = _ceilings(snapshot, questions, ranked, hits_at(ranks[rule], depth), rule)
     metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in ceilings.items()}

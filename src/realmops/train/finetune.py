@@ -235,25 +235,17 @@ class OpenQa:
         *,
         ranked: int,
         batch_size: int,
-        given: np.ndarray | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> list[Answer]:
-        """Answer questions; ``ranked`` passages of each are returned for recall.
-
-        ``given`` (questions x ranked, -1 for none) takes the place of the retriever, as a ranker does.
-        """
+        """Answer questions; ``ranked`` passages of each are returned for recall."""
         self.retriever.eval()
         self.reader.eval()
         answers: list[Answer] = []
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
             tokens = [self.wordpieces(q.question) for q in batch]
-            if given is None:
-                texts = [q.question for q in batch]
-                relevance_BK, id_BK = self.relevance(texts, max(ranked, self.options.reader_candidates))
-            else:
-                id_BK = torch.from_numpy(given[start : start + batch_size])
-                relevance_BK = torch.zeros(id_BK.shape).masked_fill(id_BK < 0, -torch.inf).to(self.device)
+            texts = [q.question for q in batch]
+            relevance_BK, id_BK = self.relevance(texts, max(ranked, self.options.reader_candidates))
             relevance_BK = relevance_BK[:, : self.options.reader_candidates]
             read = [[p for p in row if p >= 0] for row in id_BK[:, : self.options.reader_candidates].tolist()]
             score_S, rows = self.spans(tokens, read)

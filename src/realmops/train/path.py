@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,7 +165,7 @@ class PathRetriever:
         return torch.cat(losses).sum() / len(lessons)
 
     @torch.no_grad()
-    def rank(self, questions: Sequence[str], k: int, progress: Callable[[int], None] | None = None) -> Rows:
+    def rank(self, questions: Sequence[str], k: int) -> Rows:
         """The best k passages of each question, best first, int64 [Q, k]; -1 where there are fewer passages."""
         self.scorer.eval()
         ranking = np.full((len(questions), k), -1, np.int64)
@@ -175,8 +175,6 @@ class PathRetriever:
             best = dict.fromkeys([*sorted(paths, key=lambda p: -paths[p]), *top(score_P, k).tolist()])
             chosen = list(best)[:k]
             ranking[row, : len(chosen)] = chosen
-            if progress is not None:
-                progress(1)
         return ranking
 
     def _paths(self, x: np.ndarray, score_P: np.ndarray) -> dict[int, float]:
