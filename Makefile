@@ -13,11 +13,11 @@ STAMP := $(VENV)/setup.stamp
 STARTED := $(VENV)/setup.started
 ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help setup run test lint bench golden
+.PHONY: help setup run test lint manifests bench golden
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r target text; do
-		printf '  make %-8s %s\n' "$$target" "$$text"
+		printf '  make %-9s %s\n' "$$target" "$$text"
 	done
 
 setup:  ## make .venv with the pinned versions (only when pyproject.toml or constraints.txt changed)
@@ -73,6 +73,16 @@ lint: setup  ## ruff and mypy only
 	@$(ACTIVATE)
 	ruff check .
 	mypy
+
+manifests: setup  ## render the Kubernetes overlays into build/manifests and check them
+	@$(ACTIVATE)
+	mkdir -p build/manifests
+	for overlay in k8s/overlays/*/; do
+		file="build/manifests/$$(basename "$$overlay").yaml"
+		kubectl kustomize "$$overlay" > "$$file"
+		echo "realmops: $$file"
+	done
+	pytest -p no:xdist -q tests/test_manifests.py tests/test_pod_security.py
 
 bench: setup  ## list the benchmarks; make bench NAME=... runs one
 	@$(ACTIVATE)

@@ -43,7 +43,7 @@ def train(
     accelerators: str = "0",
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
-    settings: str = "realmops-settings",
+    settings: str = "realmops-tracking",
 ):
     """Train and evaluate.
 

@@ -1,0 +1,39 @@
+# One image for every pod: training, index builder, MLflow and submission.
+#   docker build --build-arg COMMIT=$(git rev-parse HEAD) --tag realmops:$(git rev-parse --short HEAD) .
+#   docker build --build-arg VARIANT=gpu ...                   with faiss for GPUs in the place of faiss for CPUs
+#   docker build --build-arg BASE=IMAGE ...                    another base with Python 3.11 and its pip
+#   docker build --secret id=pip,src=pip.conf ...              packages from where your pip.conf says
+# Without a pip.conf that names a source of CPU builds, torch brings its CUDA libraries into the cpu variant as well.
+ARG BASE=python:3.11-slim
+
+FROM ${BASE} AS build
+ARG VARIANT=cpu
+WORKDIR /build
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src ./src
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    case "$VARIANT" in \
+        cpu) search=faiss ;; \
+        gpu) search=gpu ;; \
+        *) echo "VARIANT is '$VARIANT', allowed are cpu and gpu" >&2; exit 2 ;; \
+    esac \
+    && python -m venv --without-pip /opt/realmops \
+    && python -m pip --python /opt/realmops/bin/python install --no-cache-dir --constraint constraints.txt \
+        ".[cluster,server,t5,$search]"
+
+FROM ${BASE}
+ARG VARIANT=cpu
+ARG COMMIT=unknown
+LABEL org.opencontainers.image.title="realmops" \
+    org.opencontainers.image.description="REALM trained end to end (${VARIANT})" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.revision="${COMMIT}"
+COPY --from=build /opt/realmops /opt/realmops
+WORKDIR /app
+COPY params.yaml dvc.yaml ./
+COPY pipelines ./pipelines
+# The user has no name of its own, and the root is read-only.
+ENV PATH=/opt/realmops/bin:$PATH HOME=/tmp TMPDIR=/tmp USER=realmops PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["realmops"]
