@@ -141,6 +141,8 @@ def run(
 
     A stage that was killed goes on from its checkpoints. Its output appears whole or not at all.
     """
+    if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        watch_parent = os.getppid()  # torchrun, whose processes outlive it when it is killed
     if watch_parent is not None:
         from realmops.stages.runner import end_with
 
@@ -172,7 +174,8 @@ def _run(
         report.warn(note)
     for name in names:
         metrics = run_stage(name, values, project=params.parent, root=root, report=report, force=force)
-        report.metrics(name, metrics)
+        if metrics:  # none of a process that helps another to train
+            report.metrics(name, metrics)
 
 
 @main.command("params")

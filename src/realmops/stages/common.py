@@ -30,6 +30,7 @@ from realmops.model.joins import SpecialTokens, join_query
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.train.loop import Context
+from realmops.train.parallel import team
 
 INDEX = "index.safetensors"
 _KIND = "checkpoint"
@@ -86,7 +87,15 @@ def context(job: Job, stream: str, steps: int, label: str, **journal: Any) -> Co
     device, dtype = prepare(run)
     checkpoints = FolderCheckpoints(job.work / stream)
     return Context(
-        stream, run.seed, device, dtype, checkpoints, job.journal, job.report.progress(label, steps), **journal
+        stream,
+        run.seed,
+        device,
+        dtype,
+        checkpoints,
+        job.journal,
+        job.report.progress(label, steps),
+        team=team(),
+        **journal,
     )
 
 

@@ -42,7 +42,7 @@ from realmops.stages.common import (
     question_queries,
     rank,
 )
-from realmops.train.pretrain import Candidates, Example, Examples, Index, Realm, pretrain
+from realmops.train.pretrain import Candidates, Example, Examples, Index, Realm, SharedSource, pretrain
 
 BUILDER_LOG = "index-builder.log"
 QUIET_SECONDS = 5.0  # a shorter wait is not worth a line
@@ -59,6 +59,20 @@ def run(job: Job) -> dict[str, Any]:
     reader.to(device).train()
     surroundings = context(job, "pretrain", options.steps, "pre-training")
     realm = Realm(retriever, reader, snapshot, options, dtype)
+    team, optimiser = surroundings.team, job.sections["optimiser"]
+    if not team.leads:
+        pretrain(
+            surroundings,
+            retriever,
+            reader,
+            snapshot,
+            examples,
+            optimiser,
+            SharedSource(team, None, device),
+            evaluate=lambda index: {},
+            warn=job.report.warn,
+        )
+        return {}
     fixed = _fixed_examples(_examples(job, snapshot, masking="salient", exclude_trivial=True), job)
     measure = _measure(job, snapshot, fixed, realm)
     root = job.work / "exchange" if options.exchange == "auto" else Path(options.exchange)
@@ -90,8 +104,8 @@ def run(job: Job) -> dict[str, Any]:
                 reader,
                 snapshot,
                 examples,
-                job.sections["optimiser"],
-                source,
+                optimiser,
+                SharedSource(team, source, device) if team.size > 1 else source,
                 evaluate=measure,
                 warn=job.report.warn,
             )

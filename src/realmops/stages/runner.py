@@ -7,9 +7,10 @@ import math
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, extern
 WORK = ".realmops"
 PARENT_SECONDS = 0.5  # between two looks
 ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
+TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
 
 
@@ -49,8 +51,15 @@ def run_stage(
         force: run again even when the output was made from the same inputs and options.
 
     The output folder is replaced when the stage has succeeded, and only then.  A killed stage goes on from
-    its checkpoints when it is run again with the same options and inputs.
+    its checkpoints when it is run again with the same options and inputs.  Where torchrun has started several
+    processes, the first one runs the stage and the others help it to train.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from realmops.train.parallel import team
+
+        team().wait()  # what the stage reads is there
+        if not team().leads:
+            return _help(STAGES[name], values, project, root, force)
     with alone(root / WORK, name):
         return _run_alone(STAGES[name], values, project, root, report, force)
 
@@ -117,6 +126,37 @@ def _run_alone(
             tracker.finish(figures, shown_files(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
+
+
+class _Silent:
+    """A report for processes that only help: the first one says it all."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def warn(self, message: str) -> None:
+        """Nothing."""
+
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        """No bar."""
+        return lambda done: None
+
+
+def _help(
+    stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path, force: bool
+) -> dict[str, Any]:
+    """Take part in the training of a stage that another process leads, and keep nothing of it."""
+    if stage.name in TRAINS_NOTHING:
+        return {}
+    sections, inputs = parse_sections(stage, values), inputs_of(stage, values, project, root)
+    if not force and _finished(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
+        return {}
+    with (
+        tempfile.TemporaryDirectory(prefix="realmops-") as folder,
+        tracking.Journal(Path(folder) / JOURNAL, stage.name) as journal,
+    ):
+        stage.run(Job(sections, inputs, Path(folder), Path(folder), journal, _Silent()))
+    return {}
 
 
 def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:

@@ -304,7 +304,9 @@ def finetune(
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         model.retriever.train()
         model.reader.train()
-        return model.loss([questions[row] for row in rows_of(step)])
+        mine, weight = context.team.share([questions[row] for row in rows_of(step)])
+        loss, metrics = model.loss(mine)
+        return weight * loss, metrics
 
     groups = [Group("reader", model.reader, options.reader_learning_rate)]
     if model.ranker is None:

@@ -1,6 +1,6 @@
 """Warm starts: the retriever by the inverse cloze task, the reader by masked words (paper, section 3.4).
 
-Shape suffixes: B passages of a batch, E embedding width, M masked wordpieces.
+Shape suffixes: B passages of a batch (of one process, N those of all), E embedding width, M masked wordpieces.
 """
 
 from __future__ import annotations
@@ -61,30 +61,36 @@ def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Gen
 def train_retriever(
     context: Context, retriever: Retriever, snapshot: Snapshot, options: Ict, optimiser: Optimiser
 ) -> int:
-    """The inverse cloze task: softmax of the own passage among all passages of the batch.
+    """The inverse cloze task: softmax of the own passage among all passages of the batch, those of all processes.
 
     Logs the accuracy for queries that were removed from their passage and for those that were kept.
     Returns the journal's length at the end.
     """
-    special = SpecialTokens.of(snapshot.tokenizer)
+    special, team = SpecialTokens.of(snapshot.tokenizer), context.team
+    if min(options.batch_size, len(snapshot)) < team.size:
+        raise ValueError(
+            f"ict.batch_size is {options.batch_size} and the corpus has {len(snapshot)} passages: {team.size} "
+            "processes cannot share that; start fewer"
+        )
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
-        examples = [cloze(snapshot, int(p), rng, options, special) for p in passages]
+        drawn = [cloze(snapshot, int(p), rng, options, special) for p in passages]
+        examples, _ = team.share(drawn[: len(drawn) // team.size * team.size])
         queries = Packed([e.query for e in examples])
         documents = Packed([e.document[0] for e in examples], [e.document[1] for e in examples])
         with autocast(context.device, context.dtype):
             query_BE, document_BE = retriever.query(queries), retriever.document(documents)
-        relevance_BB = retriever.scale * query_BE @ document_BE.T
-        own_B = torch.arange(len(examples), device=relevance_BB.device)
-        hit_B = (relevance_BB.argmax(-1) == own_B).cpu().numpy()
+        relevance_BN = retriever.scale * query_BE @ team.gather(document_BE).T
+        own_B = torch.arange(len(examples), device=relevance_BN.device) + team.rank * len(examples)
+        hit_B = (relevance_BN.argmax(-1) == own_B).cpu().numpy()
         removed_B = np.array([e.removed for e in examples])
         metrics = {}
         for name, chosen_B in (("removed", removed_B), ("kept", ~removed_B)):
             if chosen_B.any():
                 metrics[f"accuracy_{name}"] = float(hit_B[chosen_B].mean())
-        return in_batch_loss(relevance_BB, own_B).mean(), metrics
+        return in_batch_loss(relevance_BN, own_B).mean(), metrics
 
     return fit(
         context,
@@ -176,13 +182,14 @@ def train_reader(
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
-        examples = [example(rng) for _ in range(options.reader_batch_size)]
+        drawn = [example(rng) for _ in range(options.reader_batch_size)]
+        examples, weight = context.team.share(drawn, [len(targets) for *_, targets in drawn])
         batch = Packed([e[0] for e in examples], [e[1] for e in examples])
         rows_M = torch.from_numpy(np.concatenate([s + e[2] for s, e in zip(batch.starts[:-1], examples, strict=True)]))
         targets_M = torch.from_numpy(np.concatenate([e[3] for e in examples]))
         with autocast(context.device, context.dtype):
             log_token_M = reader.log_token(batch, rows_M, targets_M)
-        return -log_token_M.mean(), {"masked": float(len(targets_M))}
+        return -weight * log_token_M.mean(), {"masked": float(len(targets_M))}
 
     fit(
         context,

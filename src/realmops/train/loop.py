@@ -17,6 +17,7 @@ from torch import Tensor
 from realmops.artifacts import seed_for
 from realmops.config import Optimiser
 from realmops.train.optimiser import BertAdamW, Group, Schedule
+from realmops.train.parallel import ALONE, Team
 
 STATE, TENSORS = "state.json", "training.safetensors"
 
@@ -58,6 +59,7 @@ class Context:
     prefix: str = ""  # of the metrics' names
     first_step: int = 0  # what the journal calls the loop's first step
     journal_start: int = 0  # where the loop's lines begin
+    team: Team = ALONE
 
 
 def fit(
@@ -78,30 +80,38 @@ def fit(
     """
     optimiser = BertAdamW(groups, weight_decay=options.weight_decay, clip=options.clip)
     schedule = Schedule(steps, int(min(10_000, max(options.warmup_min, options.warmup_share * steps))))
-    start, position = _restore(context, optimiser)
+    team = context.team
+    start, position = _restore(context, optimiser) if team.leads else (0, context.journal_start)
+    start = int(team.send_numbers([start], context.device)[0])
+    team.send([*optimiser.parameters, *optimiser.m, *optimiser.v])
     if start == steps:
         return position
-    context.journal.truncate(position)
+    if team.leads:
+        context.journal.truncate(position)
     context.progress(start)
     ended = time.perf_counter()
     for step in range(start, steps):
-        if step > start and step % checkpoint_every == 0:
+        if step > start and step % checkpoint_every == 0 and team.leads:
             _save(context, optimiser, step)
         if at_step is not None:
             at_step(step)
         began = time.perf_counter()
-        torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step))
+        torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step, *([team.rank] if team.rank else [])))
         loss, metrics = step_loss(step)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        team.average(optimiser.parameters)
         norm = optimiser.step(step, schedule)
-        metrics |= {"loss": loss.item(), "gradient_norm": norm, "rate": schedule.factor(step)}
+        whole_loss = team.mean(loss.item(), context.device)
+        metrics |= {"loss": whole_loss, "gradient_norm": norm, "rate": schedule.factor(step)}
         between, ended = began - ended, time.perf_counter()
         metrics |= {"step_seconds": ended - began, "between_seconds": between}
         named = {context.prefix + name: value for name, value in metrics.items()}
-        context.journal.log(context.first_step + step, **named)
+        if team.leads:
+            context.journal.log(context.first_step + step, **named)
         context.progress(1)
-    _save(context, optimiser, steps)
+    if team.leads:
+        _save(context, optimiser, steps)
     return context.journal.position()
 
 

@@ -6,6 +6,7 @@ example, N sequences, P passages, U unique passages of a batch, Q sampled querie
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from realmops.model.retriever import Retriever
 from realmops.train.ict import sentences_with_spans
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
+from realmops.train.parallel import Team
 
 NULL = -1
 COLLAPSE_WINDOW = 50
@@ -101,6 +103,26 @@ class IndexSource(Protocol):
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """Publish and adopt as the options say; the generation to use from this step on, or None to go on."""
+
+
+class SharedSource:
+    """The first process's indexes for all that train together: it alone has the exchange."""
+
+    def __init__(self, team: Team, source: IndexSource | None, device: torch.device) -> None:
+        self.team, self.source, self.device = team, source, device
+
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        """What the first process's source says."""
+        index = self.source.at_step(step, retriever) if self.source is not None else None
+        head = [1, index.step, *index.embedding_PE.shape, index.published, index.new] if index else [0] * 6
+        there, made_at, passages, width, published, new = self.team.send_numbers(head, self.device)
+        if not there:
+            return None
+        if index is None:
+            embedding_PE = torch.empty(int(passages), int(width), device=self.device)
+            index = Index(int(made_at), embedding_PE, copy.deepcopy(retriever).eval(), published, bool(new))
+        self.team.send([index.embedding_PE, *index.retriever.parameters()])
+        return index
 
 
 class Candidates:
@@ -357,16 +379,18 @@ def pretrain(
         if new is None:
             assert current, "the first step needs an index"
             return
-        if current and options.staleness_queries:
+        if current and options.staleness_queries and context.team.leads:
             adopted["top_k_change"] = _change(current[0], new, examples, realm, options, context)
         current[:] = [new]
-        if new.new:
+        if new.new and context.team.leads:
             adopted.update(evaluate(new), refreshed=1.0)
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         index = current[0]
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
-        batch = [examples.draw(rng) for _ in range(options.batch_size)]
+        drawn = [examples.draw(rng) for _ in range(options.batch_size)]
+        counts = [len(e.positions) for e in drawn] if options.marginal == "per_token" else None
+        batch, weight = context.team.share(drawn, counts)
         searcher = index.retriever if options.query_encoder == "snapshot" else retriever
         query_BE = embed(searcher.query, query_sequences(realm.queries(batch)), context.dtype)
         found = candidates.retrieve(batch, query_BE, index)
@@ -377,7 +401,7 @@ def pretrain(
         metrics |= {name: float(count) for name, count in candidates.counts.items()} | adopted
         candidates.counts.clear()
         adopted.clear()
-        return loss, metrics
+        return weight * loss, metrics
 
     groups = [
         Group("retriever", retriever, options.retriever_learning_rate, options.retriever_delay),

@@ -1,0 +1,132 @@
+"""Training by several processes, as torchrun starts them: each takes its share of a batch, and gradients are averaged.
+
+The first process alone has checkpoints, journal and exchange; the others are sent what they need of them.
+
+Shape suffixes: B rows of one process, N those of all, D width.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+# A process waits for the others while the first one waits for an index or measures it; torchrun ends all when one ends.
+PATIENCE = timedelta(days=7)
+
+
+@dataclass(frozen=True)
+class Team:
+    """This process among all that train together."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process with the checkpoints, the journal and the exchange."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Go on when all have come so far."""
+        if self.size > 1:
+            dist.barrier()
+
+    def share(self, batch: Sequence[T], weights: Sequence[float] | None = None) -> tuple[Sequence[T], float]:
+        """This process's part of a batch, and the factor of its mean loss by which all parts give that of the batch.
+
+        ``weights`` are what examples count in the mean; without them all count the same. A process for which there
+        is none takes the first, which then counts nothing.
+        """
+        if self.size == 1:
+            return batch, 1.0
+        mine = range(len(batch))[self.rank :: self.size]
+        weights = weights or [1.0] * len(batch)
+        factor = self.size * sum(weights[i] for i in mine) / sum(weights)
+        return [batch[i] for i in mine] or batch[:1], factor
+
+    @torch.no_grad()
+    def average(self, parameters: Sequence[Tensor]) -> None:
+        """Give all the mean of their gradients; a parameter that has none anywhere stays without."""
+        if self.size == 1:
+            return
+        device = parameters[0].device
+        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+        dist.all_reduce(has, dist.ReduceOp.MAX)
+        gradients = []
+        for parameter, one_has in zip(parameters, has.tolist(), strict=True):
+            if one_has:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+                gradients.append(parameter.grad)
+        for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+            work.wait()
+        torch._foreach_div_(gradients, self.size)
+
+    def mean(self, value: float, device: torch.device) -> float:
+        """The mean of a number over all."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=device)
+        dist.all_reduce(total)
+        return float(total) / self.size
+
+    @torch.no_grad()
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Put the first process's values into the tensors of the others."""
+        if self.size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
+
+    def send_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """The first process's numbers, for all."""
+        tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self.send([tensor])
+        found: list[float] = tensor.tolist()
+        return found
+
+    def gather(self, x_BD: Tensor) -> Tensor:
+        """The rows of all processes, N x D, each process's behind those of the one before; gradients find their way."""
+        if self.size == 1:
+            return x_BD
+        gathered: Tensor = _Gather.apply(x_BD, self)  # type: ignore[no-untyped-call]
+        return gathered
+
+
+ALONE = Team()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BD: Tensor, team: Team) -> Tensor:
+        ctx.first, ctx.count = team.rank * len(x_BD), len(x_BD)
+        parts = [torch.empty_like(x_BD) for _ in range(team.size)]
+        dist.all_gather(parts, x_BD.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        grad_ND = grads[0].contiguous()
+        dist.all_reduce(grad_ND)
+        return grad_ND[ctx.first : ctx.first + ctx.count], None
+
+
+def team() -> Team:
+    """The processes that torchrun started with this one, joined at the first call; alone without it."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ALONE
+    if not dist.is_initialized():
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        atexit.register(dist.destroy_process_group)
+    return Team(dist.get_rank(), size)

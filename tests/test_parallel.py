@@ -1,0 +1,111 @@
+"""Several processes that train together, as torchrun starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from safetensors.torch import load_file
+
+from realmops.stages import common
+from realmops.train.parallel import Team
+
+TOGETHER = {
+    "bert": {"dropout": 0.0},
+    "ict": {"batch_size": 4, "reader_batch_size": 3},
+    "pretrain": {"batch_size": 3, "adopt": "fixed_lag", "exchange": "auto"},
+    "finetune": {"batch_size": 2},
+}
+
+
+def torchrun(processes: int, *arguments: str | Path) -> list[str]:
+    started = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "realmops"]
+    return [sys.executable, *started, *map(str, arguments)]
+
+
+def run(project: Path, root: Path, stage: str, processes: int) -> str:
+    """Run a stage, or all of them; what was said."""
+    arguments = ["run", stage, "--params", project / "params.yaml", "--root", root]
+    words = torchrun(processes, *arguments) if processes > 1 else toy.command(*arguments)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project that was run by one process, and by two."""
+    folder = tmp_path_factory.mktemp("together")
+    toy.write_project(folder, **TOGETHER)
+    run(folder, folder / "one", "all", 1)
+    run(folder, folder / "two", "all", 2)
+    return folder
+
+
+@pytest.mark.parametrize("model", ["ict", "pretrain", "finetune"])
+def test_two_processes_learn_what_one_learns(trained: Path, model: str) -> None:
+    """Each took half of every batch; the batches of three and of two questions do not divide evenly over all steps."""
+    files = sorted((trained / "one/models" / model).rglob("*.safetensors"))
+    assert len(files) >= 2
+    for name in files:
+        one, two = load_file(name), load_file(trained / "two" / name.relative_to(trained / "one"))
+        assert one.keys() == two.keys()
+        for key, tensor in one.items():
+            torch.testing.assert_close(two[key], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
+
+
+def test_one_journal_is_written_and_its_loss_is_that_of_the_whole_batch(trained: Path) -> None:
+    for model in ("ict", "pretrain", "finetune"):
+        one, two = (toy.journal(trained / root / "models" / model) for root in ("one", "two"))
+        for line, other in zip(one, two, strict=True):
+            assert line["step"] == other["step"]
+            names = [name for name in line if name in ("loss", "reader_loss")]
+            assert names
+            assert all(other[name] == pytest.approx(line[name], abs=1e-4) for name in names)
+    one, two = (json.loads((trained / root / "models/pretrain/metrics.json").read_text()) for root in ("one", "two"))
+    assert two["refreshes"] == one["refreshes"] > 0
+
+
+def test_nothing_is_left_of_those_that_helped(trained: Path) -> None:
+    assert toy.litter(trained / "two") == []
+    assert not list((trained / "two/.realmops").rglob("*.safetensors"))
+
+
+def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> None:
+    root = trained / "killed"
+    shutil.copytree(trained / "two", root, ignore=shutil.ignore_patterns("pretrain", "finetune"))
+    arguments = ["run", "pretrain", "--params", trained / "params.yaml", "--root", root]
+    process = subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    toy.wait_for(lambda: list(root.rglob("checkpoints/v-*")), 100)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(workers[1]), signal.SIGKILL)
+    assert process.wait(100) != 0
+    assert not (root / "models/pretrain").exists()
+    said = run(trained, root, "pretrain", 2)
+    assert said.count("pre-training: 12 of 12") == 1, said
+    for path in (trained / "two/models/pretrain").rglob("*.safetensors"):
+        assert (root / path.relative_to(trained / "two")).read_bytes() == path.read_bytes(), path.name
+
+
+def test_shares_of_a_batch_give_its_mean() -> None:
+    batch, weights = ["a", "b", "c", "d", "e"], [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert Team().share(batch) == (batch, 1.0)
+    assert Team(0, 2).share(batch) == (["a", "c", "e"], 2 * 3 / 5)
+    assert Team(1, 2).share(batch) == (["b", "d"], 2 * 2 / 5)
+    assert Team(1, 2).share(batch, weights) == (["b", "d"], 2 * 6 / 15)
+    assert Team(2, 3).share(["a", "b"]) == (["a"], 0.0)
+
+
+def test_a_batch_too_small_for_all_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "team", lambda: Team(0, 5))
+    shutil.copytree(trained / "one/data", trained / "five/data")
+    with pytest.raises(ValueError, match=r"ict.batch_size is 4 and the corpus has .*: 5 processes cannot share that"):
+        toy.stage("ict", toy.toy_values(**TOGETHER), trained, trained / "five")
