@@ -27,6 +27,7 @@ from realmops.artifacts import canonical_json
 from realmops.config import load
 from realmops.submit import Pipeline
 
+ROOT = COMPILED.parents[1]
 EIGHT = """
 import multiprocessing, sys
 import kfp_server_api
@@ -288,6 +289,32 @@ def test_who_comes_after_one_that_was_killed_makes_the_run(project: Path, lab: K
     assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 1)
 
 
+@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELED", 1)])
+def test_wait_ends_as_the_run_does(state: str, code: int, project: Path, lab: KfpLab) -> None:
+    lab.state = state
+    result = submitted(project, "--wait")
+    assert result.exit_code == code
+    assert result.stdout.splitlines()[-1] == f"the run {lab.runs[0]['display_name']} ({lab.runs[0]['run_id']}, {state})"
+
+
+def test_wait_outlives_a_server_that_is_away_for_a_while(
+    project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.state = "SUCCEEDED"
+    there, away = submit.Server.run, iter([True, True])
+
+    def sometimes(server: submit.Server, run_id: str) -> Any:
+        if next(away, False):
+            raise TimeoutError("away")
+        return there(server, run_id)
+
+    monkeypatch.setattr(submit.Server, "run", sometimes)
+    assert submitted(project, "--wait").exit_code == 0
+    away = iter([True])
+    monkeypatch.setattr(submit, "AWAY_SECONDS", -1.0)
+    assert submitted(project, "--wait").exit_code == 1
+
+
 # Servers
 
 
@@ -353,6 +380,21 @@ def test_a_server_of_many_users_wants_a_namespace(project: Path, lab: KfpLab) ->
     assert [one["namespace"] for one in lab.kept["pipelines"]] == ["team"]
     lab.multi_user = False
     assert submitted(project, "--namespace", "team", "--name", "nobody's").exit_code == 0
+
+
+def test_the_workflow_submits_with_its_secrets(project: Path, lab: KfpLab) -> None:
+    lab.token, lab.multi_user = "a-token", True
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "retrain.yml").read_text())
+    *_, step = workflow["jobs"]["submit"]["steps"]
+    given = {"KF_PIPELINES_ENDPOINT": lab.url, "TOKEN": "a-token", "NAMESPACE": "team", "IMAGE": "host/realmops:1"}
+    assert step["env"].keys() == given.keys()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, **given, "PATH": path, "RUNNER_TEMP": str(project)}
+    words = ["bash", "-eo", "pipefail", "-c", step["run"]]
+    done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    [run] = lab.runs
+    assert arguments_of(run)["image"] == "host/realmops:1"
 
 
 # The first task
