@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote_plus, urlsplit
 
 import kfp_server_api
 import yaml
@@ -107,7 +107,8 @@ class KfpLab:
             raise RefusedError(400, "namespaces are of servers with many users")
         if self.multi_user and kind != "versions" and not (query.get("namespace") or query.get("experiment_id")):
             raise RefusedError(400, "a namespace is wanted")
-        wanted = [_predicate(one, kind) for one in json.loads(query.get("filter") or "{}").get("predicates", [])]
+        filters = json.loads(unquote_plus(query.get("filter") or "{}"))  # the real one unescapes once more, too
+        wanted = [_predicate(one, kind) for one in filters.get("predicates", [])]
         fixed |= {name: query[name] for name in ("namespace", "experiment_id") if query.get(name)}
         found = [
             one

@@ -178,9 +178,10 @@ def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) ->
 
 
 def test_run_name_experiment_and_folder_may_be_named(project: Path, lab: KfpLab) -> None:
-    submitted(project, "--name", "Tuesday", "--experiment", "trials", "--argument", "run=tuesday")
-    [run], [experiment] = lab.runs, lab.kept["experiments"]
-    assert (run["display_name"], experiment["display_name"]) == ("Tuesday", "trials")
+    for _ in range(2):
+        submitted(project, "--name", "Tuesday", "--experiment", "50 % + é", "--argument", "run=tuesday")
+    (run, _), [experiment] = lab.runs, lab.kept["experiments"]
+    assert (run["display_name"], experiment["display_name"]) == ("Tuesday", "50 % + é")
     assert arguments_of(run)["run"] == "tuesday"
 
 

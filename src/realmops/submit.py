@@ -158,7 +158,10 @@ class Server:
                 f"the endpoint of Kubeflow Pipelines is {self.endpoint!r}: name one that starts with http:// or "
                 "https:// with --endpoint or KF_PIPELINES_ENDPOINT"
             )
-        import kfp_server_api as api
+        try:
+            import kfp_server_api as api
+        except ImportError:
+            raise ValueError("submitting needs the package kfp; pip install 'realmops[cluster]'") from None
 
         client = api.ApiClient(_configuration(self.endpoint))
         self._experiments = api.ExperimentServiceApi(client)
@@ -389,7 +392,8 @@ def _named(name: str) -> str:
 
 
 def _filter(**predicate: Any) -> str:
-    return json.dumps({"predicates": [predicate]})
+    """A filter as the server reads it, which takes the escapes of URLs out once more than HTTP does."""
+    return json.dumps({"predicates": [predicate]}).replace("%", "%25").replace("+", "%2B")
 
 
 def _configuration(endpoint: str) -> Any:
