@@ -7,6 +7,7 @@ from kfp import dsl
 def pretrain(
     options: str,
     root: str,
+    owner: str,
     deployment: str,
     builders: int,
     wait_seconds: int,
@@ -20,6 +21,7 @@ def pretrain(
     Args:
         options: all sections of params.yaml as JSON.
         root: folder of the run on the shared volume.
+        owner: id of the pipeline's run, which alone gives the builders back.
         deployment: the index builders' Deployment, raised for this task; empty for a builder in this pod.
         builders: its replicas.
         wait_seconds: how long to wait for them.
@@ -36,6 +38,7 @@ def pretrain(
         manifest.path,
         metrics.path,
         metrics.log_metric,
+        owner=owner,
         deployment=deployment,
         builders=builders,
         wait_seconds=wait_seconds,

@@ -4,12 +4,14 @@ from kfp import dsl
 
 
 @dsl.component(base_image="realmops", install_kfp_package=False)
-def scale_builder(deployment: str):
-    """Lower the index builders' Deployment to 0.
+def scale_builder(deployment: str, root: str, owner: str):
+    """Lower the index builders' Deployment to 0 where this run has raised it.
 
     Args:
         deployment: its name; nothing is done where it is empty.
+        root: folder of the run on the shared volume.
+        owner: id of the pipeline's run.
     """
     from realmops import kfp_entry
 
-    kfp_entry.lower_builders(deployment)
+    kfp_entry.lower_builders(deployment, root, owner)

@@ -13,6 +13,7 @@ from kfp import compiler, dsl, kubernetes
 
 from components.evaluate import evaluate
 from components.finetune import finetune
+from components.guard import guard
 from components.ict import ict
 from components.pretrain import pretrain
 from components.sample import sample
@@ -44,6 +45,8 @@ def train(
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
     settings: str = "realmops-tracking",
+    key: str = "",
+    endpoint: str = "http://ml-pipeline.kubeflow:8888",
 ):
     """Train and evaluate.
 
@@ -63,6 +66,8 @@ def train(
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
         settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
+        key: of what is trained, from "realmops submit"; a run ends itself when an older one with the same key lives.
+        endpoint: where the pods ask for those; empty to ask nowhere.
     """
     root = f"{runs}/{run}"
 
@@ -80,9 +85,11 @@ def train(
             kubernetes.add_toleration_json(task, toleration_json=tolerations)
         return task
 
-    last = placed(scale_builder(deployment=deployment))
+    this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+    alone = placed(guard(key=key, run=this, endpoint=endpoint))
+    last = placed(scale_builder(deployment=deployment, root=root, owner=this))
     with dsl.ExitHandler(last, name="builders-are-given-back"):
-        made = placed(sample(options=options, root=root))
+        made = placed(sample(options=options, root=root)).after(alone)
         made = placed(snapshot(options=options, root=root, after=made.outputs["manifest"]))
         made = placed(tag(options=options, root=root, after=made.outputs["manifest"]), trains=True)
         made = placed(ict(options=options, root=root, after=made.outputs["manifest"]), trains=True)
@@ -90,6 +97,7 @@ def train(
             pretrain(
                 options=options,
                 root=root,
+                owner=this,
                 deployment=deployment,
                 builders=builders,
                 wait_seconds=wait_seconds,

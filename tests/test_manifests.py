@@ -155,7 +155,6 @@ def test_probes_look_at_the_age_of_the_builders_sign_of_life(
     assert (done.returncode == 0) == healthy
 
 
-@pytest.mark.xfail(strict=True, reason="index-builder --follow and --alive, and submit --once, are still to come")
 def test_the_command_line_takes_what_containers_are_given(rendered: dict[str, list[Object]]) -> None:
     containers = [found for _, template in templates(rendered[FULL]) for found in template["spec"]["containers"]]
     given = [container["args"] for container in containers if "command" not in container]
@@ -165,16 +164,51 @@ def test_the_command_line_takes_what_containers_are_given(rendered: dict[str, li
         assert {one for one in arguments if one.startswith("--")} <= taken
 
 
+def test_containers_have_the_variables_of_their_arguments(rendered: dict[str, list[Object]]) -> None:
+    found = {}
+    for where, _, container in manifests.each_container(rendered[FULL]):
+        given = re.findall(r"\$\((\w+)\)", " ".join(container.get("args", [])))
+        assert {*given} <= {one["name"] for one in container["env"]}, where
+        found[where] = given
+    assert found["Job/realmops-retrain: container submit"] == ["POD_NAMESPACE", "IMAGE"]
+
+
+@pytest.mark.parametrize("overlay", STARTS[1:])
+@pytest.mark.parametrize(
+    ("image", "wanted"),
+    [
+        ({}, None),
+        ({"newName": "host:5000/team/realmops", "newTag": "f2c1a07"}, "host:5000/team/realmops:f2c1a07"),
+        ({"newName": "host/realmops", "digest": f"sha256:{'0' * 64}"}, f"host/realmops@sha256:{'0' * 64}"),
+    ],
+)
+def test_the_job_submits_the_image_that_it_runs(
+    overlay: str, image: dict[str, str], wanted: str | None, tmp_path: Path
+) -> None:
+    images = [{"name": "realmops", **image}] if image else None
+    component = {"components": ["../../components/retrain-on-sync"]}
+    objects = as_applied(tmp_path, f"k8s/{overlay}", component, images)
+    [container] = find(objects, "Job/realmops-retrain")["spec"]["template"]["spec"]["containers"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert variables["IMAGE"] == container["image"] == (wanted or container["image"])
+    assert "set-by-overlay" not in container["image"]
+    assert variables["KF_PIPELINES_ENDPOINT"] == "http://ml-pipeline.kubeflow:8888"
+    assert variables["HOME"] == "/tmp"
+
+
 # GitOps
 
 
-def as_applied(folder: Path, source: str, extra: dict[str, list[Any]]) -> list[Object]:
-    """An overlay with components and patches added to its own kustomization, as Argo CD and Flux do it."""
+def as_applied(
+    folder: Path, source: str, extra: dict[str, list[Any]], images: list[dict[str, str]] | None = None
+) -> list[Object]:
+    """An overlay with components and patches added, as Argo CD and Flux do it; with other images, if there are some."""
     shutil.copytree(K8S, folder / "k8s")
     file = folder / source / "kustomization.yaml"
     own = yaml.safe_load(file.read_text(encoding="utf-8"))
     for key, added in extra.items():
         own[key] = [*own.get(key, []), *added]
+    own["images"] = images or own["images"]
     file.write_text(yaml.safe_dump(own), encoding="utf-8")
     return render(folder / source)
 
@@ -185,7 +219,7 @@ def test_argo_cd_retrains_after_each_sync_and_leaves_the_builders_number_alone(t
     assert faults(objects) == []
     job = find(objects, "Job/realmops-retrain")
     assert job["metadata"]["annotations"]["argocd.argoproj.io/hook"] == "PostSync"
-    assert job["spec"]["template"]["spec"]["containers"][0]["args"] == ["submit", "--once"]
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][:2] == ["submit", "--once"]
     [ignored] = spec["ignoreDifferences"]
     assert f"{ignored['kind']}/{ignored['name']}" == BUILDER
     assert ignored["jsonPointers"] == ["/spec/replicas"]

@@ -520,14 +520,14 @@ def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project:
         for number in range(2):
             root = copy_of(project, tmp_path / f"run-{number}", "data", "models/ict")
             exchange = root / "exchange"
-            assign(work, exchange, root / "data/snapshot/corpus")
+            assign(work, exchange, root / "data/snapshot/corpus", "")
             values = toy_values(pretrain={"builder": "external", "exchange": str(exchange)})
             os.kill(wait_for(lambda place=exchange: builders(place), 60)[0], signal.SIGKILL)
             assert stage("pretrain", values, project, root)["refreshes"] > 0
             wait_for(lambda place=exchange: not builders(place), 60)
         wait_for(lambda: "is done" in said.read_text().splitlines()[-1], 60)
         assert time.time() - alive.stat().st_mtime < 60
-        assign(work, exchange, root / "data/snapshot/corpus")  # the same again, for a trainer that is resumed
+        assign(work, exchange, root / "data/snapshot/corpus", "")  # the same again, for a trainer that is resumed
         wait_for(lambda: said.read_text().count(f"serving {exchange}") == 2, 60)
         process.terminate()
         assert process.wait(60) == 0

@@ -22,7 +22,7 @@ from realmops.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
 COMPILED = ROOT / "pipelines" / "train.yaml"
-NOT_STAGES = {"scale_builder"}
+NOT_STAGES = {"guard", "scale_builder"}
 RUN_COMPILED = """
 import json, sys
 from kfp import components, local
@@ -92,6 +92,7 @@ def test_the_compiled_pipeline_runs_the_stages_in_their_order_with_the_options_o
     assert after == {name: order[:n][-1:] for n, name in enumerate(order)}
     options = pipeline["root"]["inputDefinitions"]["parameters"]["options"]["defaultValue"]
     assert json.loads(options) == yaml.safe_load((ROOT / "params.yaml").read_text())
+    assert pipeline["root"]["dag"]["tasks"]["exit-handler-1"]["dependentTasks"] == ["guard"]
     last = pipeline["root"]["dag"]["tasks"]["scale-builder"]
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
 
@@ -155,7 +156,7 @@ def test_builders_that_never_live_end_the_wait(lab: Lab, tmp_path: Path, monkeyp
     (assignment.parent / "alive" / "gone.json").write_text("{}")
     said: list[str] = []
     with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*kubectl describe deployment {DEPLOYMENT}"):
-        cluster.raise_builders(DEPLOYMENT, 2, assignment, tmp_path / "exchange", tmp_path, 0.2, said.append)
+        cluster.raise_builders(DEPLOYMENT, 2, assignment, tmp_path / "exchange", tmp_path, "run", 0.2, said.append)
     assert lab.replicas == [2]
     assert said == ["waiting for index builders: 0 of 2 live after 0 s"]
     named = json.loads(assignment.read_text())

@@ -571,6 +571,75 @@ def report(root: Path) -> None:
 @_params
 @_preset
 @_set
+@click.option(
+    "--pipeline",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The compiled pipeline; pipelines/train.yaml beside the params file without it.",
+)
+@click.option(
+    "--argument",
+    "arguments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A parameter of the pipeline, for example image=realmops:1. Can be repeated.",
+)
+@click.option("--experiment", default="realmops", show_default=True, help="The experiment in Kubeflow Pipelines.")
+@click.option("--name", help="The name of the run; of the pipeline and the key without it.")
+@click.option(
+    "--endpoint",
+    envvar="KF_PIPELINES_ENDPOINT",
+    show_envvar=True,
+    metavar="URL",
+    help="The API of Kubeflow Pipelines.",
+)
+@click.option("--namespace", help="The namespace of a Kubeflow profile; in a pod its own without it.")
+@click.option("--once", is_flag=True, help="Only when no run of the same training lives or has succeeded.")
+@click.option("--wait", "waits", is_flag=True, help="Until the run has ended; exit code 1 unless it has succeeded.")
+@_explains_errors
+def submit(
+    params: Path,
+    presets: tuple[str, ...],
+    settings: tuple[str, ...],
+    pipeline: Path | None,
+    arguments: tuple[str, ...],
+    experiment: str,
+    name: str | None,
+    endpoint: str | None,
+    namespace: str | None,
+    once: bool,
+    waits: bool,
+) -> None:
+    """Submit the training to Kubeflow Pipelines, with --once one run for each key.
+
+    The key is the same when params (without tracking), the files that they name, the compiled pipeline and the image
+    are the same. A run that failed may be tried again, in the same folder. Exit code 2 for a mistake, 1 when the server
+    is away.
+    """
+    from realmops import submit as submitting
+
+    file = pipeline or params.parent / "pipelines" / "train.yaml"
+    submission, notes = submitting.prepare(
+        _values(params, presets, settings),
+        params.parent,
+        submitting.Pipeline.read(file),
+        arguments,
+        experiment,
+        name,
+    )
+    for note in notes:
+        click.echo(note, err=True)
+    server = submitting.Server(endpoint, namespace)
+    run = submitting.submit(submission, server, once=once, say=click.echo)
+    if waits:
+        state = submitting.wait(run.run_id, submission.pipeline.tasks, server, say=click.echo)
+        sys.exit(0 if state == submitting.SUCCEEDED else 1)
+
+
+@main.command()
+@_params
+@_preset
+@_set
 @_root
 @click.option("--name", default="realmops", show_default=True, help="The registered model in MLflow.")
 @click.option(

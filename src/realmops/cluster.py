@@ -67,6 +67,7 @@ def raise_builders(
     assignment: Path,
     exchange: Path,
     root: Path,
+    owner: str,
     wait_seconds: float,
     say: Callable[[str], None],
 ) -> None:
@@ -77,7 +78,7 @@ def raise_builders(
     from realmops.stages import STAGES
     from realmops.stages.builder import SIGNS, assign
 
-    assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus")
+    assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
     scale(deployment, builders)
     signs = assignment.parent / SIGNS
     first, living = read_signs(signs), set[str]()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from realmops import artifacts, cluster, config
+from realmops import artifacts, cluster, config, submit
 from realmops.console import Console
 from realmops.stages import STAGES, fingerprint
 
@@ -43,6 +43,7 @@ def pretrain(
     metrics: str,
     log_metric: LogMetric,
     *,
+    owner: str,
     deployment: str,
     builders: int,
     wait_seconds: int,
@@ -59,18 +60,43 @@ def pretrain(
             key = fingerprint(stage, values, inputs_of(stage, values, place, place))
             exchange = place / "exchange" / key[:16]  # another corpus or other options want one of their own
             values["pretrain"] |= {"builder": "external", "exchange": str(exchange)}
-            assignment = Path(root).parent.parent / cluster.ASSIGNMENT
             cluster.raise_builders(
-                deployment, builders, assignment, exchange, Path(root), wait_seconds, Console().say
+                deployment, builders, _assignment(root), exchange, place, owner, wait_seconds, Console().say
             )
         _run("pretrain", values, Path(root), Path(manifest), Path(metrics), log_metric)
 
 
-def lower_builders(deployment: str) -> None:
-    """Give the index builders back, whatever became of the run."""
+def lower_builders(deployment: str, root: str, owner: str) -> None:
+    """Give the index builders back, whatever became of the run; those that another run has raised are left to it."""
     with _one_line_for_errors():
-        if deployment:
+        assignment = _assignment(root)
+        if not deployment or not assignment.is_file():
+            return
+        if artifacts.read_json(assignment).get("owner") == owner:
             cluster.scale(deployment, 0)
+        else:
+            Console().say(f"{assignment}: the index builders work for another run, which gives them back")
+
+
+def guard(key: str, run: str, endpoint: str) -> None:
+    """End with an error when an older run with the same key lives; nothing to do without a key or an endpoint.
+
+    Where it cannot be asked, the run goes on: two trainers in one folder refuse each other in any case.
+    """
+    if not (key and endpoint):
+        return
+    with _one_line_for_errors():
+        try:
+            older = submit.older_run(submit.Server(endpoint), key, run)
+        except (ValueError, TimeoutError) as error:
+            Console().warn(f"this run goes on without knowing whether an older one has the same key: {error}")
+            return
+        if older:
+            raise ValueError(f"this run ends itself: {older} has the same key {key[:16]} and is older")
+
+
+def _assignment(root: str) -> Path:
+    return Path(root).parent.parent / cluster.ASSIGNMENT
 
 
 def _parsed(options: str) -> dict[str, dict[str, Any]]:

@@ -121,16 +121,35 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
     Relative names start at the project; those inside a stage's folder (data/sample/...), or among what was
     imported, at the root of the run.  The name of a dataset on the hub (hf:...) stays as it is.
     """
-    made = {Path(PUBLISHED), *(Path(other.folder) for other in STAGES.values())}
     found = {}
     for key in stage.files:
         section, option = key.split(".")
         if not values[section][option]:
             raise ValueError(f"{key} is empty: nothing cannot be read; check the path")
         name = Path(values[section][option])
-        start = root if made & set(name.parents) else project
+        start = root if _made_here(name) else project
         found[key] = name if values[section][option].startswith(HUB) else start / name
     return found
+
+
+def _made_here(name: Path) -> bool:
+    """Whether a file lies in a stage's folder or among what was imported."""
+    return not {Path(PUBLISHED), *(Path(stage.folder) for stage in STAGES.values())}.isdisjoint(name.parents)
+
+
+def _needless(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The keys of files that other options make superfluous."""
+    found = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
+    return found if values["tag"]["method"] == "tagger" else found | {"tag.train", "tag.dev"}
+
+
+def outside_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:
+    """The files that the chain reads and that nothing of ours makes, by section.key."""
+    found: dict[str, Path] = {}
+    for stage in STAGES.values():
+        found |= external_files(stage, values, project, project)
+    named = {key: Path(values[key.split(".")[0]][key.split(".")[1]]) for key in found}
+    return {key: path for key, path in found.items() if key not in _needless(values) and not _made_here(named[key])}
 
 
 def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> None:
@@ -138,14 +157,13 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
 
     Asked before the first of them runs: what is missing at the last would cost all the others.
     """
-    needless = {"snapshot.warmup": not values["snapshot"]["use_warmup"]}
-    needless |= dict.fromkeys(("tag.train", "tag.dev"), values["tag"]["method"] != "tagger")
+    needless = _needless(values)
     for name in names:
         for key, path in external_files(STAGES[name], values, project, root).items():
             section, option = key.split(".")
             value = values[section][option]
             maker = next((one.name for one in STAGES.values() if Path(one.folder) in Path(value).parents), "")
-            if needless.get(key) or value.startswith(HUB) or path.exists() or maker in names:
+            if key in needless or value.startswith(HUB) or path.exists() or maker in names:
                 continue
             advice = f"run the stage {maker} first, or name a file of your own" if maker else "check the path"
             advice += {

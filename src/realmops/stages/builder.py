@@ -97,10 +97,13 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
     )
 
 
-def assign(path: Path, exchange: Path, snapshot: Path) -> None:
-    """Tell the builders that follow a file which exchange to serve; the same one again after its trainer has ended."""
+def assign(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:
+    """Tell the builders that follow a file which exchange to serve; the same one again after its trainer has ended.
+
+    ``owner`` is the id of the pipeline's run that wants them: nobody else gives them back.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"exchange": str(exchange), "snapshot": str(snapshot), "time": time.time()})
+    write_json(path, {"exchange": str(exchange), "snapshot": str(snapshot), "owner": owner, "time": time.time()})
 
 
 class Follower:

@@ -1,0 +1,17 @@
+"""Component ``guard``: the first task, which ends a run that is one too many."""
+
+from kfp import dsl
+
+
+@dsl.component(base_image="realmops", install_kfp_package=False)
+def guard(key: str, run: str, endpoint: str):
+    """End the pipeline's run when an older one with the same key lives.
+
+    Args:
+        key: of the submission; nothing is done where it is empty.
+        run: id of the pipeline's run.
+        endpoint: of the Kubeflow Pipelines API; nothing is done where it is empty.
+    """
+    from realmops import kfp_entry
+
+    kfp_entry.guard(key, run, endpoint)

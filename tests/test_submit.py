@@ -1,0 +1,525 @@
+"""`realmops submit` and the first task of the pipeline, against a stand-in for Kubeflow Pipelines' server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kfp_lab
+import pytest
+import toy
+import yaml
+from click.testing import Result
+from cluster_lab import DEPLOYMENT
+from kfp_lab import KfpLab
+from test_pipelines import COMPILED, options
+
+from realmops import cluster, kfp_entry, retraining, submit
+from realmops.artifacts import canonical_json
+from realmops.config import load
+from realmops.submit import Pipeline
+
+ROOT = COMPILED.parents[1]
+EIGHT = """
+import multiprocessing, sys
+import kfp_server_api
+from realmops.cli import main
+
+fork = multiprocessing.get_context("fork")
+processes = [fork.Process(target=main, args=(sys.argv[1:],)) for _ in range(8)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print([process.exitcode for process in processes])
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The toy project with the compiled pipeline where it is looked for."""
+    toy.write_project(tmp_path)
+    (tmp_path / "pipelines").mkdir()
+    shutil.copy(COMPILED, tmp_path / "pipelines" / "train.yaml")
+    return tmp_path
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
+    """A server whose runs are RUNNING."""
+    monkeypatch.setattr(submit, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(submit, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(submit, "WATCH_SECONDS", 0.05)
+    monkeypatch.delenv(submit.TOKEN_FILE, raising=False)
+    monkeypatch.delenv("KF_PIPELINES_UI_ENDPOINT", raising=False)
+    with kfp_lab.serve(KfpLab(tmp_path / "runs", "RUNNING")) as found:
+        monkeypatch.setenv("KF_PIPELINES_ENDPOINT", found.url)
+        yield found
+
+
+def submitted(project: Path, *words: str) -> Result:
+    return toy.cli("submit", "--params", project / "params.yaml", *words)
+
+
+def arguments_of(run: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = run["runtime_config"]["parameters"]
+    return found
+
+
+# The key
+
+
+def key(project: Path, image: str = "realmops:1", *settings: str) -> str:
+    pipeline = Pipeline.read(project / "pipelines" / "train.yaml")
+    values = load(project / "params.yaml", settings=settings)
+    found, _ = submit.prepare(values, project, pipeline, [f"image={image}"], "e", None)
+    return found.key
+
+
+def test_comments_order_and_tracking_leave_the_key_as_it_is(project: Path) -> None:
+    before = key(project)
+    params, compiled = project / "params.yaml", project / "pipelines" / "train.yaml"
+    params.write_text("# a remark\n" + params.read_text())
+    documents = list(yaml.safe_load_all(compiled.read_text()))
+    turned = [{name: one[name] for name in reversed(one)} for one in documents]
+    turned[0]["root"]["inputDefinitions"]["parameters"]["options"]["defaultValue"] = "is always given"
+    compiled.write_text("# a remark\n" + yaml.safe_dump_all(turned, sort_keys=False))
+    assert key(project) == before
+    assert key(project, "realmops:1", "tracking.experiment=other") == before
+    assert len(before) == 64
+
+
+def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
+    keys = [key(project), key(project, "realmops:2"), key(project, "realmops:1", "pretrain.steps=13")]
+    with (project / "questions.test.jsonl").open("a") as file:
+        file.write('{"question": "Who?", "answers": ["Anna Berg"]}\n')
+    keys.append(key(project))
+    compiled = project / "pipelines" / "train.yaml"
+    assert "defaultValue: 900.0" in compiled.read_text()
+    compiled.write_text(compiled.read_text().replace("defaultValue: 900.0", "defaultValue: 901.0"))
+    keys.append(key(project))
+    assert len({*keys}) == 5
+
+
+def test_files_that_other_options_make_superfluous_are_not_in_the_key(project: Path) -> None:
+    values = load(project / "params.yaml")
+    files, notes = retraining.digests_of_files(values, project)
+    assert files.keys() == {"snapshot.documents", "questions.train", "questions.dev", "questions.test"}
+    assert notes == []
+    values["tag"]["method"] = "tagger"
+    values["questions"]["dev"] = "data/sample/questions.dev.jsonl.gz"  # made by a stage
+    files, _ = retraining.digests_of_files(values, project)
+    assert files.keys() == {"snapshot.documents", "questions.train", "questions.test", "tag.train", "tag.dev"}
+
+
+def test_of_a_file_that_is_elsewhere_dvc_knows_the_digest(project: Path) -> None:
+    values = load(project / "params.yaml")
+    for split in toy.QUESTIONS:
+        (project / f"questions.{split}.jsonl").unlink()
+    values["snapshot"]["documents"] = "/volume/documents.jsonl"
+    values["questions"]["dev"] = "questions/dev.jsonl"
+    lock = {"stages": {"finetune": {"deps": [{"path": "questions.train.jsonl", "md5": "1" * 32}]}}}
+    (project / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", **lock}))
+    for name, digest in (("documents.jsonl", "2" * 32), ("questions", "3" * 32 + ".dir")):
+        (project / f"{name}.dvc").write_text(yaml.safe_dump({"outs": [{"path": name, "md5": digest}]}))
+    files, notes = retraining.digests_of_files(values, project)
+    assert files == {
+        "snapshot.documents": "2" * 32,
+        "questions.train": "1" * 32,
+        "questions.dev": "3" * 32 + ".dir",
+        "questions.test": "questions.test.jsonl",
+    }
+    [note] = notes
+    assert note.startswith("questions.test is 'questions.test.jsonl', which is not here, and DVC has no digest of it")
+
+
+def test_a_file_without_a_digest_is_said(project: Path, lab: KfpLab) -> None:
+    result = submitted(project, "--set", "snapshot.documents=hf:wiki")
+    assert result.exit_code == 0
+    assert "snapshot.documents is 'hf:wiki', which lies on the hub: the key holds its name" in result.stderr
+
+
+# What is submitted
+
+
+def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) -> None:
+    result = submitted(
+        project, "--set", "pretrain.steps=13", "--argument", "image=realmops:1", "--argument", "builders=3",
+        "--argument", 'tolerations=[{"key": "gpu"}]', "--argument", "accelerators=1",
+    )  # fmt: skip
+    wanted = key(project, "realmops:1", "pretrain.steps=13")
+    [run] = lab.runs
+    assert arguments_of(run) == {
+        "options": canonical_json(load(project / "params.yaml", settings=["pretrain.steps=13"])).decode(),
+        "run": wanted[:16],
+        "key": wanted,
+        "image": "realmops:1",
+        "builders": 3,
+        "tolerations": [{"key": "gpu"}],
+        "accelerators": "1",
+    }
+    assert run["display_name"] == f"realmops-train-{wanted[:16]}"
+    assert result.stdout.splitlines() == [
+        f"submitted: the run realmops-train-{wanted[:16]} ({run['run_id']}, RUNNING) with the key {wanted[:16]}",
+        f"the run: {lab.url}/#/runs/details/{run['run_id']}",
+    ]
+    [version] = lab.kept["versions"]
+    assert version["name"] == wanted
+    assert lab.specs[version["pipeline_version_id"]] == COMPILED.read_text()
+    assert [one["display_name"] for one in lab.kept["experiments"]] == ["realmops"]
+
+
+def test_run_name_experiment_and_folder_may_be_named(project: Path, lab: KfpLab) -> None:
+    for _ in range(2):
+        submitted(project, "--name", "Tuesday", "--experiment", "50 % + é", "--argument", "run=tuesday")
+    (run, _), [experiment] = lab.runs, lab.kept["experiments"]
+    assert (run["display_name"], experiment["display_name"]) == ("Tuesday", "50 % + é")
+    assert arguments_of(run)["run"] == "tuesday"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("colour=red", r"--argument colour: .*train.yaml takes accelerator, .*builders, .*image, .*run, "),
+        ("key=mine", "--argument key: .* takes "),
+        ("options={}", "--argument options: .* takes "),
+        ("image", "NAME=VALUE is wanted"),
+        ("builders=many", "--argument builders=many: a whole number is wanted"),
+        ("builders=2.5", "a whole number is wanted"),
+        ("tolerations={}", "JSON as \\[.* is wanted"),
+        ("node_selector=gpu", "JSON as \\{.* is wanted"),
+    ],
+)
+def test_arguments_that_the_pipeline_does_not_take_are_refused(
+    argument: str, message: str, project: Path, lab: KfpLab
+) -> None:
+    result = submitted(project, "--argument", argument)
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr)
+    assert lab.requests == []
+
+
+def test_what_is_no_compiled_pipeline_is_refused(project: Path, lab: KfpLab) -> None:
+    missing = submitted(project, "--pipeline", "nowhere.yaml")
+    other = submitted(project, "--pipeline", str(project / "params.yaml"))
+    assert (missing.exit_code, other.exit_code) == (2, 2)
+    assert "nowhere.yaml does not exist: name a compiled pipeline with --pipeline" in missing.stderr
+    assert "params.yaml is no compiled pipeline" in other.stderr
+
+
+def test_parameters_without_a_default_must_be_given(project: Path, lab: KfpLab) -> None:
+    compiled = project / "pipelines" / "train.yaml"
+    documents = list(yaml.safe_load_all(compiled.read_text()))
+    documents[0]["root"]["inputDefinitions"]["parameters"]["volume"] = {"parameterType": "STRING"}
+    compiled.write_text(yaml.safe_dump_all(documents))
+    assert "wants volume as well: give --argument volume=VALUE" in submitted(project).stderr
+    assert submitted(project, "--argument", "volume=data").exit_code == 0
+
+
+# One run for each key
+
+
+def test_eight_at_once_make_one_run(project: Path, lab: KfpLab) -> None:
+    lab.together = threading.Barrier(8)  # all of them have seen that there is no version
+    words = [sys.executable, "-c", EIGHT, "submit", "--params", str(project / "params.yaml"), "--once"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines()[-1] == str([0] * 8), done.stderr
+    assert lab.requests.count(("POST", "/pipelines/upload_version")) == 8
+    assert (len(lab.runs), len(lab.kept["versions"]), len(lab.kept["experiments"])) == (1, 1, 1)
+    assert done.stdout.count("nothing to submit") == 7
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "PAUSED", "SUCCEEDED"])
+def test_a_repeat_finds_the_run(state: str, project: Path, lab: KfpLab) -> None:
+    lab.state = state
+    first, second = (submitted(project, "--once") for _ in range(2))
+    assert (first.exit_code, second.exit_code) == (0, 0)
+    [run] = lab.runs
+    said, link = second.stdout.splitlines()
+    assert said.startswith(f"nothing to submit: the run {run['display_name']} ({run['run_id']}")
+    assert link == f"the run: {lab.url}/#/runs/details/{run['run_id']}"
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELED"])
+def test_a_run_that_failed_is_tried_again_in_its_folder(state: str, project: Path, lab: KfpLab) -> None:
+    lab.state = state
+    submitted(project, "--once")
+    lab.state = "RUNNING"
+    result = submitted(project, "--once")
+    assert f"{state}) has the same key" in result.stdout
+    first, second = lab.runs
+    assert arguments_of(first) == arguments_of(second)
+    assert first["pipeline_version_reference"] == second["pipeline_version_reference"]
+    submitted(project, "--once")
+    assert len(lab.runs) == 2, "the second one lives"
+
+
+def test_without_once_there_is_a_run_for_each_call(project: Path, lab: KfpLab) -> None:
+    submitted(project)
+    submitted(project)
+    assert len(lab.runs) == 2
+    assert len(lab.kept["versions"]) == 1
+
+
+def test_another_key_gets_its_own_run(project: Path, lab: KfpLab) -> None:
+    """Also when the runs come in many pages."""
+    lab.largest_page = 1
+    for steps in (13, 14, 15, 13):
+        assert submitted(project, "--once", "--set", f"pretrain.steps={steps}").exit_code == 0
+    assert len(lab.runs) == 3
+
+
+def test_who_comes_after_one_that_was_killed_makes_the_run(project: Path, lab: KfpLab) -> None:
+    lab.hold = asked = threading.Event()
+    words = toy.command("submit", "--params", project / "params.yaml", "--once")
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as killed:
+        assert asked.wait(100)
+        killed.kill()
+    assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 0)
+    result = submitted(project, "--once")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("there is a version of this key without a run: waiting")
+    assert (len(lab.kept["versions"]), len(lab.runs)) == (1, 1)
+
+
+@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1), ("CANCELED", 1)])
+def test_wait_ends_as_the_run_does(state: str, code: int, project: Path, lab: KfpLab) -> None:
+    lab.state = state
+    result = submitted(project, "--wait")
+    assert result.exit_code == code
+    assert result.stdout.splitlines()[-1] == f"the run {lab.runs[0]['display_name']} ({lab.runs[0]['run_id']}, {state})"
+
+
+def test_wait_outlives_a_server_that_is_away_for_a_while(
+    project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.state = "SUCCEEDED"
+    there, away = submit.Server.run, iter([True, True])
+
+    def sometimes(server: submit.Server, run_id: str) -> Any:
+        if next(away, False):
+            raise TimeoutError("away")
+        return there(server, run_id)
+
+    monkeypatch.setattr(submit.Server, "run", sometimes)
+    assert submitted(project, "--wait").exit_code == 0
+    away = iter([True])
+    monkeypatch.setattr(submit, "AWAY_SECONDS", -1.0)
+    assert submitted(project, "--wait").exit_code == 1
+
+
+# Servers
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message"),
+    [
+        (401, 2, "says 401 .*name a file with a token that it takes in KF_PIPELINES_SA_TOKEN_PATH"),
+        (403, 2, "says 403 .*--namespace that is yours"),
+        (404, 2, "says 404 .*is this the address of the API"),
+        (400, 2, "says 400 Bad Request: as the test wants it"),
+        (500, 1, "says 500 .*try again"),
+        (503, 1, "says 503 .*try again"),
+    ],
+)
+def test_a_server_that_refuses_is_explained(status: int, code: int, message: str, project: Path, lab: KfpLab) -> None:
+    lab.status = status
+    result = submitted(project, "--once")
+    assert result.exit_code == code
+    assert re.match(f"realmops: {lab.url} {message}", result.stderr)
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "code", "message"),
+    [
+        ("", 2, "name one that starts with http:// or https:// with --endpoint or KF_PIPELINES_ENDPOINT"),
+        ("ml-pipeline:8888", 2, "'ml-pipeline:8888': name one that starts with http"),
+        ("http://127.0.0.1:port", 2, "is no address"),
+        ("http://127.0.0.1:9", 1, "http://127.0.0.1:9 does not answer: .*Connection refused"),
+    ],
+)
+def test_a_wrong_endpoint_is_explained(endpoint: str, code: int, message: str, project: Path, lab: KfpLab) -> None:
+    result = submitted(project, "--endpoint", endpoint)
+    assert result.exit_code == code
+    assert re.match(f"realmops: .*{message}", result.stderr)
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_login_page_is_no_api(project: Path, lab: KfpLab) -> None:
+    lab.page_for_all = "<html>Log in</html>"
+    result = submitted(project)
+    assert result.exit_code == 2
+    assert "answers with a page, perhaps a login, not as an API" in result.stderr
+
+
+def test_the_token_in_the_file_is_shown_to_the_server(
+    project: Path, lab: KfpLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.token = "a-token"
+    assert submitted(project).exit_code == 2
+    (project / "token").write_text("a-token\n")
+    monkeypatch.setenv(submit.TOKEN_FILE, str(project / "token"))
+    assert submitted(project).exit_code == 0
+    (project / "token").unlink()
+    assert "which is no file: mount the token there" in submitted(project).stderr
+
+
+def test_a_server_of_many_users_wants_a_namespace(project: Path, lab: KfpLab) -> None:
+    lab.multi_user = True
+    assert "name the namespace of a profile with --namespace" in submitted(project).stderr
+    assert submitted(project, "--namespace", "team", "--once").exit_code == 0
+    assert submitted(project, "--namespace", "team", "--once").exit_code == 0
+    assert [one["namespace"] for one in lab.kept["pipelines"]] == ["team"]
+    lab.multi_user = False
+    assert submitted(project, "--namespace", "team", "--name", "nobody's").exit_code == 0
+
+
+def test_the_workflow_submits_with_its_secrets(project: Path, lab: KfpLab) -> None:
+    lab.token, lab.multi_user = "a-token", True
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "retrain.yml").read_text())
+    *_, step = workflow["jobs"]["submit"]["steps"]
+    given = {"KF_PIPELINES_ENDPOINT": lab.url, "TOKEN": "a-token", "NAMESPACE": "team", "IMAGE": "host/realmops:1"}
+    assert step["env"].keys() == given.keys()
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, **given, "PATH": path, "RUNNER_TEMP": str(project)}
+    words = ["bash", "-eo", "pipefail", "-c", step["run"]]
+    done = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    [run] = lab.runs
+    assert arguments_of(run)["image"] == "host/realmops:1"
+
+
+# The first task
+
+
+def older_and_younger(lab: KfpLab, project: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    submitted(project)
+    submitted(project)
+    kfp_lab.earlier(lab.runs[0], 60)
+    return lab.runs[0], lab.runs[1]
+
+
+def test_a_younger_run_of_the_same_key_ends_itself(
+    project: Path, lab: KfpLab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, younger = older_and_younger(lab, project)
+    submitted(project, "--argument", "image=realmops:2")
+    key, other = (arguments_of(run)["key"] for run in lab.runs[1:])
+    with pytest.raises(SystemExit) as ended:
+        kfp_entry.guard(key, younger["run_id"], lab.url)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"realmops: this run ends itself: the run {older['display_name']} ({older['run_id']}, RUNNING) "
+        f"has the same key {key[:16]} and is older"
+    ]
+    kfp_entry.guard(key, older["run_id"], lab.url)
+    kfp_entry.guard(other, lab.runs[2]["run_id"], lab.url)
+    older["state"] = "FAILED"
+    kfp_entry.guard(key, younger["run_id"], lab.url)
+
+
+def test_of_two_runs_of_one_second_the_lower_id_stays(project: Path, lab: KfpLab) -> None:
+    older, younger = older_and_younger(lab, project)
+    older["created_at"] = younger["created_at"]
+    stays, ends = sorted((older["run_id"], younger["run_id"]))
+    key = arguments_of(older)["key"]
+    kfp_entry.guard(key, stays, lab.url)
+    with pytest.raises(SystemExit):
+        kfp_entry.guard(key, ends, lab.url)
+
+
+def test_a_run_without_a_key_or_an_endpoint_asks_nobody(lab: KfpLab) -> None:
+    kfp_entry.guard("", "run", lab.url)
+    kfp_entry.guard("key", "run", "")
+    assert lab.requests == []
+
+
+def test_a_run_that_cannot_ask_goes_on(lab: KfpLab, capsys: pytest.CaptureFixture[str]) -> None:
+    kfp_entry.guard("key", "unknown", lab.url)
+    kfp_entry.guard("key", "run", "http://127.0.0.1:9")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("warning: this run goes on without knowing whether an older one has the same key: ")
+    assert "does not answer" in second
+
+
+def test_builders_are_given_back_by_the_run_that_raised_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled: list[int] = []
+    monkeypatch.setattr(cluster, "scale", lambda deployment, replicas: scaled.append(replicas))
+    root = tmp_path / "runs" / "one"
+    kfp_entry.lower_builders(DEPLOYMENT, str(root), "first")
+    assert scaled == [], "nobody has raised them"
+    cluster.raise_builders(
+        DEPLOYMENT, 0, tmp_path / cluster.ASSIGNMENT, tmp_path / "exchange", root, "first", 1, print
+    )
+    kfp_entry.lower_builders(DEPLOYMENT, str(root), "second")
+    kfp_entry.lower_builders("", str(root), "first")
+    assert scaled == [0]
+    kfp_entry.lower_builders(DEPLOYMENT, str(root), "first")
+    assert scaled == [0, 0]
+
+
+# Pipelines that run, in the server's stead by KFP's local runner
+
+
+def test_wait_tells_of_each_task_and_of_the_end_of_a_run_that_ends_itself(project: Path, lab: KfpLab) -> None:
+    """The compiled pipeline, submitted twice: the younger one sees the older, and leaves its index builders alone."""
+    where = ["--argument", f"runs={project / 'runs'}", "--argument", f"endpoint={lab.url}"]
+    submitted(project, *where)
+    kfp_lab.earlier(lab.runs[0], 60)
+    assignment = project / cluster.ASSIGNMENT
+    assignment.parent.mkdir()
+    assignment.write_text(json.dumps({"owner": lab.runs[0]["run_id"]}))
+    lab.state = None
+    result = submitted(project, *where, "--wait")
+    younger = lab.runs[1]
+    lab.join()
+    log = lab.logs[younger["run_id"]]
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[2:] == [
+        "guard: RUNNING",
+        "guard: FAILED",
+        "scale-builder: RUNNING",
+        "scale-builder: SUCCEEDED",
+        f"the run {younger['display_name']} ({younger['run_id']}, FAILED)",
+    ], log
+    assert f"this run ends itself: the run {lab.runs[0]['display_name']}" in log
+    assert "the index builders work for another run" in log
+    assert not (project / "runs").exists() or not [*(project / "runs").glob("*/data")]
+
+
+def test_kfp_run_create_makes_a_run_that_trains(project: Path, lab: KfpLab) -> None:
+    """KFP's own command line reads what looks like JSON: a text that is JSON itself is given as a JSON text."""
+    lab.state = None
+    arguments = {
+        "options": json.dumps(options(project)),
+        "run": "one",
+        "runs": project / "trained",
+        "deployment": "",
+        "key": "k" * 64,
+        "endpoint": lab.url,
+    }
+    kfp = [sys.executable, "-c", "from kfp.cli.__main__ import main; main()", "--endpoint", lab.url]
+    create = ["run", "create", "-e", "realmops", "-r", "by kfp", "-f", str(COMPILED)]
+    words = [f"{name}={value}" for name, value in arguments.items()]
+    environment = {**os.environ, "HOME": str(project)}
+    done = subprocess.run([*kfp, *create, *words], capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lab.join()
+    [run] = lab.runs
+    assert run["state"] == "SUCCEEDED", lab.logs[run["run_id"]]
+    assert run["display_name"] == "by kfp"
+    states = {task["display_name"]: task["state"] for task in run["run_details"]["task_details"]}
+    assert states.keys() >= {"guard", "sample", "pretrain", "evaluate"}
+    assert {*states.values()} == {"SUCCEEDED"}
+    assert "em" in json.loads((project / "trained" / "one" / "results" / "metrics.json").read_text())
