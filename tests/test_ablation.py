@@ -9,12 +9,13 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import toy
 
 from realmops.evaluate.ablation import (
     Outcome,
+    Row,
     Variant,
     as_csv,
     as_markdown,
@@ -35,6 +37,7 @@ from realmops.evaluate.ablation import (
 from realmops.evaluate.charts import Series
 from realmops.evaluate.openqa import read_predictions
 from realmops.stages import STAGES
+from realmops.stages.ablation import Ablation, tabulate
 from realmops.stages.runner import tracking_folder
 from realmops.tracking import _mlflow_client, default_uri, experiment_tags
 
@@ -310,6 +313,41 @@ def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
     assert "log.txt ends" in told
     assert "| REALM | " in printed
     assert "per token" not in printed
+
+
+def test_a_table_of_what_is_there_trains_nothing_and_takes_no_result_of_other_settings(project: Path) -> None:
+    """Of ``per_token`` the last test left what is before its pre-training; ``realm`` stands with two epochs."""
+    out = project / "out"
+    made = {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")}
+
+    def tabulated(*settings: str) -> tuple[list[Row], list[str]]:
+        presets, settings = [str(project / "nothing.yaml")], ("tracking.enabled=false", *settings)
+        what = Ablation(project / "params.yaml", presets, settings, ["realm", "per_token"], [0], out)
+        return tabulate(what, report=toy.Quiet())
+
+    rows, missing = tabulated()
+    assert [row.variant for row in rows] == ["realm"]
+    assert [line.split(" in ")[0] for line in missing] == ["per_token, seed 0: the stage pretrain has not been done"]
+    rows, missing = tabulated("finetune.epochs=1")
+    assert rows == []
+    assert missing[0].startswith("realm, seed 0: the stage finetune has not been done")
+    assert {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")} == made
+
+
+def test_two_calls_at_once_train_each_stage_once(project: Path, tmp_path: Path) -> None:
+    """As two pods on one volume."""
+    words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", tmp_path]
+    words += ["--variant", "realm", "--set", "tracking.enabled=false"]
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    calls = [subprocess.Popen(toy.command(*words), **streams) for _ in range(2)]
+    told = [call.communicate(timeout=250)[1] for call in calls]
+    assert [call.returncode for call in calls] == [0, 0], told
+    assert re.search(r"waiting for .*/claim, which .*, process \d+ holds, since 0 s", told[0] + told[1])
+    for stage in STAGES:
+        (log,) = tmp_path.glob(f"store/{stage}-*/log.txt")
+        lines = log.read_text().splitlines()
+        assert len([line for line in lines if line.startswith(f"{stage}: ") and "seconds=" in line]) == 1
+        assert not [line for line in lines if "nothing to do" in line]
 
 
 def test_what_is_no_variant_is_refused_before_anything_runs(project: Path, tmp_path: Path) -> None:
