@@ -257,35 +257,50 @@ def outputs(project: Path, task: str, artifact: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run(project: Path) -> Path:
-    """A run that failed at first, with a file that was not there, and went on when it was started again."""
+def builders(project: Path) -> Iterator[Lab]:
+    """The builders' Deployment; a replica is a process."""
     assignment = project / "builder" / "assignment.json"
 
     def replica(number: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "HOSTNAME": f"replica-{number}"}
         return subprocess.Popen(toy.command("index-builder", "--follow", assignment), env=environment)
 
-    named: dict[str, Any] = {"run": "one", "deployment": DEPLOYMENT, "wait_seconds": 120}
-    root = project / "runs" / "one"
     with cluster_lab.serve(Lab(replica), project / "kubeconfig") as lab:
-        missing = (project / "questions.test.jsonl").rename(project / "elsewhere")
-        failed = run_pipeline("train", project, options=options(project), **named)
-        assert failed.returncode != 0
-        assert "questions.test.jsonl" in failed.stdout + failed.stderr
-        assert lab.replicas == [1, 0], "raised for pretrain, and given back although evaluate failed"
-        made = (root / "models/finetune/manifest.json").stat().st_mtime_ns
-        assert not (root / "results").exists()
-        missing.rename(project / "questions.test.jsonl")
-        tracked = options(project, tracking={"enabled": True})
-        done = run_pipeline("train", project, options=tracked, model="toy", **named)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert lab.replicas == [1, 0, 1, 0]
-    assert (root / "models/finetune/manifest.json").stat().st_mtime_ns == made, "nothing is trained again"
-    return root
+        yield lab
 
 
-def test_train_fails_gives_the_builders_back_and_goes_on(project: Path, run: Path) -> None:
-    """The fixture saw it fail and go on."""
+def train(project: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
+    return run_pipeline("train", project, run="one", deployment=DEPLOYMENT, wait_seconds=120, **arguments)
+
+
+@pytest.fixture(scope="module")
+def failed(project: Path, builders: Lab) -> Path:
+    """A run without a file that its last stage wants."""
+    missing = (project / "questions.test.jsonl").rename(project / "elsewhere")
+    told = train(project, options=options(project))
+    missing.rename(project / "questions.test.jsonl")
+    assert told.returncode != 0
+    assert "questions.test.jsonl" in told.stdout + told.stderr
+    return project / "runs" / "one"
+
+
+@pytest.fixture(scope="module")
+def run(project: Path, failed: Path) -> Path:
+    """The same run, started again with all files and with a model to promote."""
+    made = {path: path.stat().st_mtime_ns for path in (failed / "models").glob("*/manifest.json")}
+    done = train(project, options=options(project, tracking={"enabled": True}), model="toy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path: path.stat().st_mtime_ns for path in made} == made, "nothing is trained again"
+    return failed
+
+
+def test_train_that_fails_gives_the_builders_back(builders: Lab, failed: Path) -> None:
+    assert builders.replicas == [1, 0], "raised for pretrain, and given back although evaluate failed"
+    assert not (failed / "results").exists()
+
+
+def test_train_goes_on_where_it_failed(project: Path, builders: Lab, run: Path) -> None:
+    assert builders.replicas == [1, 0, 1, 0]
     measured = json.loads((run / "results/metrics.json").read_text())
     (figures,) = outputs(project, "evaluate", "metrics")
     assert json.loads(figures)["em"] == measured["em"]
@@ -359,9 +374,8 @@ def test_refresh_embeds_what_changed_and_shows_the_answers(project: Path, run: P
     values = json.loads(options(project))
     values["snapshot"]["documents"] = str(project / "new.jsonl")
     trained = {path: path.read_bytes() for path in sorted((run / "models").rglob("*")) if path.is_file()}
-    for _ in range(2):
-        done = run_pipeline("refresh", project, run="one", options=json.dumps(values))
-        assert done.returncode == 0, done.stdout + done.stderr
+    done = run_pipeline("refresh", project, run="one", options=json.dumps(values))
+    assert done.returncode == 0, done.stdout + done.stderr
     assert {path: path.read_bytes() for path in trained} == trained
     [folder] = (run / "updates").iterdir()
     measured = json.loads((folder / "metrics.json").read_text())
@@ -369,10 +383,11 @@ def test_refresh_embeds_what_changed_and_shows_the_answers(project: Path, run: P
     (figures,) = outputs(project, "refresh", "metrics")
     assert json.loads(figures) == measured
     changed = [json.loads(line) for line in (folder / "changed_answers.jsonl").read_text().splitlines()]
-    first, second = outputs(project, "refresh", "changes")
-    assert first.count("\n| ") == (len(changed) + 2 if changed else 0)
-    assert all(f"| {change['question']} | " in first for change in changed)
-    assert second == "The passages are those of before.\n"
+    (shown,) = outputs(project, "refresh", "changes")
+    assert [row[0] for row in rows_of(shown)] == [change["question"] for change in changed]
+    again = project / "again.md"
+    kfp_entry.refresh(json.dumps(values), str(run), str(again), str(project / "none.json"), lambda name, value: None)
+    assert again.read_text() == "The passages are those of before.\n"
 
 
 # Ablations

@@ -233,9 +233,9 @@ def run_ablations(
 ) -> None:
     """Train and compare variants of REALM (the paper's Table 2), at the size of the preset "ablation".
 
-    Without --preset that preset is used. What variants share is trained once; a second call goes on where the first
-    was stopped. The variants are the keys of pipelines/ablations/params.yaml, what they change is in
-    pipelines/presets/ablations.
+    Without --preset that preset is used. What variants share is trained once, also by calls beside each other; a
+    second call goes on where the first was stopped. The variants are the keys of pipelines/ablations/params.yaml, what
+    they change is in pipelines/presets/ablations.
     """
     from realmops.console import Console
     from realmops.evaluate.ablation import as_markdown
