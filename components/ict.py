@@ -7,6 +7,7 @@ from kfp import dsl
 def ict(
     options: str,
     root: str,
+    processes: int,
     after: dsl.Input[dsl.Artifact],
     manifest: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
@@ -16,10 +17,11 @@ def ict(
     Args:
         options: all sections of params.yaml as JSON.
         root: folder of the run on the shared volume.
+        processes: that train together in this pod, one for each of its GPUs.
         after: the manifest of the stage before.
         manifest: what was made, and where.
         metrics: its figures.
     """
     from realmops import kfp_entry
 
-    kfp_entry.run_stage("ict", options, root, manifest.path, metrics.path, metrics.log_metric)
+    kfp_entry.run_stage("ict", options, root, manifest.path, metrics.path, metrics.log_metric, processes)

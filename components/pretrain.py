@@ -11,6 +11,7 @@ def pretrain(
     deployment: str,
     builders: int,
     wait_seconds: int,
+    processes: int,
     limits: str,
     after: dsl.Input[dsl.Artifact],
     manifest: dsl.Output[dsl.Artifact],
@@ -25,6 +26,7 @@ def pretrain(
         deployment: the index builders' Deployment, raised for this task; empty for a builder in this pod.
         builders: its replicas.
         wait_seconds: how long to wait for them.
+        processes: that train together in this pod, one for each of its GPUs.
         limits: of this pod, said in its log.
         after: the manifest of the stage before.
         manifest: what was made, and where.
@@ -42,5 +44,6 @@ def pretrain(
         deployment=deployment,
         builders=builders,
         wait_seconds=wait_seconds,
+        processes=processes,
         limits=limits,
     )

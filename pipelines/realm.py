@@ -1,6 +1,6 @@
 """The pipeline ``train``: every stage as a pod, data on a shared volume, index builders raised for pre-training.
 
-    python -m pipelines.realm        compiles it into pipelines/train.yaml
+    python -m pipelines        compiles it into pipelines/train.yaml
 
 Everything that differs between clusters is a parameter: one compiled file serves them all.
 """
@@ -9,39 +9,40 @@ import json
 from pathlib import Path
 
 import yaml
-from kfp import compiler, dsl, kubernetes
+from kfp import dsl
 
 from components.evaluate import evaluate
 from components.finetune import finetune
 from components.guard import guard
 from components.ict import ict
 from components.pretrain import pretrain
+from components.promote import promote
 from components.sample import sample
 from components.scale_builder import scale_builder
 from components.snapshot import snapshot
 from components.tag import tag
+from pipelines.pods import RUNS, Pods
 
-HERE = Path(__file__).parent
-VOLUME = "/realmops"
-USER = 10001  # of the image
-SETTINGS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "HF_HUB_OFFLINE")
-OPTIONS = json.dumps(yaml.safe_load((HERE.parent / "params.yaml").read_text()), sort_keys=True)
+OPTIONS = json.dumps(yaml.safe_load((Path(__file__).parents[1] / "params.yaml").read_text()), sort_keys=True)
 
 
 @dsl.pipeline(name="realmops-train", description="REALM from a corpus to exact match and recall@5.")
 def train(
     run: str = "first",
     options: str = OPTIONS,
-    runs: str = f"{VOLUME}/runs",
+    runs: str = RUNS,
     image: str = "realmops",
     volume: str = "realmops-data",
     deployment: str = "realmops-index-builder",
     builders: int = 1,
     wait_seconds: int = 900,
+    model: str = "",
+    margin: float = 0.0,
     cpu: str = "2",
     memory: str = "8Gi",
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
+    nproc_per_node: int = 1,
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
     settings: str = "realmops-tracking",
@@ -59,10 +60,13 @@ def train(
         deployment: the index builders' Deployment; empty for a builder inside the trainer's pod.
         builders: its replicas.
         wait_seconds: how long to wait for them.
+        model: the registered model in MLflow whose champion the run becomes if it is better; empty for none.
+        margin: by how much exact match must be higher than the champion's, 0 to 1.
         cpu: limit of the pods that train.
         memory: their limit.
         accelerator: the kind of accelerator of those pods.
         accelerators: how many.
+        nproc_per_node: processes that train together in a pod, one for each of its accelerators.
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
         settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
@@ -71,20 +75,8 @@ def train(
     """
     root = f"{runs}/{run}"
 
-    def placed(task: dsl.PipelineTask, *, trains: bool = False) -> dsl.PipelineTask:
-        task.set_container_image(image)
-        task.set_caching_options(False)  # a stage knows itself whether there is anything to do
-        kubernetes.mount_pvc(task, pvc_name=volume, mount_path=VOLUME)
-        kubernetes.empty_dir_mount(task, volume_name="tmp", mount_path="/tmp")
-        kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
-        kubernetes.use_config_map_as_env(task, settings, {name: name for name in SETTINGS}, optional=True)
-        if trains:
-            task.set_cpu_limit(cpu).set_memory_limit(memory)
-            task.set_accelerator_type(accelerator).set_accelerator_limit(accelerators)
-            kubernetes.add_node_selector_json(task, node_selector_json=node_selector)
-            kubernetes.add_toleration_json(task, toleration_json=tolerations)
-        return task
-
+    pods = Pods(image, volume, settings, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    placed = pods.placed
     this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     alone = placed(guard(key=key, run=this, endpoint=endpoint))
     last = placed(scale_builder(deployment=deployment, root=root, owner=this))
@@ -92,7 +84,9 @@ def train(
         made = placed(sample(options=options, root=root)).after(alone)
         made = placed(snapshot(options=options, root=root, after=made.outputs["manifest"]))
         made = placed(tag(options=options, root=root, after=made.outputs["manifest"]), trains=True)
-        made = placed(ict(options=options, root=root, after=made.outputs["manifest"]), trains=True)
+        made = placed(
+            ict(options=options, root=root, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True
+        )
         made = placed(
             pretrain(
                 options=options,
@@ -101,15 +95,17 @@ def train(
                 deployment=deployment,
                 builders=builders,
                 wait_seconds=wait_seconds,
-                # KFP hands a group of tasks only what one of them takes as an input, and limits are none
-                limits=f"cpu {cpu}, memory {memory}, {accelerators} {accelerator}",
+                processes=nproc_per_node,
+                limits=pods.limits,
                 after=made.outputs["manifest"],
             ),
             trains=True,
         )
-        made = placed(finetune(options=options, root=root, after=made.outputs["manifest"]), trains=True)
-        placed(evaluate(options=options, root=root, after=made.outputs["manifest"]), trains=True)
-
-
-if __name__ == "__main__":
-    compiler.Compiler().compile(train, str(HERE / "train.yaml"))
+        made = placed(
+            finetune(options=options, root=root, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True
+        )
+        made = placed(evaluate(options=options, root=root, after=made.outputs["manifest"]), trains=True)
+        placed(
+            promote(options=options, root=root, model=model, margin=margin, after=made.outputs["manifest"]),
+            trains=True,
+        )

@@ -9,12 +9,13 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import toy
 
 from realmops.evaluate.ablation import (
     Outcome,
+    Row,
     Variant,
     as_csv,
     as_markdown,
@@ -35,6 +37,7 @@ from realmops.evaluate.ablation import (
 from realmops.evaluate.charts import Series
 from realmops.evaluate.openqa import read_predictions
 from realmops.stages import STAGES
+from realmops.stages.ablation import Ablation, tabulate
 from realmops.stages.runner import tracking_folder
 from realmops.tracking import _mlflow_client, default_uri, experiment_tags
 
@@ -310,6 +313,51 @@ def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
     assert "log.txt ends" in told
     assert "| REALM | " in printed
     assert "per token" not in printed
+
+
+def test_a_table_of_what_is_there_trains_nothing_and_takes_no_result_of_other_settings(project: Path) -> None:
+    """Of ``per_token`` the last test left what is before its pre-training; ``realm`` stands with two epochs."""
+    out = project / "out"
+    made = {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")}
+
+    def tabulated(*settings: str) -> tuple[list[Row], list[str]]:
+        presets, settings = [str(project / "nothing.yaml")], ("tracking.enabled=false", *settings)
+        what = Ablation(project / "params.yaml", presets, settings, ["realm", "per_token"], [0], out)
+        return tabulate(what, report=toy.Quiet())
+
+    rows, missing = tabulated()
+    assert [row.variant for row in rows] == ["realm"]
+    assert [line.split(" in ")[0] for line in missing] == ["per_token, seed 0: the stage pretrain has not been done"]
+    rows, missing = tabulated("finetune.epochs=1")
+    assert rows == []
+    assert missing[0].startswith("realm, seed 0: the stage finetune has not been done")
+    assert {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")} == made
+
+
+def test_two_calls_at_once_train_a_stage_once(project: Path) -> None:
+    """As two pods on one volume, of which one waits; what the stages after it made of the same bytes still stands."""
+    out = project / "out"
+    lost = (out / "realm/seed-0/models/pretrain").resolve()
+    before = (lost / "manifest.json").read_text()
+    shutil.rmtree(lost)
+    logs = {path: path.read_text() for path in (out / "store").glob("*/log.txt")}
+    words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", out]
+    words += ["--variant", "realm", "--set", "tracking.enabled=false"]
+    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    calls = [subprocess.Popen(toy.command(*words), **streams) for _ in range(2)]
+    told = [call.communicate(timeout=250)[1] for call in calls]
+    assert [call.returncode for call in calls] == [0, 0], told
+    assert re.search(r"waiting for .*/claim, which .*, process \d+ holds, since 0 s", told[0] + told[1])
+    assert files_of(before) == files_of((lost / "manifest.json").read_text())
+    more = {path: path.read_text().removeprefix(logs[path]).splitlines() for path in logs}
+    assert {path for path in more if more[path]} == {lost.parents[1] / "log.txt"}
+    assert len([line for line in more[lost.parents[1] / "log.txt"] if "masked_accuracy=" in line]) == 1
+
+
+def files_of(manifest: str) -> dict[str, Any]:
+    """The files of a stage but those that hold times."""
+    files: dict[str, Any] = json.loads(manifest)["files"]
+    return {name: entry for name, entry in files.items() if name not in ("metrics.json", "metrics.jsonl")}
 
 
 def test_what_is_no_variant_is_refused_before_anything_runs(project: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch
 import toy
 from safetensors.torch import load_file
 
+from realmops import config, kfp_entry
 from realmops.stages import common
 from realmops.train.parallel import Team
 
@@ -93,6 +94,18 @@ def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> 
     assert said.count("pre-training: 12 of 12") == 1, said
     for path in (trained / "two/models/pretrain").rglob("*.safetensors"):
         assert (root / path.relative_to(trained / "two")).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_pod_starts_the_processes_that_it_is_told_to(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = json.dumps(config.load(trained / "params.yaml"))
+    shown: dict[str, float] = {}
+    files = [str(trained / name) for name in ("manifest", "metrics")]
+    kfp_entry.run_stage("ict", options, str(trained / "two"), *files, shown.__setitem__, processes=2)
+    assert shown == json.loads((trained / "metrics").read_text())
+    assert "ict: nothing to do" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as error:
+        kfp_entry.run_stage("ict", options, str(trained / "nowhere"), *files, shown.__setitem__, processes=2)
+    assert error.value.code == 1
 
 
 def test_shares_of_a_batch_give_its_mean() -> None:

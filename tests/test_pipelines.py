@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,18 @@ import toy
 import yaml
 from cluster_lab import DEPLOYMENT, Lab
 
-from realmops import cluster
+from realmops import artifacts, cluster, kfp_entry
+from realmops.evaluate.openqa import read_predictions, write_predictions
 from realmops.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
-COMPILED = ROOT / "pipelines" / "train.yaml"
-NOT_STAGES = {"guard", "scale_builder"}
+PIPELINES = ("train", "ablations", "refresh")
+# What a component calls that is no stage, or more than one.
+OTHERS = {
+    "pretrain": "pretrain",
+    "scale_builder": "lower_builders",
+    **{name: name for name in ("guard", "promote", "variant", "table", "refresh")},
+}
 RUN_COMPILED = """
 import json, sys
 from kfp import components, local
@@ -44,18 +52,19 @@ def called(path: Path) -> tuple[str, str]:
 
 
 def component_drift(folder: Path) -> list[str]:
-    """What the components have other than the stages."""
+    """What the components have other than the stages, and what they call."""
     names = {path.stem for path in folder.glob("*.py")}
-    found = [f"components: {sorted(names ^ {*STAGES, *NOT_STAGES})}"] if names != {*STAGES, *NOT_STAGES} else []
-    for name in names & set(STAGES) - {"pretrain"}:
-        if (what := called(folder / f"{name}.py")) != ("run_stage", name):
-            found.append(f"{name}: {what}")
+    found = [f"components: {sorted(names ^ {*STAGES, *OTHERS})}"] if names != {*STAGES, *OTHERS} else []
+    for name in sorted(names):
+        function, first = called(folder / f"{name}.py")
+        wanted = (OTHERS[name], first) if name in OTHERS else ("run_stage", name)
+        if (function, first) != wanted:
+            found.append(f"{name}: {(function, first)}")
     return found
 
 
 def test_there_is_a_component_for_each_stage_and_it_runs_that_stage() -> None:
     assert component_drift(ROOT / "components") == []
-    assert called(ROOT / "components" / "pretrain.py")[0] == "pretrain"
 
 
 def test_a_component_that_drifts_is_seen(tmp_path: Path) -> None:
@@ -63,38 +72,57 @@ def test_a_component_that_drifts_is_seen(tmp_path: Path) -> None:
         text = path.read_text()
         if path.stem == "tag":
             text = text.replace('run_stage("tag"', 'run_stage("ict"')
+        if path.stem == "table":
+            text = text.replace("kfp_entry.table", "kfp_entry.variant")
         if path.stem != "ict":
             (tmp_path / path.name).write_text(text)
-    assert component_drift(tmp_path) == ["components: ['ict']", "tag: ('run_stage', 'ict')"]
+    assert component_drift(tmp_path) == [
+        "components: ['ict']",
+        "table: ('variant', '')",
+        "tag: ('run_stage', 'ict')",
+    ]
 
 
-def compiled() -> dict[str, Any]:
-    loaded: dict[str, Any] = next(yaml.safe_load_all(COMPILED.read_text()))
+def file_of(pipeline: str) -> Path:
+    return ROOT / "pipelines" / f"{pipeline}.yaml"
+
+
+def compiled(pipeline: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = next(yaml.safe_load_all(file_of(pipeline).read_text()))
     return loaded
 
 
-def test_the_compiled_pipeline_is_its_source(tmp_path: Path) -> None:
-    code = (
-        "import sys; from kfp import compiler; from pipelines.realm import train; "
-        "compiler.Compiler().compile(train, sys.argv[1])"
-    )
-    fresh = tmp_path / "train.yaml"
-    subprocess.run([sys.executable, "-c", code, fresh], check=True, cwd=ROOT, timeout=250)
-    found, wanted = (list(yaml.safe_load_all(path.read_text())) for path in (COMPILED, fresh))
-    assert found == wanted, "python -m pipelines.realm compiles it again"
+def test_the_compiled_pipelines_are_their_sources(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "pipelines", tmp_path], check=True, cwd=ROOT, timeout=250)
+    assert {path.stem for path in tmp_path.iterdir()} == {*PIPELINES}
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in (ROOT / "pipelines").glob("*.yaml")}
+    for fresh in tmp_path.iterdir():
+        found, wanted = (list(yaml.safe_load_all(path.read_text())) for path in (file_of(fresh.stem), fresh))
+        assert found == wanted, "python -m pipelines compiles it again"
 
 
-def test_the_compiled_pipeline_runs_the_stages_in_their_order_with_the_options_of_params_yaml() -> None:
-    pipeline = compiled()
+def test_train_runs_the_stages_in_their_order_with_the_options_of_params_yaml() -> None:
+    pipeline = compiled("train")
     inner = pipeline["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     after: dict[str, list[str]] = {name: task.get("dependentTasks", []) for name, task in inner.items()}
-    order = list(STAGES)
+    order = [*STAGES, "promote"]
     assert after == {name: order[:n][-1:] for n, name in enumerate(order)}
     options = pipeline["root"]["inputDefinitions"]["parameters"]["options"]["defaultValue"]
     assert json.loads(options) == yaml.safe_load((ROOT / "params.yaml").read_text())
     assert pipeline["root"]["dag"]["tasks"]["exit-handler-1"]["dependentTasks"] == ["guard"]
     last = pipeline["root"]["dag"]["tasks"]["scale-builder"]
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
+
+
+def test_ablations_train_the_reference_first_then_all_others_of_the_params_then_the_table() -> None:
+    pipeline = compiled("ablations")
+    names = yaml.safe_load((ROOT / "pipelines/ablations/params.yaml").read_text())["variants"]
+    assert pipeline["root"]["inputDefinitions"]["parameters"]["variants"]["defaultValue"] == [*names][1:]
+    inner = pipeline["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    assert inner["variant"]["inputs"]["parameters"]["name"]["runtimeValue"]["constant"] == next(iter(names)) == "realm"
+    assert inner["for-loop-2"]["dependentTasks"] == ["variant"]
+    last = pipeline["root"]["dag"]["tasks"]["table"]
+    assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED", "also where a variant failed"
 
 
 def missing_inputs(pipeline: dict[str, Any]) -> list[str]:
@@ -108,11 +136,31 @@ def missing_inputs(pipeline: dict[str, Any]) -> list[str]:
     return found
 
 
-def test_every_task_of_a_group_gets_what_it_takes() -> None:
-    assert missing_inputs(compiled()) == []
-    broken = compiled()
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_task_of_a_group_gets_what_it_takes(pipeline: str) -> None:
+    assert missing_inputs(compiled(pipeline)) == []
+
+
+def test_an_input_that_a_group_does_not_get_is_seen() -> None:
+    broken = compiled("train")
     del broken["components"]["comp-exit-handler-1"]["inputDefinitions"]["parameters"]["pipelinechannel--cpu"]
     assert "comp-exit-handler-1.pretrain: pipelinechannel--cpu" in missing_inputs(broken)
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_every_pod_mounts_the_volume_and_takes_nothing_from_a_cache(pipeline: str) -> None:
+    """And is one user of a read-only image, with a folder for what is temporary."""
+    found, platform = yaml.safe_load_all(file_of(pipeline).read_text())
+    executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert executors.keys() == found["deploymentSpec"]["executors"].keys()
+    for pod in executors.values():
+        assert [mount["mountPath"] for mount in pod["pvcMount"]] == ["/realmops"]
+        assert [mount["mountPath"] for mount in pod["emptyDirMounts"]] == ["/tmp"]
+        assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"]) == ("10001", True)
+    for component in (found["root"], *found["components"].values()):
+        for task in component.get("dag", {}).get("tasks", {}).values():
+            if "executorLabel" in found["components"][task["componentRef"]["name"]]:
+                assert not task["cachingOptions"].get("enableCache")
 
 
 # Scaling
@@ -164,19 +212,20 @@ def test_builders_that_never_live_end_the_wait(lab: Lab, tmp_path: Path, monkeyp
     assert named["snapshot"] == str(tmp_path / "data/snapshot/corpus")
 
 
-# The compiled pipeline, run here: stages as processes, the Deployment's replica as a process that follows
+# The compiled pipelines, run here: tasks as processes, the Deployment's replica as a process that follows
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     toy.write_project(folder)
+    shutil.copytree(ROOT / "pipelines", folder / "pipelines")
     return folder
 
 
-def options(project: Path) -> str:
+def options(project: Path, **changes: dict[str, Any]) -> str:
     """The toy project's options; names of files as a pod sees them."""
-    values = toy.toy_values()
+    values = toy.toy_values(**changes)
     values["snapshot"]["documents"] = str(project / "documents.jsonl")
     for split in toy.QUESTIONS:
         values["questions"][split] = str(project / f"questions.{split}.jsonl")
@@ -184,40 +233,216 @@ def options(project: Path) -> str:
     return json.dumps(values)
 
 
-def run_pipeline(project: Path, lab_file: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
-    code = [sys.executable, "-c", RUN_COMPILED, COMPILED, project / "outputs", json.dumps(arguments)]
-    environment = {**os.environ, "KUBECONFIG": str(lab_file), "PYTHONPATH": os.pathsep.join(sys.path)}
+def run_pipeline(pipeline: str, folder: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
+    arguments |= {"runs": str(folder / "runs")}
+    code = [sys.executable, "-c", RUN_COMPILED, file_of(pipeline), folder / "outputs", json.dumps(arguments)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    environment |= {
+        "KUBECONFIG": str(folder / "kubeconfig"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "MLFLOW_TRACKING_URI": mlflow_of(folder),
+    }
     return subprocess.run(
-        [str(word) for word in code], capture_output=True, text=True, env=environment, cwd=project, timeout=280
+        [str(word) for word in code], capture_output=True, text=True, env=environment, cwd=folder, timeout=280
     )
 
 
-def test_the_compiled_pipeline_fails_gives_the_builders_back_and_goes_on(project: Path) -> None:
-    """First with a file that is not there; then the same run with all, which finds the first stages done."""
+def mlflow_of(project: Path) -> str:
+    return f"sqlite:///{project / 'mlflow.db'}"
+
+
+def outputs(project: Path, task: str, artifact: str) -> list[str]:
+    """What tasks of that name wrote for an artifact, oldest first."""
+    found = [path for path in (project / "outputs").rglob(artifact) if path.parent.name == task]
+    return [path.read_text() for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
+
+
+@pytest.fixture(scope="module")
+def builders(project: Path) -> Iterator[Lab]:
+    """The builders' Deployment; a replica is a process."""
     assignment = project / "builder" / "assignment.json"
 
     def replica(number: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "HOSTNAME": f"replica-{number}"}
         return subprocess.Popen(toy.command("index-builder", "--follow", assignment), env=environment)
 
-    runs = {"run": "one", "runs": str(project / "runs"), "deployment": DEPLOYMENT, "wait_seconds": 120}
-    root = project / "runs" / "one"
     with cluster_lab.serve(Lab(replica), project / "kubeconfig") as lab:
-        missing = (project / "questions.test.jsonl").rename(project / "elsewhere")
-        failed = run_pipeline(project, project / "kubeconfig", options=options(project), **runs)
-        assert failed.returncode != 0
-        assert "questions.test.jsonl" in failed.stdout + failed.stderr
-        assert lab.replicas == [1, 0], "raised for pretrain, and given back although evaluate failed"
-        made = (root / "models/finetune/manifest.json").stat().st_mtime_ns
-        assert not (root / "results").exists()
-        missing.rename(project / "questions.test.jsonl")
-        done = run_pipeline(project, project / "kubeconfig", options=options(project), **runs)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert lab.replicas == [1, 0, 1, 0]
-    assert (root / "models/finetune/manifest.json").stat().st_mtime_ns == made, "nothing is trained again"
-    measured = json.loads((root / "results/metrics.json").read_text())
-    (metrics,) = (path for path in (project / "outputs").rglob("metrics") if path.parent.name == "evaluate")
-    assert json.loads(metrics.read_text())["em"] == measured["em"]
-    pretrained = json.loads((root / "models/pretrain/manifest.json").read_text())
+        yield lab
+
+
+def train(project: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
+    return run_pipeline("train", project, run="one", deployment=DEPLOYMENT, wait_seconds=120, **arguments)
+
+
+@pytest.fixture(scope="module")
+def failed(project: Path, builders: Lab) -> Path:
+    """A run without a file that its last stage wants."""
+    missing = (project / "questions.test.jsonl").rename(project / "elsewhere")
+    told = train(project, options=options(project))
+    missing.rename(project / "questions.test.jsonl")
+    assert told.returncode != 0
+    assert "questions.test.jsonl" in told.stdout + told.stderr
+    return project / "runs" / "one"
+
+
+@pytest.fixture(scope="module")
+def run(project: Path, failed: Path) -> Path:
+    """The same run, started again with all files and with a model to promote."""
+    made = {path: path.stat().st_mtime_ns for path in (failed / "models").glob("*/manifest.json")}
+    done = train(project, options=options(project, tracking={"enabled": True}), model="toy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path: path.stat().st_mtime_ns for path in made} == made, "nothing is trained again"
+    return failed
+
+
+def test_train_that_fails_gives_the_builders_back(builders: Lab, failed: Path) -> None:
+    assert builders.replicas == [1, 0], "raised for pretrain, and given back although evaluate failed"
+    assert not (failed / "results").exists()
+
+
+def test_train_goes_on_where_it_failed(project: Path, builders: Lab, run: Path) -> None:
+    assert builders.replicas == [1, 0, 1, 0]
+    measured = json.loads((run / "results/metrics.json").read_text())
+    (figures,) = outputs(project, "evaluate", "metrics")
+    assert json.loads(figures)["em"] == measured["em"]
+    pretrained = json.loads((run / "models/pretrain/manifest.json").read_text())
     assert pretrained["sections"]["pretrain"]["builder"] == "external"
-    assert json.loads((root / "models/pretrain/metrics.json").read_text())["refreshes"] > 0
+    assert json.loads((run / "models/pretrain/metrics.json").read_text())["refreshes"] > 0
+
+
+# Promotion
+
+
+def promoted(root: Path, project: Path, margin: float = 0.0) -> dict[str, float]:
+    """What the component shows of a promotion."""
+    shown: dict[str, float] = {}
+    values = options(project, tracking={"enabled": True})
+    kfp_entry.promote(values, str(root), "toy", margin, str(root / "shown.json"), shown.__setitem__)
+    assert shown == json.loads((root / "shown.json").read_text())
+    return shown
+
+
+def copied(run: Path, name: str, *, right: bool) -> Path:
+    """The run under another name, with results as if it had answered every question right or wrong."""
+    root = run.with_name(name)
+    shutil.copytree(run, root, ignore=shutil.ignore_patterns(".realmops", "promoted"))
+    results = root / "results"
+    manifest, metrics = (artifacts.read_json(results / file) for file in ("manifest.json", "metrics.json"))
+    rows = [replace(row, em=right) for row in read_predictions(results / "predictions.parquet")]
+    write_predictions(results / "predictions.parquet", rows)
+    artifacts.write_json(results / "metrics.json", {**metrics, "em": float(right)})
+    artifacts.write_manifest(results, "evaluate", **{key: manifest[key] for key in ("fingerprint", "sections")})
+    return root
+
+
+def test_the_last_task_of_train_promotes_and_not_being_better_is_no_failure(
+    project: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert [json.loads(text) for text in outputs(project, "promote", "metrics")] == [{"promoted": 1.0}]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_of(project))
+    em = json.loads((run / "results/metrics.json").read_text())["em"]
+    better, worse = copied(run, "better", right=True), copied(run, "worse", right=False)
+    assert promoted(better, project) == {"promoted": 1.0, "em_difference": 1.0 - em}
+    assert promoted(worse, project) == {"promoted": 0.0, "em_difference": -1.0}
+    assert "not promoted, models:/toy/2 stays the champion" in capfd.readouterr().err
+    assert len(list((run.parent / ".realmops/promote").iterdir())) == 3, "one after another, whatever their roots"
+
+
+def test_a_promotion_that_cannot_be_is_one_line(
+    project: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def told(margin: float = 0.0) -> str:
+        with pytest.raises(SystemExit) as caught:
+            promoted(run, project, margin)
+        assert caught.value.code == 2
+        (line,) = capfd.readouterr().err.splitlines()
+        return line
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert told().startswith("realmops: MLFLOW_TRACKING_URI is not set")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    assert told().startswith("realmops: the model registry at MLFLOW_TRACKING_URI failed")
+    assert told(3.0) == "realmops: margin is 3.0, a share from 0 to 1 is wanted"
+
+
+# Refresh
+
+
+def test_refresh_embeds_what_changed_and_shows_the_answers(project: Path, run: Path) -> None:
+    _, *kept = (project / "documents.jsonl").read_text().splitlines()
+    (project / "new.jsonl").write_text("\n".join([*kept, '{"title": "New", "text": "Fresh."}']))
+    values = json.loads(options(project))
+    values["snapshot"]["documents"] = str(project / "new.jsonl")
+    trained = {path: path.read_bytes() for path in sorted((run / "models").rglob("*")) if path.is_file()}
+    done = run_pipeline("refresh", project, run="one", options=json.dumps(values))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path: path.read_bytes() for path in trained} == trained
+    [folder] = (run / "updates").iterdir()
+    measured = json.loads((folder / "metrics.json").read_text())
+    assert (measured["passages_new"], measured["passages_removed"]) == (1, 1)
+    (figures,) = outputs(project, "refresh", "metrics")
+    assert json.loads(figures) == measured
+    changed = [json.loads(line) for line in (folder / "changed_answers.jsonl").read_text().splitlines()]
+    (shown,) = outputs(project, "refresh", "changes")
+    assert [row[0] for row in rows_of(shown)] == [change["question"] for change in changed]
+    again = project / "again.md"
+    kfp_entry.refresh(json.dumps(values), str(run), str(again), str(project / "none.json"), lambda name, value: None)
+    assert again.read_text() == "The passages are those of before.\n"
+
+
+# Ablations
+
+
+def rows_of(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"][2:]
+
+
+def test_ablations_compare_what_ended_well_and_train_nothing_twice(project: Path) -> None:
+    """First with a variant whose pre-training waits in vain for a builder: the pipeline fails, the table is there."""
+    preset = project / "pipelines/presets/ablations/per_token.yaml"
+    preset.write_text("pretrain: {marginal: per_token, builder: external, builder_timeout: 1}\n")
+    named: dict[str, Any] = {"run": "compared", "project": str(project), "presets": "[]"}
+    failed = run_pipeline("ablations", project, variants=["baseline", "per_token"], **named)
+    assert failed.returncode != 0
+    out = project / "runs" / "compared"
+    (shown,) = outputs(project, "table", "rows")
+    assert [row[0] for row in rows_of(shown)] == ["REALM", "Baseline (ORQA)"]
+    assert "\nper_token, seed 0: the stage pretrain has not been done in " in shown
+    measured = [out / name / "seed-0/results/metrics.json" for name in ("realm", "baseline")]
+    em = [json.loads(path.read_text())["em"] for path in measured]
+    assert [row[2].split(" ")[0] for row in rows_of(shown)] == [f"{value:.3f}" for value in em]
+    (figures,) = outputs(project, "table", "metrics")
+    assert json.loads(figures) == {"realm_em": em[0], "baseline_em": em[1]}
+    made = {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")}
+    again = run_pipeline("ablations", project, variants=["baseline"], **named)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")} == made
+    _, shown = outputs(project, "table", "rows")
+    assert shown == (out / "table.md").read_text()
+    assert outputs(project, "table", "page")[1] == (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"seeds": 0}, "seeds is 0, at least 1 is wanted"),
+        ({"presets": "ablation"}, "presets is 'ablation'; a JSON list of texts is wanted"),
+        ({"settings": "[1]"}, "overrides is '[1]'; a JSON list of texts is wanted"),
+        ({"settings": '["pretrain.stepz=1"]'}, "stepz"),
+        ({"name": "orqa"}, "variant 'orqa': pipelines/ablations/params.yaml has realm, "),
+    ],
+)
+def test_a_variant_that_cannot_be_is_one_line(
+    project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, Any], told: str
+) -> None:
+    given = {"name": "realm", "project": str(project), "presets": "[]", "settings": "[]", "seeds": 1}
+    given |= {"out": str(tmp_path / "out"), "limits": "", "metrics": "", **change}
+    with pytest.raises(SystemExit) as caught:
+        kfp_entry.variant(**given, log_metric=lambda name, value: None)
+    assert caught.value.code == 2
+    limits, line = capfd.readouterr().err.splitlines()
+    assert limits == "limits of this pod: "
+    assert line.startswith("realmops: ")
+    assert told in line
+    assert not (tmp_path / "out").exists()

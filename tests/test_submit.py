@@ -20,13 +20,14 @@ import yaml
 from click.testing import Result
 from cluster_lab import DEPLOYMENT
 from kfp_lab import KfpLab
-from test_pipelines import COMPILED, options
+from test_pipelines import file_of, options
 
 from realmops import cluster, kfp_entry, retraining, submit
 from realmops.artifacts import canonical_json
 from realmops.config import load
 from realmops.submit import Pipeline
 
+COMPILED = file_of("train")
 ROOT = COMPILED.parents[1]
 EIGHT = """
 import multiprocessing, sys
@@ -499,10 +500,12 @@ def test_wait_tells_of_each_task_and_of_the_end_of_a_run_that_ends_itself(projec
 
 
 def test_kfp_run_create_makes_a_run_that_trains(project: Path, lab: KfpLab) -> None:
-    """KFP's own command line reads what looks like JSON: a text that is JSON itself is given as a JSON text."""
+    """KFP's own command line takes apart what looks like JSON, and its server wants a text."""
     lab.state = None
+    params = project / "toy.json"
+    params.write_text(options(project))
     arguments = {
-        "options": json.dumps(options(project)),
+        "options": toy.cli("params", "--kfp", "--params", params).stdout.strip(),
         "run": "one",
         "runs": project / "trained",
         "deployment": "",

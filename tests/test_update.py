@@ -15,7 +15,7 @@ from toy import cli, trained_project
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.openqa import Prediction
-from realmops.stages.update import CHANGES, changed_answers, changes_table
+from realmops.stages.update import CHANGES, changed_answers, changes_markdown, changes_table
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 
@@ -139,3 +139,16 @@ def test_brackets_in_answers_are_shown_as_they_are(tmp_path: Path) -> None:
     console.print(changes_table(tmp_path))
     shown = console.export_text()
     assert all(text in shown for text in ("Which [i]?", "[red] 5 [/x] ✓", "A: [b]text[/b]"))
+
+
+def test_answers_are_shown_in_markdown_as_they_are_and_as_many_as_wanted(tmp_path: Path) -> None:
+    side = {"answer": "a|b", "right": False, "title": "*A*", "passage_id": "", "evidence": "<i>x</i>\n\ny_z"}
+    change = {"id": "q", "question": "Which `one`?", "answers": ["5"], "before": side, "after": {**side, "right": True}}
+    (tmp_path / CHANGES).write_text(f"{json.dumps(change)}\n" * 3)
+    told, empty, *lines = changes_markdown(tmp_path, 2).splitlines()
+    assert told.startswith("Answers that changed (the first 2; all: ")
+    assert empty == ""
+    assert lines[:2] == ["| question | before | after | evidence after |", "| --- | --- | --- | --- |"]
+    assert lines[2:] == [r"| Which \`one\`? | a\|b | a\|b ✓ | \*A\*: \<i\>x\</i\> y\_z |"] * 2
+    (tmp_path / CHANGES).write_text("")
+    assert changes_markdown(tmp_path, 2) == "No answer changed.\n"

@@ -181,12 +181,13 @@ def _run(
 @main.command("params")
 @click.option("--write", is_flag=True, help="Put the result back into the params file instead of printing it.")
 @click.option("--json", "as_json", is_flag=True, help="As one line of JSON, which the Kubeflow pipelines take.")
+@click.option("--kfp", "for_kfp", is_flag=True, help='The same quoted once more, for options=... of "kfp run create".')
 @_params
 @_preset
 @_set
 @_explains_errors
 def show_params(
-    write: bool, as_json: bool, params: Path, presets: tuple[str, ...], settings: tuple[str, ...]
+    write: bool, as_json: bool, for_kfp: bool, params: Path, presets: tuple[str, ...], settings: tuple[str, ...]
 ) -> None:
     """Print the params file with presets and settings laid over it, its comments kept.
 
@@ -195,10 +196,11 @@ def show_params(
     from realmops import config
 
     values = _values(params, presets, settings)
-    if as_json:
+    if as_json or for_kfp:
         from realmops.artifacts import canonical_json
 
-        click.echo(canonical_json(values).decode())
+        text = canonical_json(values).decode()
+        click.echo(canonical_json(text).decode() if for_kfp else text)  # kfp takes JSON apart, its server wants text
         return
     text, changes = config.rewritten(params, values)
     if write:
@@ -236,9 +238,9 @@ def run_ablations(
 ) -> None:
     """Train and compare variants of REALM (the paper's Table 2), at the size of the preset "ablation".
 
-    Without --preset that preset is used. What variants share is trained once; a second call goes on where the first
-    was stopped. The variants are the keys of pipelines/ablations/params.yaml, what they change is in
-    pipelines/presets/ablations.
+    Without --preset that preset is used. What variants share is trained once, also by calls beside each other; a
+    second call goes on where the first was stopped. The variants are the keys of pipelines/ablations/params.yaml, what
+    they change is in pipelines/presets/ablations.
     """
     from realmops.console import Console
     from realmops.evaluate.ablation import as_markdown

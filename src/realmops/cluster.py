@@ -12,10 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from realmops.artifacts import read_json
+
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LOOK_SECONDS = 1.0
 SAID_SECONDS = 30.0
+SILENT_SECONDS = 600.0  # a trainer that gave no sign for so long is dead; it gives none while it measures an index
 
 
 def scale(deployment: str, replicas: int) -> None:
@@ -73,11 +76,13 @@ def raise_builders(
 ) -> None:
     """Give the builders their work, raise their Deployment and wait until so many live.
 
-    Raises TimeoutError that says what was awaited, for how long, and what shows more.
+    Those that serve a trainer which lives are waited for. Raises TimeoutError that says what was awaited, for how
+    long, and what shows more.
     """
     from realmops.stages import STAGES
     from realmops.stages.builder import SIGNS, assign
 
+    _wait_for_trainer(assignment, exchange, wait_seconds, say)
     assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
     scale(deployment, builders)
     signs = assignment.parent / SIGNS
@@ -96,6 +101,32 @@ def raise_builders(
             said = now
         time.sleep(LOOK_SECONDS)
         living |= {name for name, sign in read_signs(signs).items() if sign != first.get(name)}
+
+
+def _wait_for_trainer(assignment: Path, exchange: Path, wait_seconds: float, say: Callable[[str], None]) -> None:
+    """Until the run that the builders serve has ended, or its trainer has given no sign of life for a while."""
+    from realmops.index.exchange import inspect
+
+    if not assignment.is_file():
+        return
+    other = Path(read_json(assignment)["exchange"])
+    began, said = time.monotonic(), -SAID_SECONDS
+    while other != exchange and other.is_dir():
+        state = inspect(other)
+        silent = min((sign["silent_s"] for sign in state.get("trainer", ())), default=SILENT_SECONDS)
+        if state.get("finished") or silent >= SILENT_SECONDS:
+            return
+        now = time.monotonic() - began
+        what = f"the index builders serve {other}, whose trainer gave a sign of life {silent:.0f} s ago"
+        if now > wait_seconds:
+            raise TimeoutError(
+                f"{what}: waited {now:.0f} s for its end; train one after the other, give this run a Deployment of its "
+                "own (parameter deployment), or none for a builder in the trainer's pod"
+            )
+        if now - said >= SAID_SECONDS:
+            say(f"{what}: waiting for its end")
+            said = now
+        time.sleep(LOOK_SECONDS)
 
 
 def read_signs(folder: Path) -> dict[str, bytes]:

@@ -2,7 +2,8 @@
 
 Each stage of each variant runs in a folder named by the stage's fingerprint (``store/STAGE-KEY``), through the same
 command as people use; a variant's own folder (``NAME/seed-N``) holds links to what it is made of. So two variants
-that differ in fine-tuning share their pre-training, and a call after a kill goes on from the checkpoints.
+that differ in fine-tuning share their pre-training, and a call after a kill goes on from the checkpoints. Calls beside
+each other, as pods on one volume, share as well: of two that want the same stage, one waits for the other.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import os
 import subprocess
 import sys
 import threading
+import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
@@ -39,8 +41,10 @@ from realmops.evaluate.ablation import (
 from realmops.evaluate.compare import PREDICTIONS, correct
 from realmops.evaluate.openqa import read_predictions
 from realmops.evaluate.report import read_journal, series_of
+from realmops.index.files import Files
 from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
-from realmops.stages.runner import datasets, headline, inputs_of, shown_files, tracking_folder
+from realmops.stages.claims import Claim, claimed
+from realmops.stages.runner import WORK, datasets, headline, inputs_of, shown_files, tracking_folder
 
 REFERENCE = "realm"
 VARIANTS = Path("pipelines/ablations/params.yaml")
@@ -51,7 +55,9 @@ MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_
 OUTCOMES = "outcomes"
 WRITTEN = ("table.md", "table.csv", "report.html")
 LAST_LINES = 5
+LOST_SECONDS = 1.0  # between two looks at the claim
 Values = dict[str, dict[str, Any]]
+Task = tuple[str, int]  # variant and seed
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,11 @@ class Ablation:
     def project(self) -> Path:
         """Where relative file names of the params start."""
         return self.params.parent
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Every variant with every seed."""
+        return list(product(self.variants, self.seeds))
 
     def overlay(self, variant: str) -> list[Path]:
         """The presets of a variant; the reference has none of its own."""
@@ -103,17 +114,37 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row],
     Returns the table's rows, and what went wrong: a stage that fails ends its variant, all others go on. Raises
     ValueError for a variant that is not known.
     """
+    failures = _run_tasks(ablation, jobs, report, trains=True)
+    return _tabulate(ablation, failures, report), list(failures.values())
+
+
+def train(ablation: Ablation, *, jobs: int, report: Report) -> list[str]:
+    """As :func:`ablate` without table and page; others may train other variants into the same folder meanwhile."""
+    return list(_run_tasks(ablation, jobs, report, trains=True).values())
+
+
+def tabulate(ablation: Ablation, *, report: Report) -> tuple[list[Row], list[str]]:
+    """As :func:`ablate` over what has been trained: nothing is trained, and what is missing went wrong."""
+    missing = _run_tasks(ablation, 1, report, trains=False)
+    return _tabulate(ablation, missing, report), list(missing.values())
+
+
+def _run_tasks(ablation: Ablation, jobs: int, report: Report, *, trains: bool) -> dict[Task, str]:
     known = variants_of(ablation.params)
     for name in ablation.variants:
         if name not in known:
             raise ValueError(f"variant {name!r}: {VARIANTS} has {', '.join(known)}")
-    tasks = list(product(ablation.variants, ablation.seeds))
+    tasks = ablation.tasks
     for name, seed in tasks:
         ablation.values(name, seed)  # what is wrong with a preset is said before anything is trained
     ablation.out.mkdir(parents=True, exist_ok=True)
-    runner = _Runner(ablation, report.progress("stages", len(tasks) * len(STAGES)))
-    failures = runner.run_all(tasks, jobs)
-    done = [task for task in tasks if task not in failures]
+    return _Runner(ablation, report, trains).run_all(tasks, jobs)
+
+
+def _tabulate(ablation: Ablation, failures: Mapping[Task, str], report: Report) -> list[Row]:
+    """Write the outcomes of the tasks that did not fail, and table, page and MLflow runs over them."""
+    known = variants_of(ablation.params)
+    done = [task for task in ablation.tasks if task not in failures]
     outcomes = [outcome_of(ablation, *task) for task in done]
     for name in {name for name, _ in done}:
         found = [_as_json(outcome) for outcome in outcomes if outcome.variant == name]
@@ -123,27 +154,29 @@ def ablate(ablation: Ablation, *, jobs: int, report: Report) -> tuple[list[Row],
     if any(o.variant == REFERENCE for o in outcomes):
         rows = table_rows(outcomes, {n: v for n, v in known.items() if n in ablation.variants}, reference=REFERENCE)
         _write(ablation, rows, outcomes, known)
-    if outcomes and ablation.values(*tasks[0])["tracking"]["enabled"]:
+    if outcomes and ablation.values(*ablation.tasks[0])["tracking"]["enabled"]:
         _track(ablation, outcomes, rows, report)
-    return rows, list(failures.values())
+    return rows
 
 
 class _Runner:
-    """Runs the stages of tasks in processes of their own, each fingerprint once."""
+    """Runs the stages of tasks in processes of their own, each fingerprint once; without ``trains`` it only looks."""
 
-    def __init__(self, ablation: Ablation, advance: Callable[[int], None]) -> None:
+    def __init__(self, ablation: Ablation, report: Report, trains: bool) -> None:
         self._ablation = ablation
-        self._advance = advance
+        self._trains = trains
+        self._say = report.say
+        self._advance = report.progress("stages", len(ablation.tasks) * len(STAGES))
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._guard = threading.Lock()
         self._processes: set[subprocess.Popen[bytes]] = set()
-        self._stopped = False
+        self._stopped = threading.Event()
 
-    def run_all(self, tasks: Sequence[tuple[str, int]], jobs: int) -> dict[tuple[str, int], str]:
+    def run_all(self, tasks: Sequence[Task], jobs: int) -> dict[Task, str]:
         """Run all tasks, ``jobs`` at a time; what went wrong, by task."""
         failures = {}
         with ThreadPoolExecutor(jobs) as pool:
-            futures: dict[tuple[str, int], Future[None]] = {task: pool.submit(self._run, *task) for task in tasks}
+            futures: dict[Task, Future[None]] = {task: pool.submit(self._run, *task) for task in tasks}
             try:
                 for task, future in futures.items():
                     try:
@@ -158,7 +191,7 @@ class _Runner:
 
     def _stop(self) -> None:
         with self._guard:
-            self._stopped = True
+            self._stopped.set()
             for process in self._processes:
                 process.terminate()
 
@@ -171,15 +204,22 @@ class _Runner:
             with self._guard:
                 lock = self._locks[home.name]
             with lock:
-                self._run_stage(stage, variant, seed, home, view)
+                self._make(stage, variant, seed, home, view)
             _link(home / stage.folder, view / stage.folder)
             with self._guard:
                 self._advance(1)
 
-    def _run_stage(self, stage: Stage, variant: str, seed: int, home: Path, view: Path) -> None:
-        if (home / stage.folder / artifacts.MANIFEST).is_file():
+    def _make(self, stage: Stage, variant: str, seed: int, home: Path, view: Path) -> None:
+        """See to it that a stage is done: by this process, or by another one that works on it."""
+        if _is_made(home, stage):
             return
-        home.mkdir(parents=True, exist_ok=True)
+        if not self._trains:
+            raise _StageFailed(f"{variant}, seed {seed}: the stage {stage.name} has not been done in {home}")
+        with claimed(home / WORK / "claim", self._say, self._stopped) as claim:
+            if not _is_made(home, stage):
+                self._run_stage(stage, variant, seed, home, view, claim)
+
+    def _run_stage(self, stage: Stage, variant: str, seed: int, home: Path, view: Path, claim: Claim) -> None:
         for need in stage.needs:
             if (view / STAGES[need].folder).exists():
                 _link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
@@ -193,17 +233,37 @@ class _Runner:
         log = home / "log.txt"
         with open(log, "ab") as output:
             with self._guard:
-                if self._stopped:
+                if self._stopped.is_set():
                     raise _StageFailed("stopped")
                 process = subprocess.Popen([str(word) for word in command], stdout=output, stderr=output)
                 self._processes.add(process)
-            status = process.wait()
+            status = _status(process, claim)
             with self._guard:
                 self._processes.discard(process)
         if status:
             last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
             found = f"{variant}, seed {seed}: the stage {stage.name} ended with {status}; {log} ends"
             raise _StageFailed("\n  ".join([found, *last]))
+
+
+def _status(process: subprocess.Popen[bytes], claim: Claim) -> int:
+    """Wait for a stage's exit status; it is told to end when another process has taken its claim over."""
+    while True:
+        try:
+            return process.wait(LOST_SECONDS)
+        except subprocess.TimeoutExpired:
+            if claim.lost:
+                process.terminate()
+
+
+def _is_made(home: Path, stage: Stage) -> bool:
+    """Whether a stage is done, seen by listing folders: NFS hides for a while a name that was looked for too early."""
+    folder = home
+    for name in (*Path(stage.folder).parts, artifacts.MANIFEST):
+        if name not in Files().listdir(folder):
+            return False
+        folder /= name
+    return True
 
 
 class _StageFailed(Exception):
@@ -216,10 +276,11 @@ def folder_of(out: Path, variant: str, seed: int) -> Path:
 
 
 def _link(target: Path, link: Path) -> None:
+    """Put a link in its place whole: others may look at it or make the same one."""
     link.parent.mkdir(parents=True, exist_ok=True)
-    if link.is_symlink():
-        link.unlink()
-    link.symlink_to(target.resolve())
+    new = link.with_name(f".{link.name}.{uuid.uuid4().hex}")
+    new.symlink_to(target.resolve())
+    os.replace(new, link)
 
 
 def outcome_of(ablation: Ablation, variant: str, seed: int) -> Outcome:

@@ -91,10 +91,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether the run is the champion now, and why or why not."""
+    """Whether the run is the champion now, and why or why not; by how much its EM is higher, where they compare."""
 
     champion: bool
     message: str
+    difference: float | None = None
 
 
 def promote(
@@ -115,9 +116,11 @@ def promote(
     Args:
         copy: put all files into the model's artifacts instead of their paths.
 
-    Raises ValueError when the run is not finished or was changed, when tracking is off, and for a champion that
-    this command did not register; ConnectionError when MLflow fails.
+    Raises ValueError for a margin that is no share, when the run is not finished or was changed, when tracking is off,
+    and for a champion that this command did not register; ConnectionError when MLflow fails.
     """
+    if not 0 <= margin <= 1:
+        raise ValueError(f"margin is {margin}, a share from 0 to 1 is wanted")
     options: Tracking = parse_section("tracking", values["tracking"])
     if not options.enabled:
         raise ValueError(
@@ -130,18 +133,18 @@ def promote(
         champion = registry.champion()
         if champion is not None and champion.tags.get(DIGEST_TAG) == candidate.digest:
             return Outcome(True, f"{champion.uri} is the champion already: {_described(candidate)}")
-        reason = "there was none before"
+        reason, difference = "there was none before", None
         if champion is not None:
-            better, figures = _against(champion, candidate, registry, margin)
+            better, figures, difference = _against(champion, candidate, registry, margin)
             if not better:
-                return Outcome(False, f"not promoted, {champion.uri} stays the champion: {figures}")
+                return Outcome(False, f"not promoted, {champion.uri} stays the champion: {figures}", difference)
             reason = f"before, it was {champion.uri}. {figures}"
         with _gathered(candidate, root, copy) as folder:
             version = registry.find(candidate.digest) or _register(candidate, registry, root, folder, copy)
             if registry.champion() != champion:
                 return Outcome(False, f"not promoted: the champion of {name} changed meanwhile; run the command again")
             registry.crown(version, candidate.question)
-        return Outcome(True, f"{version.uri} is the champion: {_described(candidate)}; {reason}")
+        return Outcome(True, f"{version.uri} is the champion: {_described(candidate)}; {reason}", difference)
 
 
 def read_candidate(project: Path, root: Path) -> Candidate:
@@ -191,8 +194,10 @@ def _described(candidate: Candidate) -> str:
     )
 
 
-def _against(champion: ModelVersion, candidate: Candidate, registry: Registry, margin: float) -> tuple[bool, str]:
-    """Whether the candidate is better, and the figures."""
+def _against(
+    champion: ModelVersion, candidate: Candidate, registry: Registry, margin: float
+) -> tuple[bool, str, float | None]:
+    """Whether the candidate is better, the figures, and the difference where the questions are the same."""
     if EVALUATION_TAG not in champion.tags:
         raise ValueError(
             f"{champion.uri} has the alias champion and was not registered by 'realmops promote': choose another --name"
@@ -200,9 +205,11 @@ def _against(champion: ModelVersion, candidate: Candidate, registry: Registry, m
     if champion.tags[EVALUATION_TAG] != candidate.evaluation:
         theirs, ours = champion.tags, candidate.tags()
         sides = [f"evaluation {t[EVALUATION_TAG][:12]}: {t[QUESTIONS_TAG]} by {t[RULE_TAG]}" for t in (theirs, ours)]
-        return False, (
+        return (
+            False,
             f"it was measured on other questions ({sides[0]}) than {candidate.results} ({sides[1]}); evaluate both on "
-            "the same ones"
+            "the same ones",
+            None,
         )
     with tempfile.TemporaryDirectory() as folder:
         stored = registry.fetch(champion, PREDICTIONS, Path(folder))
@@ -213,9 +220,11 @@ def _against(champion: ModelVersion, candidate: Candidate, registry: Registry, m
             )
         em, _ = compare(candidate.results, Path(folder), seed=0)
     better = em.difference.mean >= margin and em.difference.low > 0
-    return better, (
+    return (
+        better,
         f"{sentence(em)}. Wanted are a difference of at least {margin:+.3f} and an interval above 0. "
-        f"Corpus {candidate.corpus_hash[:12]} against {champion.tags[CORPUS_TAG][:12]}"
+        f"Corpus {candidate.corpus_hash[:12]} against {champion.tags[CORPUS_TAG][:12]}",
+        em.difference.mean,
     )
 
 

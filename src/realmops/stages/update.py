@@ -3,7 +3,9 @@ are taken over, the test questions are answered again, and nothing is trained.""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 KIND = "update"
 FOLDER = "updates"
 CHANGES = "changed_answers.jsonl"
+_HEAD = ("question", "before", "after", "evidence after")
 _SHOWN = 10
 _CUT = 60
 
@@ -267,22 +270,43 @@ def _side(prediction: Prediction) -> dict[str, Any]:
 
 def changes_table(folder: Path) -> Table:
     """The first answers that changed, for rich's console."""
-    import json
-
     from rich.table import Table
     from rich.text import Text
 
-    with open(folder / CHANGES, "rb") as file:
-        changes = [json.loads(line) for line, _ in zip(file, range(_SHOWN), strict=False)]
-    table = Table(title=f"Answers that changed (the first {len(changes)}; all: {os.fspath(folder / CHANGES)})")
-    for name in ("question", "before", "after", "evidence after"):
+    rows = _shown_changes(folder, _SHOWN)
+    table = Table(title=f"Answers that changed (the first {len(rows)}; all: {os.fspath(folder / CHANGES)})")
+    for name in _HEAD:
         table.add_column(name)
+    for row in rows:
+        table.add_row(*map(Text, row))  # brackets in texts are no markup
+    return table
+
+
+def changes_markdown(folder: Path, limit: int) -> str:
+    """The first answers that changed, as Markdown."""
+    rows = _shown_changes(folder, limit)
+    if not rows:
+        return "No answer changed.\n"
+    lines = [_HEAD, ("---",) * len(_HEAD), *([_as_text(cell) for cell in row] for row in rows)]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"Answers that changed (the first {len(rows)}; all: {_as_text(str(folder / CHANGES))})\n\n{table}"
+
+
+def _as_text(cell: str) -> str:
+    """A text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
+
+
+def _shown_changes(folder: Path, limit: int) -> list[tuple[str, ...]]:
+    """The first answers that changed, as people read them: see ``_HEAD``."""
+    with open(folder / CHANGES, "rb") as file:
+        changes = [json.loads(line) for line, _ in zip(file, range(limit), strict=False)]
+    rows = []
     for change in changes:
         sides = [
             f"{change[side]['answer'] or '(none)'}{' ✓' if change[side]['right'] else ''}"
             for side in ("before", "after")
         ]
         evidence = f"{change['after']['title']}: {change['after']['evidence']}"
-        shown = evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…"
-        table.add_row(*map(Text, (change["question"], *sides, shown)))  # brackets in texts are no markup
-    return table
+        rows.append((change["question"], *sides, evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…"))
+    return rows

@@ -1,0 +1,23 @@
+"""Component ``refresh``: a changed corpus under a trained model (appendix C of the paper)."""
+
+from kfp import dsl
+
+
+@dsl.component(base_image="realmops", install_kfp_package=False)
+def refresh(
+    options: str,
+    root: str,
+    changes: dsl.Output[dsl.Markdown],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Embed passages that changed, answer the test questions again and compare; nothing is trained.
+
+    Args:
+        options: all sections of params.yaml as JSON; snapshot.documents names the corpus as it is now.
+        root: folder of the trained run on the shared volume.
+        changes: the answers that are others now.
+        metrics: passages and answers that changed, and exact match before and after.
+    """
+    from realmops import kfp_entry
+
+    kfp_entry.refresh(options, root, changes.path, metrics.path, metrics.log_metric)

@@ -1,0 +1,35 @@
+"""Component ``table``: the last task of the ablations, over whatever variants ended well."""
+
+from kfp import dsl
+
+
+@dsl.component(base_image="realmops", install_kfp_package=False)
+def table(
+    variants: list,
+    project: str,
+    presets: str,
+    settings: str,
+    seeds: int,
+    out: str,
+    rows: dsl.Output[dsl.Markdown],
+    page: dsl.Output[dsl.HTML],
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Write the table of an ablation, its page, and its runs in MLflow; nothing is trained.
+
+    Args:
+        variants: their names, without that of the reference.
+        project: a folder with params.yaml and pipelines/, as the image has.
+        presets: names of presets for every variant, as a JSON list.
+        settings: section.key=value for every variant, as a JSON list.
+        seeds: how many times each was trained.
+        out: folder of the ablation on the shared volume.
+        rows: the table, and what is missing in it.
+        page: the table with its curves.
+        metrics: exact match of each variant.
+    """
+    from realmops import kfp_entry
+
+    kfp_entry.table(
+        variants, project, presets, settings, seeds, out, rows.path, page.path, metrics.path, metrics.log_metric
+    )

@@ -1,0 +1,31 @@
+"""Component ``variant``: one variant of an ablation, all its stages with every seed, in one pod."""
+
+from kfp import dsl
+
+
+@dsl.component(base_image="realmops", install_kfp_package=False)
+def variant(
+    name: str,
+    project: str,
+    presets: str,
+    settings: str,
+    seeds: int,
+    out: str,
+    limits: str,
+    metrics: dsl.Output[dsl.Metrics],
+):
+    """Train and evaluate a variant; what another variant has made or is making is shared.
+
+    Args:
+        name: of the variant, a key of the project's pipelines/ablations/params.yaml.
+        project: a folder with params.yaml and pipelines/, as the image has.
+        presets: names of presets for every variant, as a JSON list.
+        settings: section.key=value for every variant, as a JSON list.
+        seeds: train it so many times.
+        out: folder of the ablation on the shared volume.
+        limits: of this pod, said in its log.
+        metrics: exact match and recall, means over seeds.
+    """
+    from realmops import kfp_entry
+
+    kfp_entry.variant(name, project, presets, settings, seeds, out, limits, metrics.path, metrics.log_metric)

@@ -1,0 +1,67 @@
+"""The pipeline ``ablations``: the reference, then its variants beside each other, then their table.
+
+    python -m pipelines        compiles it into pipelines/ablations.yaml
+
+The reference comes first and alone, so that the stages that variants share with it are there when they begin.
+"""
+
+from pathlib import Path
+
+import yaml
+from kfp import dsl
+
+from components.table import table
+from components.variant import variant
+from pipelines.pods import RUNS, Pods
+
+REFERENCE, *VARIANTS = yaml.safe_load((Path(__file__).parent / "ablations" / "params.yaml").read_text())["variants"]
+PODS = 4  # that train at the same time; KFP takes no parameter for it
+
+
+@dsl.pipeline(name="realmops-ablations", description="Variants of REALM over seeds, and their table.")
+def ablations(
+    run: str = "ablations",
+    variants: list = VARIANTS,
+    seeds: int = 1,
+    presets: str = '["ablation"]',
+    overrides: str = "[]",
+    project: str = "/app",
+    runs: str = RUNS,
+    image: str = "realmops",
+    volume: str = "realmops-data",
+    cpu: str = "2",
+    memory: str = "8Gi",
+    accelerator: str = "nvidia.com/gpu",
+    accelerators: str = "0",
+    node_selector: dict = {},  # noqa: B006  # a pipeline's default
+    tolerations: list = [],  # noqa: B006
+    settings: str = "realmops-tracking",
+):
+    """Train and compare variants; the table is written over those that ended well.
+
+    Args:
+        run: the name of the ablation's folder; the same name goes on where it was stopped.
+        variants: keys of pipelines/ablations/params.yaml beside realm, which is always trained.
+        seeds: train each so many times.
+        presets: laid over params.yaml for every variant, as a JSON list of names.
+        overrides: section.key=value for every variant, as a JSON list.
+        project: the folder with params.yaml and pipelines/, in the image or on the volume.
+        runs: the folder of all runs on the volume, which is mounted at /realmops.
+        image: of every pod.
+        volume: the claim that all pods share.
+        cpu: limit of the pods that train.
+        memory: their limit.
+        accelerator: the kind of accelerator of those pods.
+        accelerators: how many.
+        node_selector: labels of the nodes for them.
+        tolerations: of those pods.
+        settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
+    """
+    pods = Pods(image, volume, settings, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    what = {"project": project, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
+    # Collected outputs would keep the table from being written where a variant fails; an exit task takes none.
+    last = pods.placed(table(variants=variants, **what))
+    with dsl.ExitHandler(last, name="what-ended-well-is-compared"):
+        first = pods.placed(variant(name=REFERENCE, limits=pods.limits, **what), trains=True)
+        with dsl.ParallelFor(variants, name="variants", parallelism=PODS) as name:
+            pods.placed(variant(name=name, limits=pods.limits, **what).after(first), trains=True)

@@ -1,0 +1,46 @@
+"""The pipeline ``refresh``: a changed corpus under a trained model, without training.
+
+    python -m pipelines        compiles it into pipelines/refresh.yaml
+"""
+
+from kfp import dsl
+
+from components import refresh as component
+from pipelines.pods import RUNS, Pods
+from pipelines.realm import OPTIONS
+
+
+@dsl.pipeline(name="realmops-refresh", description="New documents under a trained REALM, and the answers that change.")
+def refresh(
+    run: str = "first",
+    options: str = OPTIONS,
+    runs: str = RUNS,
+    image: str = "realmops",
+    volume: str = "realmops-data",
+    cpu: str = "2",
+    memory: str = "8Gi",
+    accelerator: str = "nvidia.com/gpu",
+    accelerators: str = "0",
+    node_selector: dict = {},  # noqa: B006  # a pipeline's default
+    tolerations: list = [],  # noqa: B006
+    settings: str = "realmops-tracking",
+):
+    """Embed what changed, answer again, compare.
+
+    Args:
+        run: the name of the trained run's folder.
+        options: all sections of params.yaml as JSON, as "realmops params --json" prints them: those that the run was
+            trained with, snapshot.documents naming the corpus as it is now.
+        runs: the folder of all runs on the volume, which is mounted at /realmops.
+        image: of the pod.
+        volume: the claim that holds the run.
+        cpu: limit of the pod.
+        memory: its limit.
+        accelerator: the kind of accelerator of the pod.
+        accelerators: how many.
+        node_selector: labels of the nodes for it.
+        tolerations: of the pod.
+        settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
+    """
+    pods = Pods(image, volume, settings, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    pods.placed(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)
