@@ -21,7 +21,10 @@ from cluster_lab import DEPLOYMENT, Lab
 
 from realmops import artifacts, cluster, kfp_entry
 from realmops.evaluate.openqa import read_predictions, write_predictions
+from realmops.index.exchange import Exchange
+from realmops.index.trainer import Trainer
 from realmops.stages import STAGES
+from realmops.stages.builder import assign
 
 ROOT = Path(__file__).parents[1]
 PIPELINES = ("train", "ablations", "refresh")
@@ -210,6 +213,32 @@ def test_builders_that_never_live_end_the_wait(lab: Lab, tmp_path: Path, monkeyp
     named = json.loads(assignment.read_text())
     assert named["exchange"] == str(tmp_path / "exchange")
     assert named["snapshot"] == str(tmp_path / "data/snapshot/corpus")
+
+
+def test_builders_of_a_living_trainer_are_waited_for_and_those_of_a_silent_one_taken(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "LOOK_SECONDS", 0.01)
+    trainer = Trainer(Exchange.open(tmp_path / "first", {"corpus": "one"}))
+    trainer.restore()
+    trainer.beat(7)
+    assignment, said = tmp_path / "builder" / "assignment.json", list[str]()
+    assign(assignment, tmp_path / "first", tmp_path / "corpus", "first run")
+    ask = (DEPLOYMENT, 0, assignment, tmp_path / "second", tmp_path, "second run", 0.1, said.append)
+    with pytest.raises(TimeoutError, match=r"serve .*first, whose trainer .*train one after the other, give this run"):
+        cluster.raise_builders(*ask)
+    assert json.loads(assignment.read_text())["owner"] == "first run"
+    assert lab.replicas == []
+    assert said[0].endswith(": waiting for its end")
+    monkeypatch.setattr(cluster, "SILENT_SECONDS", 0.0)
+    cluster.raise_builders(*ask)
+    assert json.loads(assignment.read_text())["owner"] == "second run"
+    monkeypatch.undo()
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    assign(assignment, tmp_path / "first", tmp_path / "corpus", "first run")
+    trainer.finish("done")
+    cluster.raise_builders(*ask)
+    assert json.loads(assignment.read_text())["owner"] == "second run"
 
 
 # The compiled pipelines, run here: tasks as processes, the Deployment's replica as a process that follows
