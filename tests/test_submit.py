@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kfp_lab
@@ -471,6 +472,30 @@ def test_builders_are_given_back_by_the_run_that_raised_them(
 
 
 # Pipelines that run, in the server's stead by KFP's local runner
+
+
+def test_wait_says_once_what_shows_why_a_task_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(submit, "PENDING_SECONDS", 0.02)
+    looks = [("PENDING", "RUNNING")] * 30 + [("RUNNING", "RUNNING")] * 30 + [("SUCCEEDED", "SUCCEEDED")]
+
+    class Looked:
+        def run(self, run_id: str) -> Any:
+            task, state = looks.pop(0)
+            tasks = [SimpleNamespace(display_name="ict", state=task)]
+            details = SimpleNamespace(task_details=tasks)
+            return SimpleNamespace(run_details=details, state=state, display_name="r", run_id=run_id, error=None)
+
+    said: list[str] = []
+    assert submit.wait("1", {"ict"}, Looked(), said.append) == "SUCCEEDED"  # type: ignore[arg-type]
+    assert [line.split(";")[0] for line in said] == [
+        "ict: PENDING",
+        "ict: still PENDING after 0 s",
+        "ict: RUNNING",
+        "ict: SUCCEEDED",
+        "the run r (1, SUCCEEDED)",
+    ]
+    assert "kubectl get events --field-selector type=Warning" in said[1]
 
 
 def test_wait_tells_of_each_task_and_of_the_end_of_a_run_that_ends_itself(project: Path, lab: KfpLab) -> None:

@@ -31,6 +31,7 @@ GRACE_SECONDS = 30.0  # from a version without a run to the belief that its make
 LOOK_SECONDS = 1.0
 WATCH_SECONDS = 5.0
 AWAY_SECONDS = 600.0  # how long a server may be away while a run is watched
+PENDING_SECONDS = 120.0  # of a task, until a person should look
 PAGE = 100  # runs that are asked for at a time
 
 T = TypeVar("T")
@@ -336,8 +337,9 @@ def _awaited(look: Callable[[], list[Any]], say: Say) -> list[Any]:
 
 
 def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
-    """The state in which a run ends; each change of a task's state is said."""
+    """The state in which a run ends; each change of a task's state is said, and a task that is pending for long."""
     states: dict[str, str] = {}
+    since: dict[str, float] = {}
     answered = time.monotonic()
     while True:
         try:
@@ -352,6 +354,15 @@ def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
             if task.display_name in tasks and task.state and states.get(task.display_name) != task.state:
                 states[task.display_name] = task.state
                 say(f"{task.display_name}: {task.state}")
+                since[task.display_name] = time.monotonic()
+        for name, began in list(since.items()):
+            if states[name] == "PENDING" and time.monotonic() - began > PENDING_SECONDS:
+                del since[name]
+                say(
+                    f"{name}: still PENDING after {PENDING_SECONDS:.0f} s; a claim that is not there, an image that "
+                    "cannot be pulled or no room on a node: 'kubectl get events --field-selector type=Warning' and "
+                    "'kubectl describe pod' in the run's namespace show which"
+                )
         if run.state == SUCCEEDED or run.state in FAILURES:
             reason = f", {run.error.message}" if run.error and run.error.message else ""
             say(f"{_shown(run)}{reason}")
