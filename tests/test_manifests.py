@@ -20,6 +20,7 @@ import manifests
 import pytest
 import yaml
 from manifests import K8S, NEWEST, OLDEST, Object, faults, quantity, render, render_all, templates
+from pod_security import violations
 
 from realmops.cli import main
 
@@ -162,6 +163,25 @@ def test_the_command_line_takes_what_containers_are_given(rendered: dict[str, li
     for command, *arguments in given:
         taken = {option for parameter in main.commands[command].params for option in parameter.opts}
         assert {one for one in arguments if one.startswith("--")} <= taken
+
+
+def test_a_train_job_runs_the_same_pod_as_the_manifests(rendered: dict[str, list[Object]]) -> None:
+    runtime, job = yaml.safe_load_all((K8S / "trainjob.yaml").read_text(encoding="utf-8"))
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    template = node["template"]["spec"]["template"]
+    assert violations(template["spec"], "restricted") == set()
+    [container] = template["spec"]["containers"]
+    [[_, builder]] = [one for one in templates(rendered[FULL]) if "index-builder" in str(one[1]["metadata"])]
+    assert template["spec"]["securityContext"] == builder["spec"]["securityContext"]
+    assert container["securityContext"] == builder["spec"]["containers"][0]["securityContext"]
+    assert container["volumeMounts"] == builder["spec"]["containers"][0]["volumeMounts"]
+    assert [one.get("persistentVolumeClaim") for one in template["spec"]["volumes"]] == [
+        one.get("persistentVolumeClaim") for one in builder["spec"]["volumes"]
+    ]
+    command, *arguments = container["args"]
+    with pytest.raises(SystemExit):  # parsed, and then it finds no params
+        main.commands[command].main(arguments)
 
 
 def test_containers_have_the_variables_of_their_arguments(rendered: dict[str, list[Object]]) -> None:
