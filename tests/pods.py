@@ -144,7 +144,8 @@ class Podman:
         for stream in (self._inside.stdout, self._inside.stderr):
             assert stream
             stream.close()
-        for parent in Path("/sys/fs/cgroup").glob("*/libpod_parent"):
+        groups = Path("/sys/fs/cgroup")
+        for parent in (*groups.glob("libpod_parent"), *groups.glob("*/libpod_parent")):
             for folder in sorted([parent, *parent.rglob("*/")], reverse=True):
                 with suppress(OSError):
                     folder.rmdir()
@@ -170,7 +171,8 @@ def build_image(podman: Podman, folder: Path) -> None:
     (here / "pyvenv.cfg").write_text(f"home = {interpreter().parent}\n")
     (base / "tmp").mkdir()
     for place in [base, *base.rglob("*/")]:
-        place.chmod(0o755)
+        if not place.is_symlink():
+            place.chmod(0o755)
     (base / "tmp").chmod(0o1777)
 
     found = instructions()
