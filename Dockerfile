@@ -23,7 +23,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 FROM ${BASE}
 ARG VARIANT=cpu
-ARG COMMIT=unknown
+ARG COMMIT=
 LABEL org.opencontainers.image.title="realmops" \
     org.opencontainers.image.description="REALM trained end to end (${VARIANT})" \
     org.opencontainers.image.licenses="Apache-2.0" \
@@ -33,7 +33,8 @@ WORKDIR /app
 COPY params.yaml dvc.yaml ./
 COPY pipelines ./pipelines
 # The user has no name of its own, and the root is read-only.
-ENV PATH=/opt/realmops/bin:$PATH HOME=/tmp TMPDIR=/tmp USER=realmops PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+ENV PATH=/opt/realmops/bin:$PATH HOME=/tmp TMPDIR=/tmp USER=realmops PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    REALMOPS_COMMIT=${COMMIT}
 USER 10001:10001
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["realmops"]

@@ -13,7 +13,7 @@ STAMP := $(VENV)/setup.stamp
 STARTED := $(VENV)/setup.started
 ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help setup run test lint manifests bench golden
+.PHONY: help setup run test lint manifests podman bench golden
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r target text; do
@@ -64,7 +64,19 @@ run: setup  ## train and evaluate REALM on the embedded corpus, then print the r
 	dvc repro
 	realmops report
 
-test: lint  ## every check: ruff, mypy, pytest (what continuous integration calls)
+podman: setup  ## install podman, as root on Debian, for the tests that run pods; without it those are skipped
+	@if command -v podman >/dev/null || [ "$$(id -u)" != 0 ] || [ ! -e /etc/debian_version ]; then exit 0; fi
+	if [ -e $(VENV)/podman.tried ] && [ "$(MAKECMDGOALS)" != podman ]; then exit 0; fi
+	touch $(VENV)/podman.tried
+	echo "realmops: installing podman, once, for the tests that run pods"
+	export DEBIAN_FRONTEND=noninteractive
+	options=(-qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=60)
+	if ! { timeout 120 apt-get "$${options[@]}" update && timeout 300 apt-get "$${options[@]}" install --yes \
+		--no-install-recommends --no-upgrade podman crun catatonit; } >$(VENV)/podman.log 2>&1; then
+		echo "realmops: podman cannot be installed, tests that run pods are skipped; see $(VENV)/podman.log"
+	fi
+
+test: lint podman  ## every check: ruff, mypy, pytest (what continuous integration calls)
 	@$(ACTIVATE)
 	export OMP_NUM_THREADS=1
 	pytest --numprocesses $(JOBS) --dist loadscope

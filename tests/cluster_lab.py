@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from manifests import find, kubectl, render_all
 
 NAMESPACE, DEPLOYMENT = "lab", "realmops-index-builder"
 SCALE = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{DEPLOYMENT}/scale"
@@ -37,25 +39,46 @@ class Lab:
             self._processes.append(self._start(len(self._processes)))
 
 
+def verdict(patch: Any) -> int:
+    """The status that a server with strict validation of fields answers a patch of a scale with."""
+    if not isinstance(patch, dict) or patch.keys() != {"spec"} or not isinstance(patch["spec"], dict):
+        return 400
+    replicas = patch["spec"].get("replicas")
+    if patch["spec"].keys() != {"replicas"} or type(replicas) is not int:
+        return 400
+    return 200 if replicas >= 0 else 422
+
+
 @contextmanager
 def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
     """The API on a loopback port, and a KUBECONFIG file that names it."""
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(lab.status if self.place() == SCALE else 404)
+
         def do_PATCH(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            lab.requests.append((self.command, self.path))
-            status = lab.status if self.path == SCALE else 404
-            if status == 200:
+            lab.requests.append((self.command, self.place()))
+            status = lab.status if self.place() == SCALE else 404
+            if status == 200 and (status := verdict(body)) == 200:
                 lab.scale(body["spec"]["replicas"])
-                answer: dict[str, Any] = {
+            self.reply(status)
+
+        def place(self) -> str:
+            return self.path.partition("?")[0]
+
+        def reply(self, status: int) -> None:
+            answer: dict[str, Any] = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
+            if status == 200:
+                replicas = lab.replicas[-1] if lab.replicas else 0
+                answer = {
                     "kind": "Scale",
                     "apiVersion": "autoscaling/v1",
                     "metadata": {"name": DEPLOYMENT, "namespace": NAMESPACE},
-                    "spec": {"replicas": body["spec"]["replicas"]},
+                    "spec": {"replicas": replicas} if replicas else {},
+                    "status": {"replicas": replicas},
                 }
-            else:
-                answer = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
             content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -67,19 +90,7 @@ def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    named = {"name": "lab"}
-    kubeconfig.write_text(
-        yaml.safe_dump(
-            {
-                "apiVersion": "v1",
-                "kind": "Config",
-                "current-context": "lab",
-                "clusters": [{**named, "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
-                "users": [{**named, "user": {}}],
-                "contexts": [{**named, "context": {"cluster": "lab", "user": "lab", "namespace": NAMESPACE}}],
-            }
-        )
-    )
+    write_kubeconfig(kubeconfig, {"server": f"http://127.0.0.1:{server.server_port}"}, {}, NAMESPACE)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield lab
@@ -87,3 +98,48 @@ def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
         server.shutdown()
         server.server_close()
         lab.scale(0)
+
+
+def write_kubeconfig(path: Path, cluster: dict[str, Any], user: dict[str, Any], namespace: str) -> None:
+    named = {"name": "lab"}
+    context = {"cluster": "lab", "user": "lab", "namespace": namespace}
+    content = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "lab",
+        "clusters": [{**named, "cluster": cluster}],
+        "users": [{**named, "user": user}],
+        "contexts": [{**named, "context": context}],
+    }
+    path.write_text(yaml.safe_dump(content))
+
+
+@contextmanager
+def real(kubeconfig: Path, given: str) -> Iterator[str]:
+    """A Deployment of no replicas and who may scale it, in a namespace of its own of the cluster that a file names.
+
+    ``kubeconfig`` becomes that of the manifests' ServiceAccount there. Yields the namespace, and removes it.
+    """
+    from kubernetes import client, config, utils
+
+    shown = subprocess.run(
+        [kubectl(), "config", "view", "--raw", "--flatten", "--minify", "--output", "json"],
+        env={**os.environ, "KUBECONFIG": given}, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    cluster = json.loads(shown)["clusters"][0]["cluster"]
+    api = config.new_client_from_config(given)
+    core = client.CoreV1Api(api)
+    namespace = core.create_namespace({"metadata": {"generateName": "realmops-test-"}}).metadata.name
+    try:
+        objects = render_all(kubeconfig.parent / "k8s", {namespace: {"resources": ["../base"]}})[namespace]
+        builder = find(objects, f"Deployment/{DEPLOYMENT}")
+        # admitted, made into pods, and never run
+        builder["spec"]["template"]["spec"]["nodeSelector"] = {"realmops.test/nowhere": "true"}
+        wanted = ("ServiceAccount/realmops-scaler", "Role/realmops-scaler", "RoleBinding/realmops-scaler")
+        for one in (*(find(objects, name) for name in wanted), builder):
+            utils.create_from_dict(api, one, namespace=namespace)
+        token = core.create_namespaced_service_account_token("realmops-scaler", namespace, {"spec": {}}).status.token
+        write_kubeconfig(kubeconfig, cluster, {"token": token}, namespace)
+        yield namespace
+    finally:
+        core.delete_namespace(namespace)

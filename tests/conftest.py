@@ -28,3 +28,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
     folder: Path = tmp_path_factory.mktemp("tiny")
     return build_world(folder)
+
+
+@pytest.fixture(scope="session")
+def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty MLflow database to copy: making one takes seconds."""
+    from realmops.tracking import _mlflow_client
+
+    database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    _mlflow_client(f"sqlite:///{database}").search_experiments()
+    return database

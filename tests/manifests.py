@@ -107,6 +107,12 @@ def name(one: Object) -> str:
     return f"{one['kind']}/{one['metadata']['name']}"
 
 
+def find(objects: list[Object], which: str) -> Object:
+    """The one object of a name, as ``Deployment/mlflow``."""
+    [found] = [one for one in objects if name(one) == which]
+    return found
+
+
 def templates(objects: Iterable[Object]) -> Iterator[tuple[Object, Object]]:
     """Objects that make pods, with the pods' template."""
     for one in objects:
@@ -132,8 +138,32 @@ def quantity(text: object) -> Decimal:
     return Decimal(number).scaleb(POWERS[suffix] if suffix else int(exponent or 0))
 
 
+def as_started(container: Object, pod: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Command with arguments, and environment, as the kubelet gives them to a container of its own command.
+
+    ``pod`` has the fields of the pod that variables refer to, as ``status.podIP``.
+    """
+    environment: dict[str, str] = {}
+
+    def expanded(text: str) -> str:
+        return re.sub(r"\$\((\w+)\)", lambda match: environment.get(match[1], match[0]), text)
+
+    for variable in container.get("env", []):
+        source = variable.get("valueFrom", {})
+        field = pod[source["fieldRef"]["fieldPath"]] if source else variable.get("value", "")
+        environment[variable["name"]] = expanded(field)
+    return [expanded(word) for word in (*container["command"], *container.get("args", []))], environment
+
+
 def selects(selector: Mapping[str, str], template: Object) -> bool:
     return selector.items() <= template["metadata"]["labels"].items()
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile's, with lines joined: (FROM, arguments) and so on."""
+    text = (K8S.parent / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    return [(word, rest) for line in lines if line for word, _, rest in [line.partition(" ")]]
 
 
 def unique_objects(objects: list[Object]) -> Iterator[str]:

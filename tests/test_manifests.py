@@ -19,7 +19,19 @@ from typing import Any
 import manifests
 import pytest
 import yaml
-from manifests import K8S, NEWEST, OLDEST, Object, faults, quantity, render, render_all, templates
+from manifests import (
+    K8S,
+    NEWEST,
+    OLDEST,
+    Object,
+    faults,
+    find,
+    instructions,
+    quantity,
+    render,
+    render_all,
+    templates,
+)
 from pod_security import violations
 
 from realmops.cli import main
@@ -62,11 +74,6 @@ CASES = cases()
 @pytest.fixture(scope="module")
 def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]]:
     return render_all(tmp_path_factory.mktemp("manifests") / "k8s", CASES)
-
-
-def find(objects: list[Object], which: str) -> Object:
-    [found] = [one for one in objects if manifests.name(one) == which]
-    return found
 
 
 def test_no_set_of_components_is_missing() -> None:
@@ -377,13 +384,6 @@ def test_what_is_no_quantity_is_refused(text: str) -> None:
 # The image
 
 
-def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's, with lines joined: (FROM, arguments) and so on."""
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
-    lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
-    return [(word, rest) for line in lines if line for word, _, rest in [line.partition(" ")]]
-
-
 def test_both_stages_of_the_image_start_from_the_base_that_is_given() -> None:
     found = instructions()
     assert found[0] == ("ARG", "BASE=python:3.11-slim")
@@ -420,3 +420,5 @@ def test_the_image_carries_its_commit() -> None:
     assert ("ENTRYPOINT", '["realmops"]') in last
     [labels] = [rest for word, rest in instructions() if word == "LABEL"]
     assert 'org.opencontainers.image.revision="${COMMIT}"' in labels
+    [variables] = [rest for word, rest in instructions() if word == "ENV"]
+    assert "REALMOPS_COMMIT=${COMMIT}" in variables.split()

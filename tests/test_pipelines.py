@@ -176,6 +176,76 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
         yield found
 
 
+@pytest.fixture(params=["lab", pytest.param("cluster", marks=pytest.mark.cluster)])
+def api(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, str]]:
+    """The client and the namespace of a Deployment without replicas; of the ServiceAccount that may scale it."""
+    given = os.environ.get("KUBECONFIG")
+    if request.param == "lab":
+        serving: Any = cluster_lab.serve(Lab(), tmp_path / "kubeconfig")
+    elif given and "cluster" in request.config.option.markexpr:
+        serving = cluster_lab.real(tmp_path / "kubeconfig", given)
+    else:
+        pytest.skip("not run: wants a cluster of yours, KUBECONFIG=FILE pytest -m cluster")
+    with serving:
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        yield cluster._api()
+
+
+def test_scaling_sets_the_replicas(api: tuple[Any, str]) -> None:
+    apps, namespace = api
+
+    def replicas() -> int | None:
+        found: int | None = apps.read_namespaced_deployment_scale(DEPLOYMENT, namespace).spec.replicas
+        return found
+
+    assert replicas() is None, "0, as the API says it"
+    cluster.scale(DEPLOYMENT, 3)
+    assert replicas() == 3
+    cluster.scale(DEPLOYMENT, 0)
+    assert replicas() is None
+
+
+def test_a_number_below_0_is_refused(api: tuple[Any, str]) -> None:
+    with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace {api[1]}, -1 replicas: .*says 422"):
+        cluster.scale(DEPLOYMENT, -1)
+
+
+@pytest.mark.parametrize("spec", [{"replicas": 2, "replica": 1}, {"replicas": "two"}])
+def test_a_patch_of_another_shape_is_refused(api: tuple[Any, str], spec: dict[str, Any]) -> None:
+    from kubernetes.client.exceptions import ApiException
+
+    apps, namespace = api
+    with pytest.raises(ApiException) as refused:
+        apps.patch_namespaced_deployment_scale(DEPLOYMENT, namespace, {"spec": spec}, field_validation="Strict")
+    assert refused.value.status in (400, 422)
+    assert apps.read_namespaced_deployment_scale(DEPLOYMENT, namespace).spec.replicas is None
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("api", ["cluster"], indirect=True)
+def test_who_may_scale_the_builders_may_do_nothing_else(api: tuple[Any, str]) -> None:
+    from kubernetes import client
+
+    apps, namespace = api
+    reviews = client.AuthorizationV1Api(apps.api_client)
+
+    def allowed(verb: str, resource: str, name: str = "", subresource: str = "", group: str = "apps") -> bool:
+        asked = {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "name": name}
+        review = {"spec": {"resourceAttributes": {"namespace": namespace, **asked}}}
+        answer: bool = reviews.create_self_subject_access_review(review).status.allowed
+        return answer
+
+    assert allowed("get", "deployments", DEPLOYMENT, "scale")
+    assert allowed("patch", "deployments", DEPLOYMENT, "scale")
+    assert not allowed("patch", "deployments", "mlflow", "scale")
+    assert not allowed("update", "deployments", DEPLOYMENT, "scale")
+    assert not allowed("patch", "deployments", DEPLOYMENT)
+    assert not allowed("get", "secrets", group="")
+    assert not allowed("list", "pods", group="")
+    with pytest.raises(ValueError, match=r"Deployment mlflow .* may not scale it"):
+        cluster.scale("mlflow", 1)
+
+
 def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) -> None:
     cluster.scale(DEPLOYMENT, 3)
     cluster.scale(DEPLOYMENT, 0)

@@ -19,7 +19,18 @@ import pytest
 from toy import wait_for
 
 from realmops import tracking
-from realmops.tracking import Dataset, Journal, Run, Tracker, as_table, flat_params, git_commit, keep_finished, sync
+from realmops.tracking import (
+    Dataset,
+    Journal,
+    Run,
+    Tracker,
+    as_table,
+    flat_params,
+    git_commit,
+    keep_finished,
+    provenance_tags,
+    sync,
+)
 
 RUN = Run("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
 
@@ -82,13 +93,19 @@ def test_params_are_flat() -> None:
     assert flat_params(RUN.params) == {"seed": "7", "ict.batch": "32", "ict.lr": "0.0005"}
 
 
-def test_git_commit_says_when_files_were_changed(tmp_path: Path) -> None:
+def test_git_commit_says_when_files_were_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REALMOPS_COMMIT", "1" * 40)
+
+    def tagged() -> str:
+        return provenance_tags(tmp_path, corpus_hash="", params_hash="f00")["realmops.git_commit"]
+
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
         command = ["git", *identity, "-C", str(tmp_path), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     assert git_commit(tmp_path) is None
+    assert tagged() == "1" * 40, "in an image, which is no checkout"
     git("init", "--quiet")
     (tmp_path / "code.py").write_text("1\n")
     (tmp_path / "dvc.lock").write_text("1\n")
@@ -98,7 +115,15 @@ def test_git_commit_says_when_files_were_changed(tmp_path: Path) -> None:
     (tmp_path / "dvc.lock").write_text("2\n")
     assert git_commit(tmp_path) == commit
     (tmp_path / "code.py").write_text("2\n")
-    assert git_commit(tmp_path) == f"{commit}-dirty"
+    assert git_commit(tmp_path) == tagged() == f"{commit}-dirty"
+
+
+def test_a_run_of_no_known_commit_has_no_tag_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REALMOPS_COMMIT", "")  # an image built without --build-arg COMMIT
+    assert provenance_tags(tmp_path, corpus_hash="c0", params_hash="f00") == {
+        "realmops.params_hash": "f00",
+        "realmops.corpus_hash": "c0",
+    }
 
 
 @pytest.fixture
@@ -112,18 +137,10 @@ def dead_sender() -> Iterator[pytest.MonkeyPatch]:
 # A real local MLflow
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty MLflow database: making one takes seconds, copying it none."""
-    database = tmp_path_factory.mktemp("template") / "mlflow.db"
-    tracking._mlflow_client(f"sqlite:///{database}").search_experiments()
-    return database
-
-
 @pytest.fixture
-def folder(template: Path, tmp_path: Path) -> Path:
+def folder(mlflow_database: Path, tmp_path: Path) -> Path:
     (tmp_path / "tracking").mkdir()
-    shutil.copy(template, tmp_path / "tracking" / "mlflow.db")
+    shutil.copy(mlflow_database, tmp_path / "tracking" / "mlflow.db")
     return tmp_path / "tracking"
 
 

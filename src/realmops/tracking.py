@@ -176,11 +176,14 @@ def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def provenance_tags(project: Path, *, corpus_hash: str, params_hash: str) -> dict[str, str]:
-    """Tags that say what a run was made from; what there is none of yet is left out."""
+    """Tags that say what a run was made from; what there is none of yet is left out.
+
+    Images know their commit by REALMOPS_COMMIT, which counts where the project is no checkout.
+    """
     tags = {"realmops.params_hash": params_hash}
     if corpus_hash:
         tags["realmops.corpus_hash"] = corpus_hash
-    if commit := git_commit(project):
+    if commit := git_commit(project) or os.environ.get("REALMOPS_COMMIT"):
         tags |= {"realmops.git_commit": commit, "mlflow.source.git.commit": commit.split("-")[0]}
     if (project / "dvc.lock").is_file():
         tags["realmops.dvc_lock_hash"] = sha256_file(project / "dvc.lock")
