@@ -24,7 +24,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.wordpieces import contains
 from realmops.index.embed import document_sequences, embed, query_sequences
-from realmops.index.mips import search
+from realmops.index.mips import Exact, PassageIndex
 from realmops.index.staleness import top_k_change
 from realmops.model import likelihood
 from realmops.model.joins import SpecialTokens, join_document, join_query, join_reader
@@ -87,10 +87,10 @@ class Examples:
 
 @dataclass
 class Index:
-    """An adopted generation: embeddings P x E, the retriever it belongs to, and when its weights were made."""
+    """An adopted generation: the embedded passages, the retriever it belongs to, and when its weights were made."""
 
     step: int
-    embedding_PE: Tensor
+    passages: PassageIndex
     retriever: Retriever
     published: float
     new: bool  # False for the one that a resumed run had in use already
@@ -101,6 +101,11 @@ class IndexSource(Protocol):
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """Publish and adopt as the options say; the generation to use from this step on, or None to go on."""
+
+
+def depth(options: Pretrain) -> int:
+    """How many passages are asked for, of which some are trivial."""
+    return options.candidates - int(options.null_document) + 8
 
 
 class Candidates:
@@ -117,14 +122,12 @@ class Candidates:
         Dropped are the passage of x itself and every passage that contains the unmasked sentence.
         """
         wanted = self.documents
-        _, ids = search(query_BE.to(index.embedding_PE.device), index.embedding_PE, wanted + 8)
+        _, ids = index.passages.search(query_BE, depth(self.options))
         result = []
         for row, example in enumerate(examples):
             kept, dropped = self._keep(example, ids[row].tolist(), wanted)
             if len(kept) < wanted and ids.shape[1] < len(self.snapshot):
-                _, more = search(
-                    query_BE[row : row + 1].to(index.embedding_PE.device), index.embedding_PE, 16 * (wanted + 8)
-                )
+                _, more = index.passages.search(query_BE[row : row + 1], 16 * depth(self.options))
                 kept, dropped = self._keep(example, more[0].tolist(), wanted)
             self.counts.update(dropped)
             self.counts["short"] += len(kept) < wanted
@@ -401,7 +404,6 @@ def _change(old: Index, new: Index, examples: Examples, realm: Realm, options: P
     ids: list[Any] = []
     for index in (old, new):
         query_QE = embed(index.retriever.query, queries, context.dtype)
-        ids.append(
-            search(query_QE.to(index.embedding_PE.device), index.embedding_PE, options.candidates)[1].cpu().numpy()
-        )
+        exact = Exact(index.passages.embedding_PE)
+        ids.append(exact.search(query_QE, options.candidates)[1].cpu().numpy())
     return top_k_change(ids[0], ids[1])
