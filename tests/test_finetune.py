@@ -17,6 +17,7 @@ from realmops.bert import Packed
 from realmops.config import Finetune
 from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed
+from realmops.index.mips import Exact
 from realmops.model.files import add_spans
 from realmops.model.joins import join_query, join_reader
 from realmops.train.finetune import OpenQa, finetune, finetune_steps
@@ -52,9 +53,8 @@ def open_qa(world: World, *, width: int = 8, **changes: Any) -> OpenQa:
         for parameter in reader.spans.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
-    return OpenQa(
-        retriever, reader, world.snapshot, embed(retriever.document, sequences, FP32), options(**changes), FP32
-    )
+    passages = Exact(embed(retriever.document, sequences, FP32))
+    return OpenQa(retriever, reader, world.snapshot, passages, options(**changes), FP32)
 
 
 def span_logits(model: OpenQa, question: Question, passages: list[int]) -> list[list[tuple[float, bool]]]:
@@ -80,7 +80,7 @@ GIVEN = {BORN.question: [0, 6, 4], PORT.question: [6, 2, -1], NEVER.question: [3
 def given(world: World, **changes: Any) -> OpenQa:
     """The passages of ``GIVEN`` and no embeddings."""
     model = open_qa(world, **changes)
-    model.embedding_PE = None
+    model.passages = None
     model.ranker = lambda question, k: np.array([*GIVEN[question], -1, -1][:k])
     return model
 
@@ -254,7 +254,7 @@ def slow_loss(world: World, model: OpenQa, question: Question) -> tuple[float, f
     chosen, snapshot, special = model.options, world.snapshot, world.special
     tokens = model.wordpieces(question.question)
     query = model.retriever.query(Packed([join_query(tokens, special, chosen.query_wordpieces)]))[0].double()
-    f = [float(model.retriever.scale * query @ e.double()) for e in model.embedding_PE]
+    f = [float(model.retriever.scale * query @ e.double()) for e in model.passages.embedding_PE]
     ranked = sorted(range(len(f)), key=lambda p: -f[p])[: chosen.retriever_candidates]
     has_answer = [any(answer in snapshot.text(p) for answer in question.answers) for p in ranked]
     early = 0.0
@@ -309,7 +309,7 @@ def test_the_passages_stay_and_query_and_reader_learn(world: World) -> None:
     loss, metrics = model.loss([BORN])
     assert metrics["no_correct_span"] == 0.0
     loss.backward()
-    assert model.embedding_PE.grad is None
+    assert model.passages.embedding_PE.grad is None
     for name, parameter in model.retriever.query.named_parameters():
         if "segment" not in name:
             assert parameter.grad is not None, name
@@ -327,7 +327,7 @@ def test_relevance_ranks_the_frozen_passages(world: World, candidates: int) -> N
     with torch.no_grad():
         score_BK, id_BK = model.relevance([q.question for q in (BORN, PORT)], candidates)
         joined = [join_query(t, world.special, model.options.query_wordpieces) for t in tokens]
-        plain_BP = model.retriever.scale * model.retriever.query(Packed(joined)) @ model.embedding_PE.T
+        plain_BP = model.retriever.scale * model.retriever.query(Packed(joined)) @ model.passages.embedding_PE.T
     count = min(candidates, 12)
     assert id_BK.tolist() == plain_BP.argsort(dim=1, descending=True)[:, :count].tolist()
     torch.testing.assert_close(score_BK, plain_BP.gather(1, id_BK))
@@ -430,14 +430,14 @@ def test_training_learns_the_answers(world: World) -> None:
         Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
     ]
     model, journal = open_qa(world, reader_candidates=5), MemoryJournal()
-    before = model.embedding_PE.clone()
+    before = model.passages.embedding_PE.clone()
     chosen = options(epochs=25, reader_candidates=5, retriever_learning_rate=3e-3, reader_learning_rate=3e-3)
     finetune(tiny_context(journal=journal), model, questions, chosen, tiny_optimiser())
     lines = journal.lines()
     assert len(lines) == 25 * 3, "three batches of two an epoch, the last with one question"
     loss = journal.values("loss")
     assert np.mean(loss[-6:]) < 0.5 * np.mean(loss[:6])
-    assert torch.equal(model.embedding_PE, before)
+    assert torch.equal(model.passages.embedding_PE, before)
     found = model.answer(questions, ranked=5, batch_size=5)
     right = [answer.text in question.answers for answer, question in zip(found, questions, strict=True)]
     assert sum(right) >= 3

@@ -27,6 +27,7 @@ from realmops.artifacts import digest_of, seed_for
 from realmops.bert import Packed
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.index.mips import Exact
 from realmops.model.files import build_models
 from realmops.train import ict
 from realmops.train.pretrain import Examples, Index, pretrain
@@ -134,7 +135,7 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
 
     class Source:
         def at_step(self, step: int, retriever: Any) -> Index | None:
-            return Index(0, embedding, retriever, 0.0, True) if step == 0 else None
+            return Index(0, Exact(embedding), retriever, 0.0, True) if step == 0 else None
 
     with drawn(seen):
         context = tiny_context(stream="pretrain", seed=SEED)

@@ -85,7 +85,7 @@ def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> 
     shutil.copytree(trained / "two", root, ignore=shutil.ignore_patterns("pretrain", "finetune"))
     arguments = ["run", "pretrain", "--params", trained / "params.yaml", "--root", root]
     process = subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    toy.wait_for(lambda: list(root.rglob("checkpoints/v-*")), 100)
+    toy.wait_for(lambda: list(root.glob(".realmops/work/*/exchange/checkpoints/v-*")), 100)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(workers[1]), signal.SIGKILL)
     assert process.wait(100) != 0

@@ -27,6 +27,7 @@ from torch import Tensor
 from realmops.bert import Packed
 from realmops.config import Pretrain
 from realmops.index.embed import document_sequences, embed, query_sequences
+from realmops.index.mips import Exact
 from realmops.index.staleness import generation_in_use
 from realmops.model.joins import join_document, join_query, join_reader
 from realmops.model.reader import Reader
@@ -88,7 +89,7 @@ def ranked_index(count: int, retriever: Retriever, order: Sequence[int] | None =
         embedding_PE[passage, 0] = float(count - rank)
     query_E = torch.zeros(width)
     query_E[0] = 1.0
-    return Index(0, embedding_PE, retriever, 0.0, True), query_E
+    return Index(0, Exact(embedding_PE), retriever, 0.0, True), query_E
 
 
 # ---- examples
@@ -456,7 +457,8 @@ class Source:
         if step % self.options.refresh_every == 0:
             searcher = copy.deepcopy(retriever).eval()
             sequences = document_sequences(self.world.snapshot, range(len(self.world.snapshot)))
-            self.published[step] = Index(step, embed(searcher.document, sequences, FP32), searcher, 0.0, True)
+            passages = Exact(embed(searcher.document, sequences, FP32))
+            self.published[step] = Index(step, passages, searcher, 0.0, True)
         wanted = generation_in_use(step, refresh_every=self.options.refresh_every, lag=self.options.lag)
         if wanted == self.in_use:
             return None

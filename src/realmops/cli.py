@@ -560,6 +560,63 @@ def index_builder(
 
 
 @main.command()
+@click.option(
+    "--passages",
+    "sizes",
+    type=click.IntRange(min=1),
+    multiple=True,
+    metavar="N",
+    help="Plan for so many passages instead of 1, 13, 100 and 1,000 million. Can be repeated.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=60.0,
+    show_default=True,
+    help="How long to measure, about: two steps of one example are timed in any case.",
+)
+@click.option("--json", "as_json", is_flag=True, help="What was measured and what follows, as JSON.")
+@_params
+@_preset
+@_set
+@_root
+@_explains_errors
+def plan(
+    sizes: tuple[int, ...],
+    seconds: float,
+    as_json: bool,
+    params: Path,
+    presets: tuple[str, ...],
+    settings: tuple[str, ...],
+    root: Path,
+) -> None:
+    """Say what a corpus takes: seconds per step and refresh, staleness, builders, memory and disk.
+
+    Measures this machine for a minute at the shapes of the params, on the device, threads and precision of the section
+    run; the rest is proportion. The lengths of passages are those of the snapshot under the root, or else of invented
+    text.
+    """
+    from rich.console import Console as Screen
+
+    from realmops.artifacts import canonical_json
+    from realmops.config import parse_section
+    from realmops.console import Console
+    from realmops.stages import plan as planning
+    from realmops.stages.calibration import calibrate
+
+    values = _values(params, presets, settings)
+    measured = calibrate(values, root, seconds, Console())
+    index, refresh = parse_section("index", values["index"]), values["pretrain"]["refresh_every"]
+    scales = planning.scales_of(measured, sizes or planning.PASSAGES, index, refresh)
+    if as_json:
+        click.echo(canonical_json(planning.as_values(measured, scales)).decode())
+        return
+    Screen(width=None if Screen().is_terminal else 120).print(planning.table(measured, scales))
+    for note in planning.notes(measured, scales):
+        click.echo(note)
+
+
+@main.command()
 @_root
 @_explains_errors
 def report(root: Path) -> None:

@@ -102,6 +102,14 @@ class RetrieverOptions:
 
 
 @dataclass(frozen=True)
+class IndexOptions:
+    """How passages are searched."""
+
+    type: Literal["auto", "exact", "ivf", "hnsw", "pq"]
+    target_recall: float
+
+
+@dataclass(frozen=True)
 class Ict:
     """Inverse cloze task, and the reader's warm start."""
 
@@ -224,6 +232,7 @@ class Config:
     questions: QuestionFiles
     tag: Tag
     retriever: RetrieverOptions
+    index: IndexOptions
     ict: Ict
     pretrain: Pretrain
     finetune: Finetune
@@ -257,6 +266,7 @@ _POSITIVE = {
     "masked_sentences": 0,
 }
 _AT_MOST_ONE = {
+    "target_recall",
     "hidden",
     "test_share",
     "dev_share",

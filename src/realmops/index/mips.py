@@ -1,9 +1,12 @@
-"""Exact maximum inner product search (paper, section 3.3).
+"""Exact maximum inner product search (paper, section 3.3), and what every index can do.
 
 Shape suffixes: Q queries, P passages, E embedding width, K results, G groups.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,6 +14,28 @@ from torch import Tensor
 GROUP = 256
 _LARGE = 50_000
 _CHUNK = 1 << 18
+
+
+class PassageIndex(Protocol):
+    """Embeddings of passages that can be searched."""
+
+    @property
+    def embedding_PE(self) -> Tensor:
+        """Exact, whatever finds the candidates; on any device."""
+
+    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Inner products, and ids of the k passages found, Q x min(k, P), best first."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Every passage is compared with the query."""
+
+    embedding_PE: Tensor
+
+    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As :func:`search`, where the embeddings lie."""
+        return search(query_QE.to(self.embedding_PE.device), self.embedding_PE, k)
 
 
 def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tensor]:

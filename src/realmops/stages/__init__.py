@@ -85,14 +85,14 @@ STAGES: dict[str, Stage] = {
         Stage("ict", ("run", "bert", "retriever", "ict", "optimiser"), ("snapshot", "tag"), "models/ict"),
         Stage(
             "pretrain",
-            ("run", "pretrain", "optimiser", "questions"),
+            ("run", "index", "pretrain", "optimiser", "questions"),
             ("sample", "snapshot", "tag", "ict"),
             "models/pretrain",
             ("questions.dev",),
         ),
         Stage(
             "finetune",
-            ("run", "finetune", "closed_book", "optimiser", "questions"),
+            ("run", "index", "finetune", "closed_book", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
             ("questions.train", "questions.dev"),

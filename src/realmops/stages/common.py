@@ -7,9 +7,9 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,15 +24,18 @@ from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.evaluate.report import read_journal, series_of
+from realmops.index.approximate import QUERIES, Approximate, Recipe, passage_index
 from realmops.index.embed import document_sequences, embed, query_sequences
-from realmops.index.mips import search
+from realmops.index.mips import Exact, PassageIndex
 from realmops.model.joins import SpecialTokens, join_query
-from realmops.model.retriever import Retriever
+from realmops.model.retriever import Embedder, Retriever
 from realmops.stages import Job
 from realmops.train.loop import Context
 from realmops.train.parallel import team
 
+T = TypeVar("T")
 INDEX = "index.safetensors"
+RECIPE = "index.json"
 _KIND = "checkpoint"
 _KEPT = 2
 _ROWS = 1 << 16
@@ -152,6 +155,41 @@ def passage_embeddings(folder: Path, retriever: Retriever, snapshot: Snapshot, d
     return embed_corpus(retriever, snapshot, dtype)
 
 
+def searchable(
+    job: Job, embedding_PE: Tensor, embedder: Embedder, queries: Sequence[np.ndarray], k: int
+) -> PassageIndex:
+    """An index over embeddings as the section ``index`` wants it, its recall of the top k measured with the queries."""
+    run: Run = job.sections["run"]
+    device, dtype = prepare(run)
+
+    def embedded() -> Tensor:
+        return embed(embedder, query_sequences(queries), dtype)
+
+    seed = artifacts.seed_for(run.seed, "index")
+    return passage_index(embedding_PE, job.sections["index"], device, seed, embedded, k)
+
+
+def save_passages(folder: Path, passages: PassageIndex) -> None:
+    """Write the embeddings and, where the search is approximate, how it was built and what recall it has."""
+    save_index(folder / INDEX, passages.embedding_PE)
+    if isinstance(passages, Approximate):
+        artifacts.write_json(folder / RECIPE, asdict(passages.recipe))
+
+
+def load_passages(folder: Path, snapshot: Snapshot, device: torch.device) -> PassageIndex:
+    """What :func:`save_passages` wrote; an approximate index is built again from the embeddings."""
+    embedding_PE = load_index(folder, snapshot)
+    if (folder / RECIPE).is_file():
+        return Approximate(embedding_PE, Recipe(**artifacts.read_json(folder / RECIPE)), device)
+    return Exact(embedding_PE.to(device))
+
+
+def sampled(items: Sequence[T], seed: int) -> list[T]:
+    """Those that the recall of an index is measured with."""
+    rng = np.random.default_rng(artifacts.seed_for(seed, "index", "queries"))
+    return [items[row] for row in rng.permutation(len(items))[:QUERIES]]
+
+
 def embed_changed(
     retriever: Retriever,
     snapshot: Snapshot,
@@ -176,11 +214,11 @@ def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: i
 
 
 def rank(
-    retriever: Retriever, embedding: Tensor, queries: Sequence[np.ndarray], k: int, dtype: torch.dtype
+    retriever: Retriever, passages: PassageIndex, queries: Sequence[np.ndarray], k: int, dtype: torch.dtype
 ) -> np.ndarray:
     """Ids of the top k passages of each query, Q x k."""
     query = embed(retriever.query, query_sequences(queries), dtype)
-    ids: np.ndarray = search(query.to(embedding.device), embedding, k)[1].cpu().numpy()
+    ids: np.ndarray = passages.search(query, k)[1].cpu().numpy()
     return ids
 
 

@@ -33,6 +33,9 @@ from realmops.evaluate.retrieval import (
     hits_at,
     recall_metrics,
 )
+from realmops.index.approximate import Approximate
+from realmops.index.embed import embed, query_sequences
+from realmops.index.mips import Exact
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import (
@@ -41,6 +44,7 @@ from realmops.stages.common import (
     prepare,
     question_queries,
     rank,
+    sampled,
     warn_of_timeouts,
 )
 from realmops.stages.retrievers import open_tuned, ranker_of
@@ -72,12 +76,14 @@ def run(job: Job) -> dict[str, Any]:
     metrics |= _retrieval(job, ranks, rule, "")
     metrics["recall_at_5"] = metrics[f"recall_at_5_{rule}"]
     queries = question_queries(snapshot, questions, options.query_wordpieces)
+    if model is not None and isinstance(model.passages, Approximate):
+        metrics["index_recall"] = _index_recall(job, model, model.passages, queries, depth)
     for name, prefix in (("ict", "before_realm_"), ("pretrain", "zero_shot_")):
         if name not in job.inputs:
             continue  # a fine-tuned model was imported
         zero_shot = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
         passages = passage_embeddings(job.inputs[name], zero_shot, snapshot, dtype)
-        found = rank(zero_shot, passages, queries, depth, dtype).tolist()
+        found = rank(zero_shot, Exact(passages), queries, depth, dtype).tolist()
         hits = hit_ranks_by_rule(questions, _padded(found, depth), snapshot.text)
         metrics |= _retrieval(job, hits, rule, prefix)
     if job.sections["evaluate"].bm25:
@@ -109,6 +115,19 @@ def run(job: Job) -> dict[str, Any]:
     write_predictions(job.out / PREDICTIONS, predictions)
     _report(job, metrics)
     return metrics
+
+
+def _index_recall(job: Job, model: OpenQa, passages: Approximate, queries: list[np.ndarray], depth: int) -> float:
+    """What an approximate index finds of the exact search's passages; warned of when that is less than was wanted."""
+    chosen = query_sequences(sampled(queries, job.sections["run"].seed))
+    recall = passages.recall(embed(model.retriever.query, chosen, model.dtype), depth)
+    if recall < passages.recipe.target_recall:
+        job.report.warn(
+            f"the {passages.recipe.type} index finds {recall:.4f} of the exact top {depth} for the test questions, "
+            f"index.target_recall was {passages.recipe.target_recall}: recall and EM are too low by that; run finetune "
+            "again with index.type=exact"
+        )
+    return recall
 
 
 def _warn_of_other_questions(job: Job, training: list[Question], questions: list[Question]) -> None:

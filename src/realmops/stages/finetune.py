@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from realmops.config import ClosedBookOptions, Finetune
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.openqa import score_predictions
+from realmops.evaluate.retrieval import RECALL_AT
+from realmops.index.approximate import Approximate, index_type
+from realmops.index.embed import embed, query_sequences
 from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.stages.common import (
-    INDEX,
     JournalValues,
     context,
     open_snapshot,
     passage_embeddings,
     prepare,
-    save_index,
+    question_queries,
+    sampled,
+    save_passages,
+    searchable,
     warn_of_timeouts,
 )
 from realmops.stages.retrievers import DENSE, ranker_of
@@ -78,15 +80,22 @@ def run(job: Job) -> dict[str, Any]:
         path.save(job.out)
     add_spans(reader, options.span_width, seed)
     retriever.to(device)
-    embedding = None
+    passages = None
     if options.retriever in DENSE:
-        embedding = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
+        index_type(job.sections["index"], len(snapshot), retriever.document.projection.out_features, device)
+        embedding_PE = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
+        asked = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
+        passages = searchable(job, embedding_PE, retriever.query, asked, options.retriever_candidates)
     ranker = ranker_of(options, snapshot, path)
-    model = OpenQa(retriever, reader, snapshot, embedding, options, dtype, ranker)
+    model = OpenQa(retriever, reader, snapshot, passages, options, dtype, ranker)
     steps = finetune_steps(len(questions), options)
     surroundings = context(job, "finetune", steps, "fine-tuning", first_step=done, journal_start=end)
     finetune(surroundings, model, questions, options, job.sections["optimiser"])
-    _save(job.out, model, embedding, snapshot)
+    if isinstance(passages, Approximate):
+        metrics["index_recall"] = _fit_to_tuned(job, model, passages, sampled(held_out, seed))
+    save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
+    if passages is not None:
+        save_passages(job.out, passages)
     progress = job.report.progress("dev questions", len(held_out))
     answers = model.answer(held_out, ranked=5, batch_size=ANSWERED_TOGETHER, progress=progress)
     logged = JournalValues(job)
@@ -135,7 +144,11 @@ def _exact_match(questions: list[Question], texts: list[str], seed: int) -> floa
     return score_predictions(questions, predictions, seed=seed).em.mean
 
 
-def _save(folder: Path, model: OpenQa, embedding: Tensor | None, snapshot: Snapshot) -> None:
-    save_models(folder, model.retriever, model.reader, snapshot.vocabulary_hash)
-    if embedding is not None:
-        save_index(folder / INDEX, embedding)
+def _fit_to_tuned(job: Job, model: OpenQa, passages: Approximate, questions: list[Question]) -> float:
+    """Let the index find for the tuned query tower what ``evaluate`` asks for; the recall, warned of when too low."""
+    queries = question_queries(model.snapshot, questions, model.options.query_wordpieces)
+    try:
+        passages.widen(embed(model.retriever.query, query_sequences(queries), model.dtype), max(RECALL_AT))
+    except ValueError as error:  # the training is worth keeping
+        job.report.warn(str(error))
+    return passages.recipe.recall

@@ -14,6 +14,7 @@ import torch
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import embed, query_sequences
+from realmops.index.mips import Exact
 from realmops.model import likelihood
 from realmops.model.files import load_models
 from realmops.model.retriever import Retriever
@@ -144,7 +145,7 @@ def pretrained(root: Path, where: Standing) -> tuple[Realm, Index, Generation]:
         file, passages = str(where.finetune / INDEX), load_index(where.finetune, snapshot)
     else:
         file, passages = None, embed_corpus(retriever, snapshot, dtype)
-    index = Index(options.steps, passages.to(device), retriever, 0.0, False)
+    index = Index(options.steps, Exact(passages.to(device)), retriever, 0.0, False)
     generation = Generation(file, len(snapshot), "pretrain", options.steps)
     return Realm(retriever, reader, snapshot, options, dtype), index, generation
 

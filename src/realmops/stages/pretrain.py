@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
+from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Pretrain
@@ -22,9 +23,11 @@ from realmops.corpus.questions import answers_are_expressions, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.wordpieces import contains
 from realmops.evaluate.retrieval import first_hit_ranks, hits_at
+from realmops.index.approximate import QUERIES, Approximate, index_type
 from realmops.index.builder import MISCONFIGURED
 from realmops.index.embed import embed, query_sequences
 from realmops.index.exchange import Exchange, Fenced
+from realmops.index.mips import Exact, PassageIndex
 from realmops.index.staleness import generation_in_use
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version
@@ -41,8 +44,20 @@ from realmops.stages.common import (
     prepare,
     question_queries,
     rank,
+    searchable,
 )
-from realmops.train.pretrain import Candidates, Example, Examples, Index, Realm, SharedSource, pretrain
+from realmops.train.loop import Context
+from realmops.train.pretrain import (
+    Candidates,
+    Example,
+    Examples,
+    Index,
+    IndexSource,
+    Realm,
+    SharedSource,
+    depth,
+    pretrain,
+)
 
 BUILDER_LOG = "index-builder.log"
 QUIET_SECONDS = 5.0  # a shorter wait is not worth a line
@@ -59,27 +74,37 @@ def run(job: Job) -> dict[str, Any]:
     reader.to(device).train()
     surroundings = context(job, "pretrain", options.steps, "pre-training")
     realm = Realm(retriever, reader, snapshot, options, dtype)
-    team, optimiser = surroundings.team, job.sections["optimiser"]
-    if not team.leads:
+    asked = _drawn(examples, job.sections["run"].seed)
+
+    def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
+        return searchable(job, embedding_PE, searcher.query, realm.queries(asked), depth(options))
+
+    def train(surroundings: Context, source: IndexSource, evaluate: Callable[[Index], dict[str, float]]) -> None:
         pretrain(
             surroundings,
             retriever,
             reader,
             snapshot,
             examples,
-            optimiser,
-            SharedSource(team, None, device),
-            evaluate=lambda index: {},
+            job.sections["optimiser"],
+            source,
+            evaluate=evaluate,
             warn=job.report.warn,
         )
+
+    team = surroundings.team
+    if not team.leads:
+        train(surroundings, SharedSource(team, None, passages, device), lambda index: {})
         return {}
+    width = retriever.query.projection.out_features
+    index_type(job.sections["index"], len(snapshot), width, device)  # what is wrong with it is said before training
     fixed = _fixed_examples(_examples(job, snapshot, masking="salient", exclude_trivial=True), job)
     measure = _measure(job, snapshot, fixed, realm)
     root = job.work / "exchange" if options.exchange == "auto" else Path(options.exchange)
     card = identity(
         snapshot,
         run_key=job.work.name,
-        embedding_width=retriever.query.projection.out_features,
+        embedding_width=width,
         precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
         threads=job.sections["run"].threads,
         part_rows=options.shard_rows,
@@ -94,21 +119,11 @@ def run(job: Job) -> dict[str, Any]:
             job.report.say(message)
 
     trainer = Trainer(Exchange.open(root, card, grace=0.0 if options.builder == "child" else 120.0), policy, on_wait)
-    source = ExchangeSource(trainer, options, snapshot.vocabulary_hash, device)
+    source = ExchangeSource(trainer, options, snapshot.vocabulary_hash, device, passages)
     surroundings = replace(surroundings, checkpoints=source)
     try:
         with child or nullcontext():
-            pretrain(
-                surroundings,
-                retriever,
-                reader,
-                snapshot,
-                examples,
-                optimiser,
-                SharedSource(team, source, device) if team.size > 1 else source,
-                evaluate=measure,
-                warn=job.report.warn,
-            )
+            train(surroundings, SharedSource(team, source, passages, device) if team.size > 1 else source, measure)
             trainer.finish("done")
     except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
         with suppress(Fenced):  # the last word is the successor's
@@ -144,6 +159,7 @@ def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> di
         "index_staleness_steps": logged.mean("staleness_steps"),
         "index_staleness_seconds": logged.mean("staleness_seconds"),
         "top_k_change": logged.mean("top_k_change"),
+        **({"index_recall": min(recalls)} if (recalls := logged.of("index_recall")) else {}),
         "wait_share": source.waited / max(spent, 1e-9),
         "collapsed": max(logged.of("collapsed"), default=0.0),
         "dropped_own": sum(logged.of("dropped_own")),
@@ -155,8 +171,16 @@ def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> di
 class ExchangeSource:
     """The trainer's side of the exchange as the training loop wants it: checkpoints, and an index for each step."""
 
-    def __init__(self, trainer: Trainer, options: Pretrain, vocabulary_hash: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        options: Pretrain,
+        vocabulary_hash: str,
+        device: torch.device,
+        passages: Callable[[Tensor, Retriever], PassageIndex],
+    ) -> None:
         self.trainer, self.options, self.vocabulary_hash, self.device = trainer, options, vocabulary_hash, device
+        self.passages = passages  # from the embeddings of a generation and its retriever
         self.waited = 0.0  # seconds, in all lives of the run
         self.refreshes = 0
         self._step: int | None = None  # of the index in use
@@ -192,9 +216,10 @@ class ExchangeSource:
             return None
         self._step = version.step
         self.refreshes += int(new and step > 0)
-        embedding = load_tensors(version.files[EMBEDDINGS])["embeddings"].to(self.device)
+        embedding_PE = load_tensors(version.files[EMBEDDINGS])["embeddings"]
         searcher = retriever_from_files(version.files).to(self.device).eval()
-        return Index(version.step, embedding, searcher, float(version.meta["published"]), new)
+        passages = self.passages(embedding_PE, searcher)
+        return Index(version.step, passages, searcher, float(version.meta["published"]), new)
 
     def _due(self, step: int) -> Version | None:
         if self.options.adopt == "as_soon_as_ready":
@@ -222,6 +247,12 @@ def _fixed_examples(examples: Examples, job: Job) -> list[Example]:
     return [examples.example(int(row), rng) for row in rows]
 
 
+def _drawn(examples: Examples, seed: int) -> list[Example]:
+    """The masked sentences that the recall of an approximate index is measured with."""
+    rng = np.random.default_rng(seed_for(seed, "index", "queries"))
+    return [examples.draw(rng) for _ in range(QUERIES)]
+
+
 def _candidates(
     snapshot: Snapshot, masked: Sequence[Example], realm: Realm, index: Index, dtype: torch.dtype
 ) -> list[list[int]]:
@@ -247,7 +278,10 @@ def _masked_words(job: Job, masked: Sequence[Example], realm: Realm, index: Inde
 def _measure(
     job: Job, snapshot: Snapshot, masked: Sequence[Example], realm: Realm
 ) -> Callable[[Index], dict[str, float]]:
-    """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder."""
+    """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder.
+
+    Of an approximate index also ``index_recall``, that of the exact search's results.
+    """
     run_options = job.sections["run"]
     questions = read_questions([job.inputs["questions.dev"]], format=job.sections["questions"].format)
     answers_are_expressions(questions)  # one rule for all
@@ -255,19 +289,20 @@ def _measure(
     dtype = prepare(run_options)[1]
 
     def measure(index: Index) -> dict[str, float]:
-        ids = rank(index.retriever, index.embedding_PE, queries, 5, dtype)
+        ids = rank(index.retriever, index.passages, queries, 5, dtype)
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
         hit = [
             any(contains(snapshot.body(p), e.targets) for p in row[:5])
             for e, row in zip(masked, _candidates(snapshot, masked, realm, index, dtype), strict=True)
         ]
-        return {"recall_at_5": float(hits.mean()), "hit_at_5": float(np.mean(hit))}
+        recall = {"index_recall": index.passages.recipe.recall} if isinstance(index.passages, Approximate) else {}
+        return {"recall_at_5": float(hits.mean()), "hit_at_5": float(np.mean(hit)), **recall}
 
     return measure
 
 
 def _final_index(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, step: int) -> Index:
-    return Index(step, embed_corpus(retriever, snapshot, dtype), retriever, time.time(), True)
+    return Index(step, Exact(embed_corpus(retriever, snapshot, dtype)), retriever, time.time(), True)
 
 
 class ChildBuilder:

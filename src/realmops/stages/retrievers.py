@@ -13,7 +13,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.lexical import Bm25, Graph, Lexical, TfIdf, rank, titled_texts
 from realmops.index.links import Links
 from realmops.model.files import load_models
-from realmops.stages.common import load_index
+from realmops.stages.common import load_passages
 from realmops.train.finetune import OpenQa, Ranker
 from realmops.train.path import PathRetriever
 
@@ -57,5 +57,5 @@ def open_tuned(
     retriever, reader = load_models(folder, snapshot.vocabulary_hash)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     ranker = ranker_of(options, snapshot, path)
-    embedding_PE = load_index(folder, snapshot) if ranker is None else None
-    return kind(retriever.to(device), reader.to(device), snapshot, embedding_PE, options, dtype, ranker)
+    passages = load_passages(folder, snapshot, device) if ranker is None else None
+    return kind(retriever.to(device), reader.to(device), snapshot, passages, options, dtype, ranker)

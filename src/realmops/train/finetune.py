@@ -19,7 +19,7 @@ from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.corpus.answers import answer_token_spans, contains_answer
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.mips import search
+from realmops.index.mips import PassageIndex
 from realmops.model.joins import SpecialTokens, join_query, join_reader
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.model.reader import Reader, enumerate_spans
@@ -75,7 +75,7 @@ class OpenQa:
         retriever: Retriever,
         reader: Reader,
         snapshot: Snapshot,
-        embedding_PE: Tensor | None,
+        passages: PassageIndex | None,
         options: Finetune,
         dtype: torch.dtype,
         ranker: Ranker | None = None,
@@ -89,7 +89,7 @@ class OpenQa:
             dtype,
         )
         self.device = reader.bert.word.weight.device
-        self.embedding_PE = None if embedding_PE is None else embedding_PE.to(self.device)
+        self.passages = passages
         self.ranker = ranker
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self._correct: dict[str, dict[int, bool]] = {}
@@ -102,17 +102,19 @@ class OpenQa:
         if self.ranker is not None:
             id_BK = torch.from_numpy(np.stack([self.ranker(question, k) for question in questions]))
             return torch.zeros(id_BK.shape).masked_fill(id_BK < 0, -torch.inf).to(self.device), id_BK
-        assert self.embedding_PE is not None, "without embeddings there must be a ranker"
+        assert self.passages is not None, "without embeddings there must be a ranker"
+        embedding_PE = self.passages.embedding_PE
         tokens = map(self.wordpieces, questions)
         queries = Packed([join_query(t, self.special, self.options.query_wordpieces) for t in tokens])
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(queries)
-        if k >= len(self.embedding_PE):
-            score_BP: Tensor = self.retriever.scale * query_BE @ self.embedding_PE.T
+        if k >= len(embedding_PE):
+            score_BP: Tensor = self.retriever.scale * query_BE @ embedding_PE.to(self.device).T
             return torch.sort(score_BP, dim=1, descending=True)
         with torch.no_grad():
-            _, id_BK = search(query_BE.detach(), self.embedding_PE, k)
-        return self.retriever.relevance(query_BE, self.embedding_PE[id_BK]), id_BK
+            _, id_BK = self.passages.search(query_BE.detach(), k)
+            found_BKE = embedding_PE[id_BK.to(embedding_PE.device)].to(self.device)
+        return self.retriever.relevance(query_BE, found_BKE), id_BK
 
     def wordpieces(self, text: str) -> np.ndarray:
         """A text's wordpieces."""

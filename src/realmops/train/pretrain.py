@@ -25,7 +25,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.wordpieces import contains
 from realmops.index.embed import document_sequences, embed, query_sequences
-from realmops.index.mips import search
+from realmops.index.mips import Exact, PassageIndex
 from realmops.index.staleness import top_k_change
 from realmops.model import likelihood
 from realmops.model.joins import SpecialTokens, join_document, join_query, join_reader
@@ -89,10 +89,10 @@ class Examples:
 
 @dataclass
 class Index:
-    """An adopted generation: embeddings P x E, the retriever it belongs to, and when its weights were made."""
+    """An adopted generation: the embedded passages, the retriever it belongs to, and when its weights were made."""
 
     step: int
-    embedding_PE: Tensor
+    passages: PassageIndex
     retriever: Retriever
     published: float
     new: bool  # False for the one that a resumed run had in use already
@@ -108,21 +108,33 @@ class IndexSource(Protocol):
 class SharedSource:
     """The first process's indexes for all that train together: it alone has the exchange."""
 
-    def __init__(self, team: Team, source: IndexSource | None, device: torch.device) -> None:
-        self.team, self.source, self.device = team, source, device
+    def __init__(
+        self,
+        team: Team,
+        source: IndexSource | None,
+        passages: Callable[[Tensor, Retriever], PassageIndex],
+        device: torch.device,
+    ) -> None:
+        self.team, self.source, self.passages, self.device = team, source, passages, device
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """What the first process's source says."""
         index = self.source.at_step(step, retriever) if self.source is not None else None
-        head = [1, index.step, *index.embedding_PE.shape, index.published, index.new] if index else [0] * 6
+        embedding_PE = index.passages.embedding_PE.to(self.device) if index else torch.empty(0, 0)
+        head = [1, index.step, *embedding_PE.shape, index.published, index.new] if index else [0] * 6
         there, made_at, passages, width, published, new = self.team.send_numbers(head, self.device)
         if not there:
             return None
         if index is None:
             embedding_PE = torch.empty(int(passages), int(width), device=self.device)
-            index = Index(int(made_at), embedding_PE, copy.deepcopy(retriever).eval(), published, bool(new))
-        self.team.send([index.embedding_PE, *index.retriever.parameters()])
-        return index
+        searcher = index.retriever if index else copy.deepcopy(retriever).eval()
+        self.team.send([embedding_PE, *searcher.parameters()])
+        return index or Index(int(made_at), self.passages(embedding_PE, searcher), searcher, published, bool(new))
+
+
+def depth(options: Pretrain) -> int:
+    """How many passages are asked for, of which some are trivial."""
+    return options.candidates - int(options.null_document) + 8
 
 
 class Candidates:
@@ -139,14 +151,12 @@ class Candidates:
         Dropped are the passage of x itself and every passage that contains the unmasked sentence.
         """
         wanted = self.documents
-        _, ids = search(query_BE.to(index.embedding_PE.device), index.embedding_PE, wanted + 8)
+        _, ids = index.passages.search(query_BE, depth(self.options))
         result = []
         for row, example in enumerate(examples):
             kept, dropped = self._keep(example, ids[row].tolist(), wanted)
             if len(kept) < wanted and ids.shape[1] < len(self.snapshot):
-                _, more = search(
-                    query_BE[row : row + 1].to(index.embedding_PE.device), index.embedding_PE, 16 * (wanted + 8)
-                )
+                _, more = index.passages.search(query_BE[row : row + 1], 16 * depth(self.options))
                 kept, dropped = self._keep(example, more[0].tolist(), wanted)
             self.counts.update(dropped)
             self.counts["short"] += len(kept) < wanted
@@ -425,7 +435,6 @@ def _change(old: Index, new: Index, examples: Examples, realm: Realm, options: P
     ids: list[Any] = []
     for index in (old, new):
         query_QE = embed(index.retriever.query, queries, context.dtype)
-        ids.append(
-            search(query_QE.to(index.embedding_PE.device), index.embedding_PE, options.candidates)[1].cpu().numpy()
-        )
+        exact = Exact(index.passages.embedding_PE)
+        ids.append(exact.search(query_QE, options.candidates)[1].cpu().numpy())
     return top_k_change(ids[0], ids[1])
