@@ -37,9 +37,22 @@ PEER = Path(__file__).with_name("step_peer.py")
 
 
 class Step:
-    """Our models, batch and optimiser; call it for one step."""
+    """Our models, batch and optimiser; call it for one step.
 
-    def __init__(self, folder: Path, precision: str, shape: str) -> None:
+    ``folder`` takes the passages, and may hold the peer's weights; ``query`` and ``joined`` are the longest sequences.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        precision: str,
+        shape: str,
+        *,
+        batch: int = BATCH,
+        query: int = QUERY,
+        joined: int = JOINED,
+        device: str = "cpu",
+    ) -> None:
         import torch
 
         from realmops import config
@@ -49,20 +62,20 @@ class Step:
 
         keep_freed_memory()
         torch.manual_seed(0)
-        self.retriever, self.reader = _models(folder, shape)
-        snapshot = _snapshot(folder)
+        self.retriever, self.reader = (model.to(device).train() for model in _models(folder, shape))
+        snapshot = _snapshot(folder, batch * CANDIDATES, [query] * batch)
         settings = [
-            f"pretrain.query_wordpieces={QUERY}",
-            f"pretrain.reader_wordpieces={JOINED}",
+            f"pretrain.query_wordpieces={query}",
+            f"pretrain.reader_wordpieces={joined}",
             f"pretrain.candidates={CANDIDATES}",
             "pretrain.null_document=false",
             "pretrain.marginal=per_token",
         ]
         options = config.parse_section("pretrain", config.load(PARAMS, settings=settings)["pretrain"])
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-        self.realm = Realm(self.retriever.train(), self.reader.train(), snapshot, options, dtype)
-        self.candidates = [list(range(b * CANDIDATES, (b + 1) * CANDIDATES)) for b in range(BATCH)]
-        self.examples = [self._example(BATCH * CANDIDATES + b) for b in range(BATCH)]
+        self.realm = Realm(self.retriever, self.reader, snapshot, options, dtype)
+        self.candidates = [list(range(b * CANDIDATES, (b + 1) * CANDIDATES)) for b in range(batch)]
+        self.examples = [self._example(batch * CANDIDATES + b) for b in range(batch)]
         groups = [Group("retriever", self.retriever, 1e-5), Group("reader", self.reader, 1e-5)]
         self.optimiser, self.schedule = BertAdamW(groups, weight_decay=0.01, clip=1.0), Schedule(1000, 0)
 
@@ -71,7 +84,7 @@ class Step:
 
         from realmops.train.pretrain import Example
 
-        original = self.realm.snapshot.body(passage)[: QUERY - 2]
+        original = self.realm.snapshot.body(passage)[: self.realm.options.query_wordpieces - 2]
         x, positions = original.copy(), np.array([place for place in MASKED if place < len(original)])
         x[positions] = self.realm.special.mask
         return Example(passage, original, x, positions, original[positions])
@@ -92,7 +105,7 @@ class Step:
         snapshot, special = self.realm.snapshot, self.realm.special
         documents = document_sequences(snapshot, [p for row in self.candidates for p in row])
         joined = [
-            join_reader(example.x, snapshot.body(passage), special, JOINED)[:2]
+            join_reader(example.x, snapshot.body(passage), special, self.realm.options.reader_wordpieces)[:2]
             for example, row in zip(self.examples, self.candidates, strict=True)
             for passage in row
         ]
@@ -114,9 +127,9 @@ class Step:
         from safetensors.torch import save_file
 
         queries, documents, joined = self._sequences()
-        by_query = (BATCH, CANDIDATES, -1)
+        by_query = (len(self.examples), CANDIDATES, -1)
         joined_NL = _padded([tokens for tokens, _ in joined])
-        label_BL = torch.zeros(BATCH, joined_NL.shape[1], dtype=torch.int64)
+        label_BL = torch.zeros(len(self.examples), joined_NL.shape[1], dtype=torch.int64)
         for row, example in zip(label_BL, self.examples, strict=True):
             row[torch.from_numpy(example.positions) + 1] = torch.from_numpy(example.targets)
         tensors = {
@@ -154,8 +167,8 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
     return Retriever(tower, tower), Reader(Bert(config), MaskedWordHead(config))
 
 
-def _snapshot(folder: Path) -> Any:
-    """The batch's passages, of lognormal lengths, and those that its sentences come from."""
+def _snapshot(folder: Path, count: int, sentences: list[int]) -> Any:
+    """So many passages of lognormal lengths, and those of the given lengths that the sentences come from."""
     import generated
     import numpy as np
 
@@ -165,8 +178,7 @@ def _snapshot(folder: Path) -> Any:
     from realmops.corpus.snapshot_writer import write_snapshot
 
     rng = np.random.default_rng(0)
-    count = BATCH * CANDIDATES
-    lengths = [*generated.lognormal_lengths(count, rng).tolist(), *[QUERY] * BATCH]
+    lengths = [*generated.lognormal_lengths(count, rng).tolist(), *sentences]
     records = [
         {"id": str(n), "title": str(n), "text": generated.text_of(length, rng)} for n, length in enumerate(lengths)
     ]
