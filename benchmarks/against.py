@@ -23,10 +23,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 BENCHMARKS = ("encode", "step", "search", "ingest", "tagging", "refresh", "growth", "gpu")
+PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu")
 REPEATS = 5
 OUT = Path("build/bench")
 
@@ -196,6 +198,7 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
+        "packages": dict(filter(None, map(_version, PACKAGES))),
     }
 
 
@@ -232,6 +235,13 @@ def main() -> None:
     write(arguments.out / "results.json", {"machine": begun, "benchmarks": found})
     print(f"\n{arguments.out / 'results.json'}")
     sys.exit(any(benchmark["exit"] for benchmark in found))
+
+
+def _version(package: str) -> tuple[str, str] | None:
+    try:
+        return package, metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _lines(path: str) -> list[str]:

@@ -87,6 +87,7 @@ def test_operations_of_an_encoder_by_hand() -> None:
 
 @pytest.mark.parametrize("name", ["against", *BENCHMARKS])
 def test_help_answers(name: str) -> None:
-    found = subprocess.run([sys.executable, FOLDER / f"{name}.py", "--help"], capture_output=True, text=True, check=True)
+    words = [sys.executable, str(FOLDER / f"{name}.py"), "--help"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
     assert found.stdout.startswith(f"usage: {name}.py")
     assert "--repeats" in found.stdout
