@@ -9,6 +9,7 @@ MAKEFLAGS += --no-builtin-rules --no-print-directory
 PYTHON ?= python3
 JOBS ?= 2
 VENV := .venv
+EXTRAS := dev
 STAMP := $(VENV)/setup.stamp
 STARTED := $(VENV)/setup.started
 ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
@@ -48,7 +49,7 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 		install=($(VENV)/bin/python -m pip install -qq --disable-pip-version-check)
 		$(PYTHON) -m venv $(VENV)
 	fi
-	if ! "$${install[@]}" --constraint constraints.txt --editable '.[dev]'; then
+	if ! "$${install[@]}" --constraint constraints.txt --editable '.[$(EXTRAS)]'; then
 		rm -f $(STARTED)
 		echo "realmops: the packages could not be installed; the reason stands above (without a network, pip speaks of" >&2
 		echo "conflicting dependencies). Call make again once it is mended." >&2
@@ -96,13 +97,10 @@ manifests: setup  ## render the Kubernetes overlays into build/manifests and che
 	done
 	pytest -p no:xdist -q tests/test_manifests.py tests/test_pod_security.py
 
-bench: setup  ## list the benchmarks; make bench NAME=... runs one
-	@$(ACTIVATE)
-	if [ -n "$(NAME)" ]; then exec python benchmarks/$(NAME).py; fi
-	for file in benchmarks/*.py; do
-		printf '  make bench NAME=%-14s %s\n' "$$(basename "$$file" .py)" \
-			"$$(python -c 'import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1]).read())).splitlines()[0])' "$$file")"
-	done
+bench: setup  ## every benchmark, one table; make bench NAME=... runs one, ARGS=... are its options
+	@$(MAKE) setup EXTRAS=dev,bench STAMP=$(VENV)/bench.stamp
+	$(ACTIVATE)
+	exec python benchmarks/$(or $(NAME),against).py $(ARGS)
 
 golden: setup  ## write tests/fixtures/golden.json again after an intended change of the data or its order
 	@$(ACTIVATE)

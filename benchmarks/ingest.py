@@ -1,11 +1,14 @@
-"""Ingestion against the tokenizer alone: ratio, MB/s, scaling with workers, memory and time at two sizes.
+"""Ingestion against the tokenizer alone: MB/s, scaling with workers, memory and time at several sizes.
 
-    python benchmarks/ingest.py --documents FILE.jsonl.gz [FILE ...] --copies 1 4 --workers 1 2 --out runs/ingest
+    python benchmarks/ingest.py
+    python benchmarks/ingest.py --documents FILE.jsonl.gz [FILE ...] --copies 1 4 --workers 1 2
 
-The documents are repeated under other ids and with a number before each text, so that copies are no duplicates.
-"The tokenizer alone" is `tokenizers` on one core: encode_batch over the sentences of the same texts, ids and
-offsets taken out, timed in this run before and after. MB are of text in UTF-8. Memory is that of the whole process
-tree (proportional set size, sampled twice a second). Writes OUT/ingest.json.
+Without --documents the text is generated; it repeats its words, which our tokenizer remembers, so that prose is the
+harder test. The documents are repeated under other ids and with a number before each text, so that copies are no
+duplicates. "The tokenizer alone" is `tokenizers` on one core: encode_batch over the sentences of the same texts, ids
+and offsets taken out. The two take turns; the ratio is that of MB per processor second, of ingestion with all its
+workers but without the start of Python. MB are of text in UTF-8. Memory is that of the whole process tree (proportional
+set size, sampled twice a second).
 """
 
 from __future__ import annotations
@@ -13,31 +16,41 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import against
+from against import Goal, Row
+
+GOAL = Goal(0.8)
+GENERATED, SENTENCES = 3_000, 40  # documents, and sentences of each: 7 MB
 WIKIPEDIA = 13_353_718  # passages of the paper's snapshot
 _INGEST = """
-import json, sys
+import json, os, sys, time
 from pathlib import Path
 from realmops.artifacts import atomic_folder
 from realmops.corpus.formats import sources
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import read_vocabulary
 corpus, folder, work, vocabulary, workers = sys.argv[1:]
+start, before = time.perf_counter(), os.times()
 with atomic_folder(Path(folder)) as stage:
     manifest = write_snapshot(
         sources(Path(corpus), "auto"), stage, work=Path(work), vocabulary=read_vocabulary(Path(vocabulary)),
         block_wordpieces=288, workers=int(workers),
     )
-print(json.dumps({key: manifest[key] for key in ("records", "documents", "passages", "tokens")}))
+wall, after = time.perf_counter() - start, os.times()
+cpu = sum(after[:4]) - sum(before[:4])
+counts = {key: manifest[key] for key in ("records", "documents", "passages", "tokens")}
+print(json.dumps({**counts, "wall": wall, "cpu": cpu}))
 """
 
 
@@ -66,7 +79,6 @@ def tokenizer_rate(files: list[Path], vocabulary: Path, megabytes: float) -> flo
     from realmops.corpus.passages import split_sentences
     from realmops.corpus.vocabulary import build_tokenizer, read_vocabulary
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = build_tokenizer(read_vocabulary(vocabulary))
     size = seconds = 0.0
     sentences: list[str] = []
@@ -74,15 +86,18 @@ def tokenizer_rate(files: list[Path], vocabulary: Path, megabytes: float) -> flo
         text = document["text"]
         sentences += [text[start:end] for start, end in split_sentences(text)]
         if len(sentences) >= 8192:
-            start = time.process_time()
-            for encoding in tokenizer.encode_batch(sentences, add_special_tokens=False):
-                assert len(encoding.ids) == len(encoding.offsets)
-            seconds += time.process_time() - start
+            seconds += against.processor_seconds(partial(encode, tokenizer, sentences))
             size += sum(len(sentence.encode()) for sentence in sentences) / 1e6
             sentences = []
         if size > megabytes:
             break
     return size / seconds
+
+
+def encode(tokenizer: Any, sentences: list[str]) -> None:
+    """Ids and offsets of sentences, taken out."""
+    for encoding in tokenizer.encode_batch(sentences, add_special_tokens=False):
+        assert len(encoding.ids) == len(encoding.offsets)
 
 
 def tree_memory(pid: int) -> float:
@@ -104,7 +119,6 @@ def ingest(corpus: Path, out: Path, vocabulary: Path, workers: int) -> dict[str,
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-c", _INGEST, corpus, *folders, vocabulary, str(workers)]
-    before, start = os.times(), time.perf_counter()
     child = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
     peak = 0.0
 
@@ -120,53 +134,60 @@ def ingest(corpus: Path, out: Path, vocabulary: Path, workers: int) -> dict[str,
     watcher.join()
     if child.returncode:
         raise SystemExit(f"the ingestion ended with exit code {child.returncode}")
-    after = os.times()
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-    return {**json.loads(told), "wall": time.perf_counter() - start, "cpu": cpu, "mib": peak}
+    return {**json.loads(told), "mib": peak}
 
 
-def main() -> None:
-    """Run, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    data = Path("../shared/data")
-    files = [data / "open_squad/full/passages.jsonl.gz", data / "wide/extra_passages.jsonl.gz"]
-    parser.add_argument("--documents", type=Path, nargs="+", default=files)
-    parser.add_argument("--copies", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--vocabulary", type=Path, help="a vocab.txt; without one 30,522 pieces of the documents")
-    parser.add_argument("--tokenizer-mb", type=float, default=15.0, help="text for the tokenizer alone, twice")
-    parser.add_argument("--out", type=Path, default=Path("runs/ingest"))
-    arguments = parser.parse_args()
-    out: Path = arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    vocabulary = arguments.vocabulary or train(arguments.documents, out)
-    rates = [tokenizer_rate(arguments.documents, vocabulary, arguments.tokenizer_mb)]
-    runs = []
-    print("| documents | passages | workers | wall s | CPU s | MB/s | MB per CPU s | MiB |")
-    print("|---|---|---|---|---|---|---|---|")
-    for copies in arguments.copies:
-        corpus = out / f"corpus-{copies}.jsonl"
-        size = write_copies(arguments.documents, copies, corpus)
-        for workers in arguments.workers:
-            run = {"mb": size, "workers": workers, **ingest(corpus, out, vocabulary, workers)}
-            runs.append(run)
-            shown = (run["wall"], run["cpu"], size / run["wall"], size / run["cpu"], run["mib"])
-            figures = " | ".join(f"{value:.{digits}f}" for value, digits in zip(shown, (1, 1, 2, 2, 0), strict=True))
-            print(f"| {run['documents']} | {run['passages']} | {workers} | {figures} |", flush=True)
-        corpus.unlink()
-    rates.append(tokenizer_rate(arguments.documents, vocabulary, arguments.tokenizer_mb))
-    rate = sum(rates) / len(rates)
-    print(f"\ntokenizer alone, one core: {rates[0]:.2f} and {rates[1]:.2f} MB/s")
-    for run in runs:
-        by_cpu, by_wall = (run["mb"] / run[clock] / rate for clock in ("cpu", "wall"))
-        hours = run["wall"] * WIKIPEDIA / run["passages"] / 3600
-        print(
-            f"{run['documents']} documents, {run['workers']} workers: {by_cpu:.2f} of the tokenizer by CPU time, "
-            f"{by_wall:.2f} by the clock; {WIKIPEDIA:,} passages in {hours:.1f} h"
-        )
-    (out / "ingest.json").write_text(json.dumps({"tokenizer_mb_per_s": rates, "runs": runs}, indent=1) + "\n")
+def compare(
+    name: str, corpus: Path, megabytes: float, vocabulary: Path, workers: int, arguments: argparse.Namespace
+) -> Row:
+    """The row of one size and number of workers."""
+    out, runs = corpus.parent, list[dict[str, Any]]()
+
+    def ours() -> float:
+        runs.append(ingest(corpus, out, vocabulary, workers))
+        return megabytes / float(runs[-1]["cpu"])
+
+    def theirs() -> float:
+        return tokenizer_rate([corpus], vocabulary, min(megabytes, arguments.tokenizer_mb))
+
+    rates, peers = against.interleave([ours, theirs], arguments.repeats)
+    last = runs[-1]
+    wall = min(run["wall"] for run in runs)
+    hours = wall * WIKIPEDIA / last["passages"] / 3600
+    note = (
+        f"{last['documents']} documents, {last['passages']} passages, {megabytes / wall:.2f} MB/s by the clock, "
+        f"{max(run['mib'] for run in runs):.0f} MiB; {WIKIPEDIA:,} passages in {hours:.1f} h"
+    )
+    what = f"{name}, {megabytes:.1f} MB, {workers} worker{'s' if workers > 1 else ''}"
+    return Row(what, "tokenizers alone", "MB/s", rates, peers, GOAL, note)
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """A row for every number of copies and of workers."""
+    against.one_thread()
+    rows = []
+    with tempfile.TemporaryDirectory(dir=arguments.out) as folder:
+        out = Path(folder)
+        files = arguments.documents or [write_generated(out)]
+        vocabulary = arguments.vocabulary or train(files, out)
+        for copies in arguments.copies:
+            corpus = out / f"corpus-{copies}.jsonl"
+            size = write_copies(files, copies, corpus)
+            name = "ingest" if arguments.documents else "ingest of generated text"
+            rows += [compare(name, corpus, size, vocabulary, workers, arguments) for workers in arguments.workers]
+            corpus.unlink()
+    return rows
+
+
+def write_generated(out: Path) -> Path:
+    """Documents of generated text, as long as articles."""
+    import generated
+
+    path = out / "documents.jsonl"
+    generated.write_documents(path, GENERATED, SENTENCES)
+    return path
 
 
 def train(documents: list[Path], out: Path) -> Path:
@@ -175,11 +196,21 @@ def train(documents: list[Path], out: Path) -> Path:
     from realmops.corpus.vocabulary import train_vocabulary, vocabulary_bytes
 
     path = out / "vocab.txt"
-    if not path.is_file():
-        found = [source for file in documents for source in sources(file, "auto")]
-        path.write_bytes(vocabulary_bytes(train_vocabulary(found, size=30522)))
+    found = [source for file in documents for source in sources(file, "auto")]
+    path.write_bytes(vocabulary_bytes(train_vocabulary(found, size=30522)))
     return path
 
 
+def options(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark takes."""
+    parser.add_argument(
+        "--documents", type=Path, nargs="+", help="JSON lines with id, title and text, plain or gzipped"
+    )
+    parser.add_argument("--copies", type=int, nargs="+", default=[1])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1])
+    parser.add_argument("--vocabulary", type=Path, help="a vocab.txt; without one 30,522 pieces of the documents")
+    parser.add_argument("--tokenizer-mb", type=float, default=15.0, help="text for the tokenizer alone, at most")
+
+
 if __name__ == "__main__":
-    main()
+    against.command(__doc__, "ingest", measure, options)

@@ -1,0 +1,195 @@
+"""What ten times the corpus costs: seconds of each part of the chain and the trainer's memory, size by size.
+
+    python benchmarks/growth.py --sizes 2000 20000 200000
+
+Generated passages of about 30 wordpieces and encoders of one layer and width 32, so that 200,000 passages take minutes.
+Each size is a fresh root: the stages snapshot and tag, the embedding of all passages, 10 searches of 64 queries each,
+evaluate's ranking of questions with all its match rules; then, in a process of its own, the stage pretrain with its
+index builder: seconds of one step, and the most memory of the trainer alone. Sizes take turns: as many as --repeats,
+but no more than 60,000 passages allow, and one at least. A row compares the turns of one size with the median of the
+size before it; the exponent is that of the size in the time (1: linear). Seconds are by the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import against
+from against import Goal, Row
+
+TURNS_OF = 60_000  # passages
+QUERIES, SEARCHES, STEPS = 64, 10, 5
+TIME, MEMORY = 1.1, Goal(1.3, at_most=True)  # of the growth of the corpus; of the memory before
+PROJECT = Path(__file__).parents[1]
+SMALL = {
+    "run.device": "cpu",
+    "bert.width": 32,
+    "bert.layers": 1,
+    "bert.heads": 2,
+    "bert.intermediate": 64,
+    "sample.subjects": 60,
+    "sample.warmup_worlds": 1,
+    "snapshot.use_warmup": False,
+    "snapshot.whole_documents": True,
+    "tag.steps": 1,
+    "retriever.embedding_width": 128,
+    "ict.steps": 1,
+    "ict.reader_steps": 1,
+    "pretrain.steps": STEPS,
+    "pretrain.retriever_delay": 0,
+    "pretrain.masked_sentences": 20,
+    "tracking.enabled": False,
+}
+
+
+class Silent:
+    """A report that says nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def warn(self, message: str) -> None:
+        """Nothing."""
+
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        """Nothing."""
+        return lambda units: None
+
+
+def values_of(root: Path) -> dict[str, dict[str, Any]]:
+    """params.yaml made small, over the documents of the root."""
+    from realmops import config
+
+    settings = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
+    return config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={root / 'documents.jsonl'}"])
+
+
+def stage(name: str, root: Path) -> dict[str, Any]:
+    """Run one stage in this process."""
+    from realmops.stages.runner import run_stage
+
+    return run_stage(name, values_of(root), project=PROJECT, root=root, report=Silent())
+
+
+def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
+    """By the clock, and what the call gave."""
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+def chain(root: Path) -> dict[str, float]:
+    """Everything but the trainer: seconds of each part."""
+    import torch
+
+    from realmops.bert import resolve_precision
+    from realmops.corpus.questions import read_questions
+    from realmops.corpus.snapshot import Snapshot
+    from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule
+    from realmops.index.mips import Exact, search
+    from realmops.model.files import load_models
+    from realmops.stages.common import embed_corpus, question_queries, rank
+
+    stage("sample", root)
+    found = {}
+    for name in ("snapshot", "tag"):
+        found[name], _ = seconds_of(lambda name=name: stage(name, root))
+    stage("ict", root)
+    snapshot = Snapshot.open(root / "data" / "snapshot" / "corpus")
+    retriever, _ = load_models(root / "models" / "ict", snapshot.vocabulary_hash)
+    dtype = resolve_precision("auto", torch.device("cpu"))
+    found["embedding"], embedding_PE = seconds_of(lambda: embed_corpus(retriever, snapshot, dtype))
+    query_QE = embedding_PE[:QUERIES] + 0.1
+    found["search"], _ = seconds_of(lambda: [search(query_QE, embedding_PE, 16) for _ in range(SEARCHES)])
+    questions = read_questions([root / "data" / "sample" / "questions.test.jsonl.gz"], format="jsonl")
+
+    def retrieve() -> None:
+        queries = question_queries(snapshot, questions, QUERIES)
+        ranked_QK = rank(retriever, Exact(embedding_PE), queries, max(RECALL_AT), dtype)
+        hit_ranks_by_rule(questions, ranked_QK, snapshot.text)
+
+    found["evaluate's retrieval"], _ = seconds_of(retrieve)
+    return found
+
+
+def trainer(root: Path) -> dict[str, float]:
+    """The stage pretrain: seconds of a step, MiB of this process."""
+    stage("pretrain", root)
+    lines = map(json.loads, (root / "models" / "pretrain" / "metrics.jsonl").read_text().splitlines())
+    step = statistics.median(line["step_seconds"] for line in lines if "step_seconds" in line)
+    return {"pre-training step": step, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+PARTS = {"chain": chain, "trainer": trainer}
+
+
+def run(size: int) -> dict[str, float]:
+    """One size once: seconds of each part, and MiB of the trainer."""
+    import generated
+
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        generated.write_documents(Path(folder) / "documents.jsonl", size, 2)
+        for part in PARTS:
+            words = [sys.executable, __file__, "--part", part, folder]
+            told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
+            found |= json.loads(told.splitlines()[-1])
+    return found
+
+
+def compare(size: int, before: int, ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> list[Row]:
+    """The rows of two sizes."""
+    growth = size / before
+    rows = []
+    for part in ours[0]:
+        turns = tuple(turn[part] for turn in ours)
+        base = statistics.median(turn[part] for turn in theirs)
+        name, unit, goal, note = part, "s", Goal(round(TIME * growth, 3), at_most=True), ""
+        if part == "mib":
+            name, unit, goal = "trainer's memory", "MiB", MEMORY
+        else:
+            note = f"exponent {math.log(statistics.median(turns) / base) / math.log(growth):.2f}"
+        rows.append(Row(f"{name}, {size:,}", f"{before:,}", unit, turns, (base,) * len(turns), goal, note))
+    return rows
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """A row for each part and each size but the smallest."""
+    sizes = sorted(arguments.sizes)
+    turns: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
+    for turn in range(arguments.repeats):
+        for size in sizes:
+            if turn < max(1, TURNS_OF // size):
+                found = run(size)
+                whole = sum(seconds for part, seconds in found.items() if part != "mib")
+                turns[size].append({**found, "all parts": whole})
+    return [
+        row
+        for before, size in itertools.pairwise(sizes)
+        for row in compare(size, before, turns[size], turns[before])
+    ]
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark takes."""
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 20_000, 200_000], help="passages (%(default)s)")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--part"]:
+        against.one_thread()
+        print(json.dumps(PARTS[sys.argv[2]](Path(sys.argv[3]))))
+    else:
+        against.command(__doc__, "growth", measure, options)

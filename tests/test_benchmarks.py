@@ -1,0 +1,93 @@
+"""The benchmarks' arithmetic, on timings made by hand; nothing is measured here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
+from generated import encoder_flops
+
+from realmops.bert import BertConfig
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+ROW = Row("embedding", "another", "docs/s", (10.0, 20.0, 60.0), (5.0, 5.0, 10.0), Goal(4))  # ratios 2, 4 and 6
+
+
+def with_goal(goal: Goal | None) -> Row:
+    return Row(ROW.what, ROW.against, ROW.unit, ROW.ours, ROW.theirs, goal)
+
+
+def test_spread_is_the_median_between_the_extremes() -> None:
+    assert Spread.of([4.0, 1.0, 10.0]) == Spread(4.0, 1.0, 10.0)
+    assert Spread.of([4.0, 1.0, 10.0, 5.0]) == Spread(4.5, 1.0, 10.0)
+
+
+def test_the_ratio_is_the_median_over_pairs_and_not_that_of_the_medians() -> None:
+    assert ROW.ratio == Spread(4.0, 2.0, 6.0)
+    uneven = Row("a", "b", "s", (8.0, 10.0, 30.0), (2.0, 10.0, 10.0))  # pairs 4, 1 and 3; both medians are 10
+    assert uneven.ratio == Spread(3.0, 1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("goal", "verdict"),
+    [
+        (Goal(4), "met"),
+        (Goal(4.1), "missed"),
+        (Goal(4, at_most=True), "met"),
+        (Goal(3.9, at_most=True), "missed"),
+        (None, ""),
+    ],
+)
+def test_a_goal_is_met_at_its_limit(goal: Goal | None, verdict: str) -> None:
+    assert with_goal(goal).verdict == verdict
+
+
+def test_sides_take_turns() -> None:
+    order: list[str] = []
+
+    def side(name: str, value: float) -> float:
+        order.append(name)
+        return value * len(order)
+
+    assert interleave([lambda: side("A", 1), lambda: side("B", 10)], 3) == [(1, 3, 5), (20, 40, 60)]
+    assert "".join(order) == "ABABAB"
+
+
+def test_the_table_shows_medians_spreads_ratio_goal_and_verdict() -> None:
+    assert table([("encode", ROW)]).splitlines()[2] == (
+        "| encode | embedding | 20 (10 to 60) docs/s | another | 5 (5 to 10) docs/s | 4 (2 to 6) | at least 4 | met |"
+    )
+
+
+def test_what_was_not_run_says_so_by_name() -> None:
+    row = not_run("step", "the peer", Goal(12), "no --peer")
+    assert row.ratio is None
+    assert row.verdict == "not run"
+    lines = table([("step", row)]).splitlines()
+    assert lines[2] == "| step | step |  | the peer |  |  | at least 12 | not run |"
+    assert lines[-1] == "step, step: not run: no --peer"
+
+
+@pytest.mark.parametrize("row", [ROW, with_goal(Goal(0.5, at_most=True)), not_run("a", "b", None, "c")])
+def test_a_row_comes_back_from_json(row: Row) -> None:
+    assert Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+
+
+def test_operations_of_an_encoder_by_hand() -> None:
+    """Each wordpiece: 4 products of 2 x 2 and 2 of 2 x 3; attention: 2 products of L x L x 2; 2 operations each."""
+    config = BertConfig(vocabulary=9, width=2, layers=3, heads=1, intermediate=3, positions=8, dropout=0.0)
+    one = 5 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 5 * 5 * 2
+    other = 1 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 1 * 1 * 2
+    assert encoder_flops(config, [5, 1]) == 3 * (one + other) == 1632
+
+
+@pytest.mark.parametrize("name", ["against", *BENCHMARKS])
+def test_help_answers(name: str) -> None:
+    words = [sys.executable, str(FOLDER / f"{name}.py"), "--help"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(f"usage: {name}.py")
+    assert "--repeats" in found.stdout
