@@ -30,7 +30,7 @@ from realmops import cluster, kfp_entry
 cluster.scale = lambda deployment, replicas: print("replicas", replicas)
 kfp_entry.pretrain(
     sys.argv[1], "/realmops/runs/one", "/tmp/manifest.json", "/tmp/figures.json", print,
-    deployment="{DEPLOYMENT}", builders=1, wait_seconds=60, limits="those of the test",
+    owner="this run", deployment="{DEPLOYMENT}", builders=1, wait_seconds=60, processes=1, limits="those of the test",
 )
 """
 LOOK = """
@@ -156,7 +156,12 @@ def test_a_training_in_pods_goes_on_after_kill_9_of_either_as_if_nothing_had_bee
 ) -> None:
     root = volume / "runs" / "one"
     podman.play(trainer_pod(builder, values))
-    [place] = wait_for(lambda: list((root / "exchange").glob("*/run/v-*")), LIMIT)
+
+    def opened() -> list[Path]:
+        assert podman.state(TRAINER, "RestartCount") == "0", podman.logs(TRAINER)
+        return list((root / "exchange").glob("*/run/v-*"))
+
+    [place] = wait_for(opened, LIMIT)
     exchange = Exchange(place.parents[1], None, "builder-test")
     [work] = (root / ".realmops" / "work").glob("pretrain-*")
 
