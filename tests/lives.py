@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from exchange_lab import end_of, forked
 from toy import Quiet, Values
 
 from realmops.config import load
@@ -46,24 +47,6 @@ def die_at(number: int, *more: tuple[Any, str]) -> None:
 
     for place, name in ((os, "fsync"), (os, "rename"), (os, "replace"), *more):
         setattr(place, name, dying(getattr(place, name)))
-
-
-def forked(work: Callable[[], int]) -> int:
-    """The id of a new process that does ``work`` and ends with the exit code that it gives."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = work()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-
-def end_of(pid: int) -> int:
-    """0, an exit code, or the negative number of a signal."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def live(name: str, values: Values, project: Path, root: Path, *, killed: bool) -> list[int]:
