@@ -279,7 +279,7 @@ class Plan:
 
 
 def learn(params: bytes, step: int, index: Version) -> bytes:
-    return hashlib.sha256(params + bytes([step]) + index.files["rows.bin"]).digest()
+    return hashlib.sha256(params + bytes([step % 256]) + index.files["rows.bin"]).digest()
 
 
 def life(exchange: Exchange, plan: Plan, on_wait: Any = None, each_step: Any = None) -> bytes:
@@ -327,7 +327,7 @@ def undisturbed(plan: Plan) -> bytes:
         due = step - plan.lag
         generation = max(0, due - due % plan.refresh) if due >= 0 else 0
         rows = embed(params[generation], 0, ROWS)
-        params.append(hashlib.sha256(params[-1] + bytes([step]) + rows).digest())
+        params.append(hashlib.sha256(params[-1] + bytes([step % 256]) + rows).digest())
     return params[-1]
 
 

@@ -7,10 +7,15 @@ the same tests cut short.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import io
 import os
-from collections.abc import Callable
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +111,23 @@ class _Raw(io.FileIO):
     def write(self, content: Any, /) -> int:
         view = memoryview(content).cast("B")
         return self.disk._write(str(self.name), view, super().write)
+
+
+@contextlib.contextmanager
+def small_disk(size: int) -> Iterator[Path]:
+    """A file system of ``size`` bytes."""
+    folder = Path(tempfile.mkdtemp())
+    options = f"size={size},mode=700"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode
+    try:
+        yield folder
+    finally:
+        if mounted == 0:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def may_mount() -> bool:
+    with contextlib.suppress(OSError), small_disk(1 << 20) as folder:
+        return os.path.ismount(folder)
+    return False

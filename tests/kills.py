@@ -4,8 +4,8 @@
 
 Each run has one to three builders. A process dies by SIGKILL before its n-th operation on the exchange, n going
 through all of them, or at a random instant, alone or with all others; builders are stopped for a while; now and
-then a second trainer is started beside the first; every clock is off, by up to a day. Prints, as JSON, what was done and
-what came out wrong. Processes are forked, so that a life costs no start-up.
+then a second trainer is started beside the first; every clock is off, by up to a day. Prints, as JSON, what was done
+and what came out wrong. Processes are forked, so that a life costs no start-up.
 """
 
 from __future__ import annotations

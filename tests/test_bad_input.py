@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import toy
 from click.testing import Result
+from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
 from toy import cli, litter, run_command, toy_values, trained_project, write_params, write_project
 
@@ -399,26 +397,6 @@ def test_a_builder_on_a_folder_that_is_no_snapshot_is_refused(tmp_path: Path) ->
 
 
 # A full disk
-
-
-@contextlib.contextmanager
-def small_disk(size: int) -> Iterator[Path]:
-    """A file system of ``size`` bytes."""
-    folder = Path(tempfile.mkdtemp())
-    options = f"size={size},mode=700"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode
-    try:
-        yield folder
-    finally:
-        if mounted == 0:
-            subprocess.run(["umount", "--lazy", folder], check=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def may_mount() -> bool:
-    with contextlib.suppress(OSError), small_disk(1 << 20) as folder:
-        return os.path.ismount(folder)
-    return False
 
 
 def link_inputs(trained: Path, name: str, root: Path) -> None:

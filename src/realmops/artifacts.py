@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,19 @@ def canonical_json(value: Any) -> bytes:
 def digest_of(value: Any) -> str:
     """The sha256 of a JSON value in canonical form."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with its own digest beside its fields."""
+    return {**value, SEAL: digest_of(value)}
+
+
+def is_sealed(value: Mapping[str, Any]) -> bool:
+    """Whether an object still has the digest that :func:`sealed` gave it."""
+    try:
+        return bool(value.get(SEAL) == digest_of({k: v for k, v in value.items() if k != SEAL}))
+    except ValueError:  # NaN, which nothing of ours has
+        return False
 
 
 def seed_for(seed: int, *stream: int | str) -> int:
@@ -169,7 +182,7 @@ def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
         if path.is_file() and path != folder / MANIFEST
     }
     manifest = {"schema": SCHEMA, "kind": kind, "files": files, **fields}
-    manifest[SEAL] = digest_of(manifest)
+    manifest = sealed(manifest)
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -192,7 +205,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
         raise ValueError(
             f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again"
         )
-    if manifest["schema"] == SCHEMA and not _is_sealed(manifest):
+    if manifest["schema"] == SCHEMA and not is_sealed(manifest):
         raise ValueError(f"{path} does not have the digest that it names; run the stage that makes it again")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(
@@ -222,10 +235,3 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
                 "it was changed: run the stage that makes it again"
             )
     return manifest
-
-
-def _is_sealed(manifest: dict[str, Any]) -> bool:
-    try:
-        return bool(manifest.get(SEAL) == digest_of({k: v for k, v in manifest.items() if k != SEAL}))
-    except ValueError:  # NaN, which no manifest of ours has
-        return False
