@@ -140,10 +140,10 @@ class Follower:
                 self._served = None
         if content is not None and self._process is None and content != self._served:
             named = json.loads(content)
-            self._tell(f"serving {named['exchange']}")
             words = ["--exchange", named["exchange"], "--snapshot", named["snapshot"]]
             self._process = subprocess.Popen([sys.executable, "-m", "realmops", "index-builder", *words])
             self._served = content
+            self._tell(f"serving {named['exchange']}")
         elif self._process is None:
             self._tell(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
 
