@@ -168,6 +168,35 @@ class MemoryFiles(Files):
                 self._cut(child, rng, done)
 
 
+class StaleFiles(MemoryFiles):
+    """The same volume by a mount that shows a listing for ``shown`` seconds, but what it changes itself at once."""
+
+    def __init__(self, around: Any, top: Inode, clock: Clock, shown: float) -> None:
+        super().__init__(around, top)
+        self.clock, self.shown = clock, shown
+        self._listings: dict[Path, tuple[float, list[str]]] = {}
+        self.old = 0  # listings that were shown although they were out of date
+
+    def listdir(self, folder: Path) -> list[str]:
+        fresh, now = super().listdir(folder), self.clock.monotonic()
+        if folder not in self._listings or now - self._listings[folder][0] >= self.shown:
+            self._listings[folder] = (now, fresh)
+        self.old += self._listings[folder][1] != fresh
+        return list(self._listings[folder][1])
+
+    def _create(self, path: Path) -> Inode:
+        self._listings.pop(path.parent, None)
+        return super()._create(path)
+
+    def _rename(self, old: Path, new: Path) -> None:
+        self._listings.pop(new.parent, None)
+        super()._rename(old, new)
+
+    def _remove(self, path: Path) -> None:
+        self._listings.pop(path.parent, None)
+        super()._remove(path)
+
+
 class Fault:
     """One fault at the n-th operation (from 0); ``kill`` and ``kill after`` end this process for good."""
 
@@ -190,11 +219,29 @@ class Fault:
         if self.kind == "kill after":
             self.dead = True
             raise Killed
-        code = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "applied but error": errno.EIO}[self.kind]
+        code = {"applied but error": errno.EIO}.get(self.kind) or getattr(errno, self.kind)
         raise OSError(code, self.kind, str(path))
 
 
-FAULTS = ("kill", "kill after", "ENOSPC", "EIO", "applied but error")
+FAULTS = ("kill", "kill after", "ENOSPC", "EIO", "EROFS", "applied but error")
+
+
+def forked(work: Callable[[], int]) -> int:
+    """The id of a new process that does ``work`` and ends with the exit code that it gives."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = work()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return pid
+
+
+def end_of(pid: int) -> int:
+    """0, an exit code, or the negative number of a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def embed(params: bytes, first: int, end: int) -> bytes:
@@ -232,7 +279,7 @@ class Plan:
 
 
 def learn(params: bytes, step: int, index: Version) -> bytes:
-    return hashlib.sha256(params + bytes([step]) + index.files["rows.bin"]).digest()
+    return hashlib.sha256(params + bytes([step % 256]) + index.files["rows.bin"]).digest()
 
 
 def life(exchange: Exchange, plan: Plan, on_wait: Any = None, each_step: Any = None) -> bytes:
@@ -280,7 +327,7 @@ def undisturbed(plan: Plan) -> bytes:
         due = step - plan.lag
         generation = max(0, due - due % plan.refresh) if due >= 0 else 0
         rows = embed(params[generation], 0, ROWS)
-        params.append(hashlib.sha256(params[-1] + bytes([step]) + rows).digest())
+        params.append(hashlib.sha256(params[-1] + bytes([step % 256]) + rows).digest())
     return params[-1]
 
 

@@ -13,7 +13,8 @@ import os
 import sys
 from pathlib import Path
 
-from lives import die_at, end_of, forked
+from exchange_lab import end_of, forked
+from lives import die_at
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus import ingest, snapshot_writer

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import toy
 
-from realmops.artifacts import read_json, write_json
+from realmops.artifacts import read_json, write_manifest
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
@@ -114,7 +114,7 @@ def changed(root: Path, folder: Path, **options: Any) -> Path:
     path = folder / "models/pretrain/manifest.json"
     manifest = read_json(path)
     manifest["sections"]["pretrain"] |= options
-    write_json(path, manifest)
+    write_manifest(path.parent, **{key: manifest[key] for key in ("kind", "fingerprint", "sections")})
     return folder
 
 

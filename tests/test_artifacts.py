@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from realmops import artifacts
 from realmops.artifacts import (
+    SEAL,
     atomic_folder,
     canonical_json,
     digest_of,
@@ -223,18 +225,18 @@ def damage_cut_manifest(folder: Path) -> str:
 
 def change_manifest(folder: Path, **changes: Any) -> None:
     manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
-    kept = {key: value for key, value in manifest.items() if value is not None}
-    (folder / "manifest.json").write_text(json.dumps(kept))
+    kept = {key: value for key, value in manifest.items() if value is not None and key != SEAL}
+    (folder / "manifest.json").write_text(json.dumps({**kept, SEAL: digest_of(kept)}))
 
 
 def damage_kind(folder: Path) -> str:
     change_manifest(folder, kind="other")
-    return r"kind and schema are \('other', 1\), wanted \('thing', 1\)"
+    return r"kind and schema are \('other', 2\), wanted \('thing', 2\)"
 
 
 def damage_schema(folder: Path) -> str:
-    change_manifest(folder, schema=2)
-    return r"kind and schema are \('thing', 2\), wanted \('thing', 1\)"
+    change_manifest(folder, schema=3)
+    return r"kind and schema are \('thing', 3\), wanted \('thing', 2\)"
 
 
 def damage_no_object(folder: Path) -> str:
@@ -273,6 +275,48 @@ def test_damage_is_named_even_without_reading_the_files(tmp_path: Path, damage: 
     message = damage(folder)
     with pytest.raises(ValueError, match=message):
         read_manifest(folder, "thing", verify=verify)
+
+
+def test_a_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    folder = folder_with_manifest(tmp_path / "x")
+    (folder / "sub").rename(tmp_path / "elsewhere")
+    (folder / "sub").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"sub/b\.txt is a symbolic link or lies behind one"):
+        read_manifest(folder, "thing")
+    (folder / "sub").unlink()
+    (tmp_path / "elsewhere").rename(folder / "sub")
+    (tmp_path / "y").symlink_to(folder)
+    assert read_manifest(tmp_path / "y", "thing")  # what the folder itself is called is its user's business
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_manifest_with_a_flipped_bit_is_refused_or_says_the_same(tmp_path: Path, bit: int) -> None:
+    folder = folder_with_manifest(tmp_path / "x")
+    whole = (folder / "manifest.json").read_bytes()
+    wanted = json.loads(whole)
+    for place in range(len(whole)):
+        flipped = whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :]
+        (folder / "manifest.json").write_bytes(flipped)
+        with suppress(ValueError):
+            assert read_manifest(folder, "thing") == wanted, place
+
+
+def test_a_manifest_of_before_they_had_digests_is_read(tmp_path: Path) -> None:
+    folder = folder_with_manifest(tmp_path / "x")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest[SEAL]
+    write_json(folder / "manifest.json", {**manifest, "schema": 1})
+    assert read_manifest(folder, "thing")["corpus_hash"] == "c0ffee"
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, None], ids=["nested", "terabytes"])
+def test_json_that_would_break_the_reader_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content or b"{")
+    if content is None:
+        os.truncate(path, 1 << 42)
+    with pytest.raises(ValueError, match=f"{path} is not valid JSON"):
+        read_json(path)
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/../../secret"])

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import toy
 from click.testing import Result
+from conftest import Told
+from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
 from toy import cli, litter, run_command, toy_values, trained_project, write_params, write_project
 
@@ -401,26 +400,6 @@ def test_a_builder_on_a_folder_that_is_no_snapshot_is_refused(tmp_path: Path) ->
 # A full disk
 
 
-@contextlib.contextmanager
-def small_disk(size: int) -> Iterator[Path]:
-    """A file system of ``size`` bytes."""
-    folder = Path(tempfile.mkdtemp())
-    options = f"size={size},mode=700"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode
-    try:
-        yield folder
-    finally:
-        if mounted == 0:
-            subprocess.run(["umount", "--lazy", folder], check=True)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def may_mount() -> bool:
-    with contextlib.suppress(OSError), small_disk(1 << 20) as folder:
-        return os.path.ismount(folder)
-    return False
-
-
 def link_inputs(trained: Path, name: str, root: Path) -> None:
     """Let the outputs that a stage reads lie under a new root."""
     for need in STAGES[name].needs:
@@ -437,8 +416,9 @@ def on_a_small_disk(trained: Path, name: str, disk: Path) -> Result:
 
 
 @pytest.mark.skipif(not may_mount(), reason="file systems can be mounted by root only")
+@pytest.mark.faults
 @pytest.mark.parametrize("name", ["sample", "snapshot", "tag", "ict", "finetune"])
-def test_a_full_disk_ends_a_stage_until_there_is_room(trained: Path, name: str) -> None:
+def test_a_full_disk_ends_a_stage_until_there_is_room(trained: Path, name: str, told: Told) -> None:
     """More and more room, until there is enough: either the stage is whole or it was never there."""
     refusals = 0
     for kilobytes in (4, 12, 24, 48, 80, 128, 256, 4096):
@@ -452,10 +432,12 @@ def test_a_full_disk_ends_a_stage_until_there_is_room(trained: Path, name: str) 
             assert litter(disk / "root") == []
     assert result.exit_code == 0
     assert refusals >= 2
+    told(f"the stage {name} on a tmpfs that is full", refusals, "a message, then whole")
 
 
 @pytest.mark.skipif(not may_mount(), reason="file systems can be mounted by root only")
-def test_pre_training_on_a_full_disk_goes_on_when_there_is_room(trained: Path) -> None:
+@pytest.mark.faults
+def test_pre_training_on_a_full_disk_goes_on_when_there_is_room(trained: Path, told: Told) -> None:
     """The index builder is a child process; the disk fills while it works."""
     words = ["--params", trained / "params.yaml", "--set", "pretrain.steps=5", "--set", "pretrain.builder=child"]
     with small_disk(400 << 10) as disk:
@@ -474,6 +456,7 @@ def test_pre_training_on_a_full_disk_goes_on_when_there_is_room(trained: Path) -
         process = run_command("run", "pretrain", *words, "--root", disk / "root")
         assert process.returncode == 0, process.stderr
         assert len(toy.journal(disk / "root/models/pretrain")) == 5
+    told("pre-training on a tmpfs that becomes full", 1, "a message, then goes on")
 
 
 def test_a_file_that_may_not_grow_is_refused(trained: Path, tmp_path: Path) -> None:

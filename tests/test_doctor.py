@@ -119,8 +119,8 @@ def test_doctor_while_pre_training_runs_and_after_it_was_killed(
         stage("pretrain", values, project, root)
     during, after = seen[0], doctor(root)
     [work] = (root / ".realmops/work").iterdir()
-    for lines in (during, after):
-        assert state(lines, "pretrain") == f"not run yet; unfinished work in {work}: run the stage again to go on"
+    for lines, advice in ((during, "it runs"), (after, "run the stage again to go on")):
+        assert state(lines, "pretrain") == f"not run yet; unfinished work in {work}: {advice}"
         assert f"exchange {work / 'exchange'}:" in lines
         assert "  checkpoints: newest is v-000001-00000004" in lines
         assert any(line.startswith("  trainer: training, running for ") for line in lines)
@@ -140,7 +140,7 @@ def test_doctor_while_pre_training_runs_and_after_it_was_killed(
 
 def test_doctor_on_a_folder_that_is_no_exchange(tmp_path: Path) -> None:
     lines = doctor(tmp_path, "--exchange", tmp_path / "nothing")
-    assert lines[-1] == f"  {tmp_path / 'nothing'} is no exchange: no trainer has started here"
+    assert lines[-1] == f"  {tmp_path / 'nothing'} is no exchange: no trainer has started here, or it was removed"
     assert files(tmp_path) == set()
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import exchange_lab
 import pytest
+from conftest import Told
 from exchange_lab import (
     FAULTS,
     IDENTITY,
@@ -37,15 +38,17 @@ from exchange_lab import (
     sound,
     undisturbed,
 )  # fmt: skip
+from faults import times
 
 from realmops.index import versions
-from realmops.index.builder import Builder
+from realmops.index.builder import DONE, MISCONFIGURED, Builder, run_builder
 from realmops.index.exchange import Exchange, Fenced, inspect
 from realmops.index.files import Clock, Files
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Damaged, version_name
 
 PLAN = Plan()
+LONGEST = 500.0  # seconds of a town's time; it takes 10
 AS_SOON = Policy("as_soon_as_ready", max_staleness_steps=3, builder_timeout=1e6)
 
 
@@ -111,11 +114,12 @@ def test_i3_the_undisturbed_run_ends_as_its_definition_says_and_leaves_only_what
     assert pair.exchange().finished() is None  # the next trainer has not spoken
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("role", ["trainer", "builder"])
-def test_i1_i3_one_fault_at_any_operation_of_either_side(role: str, kind: str) -> None:
+def test_i1_i3_one_fault_at_any_operation_of_either_side(role: str, kind: str, told: Told) -> None:
     plan = Plan(steps=4)
-    expected, at, step = undisturbed(plan), 0, 1 if kind == "kill" else 5
+    expected, at, step = undisturbed(plan), 0, 1 if kind == "kill" else times(5, 1)
     while True:
         fault = Fault(at, kind)
         pair = Pair(plan, fault if role == "trainer" else None, fault if role == "builder" else None)
@@ -125,6 +129,7 @@ def test_i1_i3_one_fault_at_any_operation_of_either_side(role: str, kind: str) -
             break
         at += step
     assert at > 200
+    told(f"{kind} at every operation of the {role}, simulated", at // step, "the same weights")
 
 
 def test_i3_two_lives_killed_in_a_row() -> None:
@@ -285,6 +290,8 @@ class Town:
 
     def yield_turn(self, key: str) -> None:
         self.now += 0.05
+        if self.now > LONGEST:
+            raise RuntimeError("the town stands still")
         self.pass_on()
         self.turns[key].acquire()
 
@@ -305,10 +312,11 @@ def town_of(seed: int, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Town:
     return Town(seed, Plan(steps=6, policy=policy), 1500, MemoryFiles())
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("policy", [PLAN.policy, AS_SOON], ids=["fixed_lag", "as_soon_as_ready"])
-def test_i1_to_i4_i7_random_schedules(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i1_to_i4_i7_random_schedules(policy: Policy, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
     totals = {"operations": 0, "kills": 0, "zombies": 0}
-    for seed in range(100):
+    for seed in range(times(100, 1000)):
         town = town_of(seed, policy, monkeypatch)
         assert town.run() == [], f"seed {seed}"
         sound(town.volume)
@@ -319,19 +327,13 @@ def test_i1_to_i4_i7_random_schedules(policy: Policy, monkeypatch: pytest.Monkey
     assert totals["operations"] > 150_000
     assert totals["kills"] > 800
     assert totals["zombies"] > 150
+    outcome = "the same weights" if policy is PLAN.policy else "ends, sound"
+    told(f"kills in random schedules, {policy.adopt}, simulated", totals["kills"], outcome)
+    told(f"processes stopped beside a successor, {policy.adopt}, simulated", totals["zombies"], outcome)
 
 
-def delete_without_claiming(store: versions.Versions, entry: str) -> None:
-    with suppress(OSError):
-        store.files.delete(store.folder / entry)
-
-
-@pytest.mark.parametrize("mutant", ["no fence", "a sweep that does not claim"])
-def test_the_schedules_notice_the_mutant(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if mutant == "no fence":
-        monkeypatch.setattr(Trainer, "check_fence", lambda trainer: None)
-    else:
-        monkeypatch.setattr(versions.Versions, "_bury", delete_without_claiming)
+def test_the_schedules_notice_a_trainer_that_does_not_look_at_its_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "check_fence", lambda trainer: None)
     assert any(town_of(seed, PLAN.policy, monkeypatch).run() for seed in range(40))
 
 
@@ -635,7 +637,7 @@ def test_a_full_disk_fails_the_write_and_leaves_the_rest_usable() -> None:
 
 def test_the_doctor_says_who_lives_what_is_newest_awaited_and_damaged(tmp_path: Path) -> None:
     root = tmp_path / "exchange"
-    assert inspect(root)["summary"] == [f"{root} is no exchange: no trainer has started here"]
+    assert inspect(root)["summary"] == [f"{root} is no exchange: no trainer has started here, or it was removed"]
     trainer = Trainer(Exchange.open(root, IDENTITY, grace=0.0))
     trainer.beat(0)
     trainer.save_checkpoint(0, PARAMS, {})
@@ -662,8 +664,86 @@ def test_the_doctor_says_who_lives_what_is_newest_awaited_and_damaged(tmp_path: 
 def test_a_damaged_sign_of_life_is_only_a_worse_message() -> None:
     files = MemoryFiles()
     trainer = open_trainer(files)
-    for number, content in enumerate([b"", b"{", b"[]", json.dumps({"doing": 3}).encode()]):
+    for number, content in enumerate([b"", b"{", b"[]", json.dumps({"doing": 3}).encode(), b"[" * 100_000]):
         files.replace(ROOT / "alive" / "builder" / f"builder-{number}.json", content)
     words = trainer.exchange.builders_in_words()
-    assert words.count("cannot be read") == 3
+    assert words.count("cannot be read") == 4
     assert "builder-3 (3)" in words
+
+
+# The exchange is taken away or belongs to somebody else
+
+
+def test_a_trainer_whose_exchange_was_removed_ends_and_writes_nothing_into_the_next() -> None:
+    files = MemoryFiles()
+    for _ in range(2):
+        old = open_trainer(files)
+    old.publish_weights(0, PARAMS, {})
+    removed = files._folder(ROOT.parent).pop(ROOT.name)
+    acts = (
+        lambda: old.save_checkpoint(2, PARAMS, {}),
+        lambda: old.publish_weights(2, PARAMS, {}),
+        lambda: old.index_for(0),
+        lambda: old.finish("failed"),
+    )
+    for act in acts:
+        with pytest.raises(Fenced, match="was removed or emptied while this trainer used it"):
+            act()
+    new = open_trainer(files)
+    new.publish_weights(0, PARAMS, {})
+    before = {kind: files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "finished")}
+    for act in acts:
+        with pytest.raises(Fenced, match="was removed or emptied"):
+            act()
+    assert {kind: files.listdir(ROOT / kind) for kind in before} == before
+    files._folder(ROOT.parent)[ROOT.name] = removed
+    old.save_checkpoint(2, PARAMS, {})
+
+
+def test_a_builder_whose_exchange_became_another_runs_ends_and_sets_nothing_aside() -> None:
+    files, said = MemoryFiles(), list[str]()
+    open_trainer(files)
+    other = {**IDENTITY, "corpus": "dead"}
+
+    def replaced(message: str) -> None:
+        said.append(message)
+        if message == "waiting for weights":
+            del files._folder(ROOT.parent)[ROOT.name]
+            trainer = Trainer(Exchange.open(ROOT, other, files=files, clock=StillClock(), grace=0.0))
+            trainer.publish_weights(0, PARAMS, {})
+
+    code = run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock(), grace=0.0, on_status=replaced)
+    assert (code, said) == (MISCONFIGURED, ["waiting for weights"])
+    assert files.listdir(ROOT / "weights") == [version_name(1, 0)]
+
+
+def test_a_builder_whose_exchange_was_removed_waits_and_says_so() -> None:
+    files, said = MemoryFiles(), list[str]()
+    trainer = open_trainer(files)
+    removed: list[Any] = []
+
+    def taken(message: str) -> None:
+        said.append(message)
+        if message == "waiting for weights" and not removed:
+            removed.append(files._folder(ROOT.parent).pop(ROOT.name))
+        elif "is no exchange yet" in message:
+            files._folder(ROOT.parent)[ROOT.name] = removed[0]
+            trainer.finish("done")
+
+    assert run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock(), on_status=taken) == DONE
+    assert said[1] == f"begins again: {ROOT} is no exchange yet: its trainer has not started"
+    assert said[-1] == "ends: the trainer has finished (done)"
+
+
+@pytest.mark.parametrize("holder", ["trainer", "builder-0"])
+def test_another_version_of_realmops_is_refused_by_the_identity_card(
+    holder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = MemoryFiles()
+    open_trainer(files)
+    monkeypatch.setattr(versions, "SCHEMA", 0)
+    with pytest.raises(ValueError, match="written by another version of realmops"):
+        Exchange.open(ROOT, IDENTITY, holder, files=files, clock=StillClock())
+    if holder != "trainer":
+        assert run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock()) == MISCONFIGURED
+    assert files.listdir(ROOT / "run") == ["v-000000"]

@@ -46,7 +46,7 @@ def test_read_refuses_what_is_too_long_a_link_or_no_file(tmp_path: Path) -> None
 def test_a_full_volume_is_named_with_file_and_room_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer, "_free_bytes", lambda folder: 1_000_000)
+    monkeypatch.setattr(layer, "free_bytes", lambda folder: 1_000_000)
     with pytest.raises(OSError, match=r"2\.4 MB are wanted for this file and 1\.0 MB are free") as caught:
         Files().write(tmp_path / "weights", bytes(2_000_000))
     assert caught.value.errno == errno.ENOSPC

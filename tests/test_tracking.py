@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Told
 from toy import wait_for
 
 from realmops import tracking
@@ -403,8 +404,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in.server.server_close()
 
 
+@pytest.mark.faults
 def test_600_of_600_points_survive_an_outage_and_lost_answers(
-    tmp_path: Path, server: StandIn, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, server: StandIn, capfd: pytest.CaptureFixture[str], told: Told
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     server.fault = lambda number: {1: "lose the answer", 2: "refuse"}.get(number, "none")
@@ -420,11 +422,15 @@ def test_600_of_600_points_survive_an_outage_and_lost_answers(
 
     path.unlink()  # the stage's folder was moved away
     server.fault = lambda number: "none"
+    [waiting] = tracking.unsent(tmp_path / "t")
+    assert waiting.endswith(".jsonl")
     assert sync(tmp_path / "t") == tracking.SyncReport(300, ())
+    assert tracking.unsent(tmp_path / "t") == []
     assert sorted(step for _, step, _, _ in server.points) == list(range(600))
     assert server.runs == 1
     assert server.statuses[-1] == "FINISHED"
     assert sync(tmp_path / "t") == tracking.SyncReport(0, ())
+    told("MLflow away, or its answers lost: points", 600, "each there once")
 
 
 @pytest.mark.usefixtures("dead_sender")

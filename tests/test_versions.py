@@ -259,6 +259,37 @@ def races_of_reader_and_collector(store: type[Versions] = Versions) -> list[str]
     return wrong
 
 
+def races_of_sweep_and_writer(store: type[Versions] = Versions) -> list[str]:
+    """A writer that wakes up before any operation of the sweep commits its draft whole, or not at all."""
+    wrong, at, ended = [], 0, False
+    while not ended:
+        files, count = volume(), 0
+
+        def asleep(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+            if operation == "rename":
+                raise Killed
+            return effect()
+
+        def writer_first(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+            nonlocal count
+            if count == at:  # noqa: B023
+                with suppress(OSError):
+                    files.rename(draft, ROOT / "kind" / NEW)  # noqa: B023
+            count += 1
+            return effect()
+
+        with suppress(Killed):
+            store_on(files.seen_by(asleep)).publish(NEW, CONTENT, {})
+        [entry] = [name for name in files.listdir(ROOT / "kind") if name.startswith(".stage.")]
+        draft = ROOT / "kind" / entry
+        store_on(files.seen_by(writer_first), store).sweep_own()
+        wrong += [f"woken at {at}: {fault}" for fault in visible_faults(files)]
+        ended = count <= at
+        at += 1
+    assert at > 5
+    return wrong
+
+
 CAMPAIGNS: dict[str, Callable[..., list[str]]] = {
     "kills": killed_publishes,
     "errors": publishes_with_one_error,
@@ -266,6 +297,7 @@ CAMPAIGNS: dict[str, Callable[..., list[str]]] = {
     "order": order_of_writes,
     "damage": damaged_loads,
     "races": races_of_reader_and_collector,
+    "sweeps": races_of_sweep_and_writer,
 }
 
 
@@ -342,6 +374,11 @@ class NoPins(Versions):
         return self.root / "pins" / "nowhere"
 
 
+class NoClaim(Versions):
+    def _bury(self, entry: str) -> None:
+        self._delete(entry)
+
+
 class NoSecondLook(Versions):
     def _settle(self, trash: Any, keep: Callable[[], set[str]]) -> None:
         for entry in trash:
@@ -360,6 +397,7 @@ MUTANTS = [
     ("damage", {"store": NoManifestDigest}),
     ("races", {"store": NoSecondLook}),
     ("races", {"store": NoPins}),
+    ("sweeps", {"store": NoClaim}),
 ]
 
 
@@ -395,6 +433,40 @@ def test_a_link_in_a_version_is_refused(tmp_path: Path) -> None:
         store.load(OLD)
 
 
+def test_a_version_behind_a_link_is_refused(tmp_path: Path) -> None:
+    store = store_on(Files(), root=real_volume(tmp_path))
+    store.publish(OLD, CONTENT, {})
+    (tmp_path / "kind" / OLD).rename(tmp_path / "elsewhere")
+    (tmp_path / "kind" / OLD).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Damaged, match="symbolic link"):
+        store.load(OLD)
+
+
+@pytest.mark.parametrize("name", [".dead.0", ".stage.trainer.0", f".trash.{OLD}"])
+def test_what_a_planted_link_points_to_is_not_deleted(tmp_path: Path, name: str) -> None:
+    store = store_on(Files(), root=real_volume(tmp_path))
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"mine")
+    (tmp_path / "kind" / name).symlink_to(tmp_path / "precious")
+    store.sweep_own()
+    store.collect(set)
+    assert os.listdir(tmp_path / "kind") == []
+    assert (tmp_path / "precious" / "file").read_bytes() == b"mine"
+
+
+def test_a_version_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    store = store_on(Files(), root=real_volume(tmp_path))
+    (tmp_path / "kind" / OLD).mkdir()
+    (tmp_path / "kind" / OLD / "a.bin").touch()
+    os.truncate(tmp_path / "kind" / OLD / "a.bin", 1 << 42)  # takes no room on the disk
+    listing = {"a.bin": {"bytes": 1 << 42, "sha256": "0" * 64}}
+    (tmp_path / "kind" / OLD / MANIFEST).write_bytes(forged({"listing": listing}))
+    with pytest.raises(OSError, match="more than the memory here") as caught:
+        store.load(OLD)
+    assert caught.value.filename == str(tmp_path / "kind" / OLD / MANIFEST)
+    assert store.names() == [OLD]
+
+
 def forged(changes: Mapping[str, Any]) -> bytes:
     """A manifest with other fields and a right digest: the work of another version, or of an enemy."""
     fields = {
@@ -416,6 +488,8 @@ def forged(changes: Mapping[str, Any]) -> bytes:
         ({"name": NEW}, f"describes kind {NEW}"),
         ({"listing": {"../a": {"bytes": 1, "sha256": ""}}}, r"lists the file '\.\./a'"),
         ({"listing": {"a": {"bytes": "1", "sha256": ""}}}, "lists the file 'a'"),
+        ({"listing": {"a": {"bytes": -1, "sha256": ""}}}, "lists the file 'a'"),
+        ({"listing": {"a": {"bytes": True, "sha256": ""}}}, "lists the file 'a'"),
         ({"listing": [1]}, "items"),
     ],
 )

@@ -9,13 +9,16 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
+SCHEMA = 2
+UNSEALED = 1  # the schema of manifests that do not name their own digest; still read
 MANIFEST = "manifest.json"
+SEAL = "manifest_digest"
+JSON_LIMIT = 1 << 28
 _CHUNK = 1 << 22
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
@@ -39,6 +42,19 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """A JSON object with its own digest beside its fields."""
+    return {**value, SEAL: digest_of(value)}
+
+
+def is_sealed(value: Mapping[str, Any]) -> bool:
+    """Whether an object still has the digest that :func:`sealed` gave it."""
+    try:
+        return bool(value.get(SEAL) == digest_of({k: v for k, v in value.items() if k != SEAL}))
+    except ValueError:  # NaN, which nothing of ours has
+        return False
+
+
 def seed_for(seed: int, *stream: int | str) -> int:
     """A 63-bit seed for one named stream of random numbers, for example ``seed_for(0, "masks", step)``."""
     return int.from_bytes(hashlib.sha256(canonical_json([seed, *stream])).digest()[:8], "big") >> 1
@@ -47,8 +63,10 @@ def seed_for(seed: int, *stream: int | str) -> int:
 def read_json(path: Path) -> Any:
     """The JSON value in a file; ValueError names the file and the place when it cannot be read."""
     try:
+        if (size := path.stat().st_size) > JSON_LIMIT:  # before anything is allocated
+            raise ValueError(f"it has {size} bytes, at most {JSON_LIMIT} are read")
         return json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not valid JSON ({error}); it is damaged: remove it and run its stage again"
         ) from None
@@ -157,13 +175,14 @@ def _remove_abandoned(final: Path) -> None:
 
 
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
-    """Write ``manifest.json`` over all files in the folder, with size and sha256 of each."""
+    """Write ``manifest.json`` over all files in the folder, with size and sha256 of each, and its own digest."""
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / MANIFEST
     }
     manifest = {"schema": SCHEMA, "kind": kind, "files": files, **fields}
+    manifest = sealed(manifest)
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -172,30 +191,39 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
     """The manifest of a folder, its files checked against it.
 
     Raises ValueError that names the file when the folder is of another kind or schema, or when a file
-    is missing, cut or changed.
+    is missing, cut, changed or a link.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
     manifest = read_json(path)
-    if not isinstance(manifest, dict) or manifest.get("kind") != kind or manifest.get("schema") != SCHEMA:
+    known = (kind, SCHEMA), (kind, UNSEALED)
+    if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("schema")) not in known:
         found = (
             (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
         )
         raise ValueError(
             f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again"
         )
+    if manifest["schema"] == SCHEMA and not is_sealed(manifest):
+        raise ValueError(f"{path} does not have the digest that it names; run the stage that makes it again")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(
         isinstance(e, dict) and {"bytes", "sha256"} <= e.keys() for e in files.values()
     ):
         raise ValueError(f"{path} has no list of files with their bytes and sha256; run the stage that makes it again")
+    place = folder.resolve()
     for name, expected in files.items():
         file = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path}: the file name {name!r} leaves the folder; do not use this {kind}")
         if not file.is_file():
             raise ValueError(f"{file} is missing (named in {path}); run the stage that makes it again")
+        if file.resolve() != place / name:
+            raise ValueError(
+                f"{file} is a symbolic link or lies behind one, wanted a plain file (dvc makes such links where its "
+                "cache.type is symlink); run the stage that makes it again"
+            )
         if file.stat().st_size != expected["bytes"]:
             raise ValueError(
                 f"{file} has {file.stat().st_size} bytes, its manifest says {expected['bytes']}; "

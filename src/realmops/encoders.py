@@ -183,7 +183,7 @@ def _read_bin(path: Path) -> dict[str, Tensor]:
 def _read_object(path: Path, what: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object; it is no {what}")

@@ -391,6 +391,16 @@ def sync(folder: Path) -> SyncReport:
     return SyncReport(sent, tuple(problems))
 
 
+def unsent(folder: Path) -> list[str]:
+    """The journals of finished stages under this tracking folder that MLflow has not got whole."""
+    found = []
+    for path in sorted((folder / "spool").glob("*.ticket.json")):
+        ticket = read_json(path)
+        if ticket.get("final") is not None and not _sent_all(path):
+            found.append(str(ticket["journal"]))
+    return found
+
+
 def send_until_parent_ends(ticket: Path, interval: float) -> None:
     """The child process: send every ``interval`` seconds, once more at the end of standard input, and return.
 

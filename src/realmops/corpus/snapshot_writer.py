@@ -28,8 +28,10 @@ import pyarrow.parquet as pq
 from realmops.artifacts import (
     canonical_json,
     digest_of,
+    is_sealed,
     link_or_copy,
     read_json,
+    sealed,
     sync_folder,
     write_json,
     write_manifest,
@@ -416,7 +418,7 @@ class _Writer:
             "total": asdict(self._total),
         }
         sync_folder(self._work)
-        write_json(self._work / _CHECKPOINT, state)
+        write_json(self._work / _CHECKPOINT, sealed(state))
         self._synced = time.monotonic()
 
     def _written(self) -> Iterator[pa.RecordBatch]:
@@ -445,7 +447,7 @@ def _restored(work: Path) -> dict[str, Any]:
     """The state that a killed writer left, if its files are still there; otherwise an empty folder and no state."""
     with suppress(OSError, ValueError):
         state: dict[str, Any] = read_json(work / _CHECKPOINT)
-        if all((work / name).stat().st_size >= size for name, size in state["bytes"].items()):
+        if is_sealed(state) and all((work / name).stat().st_size >= size for name, size in state["bytes"].items()):
             return state
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

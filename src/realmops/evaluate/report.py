@@ -134,7 +134,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             record["stage"], record["step"] = str(record["stage"]), int(record["step"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {line_number}: {error!r}; "
                 'a line is {"stage": ..., "step": ..., name: number}; it is damaged: run its stage again'

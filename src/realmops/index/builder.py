@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from realmops.index.exchange import Exchange, part_name
+from realmops.index.exchange import Exchange, OtherRun, part_name
 from realmops.index.files import Clock, Files
-from realmops.index.versions import Damaged, Version
+from realmops.index.versions import Damaged, Version, Versions
 
 DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes: do not restart, restart, do not restart
 COLLECT_SECONDS = 30.0
@@ -131,7 +131,7 @@ class Builder:
         try:
             return self.exchange.weights.load(name)
         except Damaged as error:
-            self.exchange.weights.set_aside(name, str(error))
+            self._set_aside(self.exchange.weights, name, error)
             raise
 
     def _build(self, weights: Version) -> None:
@@ -168,9 +168,13 @@ class Builder:
                 if part.meta != {"weights": weights.digest}:
                     raise Damaged(f"{name} was embedded with other weights of the same name")
             except Damaged as error:
-                parts.set_aside(name, str(error))
+                self._set_aside(parts, name, error)
                 raise
             yield first, end, part.files
+
+    def _set_aside(self, store: Versions, name: str, error: Damaged) -> None:
+        self.exchange.check_card()  # what another run has put here since is none of this builder's business
+        store.set_aside(name, str(error))
 
     def _stop_at_the_end(self) -> None:
         _stop_without(self._parent_pid)
@@ -182,6 +186,7 @@ class Builder:
         moment = self.exchange.clock.monotonic()
         if now or moment - self._last_collection >= COLLECT_SECONDS:
             self._last_collection = moment
+            self.exchange.check_card()  # it may be gone, or another run's by now
             self.exchange.collect_indexes()
 
     def _say(self, doing: str) -> None:
@@ -216,12 +221,12 @@ def run_builder(
                 on_status(f"waiting: {error}")
                 _stop_without(parent_pid)
                 clock.sleep(poll)
-            except ValueError as error:
-                log.error("%s", error)
-                return MISCONFIGURED
         Builder(exchange, work, poll=poll, parent_pid=parent_pid, on_status=on_status).run()
     except _Stop:
         pass
+    except OtherRun as error:
+        log.error("%s", error)
+        return MISCONFIGURED
     except Exception:
         log.exception("the index builder failed")
         return FAULT

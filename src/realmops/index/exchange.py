@@ -39,17 +39,19 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from realmops import __version__
 from realmops.artifacts import canonical_json
-from realmops.index.files import Ages, Clock, Files
+from realmops.index.files import SPARE_ROOM, Ages, Clock, Files, free_bytes, modified, writable
 from realmops.index.versions import (
     MANIFEST_LIMIT,
     ROLES,
     Damaged,
+    Version,
     Versions,
     check_run,
 )
@@ -58,12 +60,18 @@ CARD = "v-000000"
 KINDS = ("run", "checkpoints", "weights", "parts", "indexes", "finished")
 KEPT = 2  # checkpoints, and index generations beyond those that somebody needs
 BEAT_SECONDS = 2.0
+FEW_BYTES = 1 << 20
+SILENT_SECONDS = 60.0  # without a sign of life: people are told; also as old as a listing on NFS may be
 
 log = logging.getLogger(__name__)
 
 
 class ExchangeError(RuntimeError):
     """The exchange is in a state that a person has to mend; the message says how."""
+
+
+class OtherRun(ValueError):
+    """The exchange belongs to a run of another identity, or to another version of realmops."""
 
 
 class Fenced(ExchangeError):
@@ -107,7 +115,7 @@ class Exchange:
         )
         if holder == "trainer":
             exchange._create()
-        exchange._compare()
+        exchange.check_card()
         for store in exchange.stores.values():
             store.sweep_own()
         return exchange
@@ -127,7 +135,8 @@ class Exchange:
             self.files.mkdir(folder)
         self.files.sync_folder(folder.parent)
 
-    def _compare(self) -> None:
+    def check_card(self) -> None:
+        """OtherRun when the exchange is another run's, FileNotFoundError when there is none, or none any more."""
         if CARD not in self.card.names():
             raise FileNotFoundError(f"{self.root} is no exchange yet: its trainer has not started")
         assert self.run is not None
@@ -137,12 +146,12 @@ class Exchange:
                 self.run,
             )
         except ValueError as error:
-            raise ValueError(
+            raise OtherRun(
                 f"the exchange {self.root} belongs to another run: {error}; give this run another exchange "
                 "folder, or start trainer and builder with the same corpus, vocabulary and parameters"
             ) from None
         except Damaged as error:
-            raise ValueError(f"the exchange {self.root} has lost its identity card: {error}") from None
+            raise OtherRun(f"the identity card of the exchange {self.root} cannot be used: {error}") from None
 
     # Fences and last words
 
@@ -169,9 +178,9 @@ class Exchange:
             return None
         try:
             meta = self.last_words.manifest(name).meta
-        except (Damaged, FileNotFoundError):
+            return f"{meta['state']}: {meta['message']}" if meta["message"] else str(meta["state"])
+        except (Damaged, FileNotFoundError, KeyError):
             return "finished, with a last word that cannot be read"
-        return f"{meta['state']}: {meta['message']}" if meta["message"] else str(meta["state"])
 
     # Signs of life
 
@@ -183,7 +192,7 @@ class Exchange:
         self._last_beat, self._doing, self._beats = now, doing, self._beats + 1
         sign = {
             "holder": self.holder, "doing": doing, **fields, "pid": os.getpid(), "host": socket.gethostname(),
-            "beat": self._beats, "since_unix": self._since, "unix": self.clock.unix(),
+            "beat": self._beats, "since_unix": self._since, "unix": self.clock.unix(), "realmops": __version__,
         }  # fmt: skip
         role = self.holder.split("-")[0]
         try:
@@ -201,7 +210,7 @@ class Exchange:
             try:
                 content = self.files.read(folder / entry, MANIFEST_LIMIT)
                 doing = str(json.loads(content)["doing"])
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 content, doing = b"", "its sign of life cannot be read"
             found.append(
                 (entry.removesuffix(".json"), self._ages.age(f"alive {role} {entry}", content), doing)
@@ -259,16 +268,18 @@ def part_name(weights: str, first: int, end: int) -> str:
 def inspect(root: Path, clock: Clock | None = None) -> dict[str, Any]:
     """The state of an exchange for people, without writing anything (``realmops doctor``).
 
-    Times are seconds since then by the clock of whoever wrote, so only as right as the clocks agree.
+    Times are by the clock of this machine and that of the volume, so only as right as the two agree.
     ``summary`` says the same in sentences.
     """
     clock = clock or Clock()
     exchange = Exchange(Path(root).absolute(), None, "builder-doctor", clock=clock)
     if CARD not in exchange.card.names():
-        return {"root": str(root), "summary": [f"{root} is no exchange: no trainer has started here"]}
+        told = f"{root} is no exchange: no trainer has started here, or it was removed"
+        return {"root": str(root), "summary": [told]}
     problems: list[str] = []
     newest = {
-        kind: _newest_sound(exchange.stores[kind], problems) for kind in ("checkpoints", "weights", "indexes")
+        kind: _newest_sound(exchange.stores[kind], problems)
+        for kind in ("run", "checkpoints", "weights", "indexes")
     }
     alive = {role: _signs_of(exchange, role, clock) for role in ROLES}
     for kind, store in exchange.stores.items():
@@ -276,7 +287,11 @@ def inspect(root: Path, clock: Clock | None = None) -> dict[str, Any]:
     weights, indexes = exchange.weights.names(), exchange.indexes.names()
     awaited = [name for name in weights if name not in indexes]
     finished = exchange.finished()
-    summary = [f"{kind}: newest is {name or 'not there yet'}" for kind, name in newest.items()]
+    for sign in [*alive["trainer"], *alive["builder"]]:
+        problems += _problems_of(sign, exchange, None if finished else awaited, clock)
+    problems += _problems_of_volume(exchange, [version for version in newest.values() if version])
+    names = {kind: version and version.name for kind, version in newest.items() if kind != "run"}
+    summary = [f"{kind}: newest is {name or 'not there yet'}" for kind, name in names.items()]
     summary += [
         f"{sign['holder']}: {sign['doing']}, running for {sign['running_s']:.0f} s, last sign of life "
         f"{sign['silent_s']:.0f} s ago"
@@ -287,16 +302,16 @@ def inspect(root: Path, clock: Clock | None = None) -> dict[str, Any]:
     summary += [f"awaited: the index of {name}" for name in awaited]
     summary += [f"finished: {finished}"] if finished else []
     return {
-        "root": str(root), "fence": exchange.newest_fence(), "newest": newest, "awaited": awaited,
+        "root": str(root), "fence": exchange.newest_fence(), "newest": names, "awaited": awaited,
         "finished": finished, "parts": exchange.parts.names(), **alive, "problems": problems,
         "summary": summary + problems,
     }  # fmt: skip
 
 
-def _newest_sound(store: Versions, problems: list[str]) -> str | None:
+def _newest_sound(store: Versions, problems: list[str]) -> Version | None:
     for name in reversed(store.names()):
         try:
-            return store.manifest(name).name
+            return store.manifest(name)
         except Damaged as error:
             problems.append(f"{store.kind}: {error}")
         except OSError:
@@ -307,11 +322,68 @@ def _newest_sound(store: Versions, problems: list[str]) -> str | None:
 def _signs_of(exchange: Exchange, role: str, clock: Clock) -> list[dict[str, Any]]:
     signs = []
     for holder, _, doing in exchange.signs(role):
+        sign = {"holder": holder, "doing": doing, "running_s": 0.0, "silent_s": 0.0, "ahead_s": 0.0}
         try:
             path = exchange.root / "alive" / role / f"{holder}.json"
-            sign = json.loads(exchange.files.read(path, MANIFEST_LIMIT))
-            ages = {"running_s": clock.unix() - sign["since_unix"], "silent_s": clock.unix() - sign["unix"]}
-            signs.append({**sign, **ages})
-        except (OSError, ValueError, KeyError, TypeError):
-            signs.append({"holder": holder, "doing": doing, "running_s": 0.0, "silent_s": 0.0})
+            read = json.loads(exchange.files.read(path, MANIFEST_LIMIT))
+            written = modified(path)
+            sign |= {key: read.get(key) for key in ("fence", "realmops")}
+            sign |= {"running_s": read["unix"] - read["since_unix"], "silent_s": clock.unix() - written}
+            sign |= {"ahead_s": read["unix"] - written}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass  # what it does says that it cannot be read
+        signs.append(sign)
     return signs
+
+
+def _problems_of(
+    sign: Mapping[str, Any], exchange: Exchange, awaited: list[str] | None, clock: Clock
+) -> Iterator[str]:
+    """What is wrong with whoever gave a sign of life; ``awaited`` are weights without index, None after the end."""
+    who, silent = sign["holder"], sign["silent_s"]
+    if silent > SILENT_SECONDS and awaited is not None:
+        advice = (
+            "run its stage again: it goes on from the newest checkpoint"
+            if who == "trainer"
+            else "start one with `realmops index-builder` unless another works"
+        )
+        yield f"{who} has been silent for {silent:.0f} s: it was killed, stopped or cut off; {advice}"
+    elif awaited and sign["doing"] == "waiting for weights":
+        seen = [name for name in awaited if _age(exchange.weights.folder / name, clock) > SILENT_SECONDS]
+        if seen:
+            yield f"{who} waits for weights and does not see {seen[0]}: its listing of the volume is old, or hangs"
+    if abs(sign["ahead_s"]) > SILENT_SECONDS:
+        way = "ahead of" if sign["ahead_s"] > 0 else "behind"
+        yield (
+            f"the clock of {who} is {abs(sign['ahead_s']):.0f} s {way} the volume's: times in logs are wrong; nothing "
+            "else goes by clocks"
+        )
+    if silent < -SILENT_SECONDS:
+        yield f"the clock of this machine is {-silent:.0f} s behind the volume's"
+    if sign.get("fence") and sign["fence"] != exchange.newest_fence():
+        yield (
+            f"{who} {sign['fence']} is seen here, but {exchange.newest_fence()} has taken over: two trainers share "
+            "this exchange; the older one ends at its next checkpoint"
+        )
+    if sign.get("realmops") not in (None, __version__):
+        yield f"{who} is realmops {sign['realmops']}, this is {__version__}: use one version"
+
+
+def _problems_of_volume(exchange: Exchange, newest: list[Version]) -> Iterator[str]:
+    free = free_bytes(exchange.root)
+    sizes = [sum(file["bytes"] for file in version.listing.values()) for version in newest]
+    wanted = SPARE_ROOM * max(sizes, default=0)
+    if free < max(wanted, FEW_BYTES):
+        yield (
+            f"the volume is full: {free / 1e6:.1f} MB are free and the largest version here wants "
+            f"{wanted / 1e6:.1f} MB; make room"
+        )
+    if not writable(exchange.root):
+        yield f"{exchange.root} cannot be written: the volume is read-only, or belongs to another user"
+
+
+def _age(path: Path, clock: Clock) -> float:
+    try:
+        return clock.unix() - modified(path)
+    except OSError:
+        return 0.0  # removed while we looked

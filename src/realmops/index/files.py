@@ -78,7 +78,7 @@ class Files:
 
         An error of write, fsync or close is final: a second fsync reports success and has lost the data.
         """
-        free = self._around("free", path, lambda: _free_bytes(path.parent))
+        free = self._around("free", path, lambda: free_bytes(path.parent))
         if free < SPARE_ROOM * len(content):
             raise OSError(
                 errno.ENOSPC,
@@ -117,7 +117,10 @@ class Files:
         self._around("unlink", path, lambda: os.unlink(path))
 
     def delete(self, folder: Path) -> None:
-        """Delete a folder of plain files, each step on its own."""
+        """Delete a folder of plain files, each step on its own; of a link only the link."""
+        if os.path.islink(folder):
+            self.unlink(folder)
+            return
         for name in self.listdir(folder):
             self.unlink(folder / name)
         self.rmdir(folder)
@@ -127,6 +130,8 @@ class Files:
 
 
 def _read_plain(path: Path, limit: int) -> bytes:
+    if os.path.islink(path.parent):
+        raise ValueError(f"{path.parent} is a symbolic link, wanted a folder")
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -163,6 +168,22 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _free_bytes(folder: Path) -> int:
+def memory_bytes() -> int:
+    """This machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def writable(folder: Path) -> bool:
+    """Whether this process may write in a folder; never on a volume mounted read-only."""
+    return os.access(folder, os.W_OK)
+
+
+def modified(path: Path) -> float:
+    """Seconds since 1970 by the clock of the volume, or of the machine that wrote; for people only."""
+    return os.stat(path).st_mtime
+
+
+def free_bytes(folder: Path) -> int:
+    """What is free on the volume."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize

@@ -138,15 +138,28 @@ class Trainer:
             self._collect()
 
     def _publish(self, store: Versions, step: int, files: Mapping[str, bytes], meta: dict[str, Any]) -> None:
-        if not store.publish(version_name(self.fence, step), files, meta, self.check_fence):
+        if not self._commit(store, version_name(self.fence, step), files, meta):
             raise Fenced(
                 f"{store.kind} of step {step} are there already under fence {self.fence}, by another trainer"
             )
 
+    def _commit(self, store: Versions, name: str, files: Mapping[str, bytes], meta: dict[str, Any]) -> bool:
+        try:
+            return store.publish(name, files, meta, self.check_fence)
+        except FileNotFoundError:
+            if self.exchange.newest_fence() < self.fence:
+                self.check_fence()
+            raise
+
     def check_fence(self) -> None:
-        """Raise Fenced when another trainer has taken over."""
+        """Raise Fenced when another trainer has taken over, or the exchange with this one's fence is gone."""
         if (newest := self.exchange.newest_fence()) > self.fence:
             raise Fenced(f"trainer {newest} has taken over {self.exchange.root} from this one, {self.fence}")
+        if newest < self.fence:
+            raise Fenced(
+                f"{self.exchange.root} was removed or emptied while this trainer used it; bring it back, or run the "
+                "stage again, which begins a new one"
+            )
 
     def index_for(self, step: int) -> Version:
         """The index of the weights of exactly this step, waited for (``fixed_lag``).
@@ -268,7 +281,7 @@ class Trainer:
     def finish(self, state: Literal["done", "failed"], message: str = "") -> None:
         """The last word: builders end."""
         meta = {"state": state, "message": message}
-        self.exchange.last_words.publish(f"v-{self.fence:06d}", {}, meta, self.check_fence)
+        self._commit(self.exchange.last_words, f"v-{self.fence:06d}", {}, meta)
         self.exchange.beat(state, step=self._step, fence=self.fence, index=self._index_name)
 
     def _collect(self) -> None:

@@ -23,12 +23,12 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from errno import EEXIST, ENOENT, ENOTEMPTY, ESTALE
+from errno import EEXIST, ENOENT, ENOMEM, ENOTEMPTY, ESTALE
 from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import canonical_json, digest_of
-from realmops.index.files import Ages, Clock, Files
+from realmops.index.files import Ages, Clock, Files, memory_bytes
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -148,7 +148,8 @@ class Versions:
         if self.run is not None:
             check_run(version.run, self.run)
         for file, entry in version.listing.items():
-            if not FILE.fullmatch(file) or file == MANIFEST or not isinstance(entry["bytes"], int):
+            is_size = type(entry["bytes"]) is int and entry["bytes"] >= 0
+            if not FILE.fullmatch(file) or file == MANIFEST or not is_size:
                 raise ValueError(f"lists the file {file!r}, which is no valid entry")
         return version
 
@@ -197,6 +198,9 @@ class Versions:
 
     def _read(self, name: str, pin: Path) -> Version:
         version, files = self.manifest(name), {}
+        if (size := sum(entry["bytes"] for entry in version.listing.values())) > memory_bytes():
+            path = self.folder / name / MANIFEST
+            raise OSError(ENOMEM, f"it lists {size} bytes, more than the memory here", str(path))
         for file, entry in version.listing.items():
             path = self.folder / name / file
             try:

@@ -23,7 +23,8 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.builder import DONE, MISCONFIGURED, Parts, Work, run_builder
 from realmops.index.embed import document_sequences, embed
 from realmops.index.exchange import CARD, Exchange
-from realmops.index.versions import Version
+from realmops.index.files import Files
+from realmops.index.versions import MANIFEST_LIMIT, Damaged, Version
 from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
 from realmops.stages.common import keep_freed_memory
 
@@ -57,15 +58,13 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
         if watch_parent is not None and os.getppid() != watch_parent:
             return DONE
         exchange.clock.sleep(1.0)
-    card = exchange.card.manifest(CARD).run
-    ours = identity(
-        snapshot,
-        run_key=card["run_key"],
-        embedding_width=card["embedding_width"],
-        precision=card["precision"],
-        threads=card["threads"],
-        part_rows=card["part_rows"],
-    )
+    try:
+        card = exchange.card.manifest(CARD).run
+        taken = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
+    except (Damaged, KeyError) as error:
+        _say(f"the identity card of the exchange {root} cannot be used: {error}")
+        return MISCONFIGURED
+    ours = identity(snapshot, **taken)
     try:
         device = resolve_device("auto")
         dtype = resolve_precision(card["precision"], device)
@@ -144,10 +143,10 @@ class Follower:
                 self._served = None
         if content is not None and self._process is None and content != self._served:
             named = json.loads(content)
-            self._tell(f"serving {named['exchange']}")
             words = ["--exchange", named["exchange"], "--snapshot", named["snapshot"]]
             self._process = subprocess.Popen([sys.executable, "-m", "realmops", "index-builder", *words])
             self._served = content
+            self._tell(f"serving {named['exchange']}")
         elif self._process is None:
             self._tell(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
 
@@ -163,10 +162,11 @@ class Follower:
 
     def _read(self) -> bytes | None:
         try:
-            content = self.path.read_bytes()
+            content = Files().read(self.path, MANIFEST_LIMIT)
             named = json.loads(content)
-            return content if named["exchange"] and named["snapshot"] else None
-        except (OSError, ValueError, KeyError, TypeError):
+            paths = (named["exchange"], named["snapshot"])
+            return content if all(isinstance(path, str) and path and "\0" not in path for path in paths) else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def _end(self) -> None:

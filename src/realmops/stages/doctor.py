@@ -8,10 +8,10 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-from realmops import __version__, artifacts
+from realmops import __version__, artifacts, tracking
 from realmops.index.exchange import inspect
 from realmops.stages import METRICS, STAGES
-from realmops.stages.runner import WORK
+from realmops.stages.runner import WORK, is_running, tracking_folder
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss", "bm25s")
 
@@ -25,6 +25,8 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     yield "stages:"
     for stage in STAGES.values():
         yield f"  {stage.name}: {_state(root, stage.name)}"
+    for journal in tracking.unsent(tracking_folder(root)):
+        yield f"MLflow: {journal} is not sent yet; `realmops sync` sends it when the server answers"
     exchanges = [exchange] if exchange else sorted((root / WORK / "work").glob("*/exchange"))
     if not exchanges:
         yield "exchange: none; pretrain makes one while it runs"
@@ -58,7 +60,8 @@ def _device() -> Iterator[str]:
 def _state(root: Path, name: str) -> str:
     folder = root / STAGES[name].folder
     works = sorted((root / WORK / "work").glob(f"{name}-*"))
-    unfinished = f"; unfinished work in {', '.join(map(str, works))}: run the stage again to go on" if works else ""
+    advice = "it runs" if is_running(root / WORK, name) else "run the stage again to go on"
+    unfinished = f"; unfinished work in {', '.join(map(str, works))}: {advice}" if works else ""
     if not (folder / artifacts.MANIFEST).is_file():
         return f"not run yet{unfinished}"
     try:

@@ -92,6 +92,18 @@ def alone(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
+def is_running(folder: Path, name: str) -> bool:
+    """Whether a process holds the lock of a stage, looked at without making one."""
+    try:
+        with open(folder / f"{name}.lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass  # never run, or a volume without locks
+    return False
+
+
 def _run_alone(
     stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path, report: Report, force: bool
 ) -> dict[str, Any]:
