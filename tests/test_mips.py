@@ -60,8 +60,9 @@ def test_the_best_may_all_lie_in_one_group_or_in_the_rest() -> None:
 
 
 def test_parts_of_a_large_corpus_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The corpus is searched in parts of 2**18 rows; smaller ones here, the last with fewer rows than k."""
+    """The last part may have fewer rows than k."""
     monkeypatch.setattr(mips, "_LARGE", 1000)
-    monkeypatch.setattr(mips, "_CHUNK", 4096)
+    monkeypatch.setattr(mips, "_CHUNK", {"cpu": 4096})
+    monkeypatch.setattr(mips, "_GROUPS", 1)
     for rows in (4096 * 2, 4096 * 3 + 5, 4096 * 2 + 700):
         check(normal(3, 7), normal(rows, 8), 9)

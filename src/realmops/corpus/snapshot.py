@@ -5,6 +5,7 @@ Content-addressed: a passage's id depends on its title and text alone, the corpu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,10 @@ class Snapshot:
     def text(self, index: int) -> str:
         """The passage's text, title left out."""
         return self._value("text", index)
+
+    def texts(self, indexes: Iterable[int]) -> dict[int, str]:
+        """The texts of many passages in any order: each part of the file that holds some is read once."""
+        return {index: self.text(index) for index in sorted(set(indexes))}
 
     def extra(self, index: int) -> str:
         """The document's other columns as a JSON object; empty where there are none."""

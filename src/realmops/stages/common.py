@@ -119,8 +119,12 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
 
 
 def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
-    """Embeddings P x E of all passages."""
-    return embed(retriever.document, document_sequences(snapshot, range(len(snapshot))), dtype)
+    """Embeddings P x E of all passages; the wordpieces of some at a time are in memory."""
+    embedding_PE = torch.empty(len(snapshot), retriever.document.projection.out_features)
+    for first in range(0, len(snapshot), _ROWS):
+        rows = range(first, min(first + _ROWS, len(snapshot)))
+        embedding_PE[first : rows.stop] = embed(retriever.document, document_sequences(snapshot, rows), dtype)
+    return embedding_PE
 
 
 def save_index(path: Path, embedding_PE: Tensor) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from realmops import artifacts
 from realmops.config import Finetune
@@ -72,7 +73,7 @@ def run(job: Job) -> dict[str, Any]:
     _warn_of_other_questions(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
-    ranks = hit_ranks_by_rule(questions, ranked, snapshot.text)
+    ranks = _hit_ranks(questions, ranked, snapshot)
     metrics |= _retrieval(job, ranks, rule, "")
     metrics["recall_at_5"] = metrics[f"recall_at_5_{rule}"]
     queries = question_queries(snapshot, questions, options.query_wordpieces)
@@ -84,13 +85,13 @@ def run(job: Job) -> dict[str, Any]:
         zero_shot = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
         passages = passage_embeddings(job.inputs[name], zero_shot, snapshot, dtype)
         found = rank(zero_shot, Exact(passages), queries, depth, dtype).tolist()
-        hits = hit_ranks_by_rule(questions, _padded(found, depth), snapshot.text)
+        hits = _hit_ranks(questions, _padded(found, depth), snapshot)
         metrics |= _retrieval(job, hits, rule, prefix)
     if job.sections["evaluate"].bm25:
         bm25 = ranker_of(replace(options, retriever="bm25"), snapshot)
         assert bm25 is not None
         lexical = np.stack([bm25(question.question, depth) for question in questions])
-        metrics |= _retrieval(job, hit_ranks_by_rule(questions, lexical, snapshot.text), rule, "bm25_")
+        metrics |= _retrieval(job, _hit_ranks(questions, lexical, snapshot), rule, "bm25_")
         if model is not None:
             reading = OpenQa(model.retriever, model.reader, snapshot, None, options, model.dtype, bm25)
             over_bm25 = reading.answer(questions, ranked=depth, batch_size=ANSWERED_TOGETHER)
@@ -176,6 +177,13 @@ def _exact_match(job: Job, questions: list[Question], answers: list[Answer]) -> 
 
 def _interval(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _hit_ranks(
+    questions: Sequence[Question], ranked_QK: NDArray[np.integer[Any]], snapshot: Snapshot
+) -> dict[str, NDArray[np.int64]]:
+    """``hit_ranks_by_rule`` over texts that are read in the order of the file."""
+    return hit_ranks_by_rule(questions, ranked_QK, snapshot.texts(ranked_QK.flat).__getitem__)
 
 
 def _padded(ranked: Sequence[Sequence[int]], depth: int) -> np.ndarray:
