@@ -118,7 +118,7 @@ def chain(root: Path) -> dict[str, float]:
     def retrieve() -> None:
         queries = question_queries(snapshot, questions, QUERIES)
         ranked_QK = rank(retriever, Exact(embedding_PE), queries, max(RECALL_AT), dtype)
-        hit_ranks_by_rule(questions, ranked_QK, snapshot.texts(ranked_QK.flat).__getitem__)
+        hit_ranks_by_rule(questions, ranked_QK, snapshot.texts(ranked_QK.ravel().tolist()).__getitem__)
 
     found["evaluate's retrieval"], _ = seconds_of(retrieve)
     return found

@@ -183,7 +183,7 @@ def _hit_ranks(
     questions: Sequence[Question], ranked_QK: NDArray[np.integer[Any]], snapshot: Snapshot
 ) -> dict[str, NDArray[np.int64]]:
     """``hit_ranks_by_rule`` over texts that are read in the order of the file."""
-    return hit_ranks_by_rule(questions, ranked_QK, snapshot.texts(ranked_QK.flat).__getitem__)
+    return hit_ranks_by_rule(questions, ranked_QK, snapshot.texts(ranked_QK.ravel().tolist()).__getitem__)
 
 
 def _padded(ranked: Sequence[Sequence[int]], depth: int) -> np.ndarray:
