@@ -36,6 +36,7 @@ def ablations(
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
     settings: str = "realmops-tracking",
+    secret: str = "realmops-secrets",
 ):
     """Train and compare variants; the table is written over those that ended well.
 
@@ -56,8 +57,9 @@ def ablations(
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
         settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
+        secret: a Secret whose keys are environment variables, as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
-    pods = Pods(image, volume, settings, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
     what = {"project": project, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
     # Collected outputs would keep the table from being written where a variant fails; an exit task takes none.
     last = pods.placed(table(variants=variants, **what))

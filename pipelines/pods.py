@@ -7,6 +7,7 @@ from kfp import dsl, kubernetes
 VOLUME = "/realmops"
 RUNS = f"{VOLUME}/runs"
 USER = 10001  # of the image
+SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
 SETTINGS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "HF_HUB_OFFLINE")
 
 
@@ -17,6 +18,7 @@ class Pods:
     image: str
     volume: str
     settings: str
+    secret: str
     cpu: str
     memory: str
     accelerator: str
@@ -37,6 +39,7 @@ class Pods:
         kubernetes.empty_dir_mount(task, volume_name="tmp", mount_path="/tmp")
         kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
         kubernetes.use_config_map_as_env(task, self.settings, {name: name for name in SETTINGS}, optional=True)
+        kubernetes.use_secret_as_env(task, self.secret, {name: name for name in SECRETS}, optional=True)
         if trains:
             task.set_cpu_limit(self.cpu).set_memory_limit(self.memory)
             task.set_accelerator_type(self.accelerator).set_accelerator_limit(self.accelerators)

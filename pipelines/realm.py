@@ -46,6 +46,7 @@ def train(
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
     settings: str = "realmops-tracking",
+    secret: str = "realmops-secrets",
     key: str = "",
     endpoint: str = "http://ml-pipeline.kubeflow:8888",
 ):
@@ -70,12 +71,13 @@ def train(
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
         settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
+        secret: a Secret whose keys are environment variables, as MLFLOW_TRACKING_TOKEN; it may be missing.
         key: of what is trained, from "realmops submit"; a run ends itself when an older one with the same key lives.
         endpoint: where the pods ask for those; empty to ask nowhere.
     """
     root = f"{runs}/{run}"
 
-    pods = Pods(image, volume, settings, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
     placed = pods.placed
     this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     alone = placed(guard(key=key, run=this, endpoint=endpoint))

@@ -24,6 +24,7 @@ def refresh(
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
     settings: str = "realmops-tracking",
+    secret: str = "realmops-secrets",
 ):
     """Embed what changed, answer again, compare.
 
@@ -41,6 +42,7 @@ def refresh(
         node_selector: labels of the nodes for it.
         tolerations: of the pod.
         settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
+        secret: a Secret whose keys are environment variables, as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
-    pods = Pods(image, volume, settings, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
     pods.placed(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,6 +127,13 @@ def test_ablations_train_the_reference_first_then_all_others_of_the_params_then_
     assert inner["for-loop-2"]["dependentTasks"] == ["variant"]
     last = pipeline["root"]["dag"]["tasks"]["table"]
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED", "also where a variant failed"
+
+
+def test_readme_names_every_parameter_of_train() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text[text.index("Parameters of `pipelines/train.yaml`:") :].split("\n\n")[1]
+    named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(compiled("train")["root"]["inputDefinitions"]["parameters"])
 
 
 def missing_inputs(pipeline: dict[str, Any]) -> list[str]:
