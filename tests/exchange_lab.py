@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,6 +234,8 @@ def forked(work: Callable[[], int]) -> int:
         code = 1
         try:
             code = work()
+        except Exception:
+            traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(code)

@@ -39,6 +39,7 @@ HOLDER = re.compile(r"(trainer|builder)(-[a-z0-9-]{1,40})?")
 ROLES = ("trainer", "builder")
 SECOND_LOOK = 0.2  # seconds before what looks damaged or gone is looked at again
 COMMIT_RETRIES = (0.05, 0.2, 0.8)  # seconds
+SWEPT_TRIES = 4  # more, of a draft that somebody swept
 MOST_BAD = 4  # versions set aside for people; more are deleted
 
 log = logging.getLogger(__name__)
@@ -241,9 +242,24 @@ class Versions:
 
         When this returns, the version survives a power cut. ``guard`` runs before the commit and after it and
         raises to refuse. Any error leaves nothing that a reader could see, or the whole version.
+
+        A draft that is swept while it is written, by somebody of the same name who takes over, is written again:
+        who has taken over is known to ``guard`` only a moment later, and may have died before.
         """
         assert NAME.fullmatch(name), name
         assert all(FILE.fullmatch(file) and file != MANIFEST for file in contents), list(contents)
+        for _ in range(SWEPT_TRIES):
+            try:
+                return self._publish(name, contents, meta, guard)
+            except OSError as error:
+                if error.errno not in (ENOENT, ESTALE):
+                    raise
+            guard()
+        return self._publish(name, contents, meta, guard)
+
+    def _publish(
+        self, name: str, contents: Mapping[str, bytes], meta: Mapping[str, Any], guard: Callable[[], None]
+    ) -> bool:
         nonce = secrets.token_hex(8)
         stage = self.folder / f".stage.{self.holder}.{nonce}"
         try:
