@@ -591,6 +591,38 @@ def test_a_draft_that_was_swept_under_its_owner_is_reported_and_never_half_publi
     assert files.listdir(ROOT / "kind") == []
 
 
+@pytest.mark.parametrize("operation", ["write", "sync_folder", "rename"])
+def test_a_draft_that_was_swept_once_is_written_again(operation: str) -> None:
+    files, swept = volume(), list[str]()
+
+    def sweep_once(what: str, path: Path, effect: Callable[[], Any]) -> Any:
+        if what == operation and not swept:
+            swept.append(what)
+            store_on(files).sweep_own()
+        return effect()
+
+    assert store_on(files.seen_by(sweep_once)).publish(OLD, CONTENT, {})
+    assert swept
+    assert files.listdir(ROOT / "kind") == [OLD]
+    assert store_on(files).load(OLD).files == CONTENT
+
+
+def test_a_writer_whose_draft_was_swept_learns_who_has_taken_over() -> None:
+    files = volume()
+
+    def sweep(what: str, path: Path, effect: Callable[[], Any]) -> Any:
+        if what == "sync_folder":
+            store_on(files).sweep_own()
+        return effect()
+
+    def fenced() -> None:
+        raise KeyError("another has taken over")
+
+    with pytest.raises(KeyError):
+        store_on(files.seen_by(sweep)).publish(OLD, CONTENT, {}, fenced)
+    assert files.listdir(ROOT / "kind") == []
+
+
 def test_the_pin_of_a_dead_reader_ends_and_that_of_a_living_one_does_not() -> None:
     files = volume()
     store, reader = store_on(files, holder="builder-1", stale=600.0), store_on(files)
