@@ -138,18 +138,10 @@ class Trainer:
             self._collect()
 
     def _publish(self, store: Versions, step: int, files: Mapping[str, bytes], meta: dict[str, Any]) -> None:
-        if not self._commit(store, version_name(self.fence, step), files, meta):
+        if not store.publish(version_name(self.fence, step), files, meta, self.check_fence):
             raise Fenced(
                 f"{store.kind} of step {step} are there already under fence {self.fence}, by another trainer"
             )
-
-    def _commit(self, store: Versions, name: str, files: Mapping[str, bytes], meta: dict[str, Any]) -> bool:
-        try:
-            return store.publish(name, files, meta, self.check_fence)
-        except FileNotFoundError:
-            if self.exchange.newest_fence() < self.fence:
-                self.check_fence()
-            raise
 
     def check_fence(self) -> None:
         """Raise Fenced when another trainer has taken over, or the exchange with this one's fence is gone."""
@@ -281,7 +273,7 @@ class Trainer:
     def finish(self, state: Literal["done", "failed"], message: str = "") -> None:
         """The last word: builders end."""
         meta = {"state": state, "message": message}
-        self._commit(self.exchange.last_words, f"v-{self.fence:06d}", {}, meta)
+        self.exchange.last_words.publish(f"v-{self.fence:06d}", {}, meta, self.check_fence)
         self.exchange.beat(state, step=self._step, fence=self.fence, index=self._index_name)
 
     def _collect(self) -> None:
