@@ -8,17 +8,15 @@ Shape suffixes: Q queries, P passages, E embedding width, K results, D candidate
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from realmops.config import IndexOptions
+from realmops.index.files import memory_bytes
 from realmops.index.mips import Exact, PassageIndex, search
 
 EXACT_PASSAGES = 20_000_000
@@ -59,13 +57,10 @@ def fitting_type(passages: int, width: int, memory: int) -> str:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of a device in all; of the host, no more than its control group may use."""
+    """Bytes of a device in all."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no control groups, or no limit ("max")
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return total
+    return memory_bytes()
 
 
 def passage_index(

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def memory_bytes() -> int:
-    """This machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """This machine's memory, no more than the control group of this process may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no control groups, or no limit ("max")
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def writable(folder: Path) -> bool:

@@ -73,8 +73,8 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
         reader.to(device)
         told(1)
         rows = _some_rows(snapshot, run.seed)
-        lengths = [len(tokens) for tokens, _ in document_sequences(snapshot, rows)]
-        rate = _documents_per_second(retriever, snapshot, rows, dtype, SHARES["documents"] * seconds)
+        wordpieces = float(np.mean([len(tokens) for tokens, _ in document_sequences(snapshot, rows)]))
+        rate = _documents_per_second(retriever, snapshot, rows, wordpieces, dtype, SHARES["documents"] * seconds)
         builder_bytes = _peak_bytes()
         told(1)
         spans = _spans(snapshot, work)
@@ -105,7 +105,7 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
             threads=run.threads,
             precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
             lengths=f"those of {corpus}" if there else _assumption(snapshot),
-            passage_wordpieces=float(np.mean(lengths)),
+            passage_wordpieces=wordpieces,
             documents_per_second=rate,
             batch_size=options.batch_size,
             measured_batch_size=batch_size,
@@ -160,11 +160,10 @@ def _some_rows(snapshot: Snapshot, seed: int) -> list[int]:
 
 
 def _documents_per_second(
-    retriever: Retriever, snapshot: Snapshot, rows: list[int], dtype: torch.dtype, budget: float
+    retriever: Retriever, snapshot: Snapshot, rows: list[int], wordpieces: float, dtype: torch.dtype, budget: float
 ) -> float:
-    """Two full batches at a time, the first such call not counted."""
-    lengths = [len(tokens) for tokens, _ in document_sequences(snapshot, rows)]
-    together = min(len(rows), max(1, round(2 * BATCH_WORDPIECES / float(np.mean(lengths)))))
+    """Two full batches of passages of so many wordpieces at a time; a small call before is not counted."""
+    together = min(len(rows), max(1, round(2 * BATCH_WORDPIECES / wordpieces)))
     done, first, spent = 0, 0, 0.0
     embed(retriever.document, document_sequences(snapshot, rows[:4]), dtype)
     while spent < budget or not done:
