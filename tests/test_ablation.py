@@ -39,7 +39,8 @@ from realmops.evaluate.openqa import read_predictions
 from realmops.stages import STAGES
 from realmops.stages.ablation import Ablation, tabulate
 from realmops.stages.runner import tracking_folder
-from realmops.tracking import _mlflow_client, default_uri, experiment_tags
+from realmops.tracking import _mlflow_client, default_uri
+from realmops.views import experiment_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

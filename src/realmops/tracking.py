@@ -28,6 +28,7 @@ from typing import Any, Self
 
 from realmops import __version__
 from realmops.artifacts import canonical_json, link_or_copy, read_json, sha256_file, write_bytes, write_json
+from realmops.views import experiment_tags
 
 RUN_KEY_TAG = "realmops.run_key"
 FIRST_BACK_OFF_SECONDS = 1.0
@@ -41,17 +42,6 @@ _LONGEST_PARAM = 6000
 _LONGEST_DIGEST = 36
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _TABLE = ".table.json"
-_CHARTS = "realmops"
-# What runs are compared by, with the width of its column; and curves, with the percentage by which they are smoothed.
-_FIGURES = {
-    "em": 100,
-    "recall_at_5": 110,
-    "zero_shot_recall_at_5": 160,
-    "index_staleness_steps": 165,
-    "retrieval_utility": 120,
-    "p_null": 100,
-}
-_CURVES = {"pretrain/retrieval_utility": 80, "pretrain/p_null": 0, "pretrain/staleness_steps": 0}
 CHAMPION = "champion"
 DIGEST_TAG = "realmops.digest"
 _MODEL_CODE = Path(__file__).with_name("serving.py")
@@ -582,54 +572,6 @@ def _dataset_input(name: str, digest: str, source: str, context: str) -> Any:
 
     dataset = MlflowDataset(name, digest[:_LONGEST_DIGEST], "local", json.dumps({"uri": source}))
     return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
-
-
-def experiment_tags() -> dict[str, str]:
-    """What MLflow's UI reads from an experiment: its kind, and the entries of the menu "Views" above the runs.
-
-    The columns of the list cannot be chosen in any other way: without a view it shows no figures.
-    """
-    # Any order but that of time shows runs that have a parent without it.
-    variants = {"searchFilter": "tags.`realmops.kind` = 'variant'", "orderByKey": "metrics.`em`", "orderByAsc": False}
-    group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "realmops.variant"}]}
-    return {
-        "mlflow.experimentKind": "custom_model_development",  # the page that compares training runs
-        **_view("realmops-runs", "Runs", {}),
-        **_view("realmops-variants", "Ablation: means over seeds", {**variants, "groupBy": group}),
-        **_view("realmops-seeds", "Ablation: every run", variants),
-    }
-
-
-def _view(key: str, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
-    """A view of the runs with our columns and charts, as MLflow's UI saves one; ``rows`` says which runs it shows."""
-    widths = {"attributes.`Run Name`": 240} | {f"metrics.`{figure}`": width for figure, width in _FIGURES.items()}
-    widths |= {"tags.`realmops.variant`": 130, "tags.`realmops.seed`": 120}
-    parallel = {"selectedParams": ["ablation.variant"], "selectedMetrics": list(_FIGURES)[:3], "showAllRuns": True}
-    state = {
-        "selectedColumns": list(widths),
-        "columnOrder": list(widths),
-        "columnWidths": widths,
-        "runsHiddenMode": "SHOW_ALL",
-        "compareRunSections": [{"uuid": _CHARTS, "name": "REALM", "display": True, "isReordered": False}],
-        "compareRunCharts": [
-            _chart("PARALLEL", "all", **parallel),
-            *(_chart("BAR", figure, metricKey=figure) for figure in ("em", "recall_at_5")),
-            *(
-                _chart("LINE", name, metricKey=name, lineSmoothness=smoothness, useGlobalLineSmoothing=False)
-                for name, smoothness in _CURVES.items()
-            ),
-        ],
-        "isAccordionReordered": True,  # ours stay above the sections that the UI makes of all metrics
-        **rows,
-    }
-    now = int(time.time() * 1000)
-    saved = {"name": name, "createdAt": now, "updatedAt": now, "state": json.dumps(state)}
-    return {f"mlflow.sharedViewState.{key}": json.dumps(saved)}
-
-
-def _chart(kind: str, name: str, **options: Any) -> dict[str, Any]:
-    shown = {"type": kind, "uuid": f"{kind}-{name}", "metricSectionId": _CHARTS, "runsCountToCompare": 100}
-    return {**shown, "deleted": False, "isGenerated": False, **options}
 
 
 @dataclass(frozen=True)
