@@ -88,7 +88,7 @@ class Ours:
         sequences = self.sequences(documents)
         out = torch.empty(len(sequences), self.bert.config.width)
         with torch.no_grad(), autocast(torch.device("cpu"), self.dtype):
-            for rows in length_batches([len(s) for s in sequences]):
+            for rows in length_batches([len(s) for s in sequences], torch.device("cpu")):
                 batch = Packed([sequences[i] for i in rows])
                 hidden_TD = self.bert(batch).float()
                 mean_BD = torch.segment_reduce(hidden_TD, "mean", lengths=torch.from_numpy(batch.lengths))

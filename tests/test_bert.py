@@ -131,6 +131,9 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
     assert 1 < len(groups.groups) < len(tokens)
     grouped_TD, grouped = gradients([groups])
     torch.testing.assert_close(grouped_TD, apart_TD, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        for batch in (Packed(tokens, segments), groups, singles[0]):
+            torch.testing.assert_close(bert(batch), apart_TD[: len(batch.tokens_T)], rtol=0, atol=1e-5)
     for found in (whole, grouped):
         for one, other in zip(found, apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from realmops.encoders import CONFIG, read_config, read_weights
 
-BATCH_WORDPIECES = 4096
+BATCH_WORDPIECES = {"cpu": 1024, "cuda": 4096}  # padded; on a CPU what stays in a core's cache
 _SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in groups of
 _SCORES_OF_GROUP = 1 << 18
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
@@ -169,12 +169,12 @@ def _attended_together(lengths: np.ndarray) -> list[np.ndarray]:
     return [np.array(rows) for rows in _like_lengths(lengths.tolist(), 2, _SCORES_OF_GROUP)]
 
 
-def length_batches(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Rows of sequences in batches of like lengths: shortest first, at most 4,096 wordpieces when padded.
+def length_batches(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
+    """Rows of sequences in batches of like lengths: shortest first, at most ``BATCH_WORDPIECES`` when padded.
 
-    The batches depend on the lengths alone, so that equal calls give equal bytes on one machine.
+    The batches depend on lengths and device alone, so that equal calls give equal bytes on one machine.
     """
-    return _like_lengths(lengths, 1, BATCH_WORDPIECES)
+    return _like_lengths(lengths, 1, BATCH_WORDPIECES[device.type])
 
 
 def _like_lengths(lengths: Sequence[int], power: int, limit: int) -> Iterator[list[int]]:
@@ -259,10 +259,10 @@ class _Layer(nn.Module):
         q_GHLD, k_GHLD, v_GHLD = qkv_GLD.permute(2, 0, 3, 1, 4).unbind(0)
         padding = None if group.is_padding_GL is None else group.is_padding_GL[:, None, None, :]
         drop = self.dropout if self.training else 0.0
-        if qkv_PD.is_cuda:
+        if qkv_PD.is_cuda or not torch.is_grad_enabled():
             mask = None if padding is None else ~padding
             y_GHLD = F.scaled_dot_product_attention(q_GHLD, k_GHLD, v_GHLD, mask, drop)
-        else:  # on a CPU the plain form is faster than the fused one, above all backwards
+        else:  # on a CPU the fused form is the faster one, but not with its way back
             scores_GHLL = (q_GHLD / math.sqrt(q_GHLD.shape[-1])) @ k_GHLD.transpose(-1, -2)
             if padding is not None:
                 scores_GHLL = scores_GHLL.masked_fill(padding, -torch.inf)

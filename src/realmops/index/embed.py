@@ -32,7 +32,7 @@ def embed(
     embedder.eval()
     device = embedder.projection.weight.device
     out = torch.empty(len(sequences), embedder.projection.out_features)
-    for rows in length_batches([len(tokens) for tokens, _ in sequences]):
+    for rows in length_batches([len(tokens) for tokens, _ in sequences], device):
         batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
             out[torch.tensor(rows)] = embedder(batch).to("cpu")

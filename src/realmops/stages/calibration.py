@@ -163,7 +163,8 @@ def _documents_per_second(
     retriever: Retriever, snapshot: Snapshot, rows: list[int], wordpieces: float, dtype: torch.dtype, budget: float
 ) -> float:
     """Two full batches of passages of so many wordpieces at a time; a small call before is not counted."""
-    together = min(len(rows), max(1, round(2 * BATCH_WORDPIECES / wordpieces)))
+    device = retriever.document.projection.weight.device
+    together = min(len(rows), max(1, round(2 * BATCH_WORDPIECES[device.type] / wordpieces)))
     done, first, spent = 0, 0, 0.0
     embed(retriever.document, document_sequences(snapshot, rows[:4]), dtype)
     while spent < budget or not done:

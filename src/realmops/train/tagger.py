@@ -118,7 +118,7 @@ def _predict(
     tagger.eval()
     device = tagger.output.weight.device
     out: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(sequences)
-    for rows in length_batches([len(tokens) for tokens, _ in sequences]):
+    for rows in length_batches([len(tokens) for tokens, _ in sequences], device):
         batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
             best_T = tagger(batch).argmax(-1).cpu().numpy()
