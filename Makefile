@@ -14,7 +14,7 @@ STAMP := $(VENV)/setup.stamp
 STARTED := $(VENV)/setup.started
 ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help setup run test lint faults manifests podman bench golden
+.PHONY: help setup run test lint audit faults manifests podman bench golden
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r target text; do
@@ -86,6 +86,11 @@ lint: setup  ## ruff and mypy only
 	@$(ACTIVATE)
 	ruff check .
 	mypy
+
+audit: setup  ## known vulnerabilities of the packages in constraints.txt; asks PyPI for each of them
+	@$(MAKE) setup EXTRAS=dev,audit STAMP=$(VENV)/audit.stamp
+	$(ACTIVATE)
+	exec pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
 faults: setup  ## the campaign against faults, some 25 minutes, with a table; make faults PART=kill runs a part
 	@$(ACTIVATE)

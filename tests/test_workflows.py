@@ -70,7 +70,7 @@ def test_what_a_workflow_calls_is_there(path: Path) -> None:
     assert [fault for script in scripts for fault in faults(script)] == []
     called = [command for script in scripts for command in commands(script)]
     assert [command[:3] for command in called] == (
-        [["realmops", "submit", "--once"]] if path.stem == "retrain" else [["make", "test"]]
+        [["realmops", "submit", "--once"]] if path.stem == "retrain" else [["make", "test"], ["make", "audit"]]
     )
 
 
