@@ -13,6 +13,7 @@ from typing import Any
 
 import exchange_lab
 import pytest
+import torch
 from exchange_lab import (
     IDENTITY,
     PART_ROWS,
@@ -27,12 +28,15 @@ from exchange_lab import (
     check_index,
     embedder,
 )  # fmt: skip
+from safetensors.torch import save
 
 from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, Work, keep_parts, run_builder
 from realmops.index.exchange import Exchange, part_name
 from realmops.index.files import Files
 from realmops.index.trainer import Policy, Trainer
-from realmops.index.versions import version_name
+from realmops.index.versions import Version, version_name
+from realmops.stages.builder import EMBEDDINGS, merge
+from realmops.stages.common import embeddings_in
 
 PARAMS = {"params.bin": b"p" * 32}
 
@@ -90,6 +94,18 @@ def test_without_a_merge_an_index_is_its_parts() -> None:
         "rows-0000000000-0000000003.rows.bin": b"a",
         "rows-0000000003-0000000005.rows.bin": b"b",
     }
+
+
+def test_the_index_of_realm_is_its_parts_as_one_safetensors_file() -> None:
+    rows = torch.tensor([[1.0, -2.0], [3.0, 4.0], [0.5, 6.0]])
+    card = {"passages": 3, "embedding_width": 2}
+    files = {"model.json": b"{}", "retriever.safetensors": b"r"}
+    weights = Version("v-000001-00000007", "", "", "", card, {}, {"trainer": {"published": 9.0}}, 0.0, files)
+    parts = iter([(a, b, {EMBEDDINGS: save({"embeddings": rows[a:b]})}) for a, b in ((0, 2), (2, 3))])
+    found, meta = merge(weights, parts)
+    assert found == {EMBEDDINGS: save({"embeddings": rows}), **files}
+    assert embeddings_in(found[EMBEDDINGS]).tolist() == rows.tolist()
+    assert meta == {"published": 9.0}
 
 
 def test_awaited_weights_are_built_oldest_first_and_others_newest_only() -> None:

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from realmops.artifacts import write_json
@@ -26,7 +26,7 @@ from realmops.index.exchange import CARD, Exchange
 from realmops.index.files import Files
 from realmops.index.versions import MANIFEST_LIMIT, Damaged, Version
 from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
-from realmops.stages.common import keep_freed_memory
+from realmops.stages.common import embeddings_in, index_header, keep_freed_memory
 
 EMBEDDINGS = "embeddings.safetensors"
 SIGNS, SIGN_SECONDS = "alive", 5.0
@@ -182,10 +182,17 @@ class Follower:
 
 
 def merge(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """All parts as one matrix, beside the retriever that made it."""
-    embedding = torch.cat([load_tensors(files[EMBEDDINGS])["embeddings"] for _, _, files in parts])
+    """All parts as one matrix, beside the retriever that made it; a part is let go when it has its place there."""
+    passages, width = weights.run["passages"], weights.run["embedding_width"]
+    header = index_header(passages, width)
+    size = len(header) + 4 * passages * width
+    matrix = BytesIO(bytes(size))  # at once: growing would copy
+    matrix.write(header)
+    for _, _, part in parts:
+        matrix.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
+    assert matrix.tell() == size
     files = {
-        EMBEDDINGS: save_tensors({"embeddings": embedding}),
+        EMBEDDINGS: matrix.getvalue(),
         MODEL: weights.files[MODEL],
         RETRIEVER: weights.files[RETRIEVER],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -127,16 +128,32 @@ def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -
     return embedding_PE
 
 
-def save_index(path: Path, embedding_PE: Tensor) -> None:
-    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own."""
-    size = embedding_PE.numel() * 4
-    entry = {"dtype": "F32", "shape": list(embedding_PE.shape), "data_offsets": [0, size]}
+def index_header(passages: int, width: int) -> bytes:
+    """What comes before embeddings P x E (fp32) in a safetensors file."""
+    entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
     header = json.dumps({"embeddings": entry}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def save_index(path: Path, embedding_PE: Tensor) -> None:
+    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own."""
     with open(path, "xb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(index_header(*embedding_PE.shape))
         for rows_RE in torch.split(embedding_PE, _ROWS):
             file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
+
+
+def embeddings_in(content: bytes) -> Tensor:
+    """The embeddings P x E (fp32) in the bytes of such a file, whose memory they share: only to be read.
+
+    An index of the exchange is taken so and not memory-mapped: what its digest was compared with is what is used, and
+    where a mapped file stays when it is deleted on a local disk, on NFS it is gone, and the process with it (SIGBUS).
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    shape = json.loads(content[8:start])["embeddings"]["shape"]
+    with warnings.catch_warnings(action="ignore"):  # that the bytes cannot be written
+        return torch.frombuffer(content, dtype=torch.float32, offset=start).view(shape)
 
 
 def load_index(folder: Path, snapshot: Snapshot) -> Tensor:

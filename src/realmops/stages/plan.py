@@ -3,10 +3,9 @@
 A refresh is embedding alone: what trainer and builders write and read in between is not counted. Memory is what the
 code holds when a generation changes hands, in copies of the embeddings (P x E x 4 bytes):
 
-- a trainer has the generation in use, the new one as the bytes of its file, and as a matrix; an ``ivf`` index holds a
-  copy of its own beside each matrix, ``pq`` a sixteenth. On a GPU the exact matrices lie there, old and new, and of
-  other types the structures alone;
-- a builder that merges has all parts, the matrix, and twice the file that it writes;
+- a trainer has the generation in use and the new one; an ``ivf`` index holds a copy of its own beside each, ``pq`` a
+  sixteenth. On a GPU the exact matrices lie there, old and new, and of other types the structures alone;
+- a builder that merges has the file that it writes, and one part;
 - on the disk lie the generations that the exchange keeps, the one that is being written with its parts, and the
   fine-tuned model's.
 """
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 PASSAGES = (1_000_000, 13_000_000, 100_000_000, 1_000_000_000)
 REFRESH_STEPS = 500  # the paper's
 STATES = 3  # of each parameter in a checkpoint: itself and Adam's two moments
-BUILDER_COPIES = 4
 LINK_BYTES = 256  # of a passage in hnsw's graph
 
 
@@ -100,11 +98,11 @@ def scale(passages: int, index_type: str, refresh_every: int, measured: Measured
     structure = {"exact": 0.0, "ivf": 1.0, "hnsw": graph, "pq": 1 / 16}[index_type]
     on_gpu = measured.device == "cuda"
     if on_gpu and index_type == "exact":
-        host, gpu = 2.0, 2.0
+        host, gpu = 1.0, 2.0
     elif on_gpu and index_type != "hnsw":
-        host, gpu = 3.0, 2 * structure
+        host, gpu = 2.0, 2 * structure
     else:
-        host, gpu = 3 + 2 * structure, 0.0
+        host, gpu = 2 + 2 * structure, 0.0
     return Scale(
         passages,
         index_type,
@@ -117,7 +115,7 @@ def scale(passages: int, index_type: str, refresh_every: int, measured: Measured
         wanted,
         measured.trainer_bytes + host * embeddings,
         gpu * embeddings,
-        measured.builder_bytes + BUILDER_COPIES * embeddings,
+        measured.builder_bytes + embeddings,
         passages * measured.passage_bytes + (KEPT + 3) * embeddings + (KEPT + 1) * STATES * measured.parameter_bytes,
     )
 
@@ -181,9 +179,9 @@ def notes(measured: Measured, scales: Sequence[Scale]) -> Iterator[str]:
         "more than pretrain.lag steps."
     )
     yield (
-        "Memory when a generation changes hands: the trainer holds it as file and as matrix beside the one in use, "
-        "a merging builder four times; activations of the step are in it as measured. Disk: snapshot, checkpoints, the "
-        "generations that the exchange keeps with the one in the making, and the fine-tuned model's."
+        "Memory when a generation changes hands: the trainer holds it beside the one in use, a merging builder once; "
+        "activations of the step are in it as measured. Disk: snapshot, checkpoints, the generations that the exchange "
+        "keeps with the one in the making, and the fine-tuned model's."
     )
     needed = [n for one in scales for n in (one.trainer_bytes, one.builder_bytes)]
     if max(needed, default=0) > measured.host_memory:

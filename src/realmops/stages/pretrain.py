@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
 from torch import Tensor
 
 from realmops.artifacts import seed_for
@@ -39,6 +38,7 @@ from realmops.stages.common import (
     JournalValues,
     context,
     embed_corpus,
+    embeddings_in,
     open_snapshot,
     open_spans,
     prepare,
@@ -216,7 +216,7 @@ class ExchangeSource:
             return None
         self._step = version.step
         self.refreshes += int(new and step > 0)
-        embedding_PE = load_tensors(version.files[EMBEDDINGS])["embeddings"]
+        embedding_PE = embeddings_in(version.files[EMBEDDINGS])
         searcher = retriever_from_files(version.files).to(self.device).eval()
         passages = self.passages(embedding_PE, searcher)
         return Index(version.step, passages, searcher, float(version.meta["published"]), new)

@@ -1,0 +1,86 @@
+"""What a refresh takes in memory at its most, in copies of the embeddings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PASSAGES, WIDTH, PART_ROWS = 1 << 17, 128, 1 << 13
+COPY = PASSAGES * WIDTH * 4  # 64 MiB: small beside it are a part, both models, and what is freed and kept
+
+
+def test_a_builder_holds_the_index_and_a_part_and_a_trainer_two_generations(tmp_path: Path) -> None:
+    child = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    took = [json.loads(line) for line in child.stdout.splitlines()]
+    assert [what for what, _ in took] == ["build", "build", "adopt", "adopt beside another"]
+    assert all(0.9 < copies < 1.8 for what, copies in took if what == "build"), took
+    assert all(0.9 < copies < 1.3 for what, copies in took if what != "build"), took
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: now (VmRSS) or at most since it began (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def measured(what: str, work: Callable[[], Any]) -> Any:
+    """What ``work`` gives; printed is how many copies of the embeddings the process grew by."""
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
+    before = resident("VmRSS")
+    found = work()
+    print(json.dumps([what, (resident("VmHWM") - before) / COPY]), flush=True)
+    return found
+
+
+def main(folder: Path) -> None:
+    """A trainer and, in processes of their own, builders; passages are embedded as the step of the weights and 1."""
+    import torch
+    from exchange_lab import end_of, forked
+    from safetensors.torch import save
+    from tiny import section
+
+    from realmops.index.builder import Builder, Work
+    from realmops.index.exchange import Exchange
+    from realmops.index.mips import Exact
+    from realmops.index.trainer import Trainer
+    from realmops.model.files import build_models, retriever_files
+    from realmops.stages.builder import EMBEDDINGS, merge
+    from realmops.stages.common import keep_freed_memory
+    from realmops.stages.pretrain import ExchangeSource
+
+    keep_freed_memory()
+    card = {"passages": PASSAGES, "embedding_width": WIDTH}
+    bert = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), 100, seed=0)
+    trainer = Trainer(Exchange.open(folder, card, grace=0.0))
+    options = section("pretrain", refresh_every=2, lag=1, retriever_delay=0)
+    source = ExchangeSource(trainer, options, "", torch.device("cpu"), lambda embedding_PE, _: Exact(embedding_PE))
+
+    def embedder(weights: Any) -> Callable[[int, int], dict[str, bytes]]:
+        def rows(first: int, end: int) -> dict[str, bytes]:
+            return {EMBEDDINGS: save({"embeddings": torch.full((end - first, WIDTH), weights.step + 1.0)})}
+
+        return rows
+
+    def build() -> int:
+        exchange = Exchange.open(folder, card, "builder-0", grace=0.0)
+        assert measured("build", Builder(exchange, Work(PASSAGES, PART_ROWS, embedder, merge)).build_next)
+        return 0
+
+    for step in (0, 2):
+        trainer.publish_weights(step, retriever_files(retriever, ""), {"published": 0.0})
+        assert end_of(forked(build)) == 0
+    used = measured("adopt", lambda: source.at_step(0, retriever))
+    newer = measured("adopt beside another", lambda: source.at_step(3, retriever))
+    for index, value in ((used, 1.0), (newer, 3.0)):
+        assert torch.equal(index.passages.embedding_PE, torch.full((PASSAGES, WIDTH), value))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
