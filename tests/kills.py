@@ -90,7 +90,9 @@ class Run:
             params = life(exchange, PLAN)
         except Fenced:
             return FENCED
-        self.out.write_text(params.hex())
+        draft = self.out.with_suffix(f".{os.getpid()}")  # a trainer may be killed between making a file and filling it
+        draft.write_text(params.hex())
+        draft.rename(self.out)
         return 0
 
     def go(self) -> list[str]:
