@@ -277,11 +277,23 @@ def test_damage_is_named_even_without_reading_the_files(tmp_path: Path, damage: 
         read_manifest(folder, "thing", verify=verify)
 
 
-def test_a_file_that_is_a_link_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_may_be_a_link_to_the_same_bytes_and_to_no_others(tmp_path: Path, verify: bool) -> None:
+    folder = folder_with_manifest(tmp_path / "x")
+    cached = tmp_path / "cached"
+    (folder / "sub" / "b.txt").rename(cached)
+    (folder / "sub" / "b.txt").symlink_to(cached)
+    assert read_manifest(folder, "thing", verify=verify)
+    cached.write_bytes(b"cc")
+    with pytest.raises(ValueError, match=r"sub/b\.txt has sha256"):
+        read_manifest(folder, "thing", verify=verify)
+
+
+def test_a_file_behind_a_link_is_refused(tmp_path: Path) -> None:
     folder = folder_with_manifest(tmp_path / "x")
     (folder / "sub").rename(tmp_path / "elsewhere")
     (folder / "sub").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"sub/b\.txt is a symbolic link or lies behind one"):
+    with pytest.raises(ValueError, match=r"sub/b\.txt lies behind a symbolic link"):
         read_manifest(folder, "thing")
     (folder / "sub").unlink()
     (tmp_path / "elsewhere").rename(folder / "sub")
