@@ -14,6 +14,7 @@ from realmops.artifacts import (
     atomic_folder,
     canonical_json,
     digest_of,
+    link_or_copy,
     read_json,
     read_manifest,
     seed_for,
@@ -287,6 +288,15 @@ def test_a_file_may_be_a_link_to_the_same_bytes_and_to_no_others(tmp_path: Path,
     cached.write_bytes(b"cc")
     with pytest.raises(ValueError, match=r"sub/b\.txt has sha256"):
         read_manifest(folder, "thing", verify=verify)
+
+
+def test_a_second_name_of_a_link_is_that_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "cached").write_bytes(b"weights")
+    (tmp_path / "link").symlink_to(tmp_path / "cached")
+    link_or_copy(tmp_path / "link", tmp_path / "kept")
+    (tmp_path / "cached").unlink()
+    assert not (tmp_path / "kept").is_symlink()
+    assert (tmp_path / "kept").read_bytes() == b"weights"
 
 
 def test_a_file_behind_a_link_is_refused(tmp_path: Path) -> None:

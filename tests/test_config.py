@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from realmops import config
+from realmops.artifacts import write_json
 from realmops.cli import main
 from realmops.config import (
     SECTIONS,
@@ -47,6 +48,16 @@ def test_the_projects_params_are_whole_and_typed() -> None:
         parsed = parse_section(name, values[name])
         assert isinstance(parsed, section)
         assert dataclasses.asdict(parsed).keys() == values[name].keys()
+
+
+def test_values_are_the_same_as_yaml_as_json_and_however_a_number_is_written(params: Path) -> None:
+    values = load(replaced(params, "retriever_learning_rate: 5.0e-5 ", "retriever_learning_rate: 5e-5 "))
+    assert values == load(PARAMS)
+    assert values["pretrain"]["retriever_learning_rate"] == 5e-5
+    assert load(PARAMS, settings=["pretrain.retriever_learning_rate=5e-5"]) == values
+    write_json(params, values)
+    assert "5e-05" in params.read_text()
+    assert load(params) == values
 
 
 def test_code_has_no_defaults() -> None:

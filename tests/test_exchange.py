@@ -437,6 +437,25 @@ def test_restore_falls_back_over_damaged_checkpoints_loudly_and_never_to_step_0(
             Trainer(pair.exchange(), PLAN.policy).restore()
 
 
+def test_a_checkpoint_that_a_collector_takes_and_brings_back_is_used() -> None:
+    pair, name = Pair(), version_name(1, 6)
+    pair.run()
+    checkpoints, reads = ROOT / "checkpoints", []
+
+    def meddled(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+        if operation == "read" and path.parent == checkpoints / name:
+            reads.append(path.name)
+            if len(reads) == 2:
+                pair.files.rename(checkpoints / name, checkpoints / f".trash.{name}")
+        elif operation == "unlink" and len(reads) == 2:
+            pair.files.rename(checkpoints / f".trash.{name}", checkpoints / name)
+        return effect()
+
+    checkpoint = open_trainer(pair.files.seen_by(meddled)).restore()
+    assert checkpoint is not None
+    assert (checkpoint.name, reads[:2]) == (name, ["manifest.json", "params.bin"])
+
+
 def test_i6_a_damaged_index_is_set_aside_and_built_again() -> None:
     files = MemoryFiles()
     trainer = open_trainer(files, clock=StillClock(lambda: build(files) and None))

@@ -669,7 +669,7 @@ def test_pre_training_of_fifty_times_the_length_is_flat_in_memory_files_and_disk
             f"{files[1]:.0f} files open", steps, "flat",
         )  # fmt: skip
     disk = [max(one[2] for one in part) / 1e3 for part in (early, late)]
-    assert disk[1] < 1.1 * disk[0], disk
+    assert disk[1] < 1.5 * disk[0], disk  # a generation more or less; what grew with the steps would be twice as much
     told(f"steps of pre-training, the exchange: {disk[0]:.0f} kB then {disk[1]:.0f} kB", steps, "flat")
 
 

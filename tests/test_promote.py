@@ -17,8 +17,8 @@ from toy import QUESTIONS, cli, trained_project, write_json_lines
 
 from realmops import artifacts, tracking
 from realmops.evaluate.openqa import Prediction, read_predictions, write_predictions
-from realmops.stages.promote import read_candidate
-from realmops.tracking import CHAMPION, DIGEST_TAG, Registry
+from realmops.stages.promote import DIGEST_TAG, read_candidate
+from realmops.tracking import CHAMPION, Registry
 
 UNTRACKED = ("--set", "tracking.enabled=false")
 TEST = [{"id": f"t{n}", "question": q, "answers": [a]} for n, (q, a) in enumerate(QUESTIONS["test"] * 5)]
@@ -101,8 +101,8 @@ def test_the_first_run_becomes_the_champion_and_stays_it(project: Path) -> None:
     assert "models:/first/1 is the champion: EM 0.000 by exact_match on 10 questions" in result.stdout
     assert candidate.corpus_hash[:12] in result.stdout
     found = champion(project, "first")
-    assert found == (1, candidate.tags())
-    assert candidate.tags()[DIGEST_TAG] == candidate.digest
+    assert found == (1, candidate.tags(copy=False))
+    assert found[1][DIGEST_TAG] == candidate.digest
     again = promote(project, "first")
     assert again.exit_code == 0
     assert "models:/first/1 is the champion already" in again.stdout
@@ -394,6 +394,21 @@ def test_a_changed_index_is_refused_when_the_model_is_loaded(another: Path, serv
     shutil.rmtree(folder)
     with pytest.raises(ValueError, match="is not there: the model's files were removed"):
         mlflow.pyfunc.load_model("models:/tampered@champion")
+
+
+def test_a_champion_can_be_copied_later(another: Path, server: str) -> None:
+    import mlflow
+
+    assert promote(another, "later").exit_code == 0
+    shutil.rmtree(another / "root/promoted")
+    with pytest.raises(ValueError, match="is not there.* register it by 'realmops promote --copy'"):
+        mlflow.pyfunc.load_model("models:/later@champion")
+    again = promote(another, "later", "--copy")
+    assert "models:/later/2 is the champion" in again.stdout
+    assert "models:/later/1 was the same without copies of its files" in again.stdout
+    assert mlflow.pyfunc.load_model("models:/later@champion").predict(["Who wrote a novel?"])
+    for options in ((), ("--copy",)):
+        assert "models:/later/2 is the champion already" in promote(another, "later", *options).stdout
 
 
 def test_a_copied_model_needs_no_other_file(another: Path, server: str) -> None:

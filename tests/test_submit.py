@@ -111,6 +111,32 @@ def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
     assert len({*keys}) == 5
 
 
+def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> None:
+    def with_arguments(name: str, *arguments: str) -> str:
+        pipeline = Pipeline.read(file_of(name))
+        return retraining.key_of({}, {}, pipeline.documents, pipeline.parsed(arguments))
+
+    assert len({with_arguments("ablations", *more) for more in ((), ("seeds=5",), ('variants=["realm"]',))}) == 3
+    assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")
+    plain = with_arguments("train")
+    assert with_arguments("train", "memory=16Gi", "builders=3", "wait_seconds=60") == plain
+    assert with_arguments("train", "image=realmops") == plain != with_arguments("train", "image=other")
+
+
+def test_every_parameter_of_placement_is_one_of_a_pipeline() -> None:
+    known = {name for one in ("train", "ablations", "refresh") for name in Pipeline.read(file_of(one)).parameters}
+    assert known >= retraining.PLACEMENT | retraining.GIVEN
+
+
+def test_an_empty_lock_of_dvc_records_nothing(project: Path) -> None:
+    (project / "dvc.lock").touch()
+    assert key(project)
+    values = load(project / "params.yaml")
+    values["snapshot"]["documents"] = "/volume/documents.jsonl"
+    _, [note] = retraining.digests_of_files(values, project)
+    assert "is not here, and DVC has no digest of it" in note
+
+
 def test_files_that_other_options_make_superfluous_are_not_in_the_key(project: Path) -> None:
     values = load(project / "params.yaml")
     files, notes = retraining.digests_of_files(values, project)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from io import StringIO
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from safetensors.torch import load_file
 from tiny import DOCUMENTS
 from toy import cli, trained_project
 
+from realmops.artifacts import write_manifest
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.openqa import Prediction
-from realmops.stages.update import CHANGES, changed_answers, changes_markdown, changes_table
+from realmops.stages.update import CHANGES, changed_answers, changes_markdown, changes_table, standing
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 
@@ -83,6 +85,34 @@ def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -
     second = [json.loads(path.read_text()) for path in (root / "updates").glob("*/metrics.json")]
     assert sorted(one["passages_unchanged"] for one in second) == [10, 11]  # against the first update
     assert list((root / ".realmops/work").glob("*")) == []
+
+
+@pytest.mark.parametrize("killed", ["counts", "_embed"])
+def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
+    def dies(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    rewrite(project, [{"title": "Fresh", "text": f"A page about {killed}."}])
+    with monkeypatch.context() as patched:
+        patched.setattr(f"realmops.stages.update.{killed}", dies)
+        assert run(project, "update").exit_code != 0
+    [work] = (project / "root/.realmops/work").glob("update-*")
+    if killed == "_embed":  # and again while it cleared up
+        (work / "snapshot/corpus/tokens.npy").unlink()
+    result = run(project, "update")
+    assert result.exit_code == 0, result.output
+    assert not work.exists()
+
+
+def test_an_update_that_is_being_written_is_not_the_newest(project: Path) -> None:
+    root = project / "root"
+    before = standing(root)
+    shutil.copytree(before.snapshot.parent, root / "updates" / f".0123456789ab.{'0' * 32}")
+    manifest = json.loads((before.snapshot.parent / "manifest.json").read_text())
+    fields = {key: manifest[key] for key in ("model", "corpus_hash")}
+    write_manifest(root / "updates" / f".0123456789ab.{'0' * 32}", "update", number=99, **fields)
+    assert standing(root) == before
+    shutil.rmtree(root / "updates" / f".0123456789ab.{'0' * 32}")
 
 
 def test_an_update_with_other_test_questions_is_refused(project: Path) -> None:

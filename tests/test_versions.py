@@ -640,6 +640,26 @@ def test_the_pin_of_a_dead_reader_ends_and_that_of_a_living_one_does_not() -> No
     assert store.names() == []
 
 
+def test_what_is_published_while_a_collector_asks_for_needs_is_not_moved() -> None:
+    moved: list[Path] = []
+
+    def watched(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+        moved.extend([path] if operation == "rename" else [])
+        return effect()
+
+    files = volume()
+    writer, collector = store_on(files, holder="builder-1"), store_on(files.seen_by(watched), grace=120.0)
+    writer.publish(OLD, CONTENT, {})
+
+    def needs() -> set[str]:
+        needed = {*writer.names()}
+        writer.publish(NEW, CONTENT, {})
+        return needed
+
+    collector.collect(needs)
+    assert (writer.names(), moved) == ([OLD, NEW], [])
+
+
 def test_trash_waits_for_its_grace_and_returns_when_it_is_needed() -> None:
     files = volume()
     store = store_on(files, grace=120.0)

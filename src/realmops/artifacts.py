@@ -109,9 +109,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name; copy it where the disk knows no links."""
+    """Give a file a second name, the one that a symbolic link leads to; copy it where the disk knows no links."""
     try:
-        os.link(source, target)
+        os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copyfile(source, target)
 

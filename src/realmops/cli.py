@@ -671,9 +671,9 @@ def submit(
 ) -> None:
     """Submit the training to Kubeflow Pipelines, with --once one run for each key.
 
-    The key is the same when params (without tracking), the files that they name, the compiled pipeline and the image
-    are the same. A run that failed may be tried again, in the same folder. Exit code 2 for a mistake, 1 when the server
-    is away.
+    The key is the same when params (without tracking), the files that they name, the compiled pipeline and the
+    arguments that decide what comes out (the image, not the memory) are the same. A run that failed may be tried
+    again, in the same folder. Exit code 2 for a mistake, 1 when the server is away.
     """
     from realmops import submit as submitting
 

@@ -353,18 +353,15 @@ def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = 
     differences += [(f"--set {setting}", parse_setting(setting)) for setting in settings]
     for source, difference in differences:
         values = merge(values, difference, source)
-        for name in difference:
-            parse_section(name, values[name], source)
+        values |= {name: asdict(parse_section(name, values[name], source)) for name in difference}
     check_together(values)
     return values
 
 
 def checked(values: dict[str, dict[str, Any]], source: str) -> dict[str, dict[str, Any]]:
-    """All sections of ``source`` as they are; ValueError names what is unknown, missing or wrong."""
+    """All sections of ``source``, 1e-5 a number however it was written; ValueError names what is unknown or wrong."""
     check_names(values, source)
-    for name in SECTIONS:
-        parse_section(name, values[name], source)
-    return values
+    return {name: asdict(parse_section(name, values[name], source)) for name in SECTIONS}
 
 
 def rewritten(path: Path, values: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:

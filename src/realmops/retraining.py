@@ -13,17 +13,29 @@ from realmops import artifacts
 from realmops.stages import HUB, content_of, outside_files
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
-GIVEN = {"options", "run", "key", "image"}  # parameters of a pipeline whose defaults a submission replaces
+GIVEN = {"options", "run", "key"}  # parameters of a pipeline whose defaults a submission replaces
+PLACEMENT = {  # parameters that say where and with what a training runs
+    "accelerator", "accelerators", "builders", "cpu", "deployment", "endpoint", "memory", "node_selector",
+    "nproc_per_node", "runs", "secret", "settings", "tolerations", "volume", "wait_seconds",
+}  # fmt: skip
 
 
 def key_of(
-    values: Mapping[str, Mapping[str, Any]], files: Mapping[str, Any], pipeline: Sequence[Any], image: str
+    values: Mapping[str, Mapping[str, Any]],
+    files: Mapping[str, Any],
+    pipeline: Sequence[Any],
+    arguments: Mapping[str, Any],
 ) -> str:
-    """The sha256 over params, digests of files from outside, the parsed documents of a pipeline, and the image."""
+    """The sha256 over params, digests of files from outside, and the parsed documents of a pipeline.
+
+    ``arguments``, by parameter, count as if the pipeline had them as defaults; but those of ``PLACEMENT`` do not, so
+    that another try with more memory goes on in the folder of the first.
+    """
     compiled, *others = pipeline
     inputs = compiled["root"].get("inputDefinitions", {})
     declared = {
         name: {what: value for what, value in entry.items() if what != "defaultValue" or name not in GIVEN}
+        | ({"defaultValue": arguments[name]} if name in arguments.keys() - PLACEMENT else {})
         for name, entry in inputs.get("parameters", {}).items()
     }
     root = compiled["root"] | {"inputDefinitions": inputs | {"parameters": declared}}
@@ -32,7 +44,6 @@ def key_of(
             "params": {name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH},
             "files": files,
             "pipeline": [compiled | {"root": root}, *others],
-            "image": image,
         }
     )
 
@@ -62,7 +73,7 @@ def digests_of_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> 
 def _recorded(project: Path) -> Iterator[tuple[Path, str]]:
     """Files of dvc.lock with their digests."""
     lock = project / "dvc.lock"
-    for stage in (_read(lock).get("stages") or {}).values() if lock.is_file() else ():
+    for stage in ((_read(lock) or {}).get("stages") or {}).values() if lock.is_file() else ():
         for entry in [*stage.get("deps", []), *stage.get("outs", [])]:
             if "md5" in entry:
                 yield _plain(project / entry["path"]), entry["md5"]

@@ -131,8 +131,7 @@ def prepare(
     """
     given = pipeline.parsed(arguments)
     files, notes = retraining.digests_of_files(values, project)
-    image = given.get("image", pipeline.parameters.get("image", {}).get("defaultValue", ""))
-    key = retraining.key_of(values, files, pipeline.documents, image)
+    key = retraining.key_of(values, files, pipeline.documents, given)
     ours = {"options": artifacts.canonical_json(values).decode(), "run": key[:16], "key": key}
     given = {one: value for one, value in ours.items() if one in pipeline.parameters} | given
     missing = [

@@ -43,7 +43,6 @@ _LONGEST_DIGEST = 36
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _TABLE = ".table.json"
 CHAMPION = "champion"
-DIGEST_TAG = "realmops.digest"
 _MODEL_CODE = Path(__file__).with_name("serving.py")
 
 
@@ -607,11 +606,11 @@ class Registry:
             number = model.aliases.get(CHAMPION) if model else None
             return None if number is None else self._version(self._client.get_model_version(self.name, number))
 
-    def find(self, digest: str) -> ModelVersion | None:
-        """The newest version that was registered with this digest."""
-        condition = f"name = '{self.name}' AND tags.`{DIGEST_TAG}` = '{digest}'"
+    def find(self, tags: Mapping[str, str]) -> ModelVersion | None:
+        """The newest version that was registered with these tags."""
+        conditions = [f"name = '{self.name}'", *(f"tags.`{tag}` = '{value}'" for tag, value in tags.items())]
         with _trouble_in_one_line():
-            found = [self._version(one) for one in self._client.search_model_versions(condition)]
+            found = [self._version(one) for one in self._client.search_model_versions(" AND ".join(conditions))]
         return max(found, key=lambda version: version.number, default=None)
 
     def fetch(self, version: ModelVersion, artifact: str, folder: Path) -> Path:

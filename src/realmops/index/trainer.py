@@ -63,13 +63,12 @@ class Trainer:
         left: starting again from step 0 is for people to decide.
         """
         store = self.exchange.checkpoints
-        tried: set[str] = set()
-        while names := [name for name in store.names() if name not in tried]:
-            name = names[-1]
-            tried.add(name)
+        seen = False
+        while names := store.names():
+            seen, name = True, names[-1]
             try:
                 checkpoint = store.load(name)
-            except FileNotFoundError:
+            except FileNotFoundError:  # moved away; what a collector brings back is listed again
                 continue
             except Damaged as error:
                 store.set_aside(name, str(error))
@@ -84,7 +83,7 @@ class Trainer:
             self._index_name = None if self._index_name in lost else self._index_name
             self._collect()
             return checkpoint
-        if tried or store.bad():
+        if seen or store.bad():
             self.check_fence()
             raise ExchangeError(
                 f"{store.folder} holds checkpoints and none can be used (see the warnings above and the .bad "

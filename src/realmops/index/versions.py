@@ -352,8 +352,9 @@ class Versions:
                 self._delete(entry)
             elif entry.startswith(".stage.") and self._stage_age(entry) >= self.stale:
                 self._bury(entry)
+        names = self.names()  # before needs and pins are asked for: what is published from here on is not looked at
         held = self._held(keep)
-        unneeded = [name for name in self.names() if name not in held]
+        unneeded = [name for name in names if name not in held]
         for name in unneeded:
             self._move(name, f".trash.{name}")
         if unneeded:

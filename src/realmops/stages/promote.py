@@ -24,18 +24,20 @@ from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.common import prepare
 from realmops.stages.retrievers import open_tuned
 from realmops.stages.runner import WORK, alone, inputs_of, tracking_folder
-from realmops.tracking import DIGEST_TAG, ModelVersion, Registry, sent_run
+from realmops.tracking import ModelVersion, Registry, sent_run
 from realmops.train.finetune import Answer, OpenQa
 
 KIND = "promoted"
 FOLDER = "promoted"
 CORPUS = "corpus"
 FINETUNE = "finetune"
+DIGEST_TAG = "realmops.digest"
 EVALUATION_TAG = "realmops.evaluation_digest"
 PREDICTIONS_TAG = "realmops.predictions_sha256"
 CORPUS_TAG = "realmops.corpus_hash"
 QUESTIONS_TAG = "realmops.questions"
 RULE_TAG = "realmops.em_rule"
+COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifacts
 _TEXT, _NUMBER = {"type": "string", "required": True}, {"type": "double", "required": True}
 # What goes in and comes out, in MLflow's form; ``reply`` gives the columns of the outputs.
 SIGNATURE = {
@@ -76,9 +78,10 @@ class Candidate:
     metrics: Mapping[str, Any]
     question: str  # the first
 
-    def tags(self) -> dict[str, str]:
+    def tags(self, copy: bool) -> dict[str, str]:
         """What the registry says about it."""
         return {
+            **({COPIED_TAG: "true"} if copy else {}),
             DIGEST_TAG: self.digest,
             EVALUATION_TAG: self.evaluation,
             PREDICTIONS_TAG: self.predictions,
@@ -131,16 +134,19 @@ def promote(
         candidate = read_candidate(project, root)
         registry = Registry(name, tracking_folder(root), options.experiment)
         champion = registry.champion()
-        if champion is not None and champion.tags.get(DIGEST_TAG) == candidate.digest:
+        wanted = {DIGEST_TAG: candidate.digest, **({COPIED_TAG: "true"} if copy else {})}
+        if champion is not None and wanted.items() <= champion.tags.items():
             return Outcome(True, f"{champion.uri} is the champion already: {_described(candidate)}")
         reason, difference = "there was none before", None
-        if champion is not None:
+        if champion is not None and champion.tags.get(DIGEST_TAG) == candidate.digest:
+            reason = f"before, {champion.uri} was the same without copies of its files"
+        elif champion is not None:
             better, figures, difference = _against(champion, candidate, registry, margin)
             if not better:
                 return Outcome(False, f"not promoted, {champion.uri} stays the champion: {figures}", difference)
             reason = f"before, it was {champion.uri}. {figures}"
         with _gathered(candidate, root, copy) as folder:
-            version = registry.find(candidate.digest) or _register(candidate, registry, root, folder, copy)
+            version = registry.find(wanted) or _register(candidate, registry, root, folder, copy)
             if registry.champion() != champion:
                 return Outcome(False, f"not promoted: the champion of {name} changed meanwhile; run the command again")
             registry.crown(version, candidate.question)
@@ -203,7 +209,7 @@ def _against(
             f"{champion.uri} has the alias champion and was not registered by 'realmops promote': choose another --name"
         )
     if champion.tags[EVALUATION_TAG] != candidate.evaluation:
-        theirs, ours = champion.tags, candidate.tags()
+        theirs, ours = champion.tags, candidate.tags(copy=False)
         sides = [f"evaluation {t[EVALUATION_TAG][:12]}: {t[QUESTIONS_TAG]} by {t[RULE_TAG]}" for t in (theirs, ours)]
         return (
             False,
@@ -235,7 +241,7 @@ def _register(candidate: Candidate, registry: Registry, root: Path, folder: Path
         config={} if copy else {"folder": str(folder)},
         signature=SIGNATURE,
         question=candidate.question,
-        tags=candidate.tags(),
+        tags=candidate.tags(copy),
         run_id=sent_run(tracking_folder(root), STAGES["evaluate"].name, candidate.metrics),
     )
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def standing(root: Path) -> Standing:
     """The newest update of the present model, or what the pipeline made."""
     newest = of_pipeline(root)
     model = _model(newest)
-    for path in sorted((root / FOLDER).glob(f"*/{artifacts.MANIFEST}")):
+    for path in sorted((root / FOLDER).glob(f"[!.]*/{artifacts.MANIFEST}")):
         manifest = artifacts.read_manifest(path.parent, KIND)
         if manifest["model"] == model and manifest["number"] > newest.number:
             snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", "results"))
@@ -149,26 +150,29 @@ def _model(where: Standing) -> str:
 def _read_corpus(section: Mapping[str, Any], documents: Path, old: Snapshot, work: Path, report: Report) -> Snapshot:
     """The snapshot of the documents as they are now, with vocabulary and settings of the old one."""
     final = work / "snapshot" / "corpus"
-    if not (final / artifacts.MANIFEST).is_file():
-        options: SnapshotOptions = parse_section("snapshot", section)
-        found = sources(documents, options.format)
-        try:
-            with artifacts.atomic_folder(final) as stage:
-                manifest = write_snapshot(
-                    found,
-                    stage,
-                    work=work / "growing",
-                    vocabulary=old.vocabulary,
-                    broken_share=options.broken_share,
-                    workers=options.workers,
-                    progress=report.progress("passages", sum(source.size for source in found), "B"),
-                    **{**old.manifest["settings"], "casing": old.casing},
-                )
-        except ValueError:
-            shutil.rmtree(work)
-            raise
-        artifacts.write_json(final.parent / METRICS, {"vocabulary": len(old.vocabulary), **counts(manifest)})
-        shutil.rmtree(work / "growing")
+    figures = final.parent / METRICS
+    if figures.is_file():
+        with suppress(ValueError):  # killed while it was being removed
+            return Snapshot.open(final)
+    options: SnapshotOptions = parse_section("snapshot", section)
+    found = sources(documents, options.format)
+    try:
+        with artifacts.atomic_folder(final) as stage:
+            manifest = write_snapshot(
+                found,
+                stage,
+                work=work / "growing",
+                vocabulary=old.vocabulary,
+                broken_share=options.broken_share,
+                workers=options.workers,
+                progress=report.progress("passages", sum(source.size for source in found), "B"),
+                **{**old.manifest["settings"], "casing": old.casing},
+            )
+    except ValueError:
+        shutil.rmtree(work)
+        raise
+    artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **counts(manifest)})
+    shutil.rmtree(work / "growing")
     return Snapshot.open(final)
 
 
