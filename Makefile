@@ -34,7 +34,7 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 		echo "Install it (apt-get install python$$version-venv) or put uv on the PATH; then call make again." >&2
 		exit 2
 	fi
-	echo "realmops: setting up $(VENV), once: uv takes under a minute, pip says nothing for some 4 minutes"
+	echo "realmops: setting up $(VENV) with $(EXTRAS), once: uv takes under a minute, pip says nothing for some 4 minutes"
 	# A set-up that was killed may have left half a package behind, which pip and uv take for a whole one.
 	if [ -e $(STARTED) ]; then rm -rf $(VENV); fi
 	mkdir -p $(VENV)
@@ -62,7 +62,7 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 run: setup  ## train and evaluate REALM on the embedded corpus, then print the report
 	@$(ACTIVATE)
 	echo "realmops: sample, snapshot, tag, ict, pretrain, finetune, evaluate; the longest is pretrain, all take some 8 minutes on 2 cores"
-	dvc repro
+	dvc repro || { code=$$?; echo "realmops: stopped; what is done is kept, and the same call goes on from there" >&2; exit $$code; }
 	realmops report
 
 podman: setup  ## install podman, as root on Debian, for the tests that run pods; without it those are skipped

@@ -111,4 +111,7 @@ class Nothing:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        raise SystemExit(f"ner.py: {error}") from None

@@ -401,7 +401,7 @@ def test_a_champion_can_be_copied_later(another: Path, server: str) -> None:
 
     assert promote(another, "later").exit_code == 0
     shutil.rmtree(another / "root/promoted")
-    with pytest.raises(ValueError, match="is not there.* register it by 'realmops promote --copy'"):
+    with pytest.raises(ValueError, match=r"is not there.* register it by 'realmops promote --copy'"):
         mlflow.pyfunc.load_model("models:/later@champion")
     again = promote(another, "later", "--copy")
     assert "models:/later/2 is the champion" in again.stdout

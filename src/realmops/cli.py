@@ -78,12 +78,15 @@ _set = click.option(
     metavar="SECTION.KEY=VALUE",
     help="Change one option, for example pretrain.steps=100. Can be repeated.",
 )
-_root = click.option(
-    "--root",
-    type=click.Path(path_type=Path),
-    default=Path(),
-    show_default=True,
-    help="Folder under which data/, models/ and results/ lie.",
+_root, _old_root = (
+    click.option(
+        "--root",
+        type=click.Path(path_type=Path, exists=must_exist, file_okay=False),
+        default=Path(),
+        show_default=True,
+        help="Folder under which data/, models/ and results/ lie.",
+    )
+    for must_exist in (False, True)
 )
 
 
@@ -328,7 +331,7 @@ def evaluate(
 @click.option("--json", "as_json", is_flag=True, help="Everything about a sentence or a question as JSON.")
 @click.option("--html", type=click.Path(path_type=Path), help="The same also as a page of its own.")
 @click.option("--before-after", is_flag=True, help='Over the corpus of before and of after "realmops update".')
-@_root
+@_old_root
 @click.option(
     "--question",
     "questions",
@@ -430,7 +433,7 @@ def _explain(root: Path, ids: tuple[str, ...], failures: tuple[str, ...], limit:
 
 
 @main.command()
-@_root
+@_old_root
 @click.option("--limit", type=click.IntRange(min=1), help="Align so many masked spans, drawn by seed; else all.")
 @click.option("--out", type=click.Path(path_type=Path), help="The file to write; else alignments.parquet in the root.")
 @_explains_errors
@@ -484,7 +487,7 @@ def questions(files: tuple[Path, ...], form: str, out: Path, orqa_split: bool, d
 @main.command()
 @_question_files
 @_format
-@_root
+@_old_root
 @_explains_errors
 def ceilings(files: tuple[Path, ...], form: str, root: Path) -> None:
     """Say what no model can exceed with question FILES on the corpus under data/snapshot, with BM25 beside it."""
@@ -500,7 +503,7 @@ def ceilings(files: tuple[Path, ...], form: str, root: Path) -> None:
 @_params
 @_preset
 @_set
-@_root
+@_old_root
 @_explains_errors
 def update(params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path) -> None:
     """Read changed documents under the trained model: embed what is new, answer the test questions, compare.
@@ -522,12 +525,14 @@ def update(params: Path, presets: tuple[str, ...], settings: tuple[str, ...], ro
     report.metrics("update", metrics)
 
 
-@main.command("snapshot", context_settings={"ignore_unknown_options": True})
-@click.option("--update", "wanted", is_flag=True, required=True, help="Do what the command update does.")
-@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@main.command("snapshot", context_settings={"ignore_unknown_options": True}, options_metavar="")
+@click.option("--update", "wanted", is_flag=True, help="Do what the command update does.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF UPDATE]...")
 @click.pass_context
 def snapshot(context: click.Context, wanted: bool, options: tuple[str, ...]) -> None:
-    """With --update: the same as the command update, with its options."""
+    """With --update: the same as the command update, with its options. The stage is 'realmops run snapshot'."""
+    if not wanted:
+        raise click.UsageError("--update is missing; the stage of that name is 'realmops run snapshot'")
     context.exit(update.main([*options], standalone_mode=False))
 
 
@@ -617,7 +622,7 @@ def plan(
 
 
 @main.command()
-@_root
+@_old_root
 @_explains_errors
 def report(root: Path) -> None:
     """Print the table of results and say where the report and the runs are."""
@@ -699,7 +704,7 @@ def submit(
 @_params
 @_preset
 @_set
-@_root
+@_old_root
 @click.option("--name", default="realmops", show_default=True, help="The registered model in MLflow.")
 @click.option(
     "--margin",
@@ -734,7 +739,7 @@ def promote(
 
 
 @main.command()
-@_root
+@_old_root
 @_explains_errors
 def sync(root: Path) -> None:
     """Send metrics and files to MLflow that could not be sent while the stages ran."""
@@ -749,7 +754,7 @@ def sync(root: Path) -> None:
 
 
 @main.command()
-@_root
+@_old_root
 @click.option("--exchange", type=click.Path(path_type=Path), help="An exchange folder outside the stage's work folder.")
 @_explains_errors
 def doctor(root: Path, exchange: Path | None) -> None:

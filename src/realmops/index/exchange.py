@@ -223,7 +223,8 @@ class Exchange:
             for holder, seconds, doing in self.signs("builder")
         ]
         return (
-            "; ".join(signs) or "no builder has ever been seen here: start one with `realmops index-builder`"
+            "; ".join(signs)
+            or "no builder has ever been seen here: one is starting, or start one with `realmops index-builder`"
         )
 
     # What builders keep

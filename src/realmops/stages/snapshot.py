@@ -63,7 +63,7 @@ def _write(
             told = "".join(f"\n  {one['place']}: {one['problem']}" for one in first)
             job.report.warn(
                 f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out; "
-                f"{STAGES['snapshot'].folder}/{name}/{REJECTS} names all, the first are{told}"
+                f"{STAGES['snapshot'].folder}/{name}/{REJECTS} under the root names all, the first are{told}"
             )
         metrics |= {prefix + key: value for key, value in counts(manifest).items()}
     return metrics
