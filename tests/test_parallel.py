@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import toy
 from safetensors.torch import load_file
 
-from realmops import config, kfp_entry
-from realmops.stages import common
+from realmops import config, kfp_entry, tracking
+from realmops.stages import JOURNAL, STAGES, Job, common, parse_sections, tag
+from realmops.stages.runner import inputs_of
 from realmops.train.parallel import Team
 
 TOGETHER = {
@@ -106,6 +108,36 @@ def test_a_pod_starts_the_processes_that_it_is_told_to(trained: Path, capfd: pyt
     with pytest.raises(SystemExit) as error:
         kfp_entry.run_stage("ict", options, str(trained / "nowhere"), *files, shown.__setitem__, processes=2)
     assert error.value.code == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"finetune": {"retriever": "ict"}},
+        {"finetune": {"retriever": "path", "reader": "ict"}},
+        {"finetune": {"reader": "t5"}, "closed_book": {"steps": 1, "epochs": 1}},
+        {"tag": {"method": "tagger"}},
+        {"tag": {"method": "dates"}},
+    ],
+    ids=["dense", "path", "t5", "tagger", "dates"],
+)
+def test_those_that_helped_write_and_answer_nothing(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, Any]]
+) -> None:
+    name = next(iter(changes))
+    helper = Team(1, 1)  # waits for nobody
+    for module in (common, tag):
+        monkeypatch.setattr(module, "team", lambda: helper)
+    values = toy.toy_values(**changes)
+    inputs = inputs_of(STAGES[name], values, trained, trained / "one")
+    out, work = tmp_path / "out", tmp_path / "work"
+    out.mkdir()
+    work.mkdir()
+    with tracking.Journal(work / JOURNAL, name) as journal:
+        sections = parse_sections(STAGES[name], values)
+        assert STAGES[name].run(Job(sections, inputs, out, work, journal, toy.Quiet())) == {}
+    assert not list(out.iterdir())
+    assert [file.name for file in work.iterdir()] == [JOURNAL]
 
 
 def test_shares_of_a_batch_give_its_mean() -> None:

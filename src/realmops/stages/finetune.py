@@ -77,7 +77,6 @@ def run(job: Job) -> dict[str, Any]:
         metrics["questions_with_path"], done = len(lessons), finetune_steps(len(lessons), options)
         surroundings = context(job, "paths", done, "paths", prefix="path_")
         end = train_paths(surroundings, path, lessons, options, job.sections["optimiser"])
-        path.save(job.out)
     add_spans(reader, options.span_width, seed)
     retriever.to(device)
     passages = None
@@ -91,9 +90,13 @@ def run(job: Job) -> dict[str, Any]:
     steps = finetune_steps(len(questions), options)
     surroundings = context(job, "finetune", steps, "fine-tuning", first_step=done, journal_start=end)
     finetune(surroundings, model, questions, options, job.sections["optimiser"])
+    if not surroundings.team.leads:
+        return {}
     if isinstance(passages, Approximate):
         metrics["index_recall"] = _fit_to_tuned(job, model, passages, sampled(held_out, seed))
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
+    if path is not None:
+        path.save(job.out)
     if passages is not None:
         save_passages(job.out, passages)
     progress = job.report.progress("dev questions", len(held_out))
@@ -129,6 +132,8 @@ def _closed_book(
         job, "closed_book", steps, "fine-tuning", first_step=options.steps, journal_start=end
     )
     closed_book.finetune(surroundings, model, usable, options, optimiser)
+    if not surroundings.team.leads:
+        return {}
     model.save(job.out)
     progress = job.report.progress("dev questions", len(held_out))
     said = model.answer(held_out, batch_size=SAID_TOGETHER, progress=progress)

@@ -18,6 +18,7 @@ from realmops.corpus.spans import Spans, SpansWriter
 from realmops.model.files import build_bert
 from realmops.stages import Job
 from realmops.stages.common import context, open_snapshot, prepare
+from realmops.train.parallel import team
 from realmops.train.tagger import Tagger, find_entities, predict_words, tag_names, train_tagger
 
 DATE = "DATE"
@@ -30,6 +31,8 @@ def run(job: Job) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     if options.method == "tagger":
         tagger, metrics = _train(job, options)
+    if not team().leads:
+        return {}
     for name in ("corpus", "warmup"):
         if (job.inputs["snapshot"] / name).is_dir():
             snapshot = open_snapshot(job, name)
@@ -53,6 +56,8 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     tagger.to(device)
     surroundings = context(job, "tag", options.steps, "tagger")
     train_tagger(surroundings, tagger, training, snapshot.tokenizer, options, job.sections["optimiser"])
+    if not surroundings.team.leads:
+        return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
     return tagger, _scores([list(s.tags) for s in held_out], predicted)
 
