@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,16 @@ import pytest
 import torch
 import toy
 from safetensors.torch import load_file
+from tiny import World, tiny_models
+from torch import Tensor
 
 from realmops import config, kfp_entry, tracking
+from realmops.index.mips import Exact
+from realmops.model.retriever import Retriever
 from realmops.stages import JOURNAL, STAGES, Job, common, parse_sections, tag
 from realmops.stages.runner import inputs_of
 from realmops.train.parallel import Team
+from realmops.train.pretrain import Index, SharedSource
 
 TOGETHER = {
     "bert": {"dropout": 0.0},
@@ -138,6 +145,53 @@ def test_those_that_helped_write_and_answer_nothing(
         assert STAGES[name].run(Job(sections, inputs, out, work, journal, toy.Quiet())) == {}
     assert not list(out.iterdir())
     assert [file.name for file in work.iterdir()] == [JOURNAL]
+
+
+@dataclass(frozen=True)
+class Posted(Team):
+    """One of several processes that run one after the other: what the first one sends waits for the others."""
+
+    post: list[Any] = field(default_factory=list)
+
+    def send_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        if self.leads:
+            self.post.append(list(numbers))
+        found: list[float] = self.post[0]
+        return found
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        if self.leads:
+            self.post.append(list(tensors))
+        for tensor, sent in zip(tensors, self.post[1], strict=True):
+            tensor.detach().copy_(sent.detach())
+
+
+def test_embeddings_are_sent_through_host_memory(world: World) -> None:
+    """``meta`` stands for a GPU: the embeddings of an approximate index would not fit there."""
+    embedding_PE = torch.arange(10.0).view(5, 2)
+    made_from, learning = tiny_models(world)[0], tiny_models(world, seed=1)[0]
+    post: list[Any] = []
+
+    class Source:
+        def at_step(self, step: int, retriever: Retriever) -> Index:
+            return Index(step, Exact(embedding_PE), made_from, 7.0, True)
+
+    given: list[Tensor] = []
+
+    def passages(sent_PE: Tensor, searcher: Retriever) -> Exact:
+        given.append(sent_PE)
+        return Exact(sent_PE)
+
+    gpu = torch.device("meta")
+    SharedSource(Posted(0, 2, post), Source(), passages, gpu).at_step(3, learning)
+    adopted = SharedSource(Posted(1, 2, post), None, passages, gpu).at_step(3, learning)
+    assert adopted is not None
+    assert (adopted.step, adopted.published, adopted.new) == (3, 7.0, True)
+    assert len(given) == 1
+    assert given[0].device.type == "cpu"
+    assert torch.equal(given[0], embedding_PE)
+    for name, parameter in adopted.retriever.named_parameters():
+        assert torch.equal(parameter, made_from.get_parameter(name))
 
 
 def test_shares_of_a_batch_give_its_mean() -> None:

@@ -106,7 +106,10 @@ class IndexSource(Protocol):
 
 
 class SharedSource:
-    """The first process's indexes for all that train together: it alone has the exchange."""
+    """The first process's indexes for all that train together: it alone has the exchange.
+
+    Embeddings are sent from host memory to host memory; those of an approximate index need not fit on a GPU.
+    """
 
     def __init__(
         self,
@@ -120,13 +123,13 @@ class SharedSource:
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """What the first process's source says."""
         index = self.source.at_step(step, retriever) if self.source is not None else None
-        embedding_PE = index.passages.embedding_PE.to(self.device) if index else torch.empty(0, 0)
+        embedding_PE = index.passages.embedding_PE.cpu() if index else torch.empty(0, 0)
         head = [1, index.step, *embedding_PE.shape, index.published, index.new] if index else [0] * 6
         there, made_at, passages, width, published, new = self.team.send_numbers(head, self.device)
         if not there:
             return None
         if index is None:
-            embedding_PE = torch.empty(int(passages), int(width), device=self.device)
+            embedding_PE = torch.empty(int(passages), int(width))
         searcher = index.retriever if index else copy.deepcopy(retriever).eval()
         self.team.send([embedding_PE, *searcher.parameters()])
         return index or Index(int(made_at), self.passages(embedding_PE, searcher), searcher, published, bool(new))
