@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import toy
 from safetensors.torch import load_file
 from tiny import World, tiny_models
@@ -25,7 +27,7 @@ from realmops.index.mips import Exact
 from realmops.model.retriever import Retriever
 from realmops.stages import JOURNAL, STAGES, Job, common, parse_sections, tag
 from realmops.stages.runner import inputs_of
-from realmops.train.parallel import Team
+from realmops.train.parallel import Team, join
 from realmops.train.pretrain import Index, SharedSource
 
 TOGETHER = {
@@ -192,6 +194,37 @@ def test_embeddings_are_sent_through_host_memory(world: World) -> None:
     assert torch.equal(given[0], embedding_PE)
     for name, parameter in adopted.retriever.named_parameters():
         assert torch.equal(parameter, made_from.get_parameter(name))
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """This process is torchrun's first one of two on a machine with one GPU; what it does to join is written down."""
+    done: list[str] = []
+    for name, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: done.append(f"GPU {gpu}"))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, timeout: done.append(backend))
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    return done
+
+
+def test_more_processes_than_gpus_are_refused(one_of_two: list[str], tmp_path: Path) -> None:
+    values = toy.toy_values(run={"device": "cuda"})
+    wanted = r"started 2 processes on this machine, .* torch finds 1; .*--nproc-per-node=1, or set run.device=cpu"
+    with pytest.raises(ValueError, match=wanted):
+        toy.stage("ict", values, tmp_path, tmp_path / "root")
+    assert one_of_two == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_on_cpus_touch_no_gpu(one_of_two: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    join(torch.device("cpu"))
+    assert one_of_two == ["gloo"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    join(torch.device("cuda"))
+    assert one_of_two == ["gloo", "GPU 0", "cpu:gloo,cuda:nccl"]
 
 
 def test_shares_of_a_batch_give_its_mean() -> None:

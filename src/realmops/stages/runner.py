@@ -55,8 +55,10 @@ def run_stage(
     processes, the first one runs the stage and the others help it to train.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from realmops.train.parallel import team
+        from realmops.bert import resolve_device
+        from realmops.train.parallel import join, team
 
+        join(resolve_device(values["run"]["device"]))
         team().wait()  # what the stage reads is there
         if not team().leads:
             return _help(STAGES[name], values, project, root, force)

@@ -118,15 +118,27 @@ class _Gather(torch.autograd.Function):
         return grad_ND[ctx.first : ctx.first + ctx.count], None
 
 
+def join(device: torch.device) -> None:
+    """Join the processes that torchrun started with this one, once.
+
+    Each has a GPU of its own where ``device`` is one; ValueError when there are more processes than GPUs.
+    """
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if device.type == "cuda":
+        processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if processes > gpus:  # said by all, as one that went on would wait for the others
+            raise ValueError(
+                f"torchrun started {processes} processes on this machine, one for each GPU, and torch finds {gpus}; "
+                f"give torchrun --nproc-per-node={gpus}, or set run.device=cpu"
+            )
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=PATIENCE)
+    atexit.register(dist.destroy_process_group)
+
+
 def team() -> Team:
-    """The processes that torchrun started with this one, joined at the first call; alone without it."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return ALONE
-    if not dist.is_initialized():
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=PATIENCE)
-        atexit.register(dist.destroy_process_group)
-    return Team(dist.get_rank(), size)
+    """The processes that this one has joined; alone without them."""
+    return Team(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
