@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from click.testing import Result
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import DOCUMENTS
+from tiny import DOCUMENTS, World, tiny_models
 from toy import cli, trained_project
 
 from realmops.artifacts import write_manifest
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.openqa import Prediction
+from realmops.index.embed import document_sequences
+from realmops.stages import common
+from realmops.stages.common import embed_changed, embed_corpus
 from realmops.stages.update import CHANGES, changed_answers, changes_markdown, changes_table, standing
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
@@ -41,6 +47,29 @@ def run(project: Path, *words: str) -> Result:
 
 def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_what_is_new_is_read_some_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    retriever, snapshot = tiny_models(world)[0], world.snapshot
+    whole_PE = embed_corpus(retriever, snapshot, torch.float32)
+    read: list[int] = []
+
+    def sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        read.append(len(rows))
+        return document_sequences(snapshot, rows)
+
+    monkeypatch.setattr(common, "document_sequences", sequences)
+    monkeypatch.setattr(common, "_ROWS", 4)
+    row_P = np.full(12, -1)
+    row_P[[2, 7]] = 1, 0
+    earlier, embedded = torch.arange(16.0).view(2, 8), list[int]()
+    found_PE = embed_changed(retriever, snapshot, torch.float32, row_P, earlier, embedded.append)
+    assert (read, sum(embedded)) == ([4, 4, 2], 10)
+    expected_PE = whole_PE.clone()
+    expected_PE[[2, 7]] = earlier[[1, 0]]
+    torch.testing.assert_close(found_PE, expected_PE)
+    torch.testing.assert_close(embed_corpus(retriever, snapshot, torch.float32), whole_PE)
+    assert read[3:] == [4, 4, 4]
 
 
 def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -> None:

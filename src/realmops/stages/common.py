@@ -120,11 +120,29 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
 
 
 def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
-    """Embeddings P x E of all passages; the wordpieces of some at a time are in memory."""
-    embedding_PE = torch.empty(len(snapshot), retriever.document.projection.out_features)
-    for first in range(0, len(snapshot), _ROWS):
-        rows = range(first, min(first + _ROWS, len(snapshot)))
-        embedding_PE[first : rows.stop] = embed(retriever.document, document_sequences(snapshot, rows), dtype)
+    """Embeddings P x E of all passages."""
+    nothing = torch.empty(0, retriever.document.projection.out_features)
+    return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing)
+
+
+def embed_changed(
+    retriever: Retriever,
+    snapshot: Snapshot,
+    dtype: torch.dtype,
+    row_P: np.ndarray,
+    earlier: Tensor,
+    progress: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model.
+
+    The wordpieces of some new passages at a time are in memory.
+    """
+    new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
+    embedding_PE = torch.empty(len(snapshot), earlier.shape[1])
+    embedding_PE[old] = earlier[row_P[old]]
+    for first in range(0, len(new), _ROWS):
+        rows = new[first : first + _ROWS].tolist()
+        embedding_PE[rows] = embed(retriever.document, document_sequences(snapshot, rows), dtype, progress)
     return embedding_PE
 
 
@@ -209,22 +227,6 @@ def sampled(items: Sequence[T], seed: int) -> list[T]:
     """Those that the recall of an index is measured with."""
     rng = np.random.default_rng(artifacts.seed_for(seed, "index", "queries"))
     return [items[row] for row in rng.permutation(len(items))[:QUERIES]]
-
-
-def embed_changed(
-    retriever: Retriever,
-    snapshot: Snapshot,
-    dtype: torch.dtype,
-    row_P: np.ndarray,
-    earlier: Tensor,
-    progress: Callable[[int], None] | None = None,
-) -> Tensor:
-    """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model."""
-    new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
-    embedding_PE = torch.empty(len(snapshot), earlier.shape[1])
-    embedding_PE[old] = earlier[row_P[old]]
-    embedding_PE[new] = embed(retriever.document, document_sequences(snapshot, new.tolist()), dtype, progress)
-    return embedding_PE
 
 
 def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:
