@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny import labels_of
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus.formats import sources
@@ -207,7 +208,7 @@ def test_given_spans_pass_through(tmp_path: Path) -> None:
     ):
         rows = spans.of(passage)
         assert [found.text(passage)[row[4] : row[5]] for row in rows] == [word for word, _ in expected]
-        assert spans.labels_of(passage) == [label for _, label in expected]
+        assert labels_of(spans, passage) == [label for _, label in expected]
         for row in rows:
             chars = found.chars(passage)
             assert (chars[row[2], 0], chars[row[3] - 1, 1]) == (row[4], row[5])

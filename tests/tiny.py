@@ -90,6 +90,11 @@ def build_world(
     return World(folder, snapshot, spans)
 
 
+def labels_of(spans: Spans, passage: int) -> list[str]:
+    """The label of each span of a passage."""
+    return [spans.labels[label] for label in spans.label_ids[slice(*spans.offsets[passage : passage + 2])]]
+
+
 def section(name: str, **changes: Any) -> Any:
     """A section of params.yaml with changes."""
     assert name in SECTIONS

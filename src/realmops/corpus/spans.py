@@ -189,9 +189,3 @@ class Spans:
     def of(self, passage: int) -> Ints:
         """[n, 6] spans of a passage."""
         return self.rows[self.offsets[passage] : self.offsets[passage + 1]]
-
-    def labels_of(self, passage: int) -> list[str]:
-        """The label of each span of a passage."""
-        return [
-            self.labels[label] for label in self.label_ids[self.offsets[passage] : self.offsets[passage + 1]]
-        ]

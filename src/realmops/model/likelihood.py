@@ -44,14 +44,6 @@ def log_posterior(log_prior_BK: Tensor, log_likelihood_BK: Tensor) -> Tensor:
     return (log_prior_BK + log_likelihood_BK).log_softmax(-1)
 
 
-def retriever_gradient(log_prior_BK: Tensor, log_likelihood_BK: Tensor) -> Tensor:
-    """r(z) = [p(y|z,x) / p(y|x) - 1] p(z|x): the gradient of log p(y|x) in f(x, z) (section 3.3, appendix A).
-
-    Computed as p(z|y,x) - p(z|x), which is the same and does not overflow.
-    """
-    return log_posterior(log_prior_BK, log_likelihood_BK).exp() - log_prior_BK.exp()
-
-
 def retrieval_utility(log_likelihood_BK: Tensor, log_likelihood_null_B: Tensor) -> Tensor:
     """RU(z|x) = log p(y|z,x) - log p(y|null,x), for each document (appendix D, equation 2)."""
     return log_likelihood_BK - log_likelihood_null_B[:, None]
