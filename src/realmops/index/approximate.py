@@ -124,7 +124,7 @@ class Approximate:
             self._index.pq.cp.min_points_per_centroid = 1
         if self._on_gpu:
             self._resources = faiss.StandardGpuResources()  # lives as long as the index
-            self._index = faiss.index_cpu_to_gpu(self._resources, device.index or 0, self._index)
+            self._index = faiss.index_cpu_to_gpu(self._resources, torch.cuda.current_device(), self._index)
         if recipe.type != "hnsw":
             self._index.cp.seed = recipe.seed % 2**31
             self._index.cp.max_points_per_centroid = most

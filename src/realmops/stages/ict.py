@@ -39,6 +39,8 @@ def run(job: Job) -> dict[str, Any]:
         journal_start=end,
     )
     train_reader(surroundings, reader, text, spans, options, optimiser)
+    if not surroundings.team.leads:
+        return {}
     save_models(job.out, retriever, reader, corpus.vocabulary_hash)
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job)
