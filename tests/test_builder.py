@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import exchange_lab
@@ -35,7 +37,8 @@ from realmops.index.exchange import Exchange, part_name
 from realmops.index.files import Files
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version, version_name
-from realmops.stages.builder import EMBEDDINGS, merge
+from realmops.stages import builder as stage
+from realmops.stages.builder import EMBEDDINGS, Follower, assign, builder_name, merge
 from realmops.stages.common import embeddings_in
 
 PARAMS = {"params.bin": b"p" * 32}
@@ -294,6 +297,48 @@ def test_a_finished_run_ends_the_builder_with_0_until_a_new_trainer_takes_over()
     assert said == ["ends: the trainer has finished (failed: loss is not a number)"]
     again = trainer_on(files)
     assert again.exchange.finished() is None
+
+
+@pytest.mark.parametrize(
+    ("host", "begins"),
+    [("realmops-index-builder-7c9f-x2k8p", "realmops-index-builder-7c9f-x2k8p"), ("0", "0"), ("GPU.Lab", "gpu-lab-")],
+)
+def test_a_builder_takes_its_name_from_its_host(host: str, begins: str) -> None:
+    assert builder_name(host).startswith(begins)
+    assert (builder_name(host) == host) is (host == begins)
+
+
+def test_a_builder_on_a_host_of_any_name_has_one_of_its_own() -> None:
+    files = MemoryFiles()
+    trainer_on(files)
+    rack = "worker-0123456789-0123456789-0123456789-"
+    hosts = ["", ".", "_", "Lab", "lab", "gpu.lab", "gpu-lab", "GPU-LAB", "größe", f"{rack}1", f"{rack}2", "1." * 99]
+    holders = [builder_on(files, StillClock(), builder_name(host)).exchange.holder for host in hosts]
+    assert len({*holders}) == len(hosts)
+
+
+@pytest.mark.parametrize(
+    ("lives", "starts"),
+    [(1, [0, 3, 8, 17, 34, 65, 96]), (40, [0, 41, 82])],  # pauses of 2, 4, 8, 16 and 30 seconds; of 1 second
+)
+def test_a_builder_that_ends_with_a_fault_is_started_again_after_a_longer_pause_unless_it_lived_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: int, starts: list[int]
+) -> None:
+    now, started = 0, list[int]()
+
+    def start(words: list[str]) -> Any:
+        began = now
+        started.append(began)
+        ended: Callable[[], int | None] = lambda: FAULT if now >= began + lives else None  # noqa: E731
+        return SimpleNamespace(poll=ended, terminate=lambda: None, wait=lambda: FAULT)
+
+    monkeypatch.setattr(stage, "subprocess", SimpleNamespace(Popen=start))
+    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    assign(tmp_path / "assignment.json", tmp_path / "exchange", tmp_path / "corpus", "run")
+    follower = Follower(tmp_path / "assignment.json", None)
+    for now in range(100):  # noqa: B007  # `start` reads it
+        follower.look()
+    assert started == starts
 
 
 # Real processes

@@ -511,8 +511,10 @@ def builders(root: Path) -> list[int]:
 def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project: Path, tmp_path: Path) -> None:
     """As the Deployment does: work that is damaged is waited out, a killed builder comes back, SIGTERM ends all."""
     work, alive, said = tmp_path / "builder/assignment.json", tmp_path / "alive", tmp_path / "said.txt"
+    environment = {**os.environ, "HOSTNAME": "GPU-1.node-of-a-rack-with-a-long-name.example.org"}
     with open(said, "wb") as output:
-        process = subprocess.Popen(command("index-builder", "--follow", work, "--alive", alive), stderr=output)
+        words = command("index-builder", "--follow", work, "--alive", alive)
+        process = subprocess.Popen(words, stderr=output, env=environment)
     try:
         wait_for(alive.is_file, 60)
         work.parent.mkdir(exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,14 +18,14 @@ from typing import Any
 import torch
 from safetensors.torch import save as save_tensors
 
-from realmops.artifacts import write_json
+from realmops.artifacts import digest_of, write_json
 from realmops.bert import resolve_device, resolve_precision
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.builder import DONE, MISCONFIGURED, Parts, Work, run_builder
+from realmops.index.builder import DONE, LONGEST_PAUSE, MISCONFIGURED, Parts, Work, run_builder
 from realmops.index.embed import document_sequences, embed
 from realmops.index.exchange import CARD, Exchange
 from realmops.index.files import Files
-from realmops.index.versions import MANIFEST_LIMIT, Damaged, Version
+from realmops.index.versions import HOLDER, MANIFEST_LIMIT, Damaged, Version
 from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
 from realmops.stages.common import embeddings_in, index_header, keep_freed_memory
 
@@ -88,12 +89,19 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
         root,
         ours,
         work,
-        name=os.environ.get("HOSTNAME", "0"),
+        name=builder_name(os.environ.get("HOSTNAME", "0")),
         parent_pid=watch_parent,
         poll=0.1,
         grace=120.0 if watch_parent is None else 0.0,
         on_status=_say,
     )
+
+
+def builder_name(host: str) -> str:
+    """The name of a host's builder on the exchange: the host's own where the exchange takes it; no two share one."""
+    if HOLDER.fullmatch(f"builder-{host}"):
+        return host
+    return f"{re.sub(r'[^a-z0-9-]+', '-', host.lower())[:31]}-{digest_of(host)[:8]}"
 
 
 def assign(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:
@@ -109,13 +117,14 @@ class Follower:
     """Serves the exchanges that a file names, one after another, each by a process of its own.
 
     The file is written by :func:`assign`. A builder that has done its work, or does not fit its exchange, is not
-    started again before the file changes; one that failed is, as a pod would be. It leaves a sign of life in the folder
-    ``alive`` beside the file.
+    started again before the file changes; one that failed is, as a pod would be, each time after a longer pause. It
+    leaves a sign of life in the folder ``alive`` beside the file.
     """
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
         self.path, self.alive, self.poll = path, alive, poll
-        self._signed = -math.inf
+        self._signed = self._started = self._next = -math.inf  # the last sign and start, the next start
+        self._pause = poll
         self._served: bytes | None = None  # the file's content
         self._process: subprocess.Popen[bytes] | None = None
         self._said = ""
@@ -140,11 +149,18 @@ class Follower:
         if self._process is not None and (code is not None or content not in (None, self._served)):
             self._end()
             if code not in (None, DONE, MISCONFIGURED):
+                lived = time.monotonic() - self._started
+                self._pause = self.poll if lived > LONGEST_PAUSE else min(2 * self._pause, LONGEST_PAUSE)
+                self._next = time.monotonic() + self._pause
                 self._served = None
+                self._tell(f"the builder ended with exit code {code}; the next is started in {self._pause:.0f} s")
+        if time.monotonic() < self._next:
+            return
         if content is not None and self._process is None and content != self._served:
             named = json.loads(content)
             words = ["--exchange", named["exchange"], "--snapshot", named["snapshot"]]
             self._process = subprocess.Popen([sys.executable, "-m", "realmops", "index-builder", *words])
+            self._started = time.monotonic()
             self._served = content
             self._tell(f"serving {named['exchange']}")
         elif self._process is None:
