@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -269,6 +270,16 @@ def test_a_cluster_that_refuses_is_explained(lab: Lab, status: int, message: str
     lab.status = status
     with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace lab, 2 replicas: .*{message}"):
         cluster.scale(DEPLOYMENT, 2)
+
+
+def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "TIME_OUT", (5, 0.1))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        cluster_lab.write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {}, cluster_lab.NAMESPACE)
+        with pytest.raises(TimeoutError, match="API server does not answer: .*Read timed out"):
+            cluster.scale(DEPLOYMENT, 1)
 
 
 def test_without_a_cluster_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

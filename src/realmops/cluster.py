@@ -19,6 +19,7 @@ NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LOOK_SECONDS = 1.0
 SAID_SECONDS = 30.0
 SILENT_SECONDS = 600.0  # a trainer that gave no sign for so long is dead; it gives none while it measures an index
+TIME_OUT = (5, 60)  # seconds to connect, and for an answer
 
 
 def scale(deployment: str, replicas: int) -> None:
@@ -32,7 +33,8 @@ def scale(deployment: str, replicas: int) -> None:
 
     api, namespace = _api()
     try:
-        api.patch_namespaced_deployment_scale(deployment, namespace, {"spec": {"replicas": replicas}})
+        body = {"spec": {"replicas": replicas}}
+        api.patch_namespaced_deployment_scale(deployment, namespace, body, _request_timeout=TIME_OUT)
     except ApiException as error:
         about = {
             403: f"this ServiceAccount may not scale it; 'kubectl -n {namespace} get rolebindings' shows who may",
