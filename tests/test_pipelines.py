@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,10 +24,9 @@ from cluster_lab import DEPLOYMENT, Lab
 
 from realmops import artifacts, cluster, kfp_entry
 from realmops.evaluate.openqa import read_predictions, write_predictions
-from realmops.index.exchange import Exchange
-from realmops.index.trainer import Trainer
 from realmops.stages import STAGES
 from realmops.stages.builder import assign
+from realmops.stages.claims import claimed
 
 ROOT = Path(__file__).parents[1]
 PIPELINES = ("train", "ablations", "refresh")
@@ -278,7 +278,7 @@ def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeyp
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         cluster_lab.write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {}, cluster_lab.NAMESPACE)
-        with pytest.raises(TimeoutError, match="API server does not answer: .*Read timed out"):
+        with pytest.raises(TimeoutError, match=r"API server does not answer: .*Read timed out"):
             cluster.scale(DEPLOYMENT, 1)
 
 
@@ -304,30 +304,56 @@ def test_builders_that_never_live_end_the_wait(lab: Lab, tmp_path: Path, monkeyp
     assert named["snapshot"] == str(tmp_path / "data/snapshot/corpus")
 
 
-def test_builders_of_a_living_trainer_are_waited_for_and_those_of_a_silent_one_taken(
-    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def pretrained(tmp_path: Path, run: str, wait_seconds: int = 100) -> None:
+    """The component, in a pod of a run that has the name and the id ``run``."""
+    values = toy.toy_values()
+    root, shown = tmp_path / "runs" / run, str(tmp_path / f"{run}.json")
+    kfp_entry.pretrain(
+        json.dumps(values), str(root), shown, shown, lambda name, value: None, owner=run, deployment=DEPLOYMENT,
+        builders=0, wait_seconds=wait_seconds, processes=1, limits="",
+    )  # fmt: skip
+
+
+def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_its_end(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cluster, "LOOK_SECONDS", 0.01)
-    trainer = Trainer(Exchange.open(tmp_path / "first", {"corpus": "one"}))
-    trainer.restore()
-    trainer.beat(7)
-    assignment, said = tmp_path / "builder" / "assignment.json", list[str]()
-    assign(assignment, tmp_path / "first", tmp_path / "corpus", "first run")
-    ask = (DEPLOYMENT, 0, assignment, tmp_path / "second", tmp_path, "second run", 0.1, said.append)
-    with pytest.raises(TimeoutError, match=r"serve .*first, whose trainer .*train one after the other, give this run"):
-        cluster.raise_builders(*ask)
-    assert json.loads(assignment.read_text())["owner"] == "first run"
+    """The second run comes when the first has raised the builders and not yet made its exchange."""
+    assignment, served = tmp_path / cluster.ASSIGNMENT, list[str]()
+
+    def train(*_: Any) -> None:
+        if not served:
+            with pytest.raises(SystemExit):
+                pretrained(tmp_path, "second", wait_seconds=0)
+        served.append(json.loads(assignment.read_text())["owner"])
+
+    monkeypatch.setattr("realmops.stages.runner.inputs_of", lambda *_: {})
+    monkeypatch.setattr(kfp_entry, "_run", train)
+    pretrained(tmp_path, "first")
+    told = capfd.readouterr().err
+    assert f"realmops: the index builders of {assignment.parent} are another run's, whose end did not come in 0 s" in told
+    assert f"process {os.getpid()} holds" in told
+    assert served == ["first"]
+    assert lab.replicas == [0]
+    pretrained(tmp_path, "second")
+    assert served == ["first", "second"]
+
+
+def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: Path) -> None:
+    assignment, waits, said = tmp_path / cluster.ASSIGNMENT, threading.Event(), list[str]()
+
+    def say(message: str) -> None:
+        said.append(message)
+        waits.set()
+
+    assign(assignment, tmp_path / "first", tmp_path / "corpus", "first")
+    last = threading.Thread(target=cluster.lower_builders, args=(DEPLOYMENT, assignment, "first", say))
+    with claimed(assignment.parent / cluster.SCALING, say):
+        last.start()
+        assert waits.wait(60)
+        assign(assignment, tmp_path / "second", tmp_path / "corpus", "second")
+    last.join(60)
     assert lab.replicas == []
-    assert said[0].endswith(": waiting for its end")
-    monkeypatch.setattr(cluster, "SILENT_SECONDS", 0.0)
-    cluster.raise_builders(*ask)
-    assert json.loads(assignment.read_text())["owner"] == "second run"
-    monkeypatch.undo()
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-    assign(assignment, tmp_path / "first", tmp_path / "corpus", "first run")
-    trainer.finish("done")
-    cluster.raise_builders(*ask)
-    assert json.loads(assignment.read_text())["owner"] == "second run"
+    assert said[-1] == f"{assignment}: the index builders work for another run, which gives them back"
 
 
 # The compiled pipelines, run here: tasks as processes, the Deployment's replica as a process that follows

@@ -7,18 +7,20 @@ the shared volume, where each leaves a sign beside the file that gives them work
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import read_json
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
+SCALING = "scaling"  # beside it: the claim of who changes it and the replicas
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LOOK_SECONDS = 1.0
 SAID_SECONDS = 30.0
-SILENT_SECONDS = 600.0  # a trainer that gave no sign for so long is dead; it gives none while it measures an index
 TIME_OUT = (5, 60)  # seconds to connect, and for an answer
 
 
@@ -66,6 +68,31 @@ def _api() -> tuple[Any, str]:
         ) from None
 
 
+@contextmanager
+def held(assignment: Path, wait_seconds: float, say: Callable[[str], None]) -> Iterator[None]:
+    """Have the builders for one run; while they are another run's, wait for its end, or for signs of life to cease.
+
+    Raises TimeoutError that says what can be done, after ``wait_seconds``.
+    """
+    from realmops.stages.claims import claimed
+
+    stop = threading.Event()
+    timer = threading.Timer(wait_seconds, stop.set)
+    timer.start()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(claimed(assignment.parent / "claim", say, stop))
+        except InterruptedError:
+            raise TimeoutError(
+                f"the index builders of {assignment.parent} are another run's, whose end did not come in "
+                f"{wait_seconds:.0f} s: train one after the other, or leave the parameter deployment empty for a "
+                "builder in the trainer's pod"
+            ) from None
+        finally:
+            timer.cancel()
+        yield
+
+
 def raise_builders(
     deployment: str,
     builders: int,
@@ -76,17 +103,17 @@ def raise_builders(
     wait_seconds: float,
     say: Callable[[str], None],
 ) -> None:
-    """Give the builders their work, raise their Deployment and wait until so many live.
+    """Give the builders, which are :func:`held`, their work, raise their Deployment and wait until so many live.
 
-    Those that serve a trainer which lives are waited for. Raises TimeoutError that says what was awaited, for how
-    long, and what shows more.
+    Raises TimeoutError that says what was awaited, for how long, and what shows more.
     """
     from realmops.stages import STAGES
     from realmops.stages.builder import SIGNS, assign
+    from realmops.stages.claims import claimed
 
-    _wait_for_trainer(assignment, exchange, wait_seconds, say)
-    assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
-    scale(deployment, builders)
+    with claimed(assignment.parent / SCALING, say):
+        assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
+        scale(deployment, builders)
     signs = assignment.parent / SIGNS
     first, living = read_signs(signs), set[str]()
     began = said = time.monotonic()
@@ -105,30 +132,15 @@ def raise_builders(
         living |= {name for name, sign in read_signs(signs).items() if sign != first.get(name)}
 
 
-def _wait_for_trainer(assignment: Path, exchange: Path, wait_seconds: float, say: Callable[[str], None]) -> None:
-    """Until the run that the builders serve has ended, or its trainer has given no sign of life for a while."""
-    from realmops.index.exchange import inspect
+def lower_builders(deployment: str, assignment: Path, owner: str, say: Callable[[str], None]) -> None:
+    """Give back the builders that ``owner`` has raised; those that another run has raised are left to it."""
+    from realmops.stages.claims import claimed
 
-    if not assignment.is_file():
-        return
-    other = Path(read_json(assignment)["exchange"])
-    began, said = time.monotonic(), -SAID_SECONDS
-    while other != exchange and other.is_dir():
-        state = inspect(other)
-        silent = min((sign["silent_s"] for sign in state.get("trainer", ())), default=SILENT_SECONDS)
-        if state.get("finished") or silent >= SILENT_SECONDS:
-            return
-        now = time.monotonic() - began
-        what = f"the index builders serve {other}, whose trainer gave a sign of life {silent:.0f} s ago"
-        if now > wait_seconds:
-            raise TimeoutError(
-                f"{what}: waited {now:.0f} s for its end; train one after the other, give this run a Deployment of its "
-                "own (parameter deployment), or none for a builder in the trainer's pod"
-            )
-        if now - said >= SAID_SECONDS:
-            say(f"{what}: waiting for its end")
-            said = now
-        time.sleep(LOOK_SECONDS)
+    with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
+        if read_json(assignment).get("owner") == owner:
+            scale(deployment, 0)
+        else:
+            say(f"{assignment}: the index builders work for another run, which gives them back")
 
 
 def read_signs(folder: Path) -> dict[str, bytes]:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def pretrain(
     limits: str,
 ) -> None:
     """As :func:`run_stage`; raises the index builders' Deployment first, where one is named."""
-    with _one_line_for_errors():
+    with _one_line_for_errors(), ExitStack() as stack:
         from realmops.stages.runner import inputs_of
 
         values = _parsed(options)
@@ -72,9 +72,9 @@ def pretrain(
             key = fingerprint(stage, values, inputs_of(stage, values, place, place))
             exchange = place / "exchange" / key[:16]  # another corpus or other options want one of their own
             values["pretrain"] |= {"builder": "external", "exchange": str(exchange)}
-            cluster.raise_builders(
-                deployment, builders, _assignment(root), exchange, place, owner, wait_seconds, Console().say
-            )
+            assignment, say = _assignment(root), Console().say
+            stack.enter_context(cluster.held(assignment, wait_seconds, say))
+            cluster.raise_builders(deployment, builders, assignment, exchange, place, owner, wait_seconds, say)
         _run("pretrain", values, Path(root), Path(manifest), Path(metrics), log_metric, processes)
 
 
@@ -82,12 +82,8 @@ def lower_builders(deployment: str, root: str, owner: str) -> None:
     """Give the index builders back, whatever became of the run; those that another run has raised are left to it."""
     with _one_line_for_errors():
         assignment = _assignment(root)
-        if not deployment or not assignment.is_file():
-            return
-        if artifacts.read_json(assignment).get("owner") == owner:
-            cluster.scale(deployment, 0)
-        else:
-            Console().say(f"{assignment}: the index builders work for another run, which gives them back")
+        if deployment and assignment.is_file():
+            cluster.lower_builders(deployment, assignment, owner, Console().say)
 
 
 def guard(key: str, run: str, endpoint: str) -> None:
