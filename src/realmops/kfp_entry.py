@@ -61,20 +61,22 @@ def pretrain(
     processes: int,
     limits: str,
 ) -> None:
-    """As :func:`run_stage`; raises the index builders' Deployment first, where one is named."""
+    """As :func:`run_stage`; raises the index builders' Deployment first, where one is named and work is left."""
     with _one_line_for_errors(), ExitStack() as stack:
-        from realmops.stages.runner import inputs_of
+        from realmops.stages.runner import finished, inputs_of
 
         values = _parsed(options)
         Console().say(f"limits of this pod: {limits}")
         if deployment:
             stage, place = STAGES["pretrain"], Path(root)
-            key = fingerprint(stage, values, inputs_of(stage, values, place, place))
+            inputs = inputs_of(stage, values, place, place)
+            key = fingerprint(stage, values, inputs)
             exchange = place / "exchange" / key[:16]  # another corpus or other options want one of their own
             values["pretrain"] |= {"builder": "external", "exchange": str(exchange)}
-            assignment, say = _assignment(root), Console().say
-            stack.enter_context(cluster.held(assignment, wait_seconds, say))
-            cluster.raise_builders(deployment, builders, assignment, exchange, place, owner, wait_seconds, say)
+            if finished(place / stage.folder, stage, fingerprint(stage, values, inputs)) is None:
+                assignment, say = _assignment(root), Console().say
+                stack.enter_context(cluster.held(assignment, wait_seconds, say))
+                cluster.raise_builders(deployment, builders, assignment, exchange, place, owner, wait_seconds, say)
         _run("pretrain", values, Path(root), Path(manifest), Path(metrics), log_metric, processes)
 
 

@@ -115,7 +115,7 @@ def _run_alone(
     key = fingerprint(stage, values, inputs)
     final = root / stage.folder
     work = root / WORK / "work" / f"{name}-{key[:16]}"
-    if not force and (done := _finished(final, stage, key)) is not None:
+    if not force and (done := finished(final, stage, key)) is not None:
         shutil.rmtree(work, ignore_errors=True)  # of a process killed as it ended
         report.say(f"{name}: nothing to do, {final} was made from the same inputs and options")
         return done
@@ -163,7 +163,7 @@ def _help(
     if stage.name in TRAINS_NOTHING:
         return {}
     sections, inputs = parse_sections(stage, values), inputs_of(stage, values, project, root)
-    if not force and _finished(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
+    if not force and finished(root / stage.folder, stage, fingerprint(stage, values, inputs)) is not None:
         return {}
     with (
         tempfile.TemporaryDirectory(prefix="realmops-") as folder,
@@ -202,7 +202,8 @@ def _remove_empty(work: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
+def finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
+    """The metrics of a stage whose output lies in ``final`` and has this fingerprint; None where it does not."""
     if not (final / artifacts.MANIFEST).is_file():
         return None
     try:
