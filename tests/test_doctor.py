@@ -12,6 +12,7 @@ import pytest
 import yaml
 from toy import cli, stage, trained_project
 
+from realmops.index.exchange import Exchange
 from realmops.stages import STAGES, pretrain
 
 
@@ -142,6 +143,19 @@ def test_doctor_on_a_folder_that_is_no_exchange(tmp_path: Path) -> None:
     lines = doctor(tmp_path, "--exchange", tmp_path / "nothing")
     assert lines[-1] == f"  {tmp_path / 'nothing'} is no exchange: no trainer has started here, or it was removed"
     assert files(tmp_path) == set()
+
+
+def test_doctor_finds_the_exchange_of_builders_that_a_pipeline_has_raised(tmp_path: Path) -> None:
+    Exchange.open(tmp_path / "exchange" / "0123456789abcdef", {"corpus": "one"})
+    lines = doctor(tmp_path)
+    assert lines[-6] == f"exchange {tmp_path / 'exchange' / '0123456789abcdef'}:"
+    assert lines[-5:] == [
+        "  checkpoints: newest is not there yet",
+        "  weights: newest is not there yet",
+        "  indexes: newest is not there yet",
+        "  no trainer has ever been seen",
+        "  no builder has ever been seen",
+    ]
 
 
 def test_report_without_results_says_what_to_run(tmp_path: Path) -> None:

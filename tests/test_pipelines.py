@@ -346,7 +346,7 @@ def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: 
         waits.set()
 
     assign(assignment, tmp_path / "first", tmp_path / "corpus", "first")
-    last = threading.Thread(target=cluster.lower_builders, args=(DEPLOYMENT, assignment, "first", say))
+    last = threading.Thread(target=cluster.lower_builders, args=(DEPLOYMENT, assignment, tmp_path, "first", say))
     with claimed(assignment.parent / cluster.SCALING, say):
         last.start()
         assert waits.wait(60)
@@ -354,6 +354,27 @@ def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: 
     last.join(60)
     assert lab.replicas == []
     assert said[-1] == f"{assignment}: the index builders work for another run, which gives them back"
+
+
+@pytest.mark.parametrize(
+    ("made", "owner", "left"),
+    [("exchange/ours", "us", []), ("exchange/others", "us", ["ours"]), (None, "us", ["ours"]),
+     ("exchange/ours", "them", ["ours"])],
+)  # fmt: skip
+def test_an_exchange_goes_with_its_builders_once_its_pre_training_is_done(
+    lab: Lab, tmp_path: Path, made: str | None, owner: str, left: list[str]
+) -> None:
+    """``made`` is the exchange that the finished pre-training used, ``owner`` the run that has raised the builders."""
+    root, assignment = tmp_path / "runs/one", tmp_path / cluster.ASSIGNMENT
+    (root / "exchange/ours/run/v-000000").mkdir(parents=True)
+    folder = root / STAGES["pretrain"].folder
+    folder.mkdir(parents=True)
+    if made:
+        artifacts.write_manifest(folder, "pretrain", sections={"pretrain": {"exchange": str(root / made)}})
+    assign(assignment, root / "exchange/ours", tmp_path / "corpus", owner)
+    kfp_entry.lower_builders(DEPLOYMENT, str(root), "us")
+    assert [path.name for path in (root / "exchange").iterdir()] == left
+    assert lab.replicas == ([0] if owner == "us" else [])
 
 
 # The compiled pipelines, run here: tasks as processes, the Deployment's replica as a process that follows
@@ -442,6 +463,7 @@ def run(project: Path, failed: Path) -> Path:
 def test_train_that_fails_gives_the_builders_back(builders: Lab, failed: Path) -> None:
     assert builders.replicas == [1, 0], "raised for pretrain, and given back although evaluate failed"
     assert not (failed / "results").exists()
+    assert [*(failed / "exchange").iterdir()] == [], "pre-training is done"
 
 
 def test_train_goes_on_where_it_failed(project: Path, builders: Lab, run: Path) -> None:

@@ -7,14 +7,15 @@ the shared volume, where each leaves a sign beside the file that gives them work
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from realmops.artifacts import read_json
+from realmops.artifacts import read_json, read_manifest
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
 SCALING = "scaling"  # beside it: the claim of who changes it and the replicas
@@ -132,15 +133,24 @@ def raise_builders(
         living |= {name for name, sign in read_signs(signs).items() if sign != first.get(name)}
 
 
-def lower_builders(deployment: str, assignment: Path, owner: str, say: Callable[[str], None]) -> None:
-    """Give back the builders that ``owner`` has raised; those that another run has raised are left to it."""
+def lower_builders(deployment: str, assignment: Path, root: Path, owner: str, say: Callable[[str], None]) -> None:
+    """Give back the builders that ``owner`` has raised, with their exchange where the pre-training in ``root`` is done.
+
+    Those that another run has raised are left to it.
+    """
+    from realmops.stages import STAGES
     from realmops.stages.claims import claimed
 
     with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
-        if read_json(assignment).get("owner") == owner:
-            scale(deployment, 0)
-        else:
+        named = read_json(assignment)
+        if named.get("owner") != owner:
             say(f"{assignment}: the index builders work for another run, which gives them back")
+            return
+        scale(deployment, 0)
+        with suppress(ValueError):  # it is not done and goes on from there
+            made = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
+            if made["sections"]["pretrain"]["exchange"] == named["exchange"]:
+                shutil.rmtree(named["exchange"], ignore_errors=True)
 
 
 def read_signs(folder: Path) -> dict[str, bytes]:

@@ -81,11 +81,11 @@ def pretrain(
 
 
 def lower_builders(deployment: str, root: str, owner: str) -> None:
-    """Give the index builders back, whatever became of the run; those that another run has raised are left to it."""
+    """Give the index builders back, whatever became of the run (``cluster.lower_builders``)."""
     with _one_line_for_errors():
         assignment = _assignment(root)
         if deployment and assignment.is_file():
-            cluster.lower_builders(deployment, assignment, owner, Console().say)
+            cluster.lower_builders(deployment, assignment, Path(root), owner, Console().say)
 
 
 def guard(key: str, run: str, endpoint: str) -> None:

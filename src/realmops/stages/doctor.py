@@ -27,7 +27,8 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
         yield f"  {stage.name}: {_state(root, stage.name)}"
     for journal in tracking.unsent(tracking_folder(root)):
         yield f"MLflow: {journal} is not sent yet; `realmops sync` sends it when the server answers"
-    exchanges = [exchange] if exchange else sorted((root / WORK / "work").glob("*/exchange"))
+    of_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # raised by a Kubeflow pipeline
+    exchanges = [exchange] if exchange else sorted([*(root / WORK / "work").glob("*/exchange"), *of_builders])
     if not exchanges:
         yield "exchange: none; pretrain makes one while it runs"
     for folder in exchanges:
