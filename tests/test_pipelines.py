@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from cluster_lab import DEPLOYMENT, Lab
 
 from realmops import artifacts, cluster, kfp_entry
 from realmops.evaluate.openqa import read_predictions, write_predictions
+from realmops.index.exchange import Fenced
 from realmops.stages import STAGES
 from realmops.stages.builder import assign
 from realmops.stages.claims import claimed
@@ -375,6 +377,39 @@ def test_an_exchange_goes_with_its_builders_once_its_pre_training_is_done(
     kfp_entry.lower_builders(DEPLOYMENT, str(root), "us")
     assert [path.name for path in (root / "exchange").iterdir()] == left
     assert lab.replicas == ([0] if owner == "us" else [])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ValueError("seed is -1"), 2, "seed is -1"),
+        (TimeoutError("no index came"), 1, "no index came"),
+        (ConnectionError("the server is gone"), 2, "the server is gone."),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/one"), 2, "runs/one: Permission denied."),
+        (OSError(errno.ENOSPC, "No space left"), 2, "No space left. Make room and run the same command again: "),
+        (ChildProcessError("the index builder ended with exit code 2"), 2, "the index builder ended with exit code 2."),
+        (Fenced("a newer trainer has taken over"), 2, "a newer trainer has taken over"),
+    ],
+)
+def test_what_a_person_can_mend_ends_a_task_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception, code: int,
+    told: str,
+) -> None:  # fmt: skip
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(kfp_entry, "_run", fail)
+    with pytest.raises(SystemExit) as caught:
+        kfp_entry.run_stage("ict", json.dumps(toy.toy_values()), str(tmp_path), "", "", lambda name, value: None)
+    assert caught.value.code == code
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"realmops: {told}")
+
+
+def test_a_fault_of_ours_ends_a_task_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kfp_entry, "_run", lambda *_: [].pop())
+    with pytest.raises(IndexError):
+        kfp_entry.run_stage("ict", json.dumps(toy.toy_values()), str(tmp_path), "", "", lambda name, value: None)
 
 
 # The compiled pipelines, run here: tasks as processes, the Deployment's replica as a process that follows

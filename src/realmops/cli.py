@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from realmops import __version__
+from realmops.console import explained_errors
 
 if TYPE_CHECKING:
     from realmops.stages.explanations import Explained
 
-F = TypeVar("F", bound=Callable[..., Any])
 STAGES = {
     "sample": "Make the embedded corpus of invented facts, with its questions.",
     "snapshot": "Cut documents into passages, tokenise and hash them.",
@@ -27,36 +26,7 @@ STAGES = {
     "finetune": "Fine-tune query tower and reader for open-domain question answering.",
     "evaluate": "Measure exact match, recall, ceilings and intervals; write predictions, plots and the report.",
 }
-EXIT_USAGE = 2
-
-
-def _explains_errors(function: F) -> F:
-    """Errors of the user's input end with one message and exit code 2."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except (ValueError, TimeoutError) as error:
-            click.echo(f"realmops: {error}", err=True)
-            sys.exit(EXIT_USAGE if isinstance(error, ValueError) else 1)
-        except RuntimeError as error:
-            from realmops.index.exchange import ExchangeError
-
-            if not isinstance(error, ExchangeError):
-                raise
-            click.echo(f"realmops: {error}", err=True)
-            sys.exit(EXIT_USAGE)
-        except OSError as error:
-            path = error.filename2 or error.filename
-            name = f" {path}:" if path else ""
-            advice = " Make room and run the same command again: it goes on where it was." if error.errno == 28 else ""
-            click.echo(f"realmops:{name} {error.strerror or error}.{advice}", err=True)
-            sys.exit(EXIT_USAGE)
-
-    return wrapper  # type: ignore[return-value]
-
-
+_explains_errors = explained_errors()
 _params = click.option(
     "--params",
     type=click.Path(path_type=Path),

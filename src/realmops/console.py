@@ -1,10 +1,12 @@
-"""What the command line shows: bars on a terminal, plain lines elsewhere."""
+"""What the command line shows: bars on a terminal, plain lines elsewhere, one message for an error."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from errno import ENOSPC
 from typing import Any
 
 PLAIN_SECONDS = 10.0
@@ -31,6 +33,29 @@ class Console:
             f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in metrics.items()
         )
         print(f"{name}: {', '.join(shown)}", flush=True)
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Errors that a person can mend end the process with one message; exit code 2, of a TimeoutError 1."""
+    try:
+        yield
+    except (ValueError, TimeoutError) as error:
+        print(f"realmops: {error}", file=sys.stderr, flush=True)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
+    except RuntimeError as error:
+        from realmops.index.exchange import ExchangeError
+
+        if not isinstance(error, ExchangeError):
+            raise
+        print(f"realmops: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except OSError as error:
+        path = error.filename2 or error.filename
+        name = f" {path}:" if path else ""
+        advice = " Make room and run the same command again: it goes on where it was." if error.errno == ENOSPC else ""
+        print(f"realmops:{name} {error.strerror or error}.{advice}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
 def _bar(label: str, total: int, unit: str) -> Callable[[int], None]:

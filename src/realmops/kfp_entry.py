@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts, cluster, config, submit
-from realmops.console import Console
+from realmops.console import Console, explained_errors
 from realmops.stages import STAGES, fingerprint
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def run_stage(
         log_metric: shows a figure in KFP.
         processes: started by torchrun, to train together.
 
-    Exits with 2 and one line for what a person must mend.
+    What a person must mend ends it with one message, as on the command line.
     """
-    with _one_line_for_errors():
+    with _task():
         _run(stage, _parsed(options), Path(root), Path(manifest), Path(metrics), log_metric, processes)
 
 
@@ -62,7 +62,7 @@ def pretrain(
     limits: str,
 ) -> None:
     """As :func:`run_stage`; raises the index builders' Deployment first, where one is named and work is left."""
-    with _one_line_for_errors(), ExitStack() as stack:
+    with _task(), ExitStack() as stack:
         from realmops.stages.runner import finished, inputs_of
 
         values = _parsed(options)
@@ -82,7 +82,7 @@ def pretrain(
 
 def lower_builders(deployment: str, root: str, owner: str) -> None:
     """Give the index builders back, whatever became of the run (``cluster.lower_builders``)."""
-    with _one_line_for_errors():
+    with _task():
         assignment = _assignment(root)
         if deployment and assignment.is_file():
             cluster.lower_builders(deployment, assignment, Path(root), owner, Console().say)
@@ -95,7 +95,7 @@ def guard(key: str, run: str, endpoint: str) -> None:
     """
     if not (key and endpoint):
         return
-    with _one_line_for_errors():
+    with _task():
         try:
             older = submit.older_run(submit.Server(endpoint), key, run)
         except (ValueError, TimeoutError) as error:
@@ -115,7 +115,7 @@ def promote(options: str, root: str, model: str, margin: float, metrics: str, lo
     Args:
         model: its name; nothing is done where it is empty.
     """
-    with _one_line_for_errors():
+    with _task():
         report = Console()
         if not model:
             report.say("no registered model is named: nothing is promoted")
@@ -143,7 +143,7 @@ def refresh(options: str, root: str, changes: str, metrics: str, log_metric: Log
     Args:
         changes: the file for the answers that changed, in Markdown.
     """
-    with _one_line_for_errors():
+    with _task():
         from realmops.stages.update import changes_markdown, update
 
         place = Path(root)
@@ -173,7 +173,7 @@ def variant(
         presets: their names, a JSON list.
         settings: section.key=value, a JSON list.
     """
-    with _one_line_for_errors():
+    with _task():
         from realmops.stages import ablation
 
         report = Console()
@@ -207,7 +207,7 @@ def table(
         rows: the file for the table, in Markdown.
         page: that for the page, in HTML.
     """
-    with _one_line_for_errors():
+    with _task():
         from realmops.evaluate.ablation import as_markdown
         from realmops.stages import ablation
 
@@ -283,7 +283,7 @@ def _run(
 
 
 def _run_together(stage: str, values: Mapping[str, Any], root: Path, processes: int) -> None:
-    """The stage by several processes of torchrun; their exit code is this task's."""
+    """The stage by several processes of torchrun, which exits with 1 whichever of them fails, and this task too."""
     params = root / f"{stage}.params.json"
     artifacts.write_json(params, values)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "realmops"]
@@ -301,11 +301,8 @@ def _show(found: Mapping[str, Any], metrics: Path, log_metric: LogMetric) -> Non
 
 
 @contextmanager
-def _one_line_for_errors() -> Iterator[None]:
-    """Around all of a task: SIGTERM ends it as an exception does."""
+def _task() -> Iterator[None]:
+    """Around all of a task: errors are explained, SIGTERM ends it as an exception does."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
+    with explained_errors():
         yield
-    except (ValueError, TimeoutError, ConnectionError) as error:
-        print(f"realmops: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
