@@ -32,7 +32,7 @@ from exchange_lab import (
 )  # fmt: skip
 from safetensors.torch import save
 
-from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, Work, keep_parts, run_builder
+from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, Work, run_builder
 from realmops.index.exchange import Exchange, part_name
 from realmops.index.files import Files
 from realmops.index.trainer import Policy, Trainer
@@ -67,10 +67,10 @@ def builder_with(work: Work, files: Files, name: str = "0") -> Builder:
 
 
 def test_ranges_cover_all_rows_once() -> None:
-    assert Work(5, 3, embedder).ranges() == [(0, 3), (3, 5)]
-    assert Work(6, 3, embedder).ranges() == [(0, 3), (3, 6)]
+    assert Work(5, 3, embedder, WORK.merge).ranges() == [(0, 3), (3, 5)]
+    assert Work(6, 3, embedder, WORK.merge).ranges() == [(0, 3), (3, 6)]
     with pytest.raises(ValueError, match="rows and part_rows must be above 0, not 5 and 0"):
-        Work(5, 0, embedder)
+        Work(5, 0, embedder, WORK.merge)
 
 
 def test_an_index_says_what_it_was_made_of() -> None:
@@ -88,15 +88,6 @@ def test_an_index_says_what_it_was_made_of() -> None:
     }
     assert index.meta["weights"] == digest
     assert not builder_on(files, StillClock()).build_next()
-
-
-def test_without_a_merge_an_index_is_its_parts() -> None:
-    parts = iter([(0, 3, {"rows.bin": b"a"}), (3, 5, {"rows.bin": b"b"})])
-    weights: Any = None
-    assert keep_parts(weights, parts)[0] == {
-        "rows-0000000000-0000000003.rows.bin": b"a",
-        "rows-0000000003-0000000005.rows.bin": b"b",
-    }
 
 
 def test_the_index_of_realm_is_its_parts_as_one_safetensors_file() -> None:
@@ -286,7 +277,7 @@ def test_another_identity_ends_with_2_and_a_fault_in_the_embedding_with_1() -> N
     def broken(weights: Any) -> Any:
         raise ValueError("weights of another shape")
 
-    assert run_builder(ROOT, IDENTITY, Work(5, 3, broken), files=files, clock=StillClock()) == FAULT
+    assert run_builder(ROOT, IDENTITY, Work(5, 3, broken, WORK.merge), files=files, clock=StillClock()) == FAULT
 
 
 def test_a_finished_run_ends_the_builder_with_0_until_a_new_trainer_takes_over() -> None:

@@ -564,7 +564,7 @@ def test_the_draft_of_another_is_left_alone_until_it_has_been_still_for_long() -
     files = volume()
     draft = ROOT / "kind" / ".stage.builder-1.ab"
     files.mkdir(draft)
-    store = store_on(files, stale=600.0)
+    store = store_on(files)
     store.sweep_own()
     store.collect(set)
     store.clock.sleep(599.0)
@@ -625,7 +625,7 @@ def test_a_writer_whose_draft_was_swept_learns_who_has_taken_over() -> None:
 
 def test_the_pin_of_a_dead_reader_ends_and_that_of_a_living_one_does_not() -> None:
     files = volume()
-    store, reader = store_on(files, holder="builder-1", stale=600.0), store_on(files)
+    store, reader = store_on(files, holder="builder-1"), store_on(files)
     reader.publish(OLD, CONTENT, {})
     reader.load(OLD)
     for beat in range(3):

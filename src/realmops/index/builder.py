@@ -39,14 +39,6 @@ Merge = Callable[[Version, Parts], tuple[dict[str, bytes], dict[str, Any]]]
 """(weights, parts) -> files and description of the index."""
 
 
-def keep_parts(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """An index that is its parts side by side: ``rows-<first>-<end>.<file>``."""
-    named = (
-        (f"rows-{a:010d}-{b:010d}.{name}", data) for a, b, files in parts for name, data in files.items()
-    )
-    return dict(named), {}
-
-
 @dataclass(frozen=True)
 class Work:
     """What a builder does with weights: ``embedder(weights)`` gives the function that embeds rows."""
@@ -54,7 +46,7 @@ class Work:
     rows: int
     part_rows: int
     embedder: Callable[[Version], EmbedRows]
-    merge: Merge = keep_parts
+    merge: Merge
 
     def __post_init__(self) -> None:
         if self.rows <= 0 or self.part_rows <= 0:

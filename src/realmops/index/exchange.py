@@ -83,7 +83,7 @@ class Exchange:
 
     def __init__(
         self, root: Path, run: dict[str, Any] | None, holder: str, *, files: Files | None = None,
-        clock: Clock | None = None, grace: float = 120.0, stale: float = 600.0,
+        clock: Clock | None = None, grace: float = 120.0,
     ) -> None:  # fmt: skip
         self.root, self.run, self.holder = root, run, holder
         self.files, self.clock = files or Files(), clock or Clock()
@@ -93,7 +93,7 @@ class Exchange:
         self._last_beat, self._doing = float("-inf"), ""
 
         self.stores = {
-            kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace, stale=stale)
+            kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace)
             for kind in KINDS
         }
         self.card, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = (
@@ -103,7 +103,7 @@ class Exchange:
     @classmethod
     def open(
         cls, root: Path, identity: Mapping[str, Any], holder: str = "trainer", *, files: Files | None = None,
-        clock: Clock | None = None, grace: float = 120.0, stale: float = 600.0,
+        clock: Clock | None = None, grace: float = 120.0,
     ) -> Exchange:  # fmt: skip
         """The exchange of the run with this identity (JSON scalars by name), created by its trainer.
 
@@ -111,7 +111,7 @@ class Exchange:
         FileNotFoundError when a builder comes before the trainer.
         """
         exchange = cls(
-            Path(root).absolute(), dict(identity), holder, files=files, clock=clock, grace=grace, stale=stale
+            Path(root).absolute(), dict(identity), holder, files=files, clock=clock, grace=grace
         )
         if holder == "trainer":
             exchange._create()

@@ -40,6 +40,7 @@ ROLES = ("trainer", "builder")
 SECOND_LOOK = 0.2  # seconds before what looks damaged or gone is looked at again
 COMMIT_RETRIES = (0.05, 0.2, 0.8)  # seconds
 SWEPT_TRIES = 4  # more, of a draft that somebody swept
+STALE_SECONDS = 600.0  # without a sign of life: a draft or a pin counts as left behind
 MOST_BAD = 4  # versions set aside for people; more are deleted
 
 log = logging.getLogger(__name__)
@@ -93,18 +94,17 @@ class Versions:
     """The versions of one kind in the folder ``root/kind``, as seen by one holder.
 
     ``run`` is the identity that every manifest must carry (None: look only). ``grace`` is how long, in
-    seconds, trash waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine),
-    ``stale`` after how long without a sign of life a draft or a pin counts as left behind. Safe for
-    several threads.
+    seconds, trash waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine).
+    Safe for several threads.
     """
 
     def __init__(
         self, root: Path, kind: str, run: dict[str, Any] | None, holder: str, files: Files, clock: Clock,
-        *, grace: float = 120.0, stale: float = 600.0,
+        *, grace: float = 120.0,
     ) -> None:  # fmt: skip
         assert HOLDER.fullmatch(holder), holder
         self.root, self.kind, self.run, self.holder = root, kind, run, holder
-        self.files, self.clock, self.grace, self.stale = files, clock, grace, stale
+        self.files, self.clock, self.grace = files, clock, grace
         self.folder = root / kind
         self._ages = Ages(clock)
         self._refused: set[str] = set()
@@ -350,7 +350,7 @@ class Versions:
         for entry in self.files.listdir(self.folder):
             if entry.startswith(".dead."):
                 self._delete(entry)
-            elif entry.startswith(".stage.") and self._stage_age(entry) >= self.stale:
+            elif entry.startswith(".stage.") and self._stage_age(entry) >= STALE_SECONDS:
                 self._bury(entry)
         names = self.names()  # before needs and pins are asked for: what is published from here on is not looked at
         held = self._held(keep)
@@ -378,7 +378,7 @@ class Versions:
         pinned = {
             version
             for folder, pin, kind, version, holder in self._pins()
-            if kind == self.kind and self._pin_age(folder.name, holder, pin) < self.stale
+            if kind == self.kind and self._pin_age(folder.name, holder, pin) < STALE_SECONDS
         }
         return pinned | keep()
 
