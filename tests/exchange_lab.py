@@ -247,6 +247,19 @@ def end_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+class Dying:
+    """Kills this process before its ``at``-th operation, from 1; ``count`` is how many there were."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, operation: str, path: Path, effect: Callable[[], Any]) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return effect()
+
+
 def embed(params: bytes, first: int, end: int) -> bytes:
     return b"".join(hashlib.sha256(params + bytes([row])).digest() for row in range(first, end))
 
@@ -357,26 +370,17 @@ def sound(files: Files, root: Path = ROOT) -> None:
 
 def main() -> None:
     """``exchange_lab.py trainer|builder <root> <n>``: a process that SIGKILLs itself at operation n."""
-    role, root, at = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    count = 0
-
-    def around(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
-        nonlocal count
-        count += 1
-        if count == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return effect()
-
+    role, root, dying = sys.argv[1], Path(sys.argv[2]), Dying(int(sys.argv[3]))
     if role == "builder":
         parent = os.getppid() if len(sys.argv) > 4 else None
         code = run_builder(
             root, IDENTITY, WORK, name=sys.argv[4] if len(sys.argv) > 4 else "0", parent_pid=parent,
-            poll=0.02, grace=0.0, files=Files(around), on_status=lambda message: print(message, flush=True),
+            poll=0.02, grace=0.0, files=Files(dying), on_status=lambda message: print(message, flush=True),
         )  # fmt: skip
         sys.exit(code)
     plan = Plan(policy=Policy(builder_timeout=60.0, poll=0.01))
-    exchange = Exchange.open(root, IDENTITY, files=Files(around), grace=0.0)
-    print(life(exchange, plan).hex(), count, flush=True)
+    exchange = Exchange.open(root, IDENTITY, files=Files(dying), grace=0.0)
+    print(life(exchange, plan).hex(), dying.count, flush=True)
 
 
 if __name__ == "__main__":

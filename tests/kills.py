@@ -18,12 +18,10 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from exchange_lab import IDENTITY, WORK, Plan, forked, life, sound, undisturbed
+from exchange_lab import IDENTITY, WORK, Dying, Plan, forked, life, sound, undisturbed
 
 from realmops.index.builder import run_builder
 from realmops.index.exchange import Exchange, Fenced
@@ -64,20 +62,8 @@ class Run:
             kind = role.split("-")[0]
             self.next[kind] += 1
             at = self.next[kind]
-        clock, dying = WrongClock(self.rng.uniform(-DAY, DAY)), self.dying(role, at)
+        clock, dying = WrongClock(self.rng.uniform(-DAY, DAY)), Dying(at)
         self.alive[forked(lambda: self.work(role, Files(dying), clock))] = role
-
-    def dying(self, role: str, at: int) -> Callable[..., Any]:
-        count = 0
-
-        def around(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
-            nonlocal count
-            count += 1
-            if count == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return effect()
-
-        return around
 
     def work(self, role: str, files: Files, clock: Clock) -> int:
         if role != "trainer":
@@ -141,7 +127,6 @@ class Run:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
             self.done[f"{self.alive[pid].split('-')[0]} killed {how}"] += 1
-            self.kills += 1
 
     def reap(self) -> list[str]:
         """The roles of the processes that have ended."""
