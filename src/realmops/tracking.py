@@ -710,6 +710,9 @@ def _current_server(uri: str) -> Iterator[None]:
     """For what MLflow offers for its current server only."""
     import mlflow
 
+    if mlflow.get_tracking_uri() == uri:  # setting it would outlive the environment variable that named it
+        yield
+        return
     is_set = mlflow.is_tracking_uri_set()  # type: ignore[no-untyped-call]
     earlier = mlflow.get_tracking_uri() if is_set else None
     mlflow.set_tracking_uri(uri)
