@@ -92,7 +92,7 @@ audit: setup  ## known vulnerabilities of the packages in constraints.txt; asks 
 	$(ACTIVATE)
 	exec pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
-faults: setup  ## the campaign against faults, some 25 minutes, with a table; make faults PART=kill runs a part
+faults: setup  ## the campaign against faults, some 8 minutes, with a table; make faults PART=kill runs a part
 	@$(ACTIVATE)
 	export OMP_NUM_THREADS=1 REALMOPS_FAULTS=1
 	pytest --numprocesses $(JOBS) --dist worksteal --timeout 1500 -m faults -k '$(PART)'
