@@ -166,7 +166,9 @@ def main(folder: Path, kills: int, seed: int) -> None:
     rng, done, following = random.Random(seed), Counter[str](), {"trainer": 0, "builder": 0}
     wrong: list[str] = []
     highest = {"trainer": 400, "builder": 200}
-    while done["trainer killed, at all"] + done["builder killed, at all"] < kills and not wrong:
+    killed = [f"{role} killed, at all" for role in highest]
+    # fast builders may use up the kills of a run before its trainer has come far
+    while (sum(done[one] for one in killed) < kills or min(done[one] for one in killed) <= kills // 5) and not wrong:
         root = folder / f"run-{done['runs']}"
         done["runs"] += 1
         wrong = Run(root, rng, following, done).go()
