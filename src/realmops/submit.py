@@ -19,14 +19,13 @@ from typing import Any, TypeVar
 import yaml
 
 from realmops import artifacts, retraining
-from realmops.cluster import NAMESPACE
+from realmops.cluster import NAMESPACE, TIME_OUT
 
 SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # every other state but SUCCEEDED is of a run that lives
 LIVE = ("PENDING", "RUNNING", "PAUSED", "CANCELING", "RUNTIME_STATE_UNSPECIFIED")
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 SIGN_IN = f"name a file with a token that it takes in {TOKEN_FILE}"
-TIME_OUT = (5, 60)  # seconds to connect, and for an answer
 GRACE_SECONDS = 30.0  # from a version without a run to the belief that its maker is gone
 LOOK_SECONDS = 1.0
 WATCH_SECONDS = 5.0

@@ -18,7 +18,6 @@ import torch
 
 from realmops import artifacts
 from realmops.artifacts import seed_for
-from realmops.bert import BATCH_WORDPIECES
 from realmops.config import BertOptions, Optimiser, Pretrain, RetrieverOptions, Run, SnapshotOptions, parse_section
 from realmops.corpus.formats import sources
 from realmops.corpus.pretrained import read_encoder_vocabulary
@@ -41,6 +40,7 @@ from realmops.train.loop import Context
 from realmops.train.pretrain import Examples, Index, depth, pretrain
 
 ROWS = 2048  # passages of a snapshot that are looked at
+_TOGETHER = 8192  # wordpieces of a call that is timed
 SEARCHED = 1 << 18  # vectors
 SUBJECTS = 150  # of the invented text
 JOINED = 40  # its passages of two sentences that make one document
@@ -162,9 +162,8 @@ def _some_rows(snapshot: Snapshot, seed: int) -> list[int]:
 def _documents_per_second(
     retriever: Retriever, snapshot: Snapshot, rows: list[int], wordpieces: float, dtype: torch.dtype, budget: float
 ) -> float:
-    """Two full batches of passages of so many wordpieces at a time; a small call before is not counted."""
-    device = retriever.document.projection.weight.device
-    together = min(len(rows), max(1, round(2 * BATCH_WORDPIECES[device.type] / wordpieces)))
+    """Some full batches of passages of so many wordpieces at a time; a small call before is not counted."""
+    together = min(len(rows), max(1, round(_TOGETHER / wordpieces)))
     done, first, spent = 0, 0, 0.0
     embed(retriever.document, document_sequences(snapshot, rows[:4]), dtype)
     while spent < budget or not done:
