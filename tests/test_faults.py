@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -668,8 +669,9 @@ def test_pre_training_of_fifty_times_the_length_is_flat_in_memory_files_and_disk
             f"steps of pre-training, {role}: {memory[0]:.0f} MB then {memory[1]:.0f} MB, {files[0]:.0f} then "
             f"{files[1]:.0f} files open", steps, "flat",
         )  # fmt: skip
-    disk = [max(one[2] for one in part) / 1e3 for part in (early, late)]
-    assert disk[1] < 1.5 * disk[0], disk  # a generation more or less; what grew with the steps would be twice as much
+    # not the most: for the moment in which a checkpoint is exchanged there are three of them, if a look falls there
+    disk = [statistics.median(one[2] for one in part) / 1e3 for part in (early, late)]
+    assert disk[1] < 1.1 * disk[0], disk
     told(f"steps of pre-training, the exchange: {disk[0]:.0f} kB then {disk[1]:.0f} kB", steps, "flat")
 
 
