@@ -192,12 +192,15 @@ def test_our_folder_loads_into_transformers_and_back(tmp_path: Path) -> None:
     config = BertConfig(60, 24, 3, 4, 40, 16, dropout=0.25)
     bert, head = Bert(config).eval(), MaskedWordHead(config)
     with torch.no_grad():
-        head.bias.normal_()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in (*bert.parameters(), *head.parameters()):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     save_bert(tmp_path, bert, head)
     theirs, info = transformers.BertForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
+    assert not any(layer.attention.self.key.bias.any() for layer in theirs.bert.encoder.layer), "they are not seen"
     assert (theirs.config.hidden_dropout_prob, theirs.config.attention_probs_dropout_prob) == (0.25, 0.25)
     with torch.no_grad():
         their_TD = their_hidden(theirs.eval())
@@ -262,8 +265,8 @@ def test_exported_state_is_a_copy() -> None:
 def test_a_missing_parameter_is_named() -> None:
     bert = Bert(BertConfig(60, 24, 2, 4, 40, 16, 0.0))
     state = export_state(bert)
-    del state["bert.encoder.layer.1.attention.self.key.bias"]
-    message = r"my\.safetensors: the parameter bert\.encoder\.layer\.1\.attention\.self\.key\.bias is missing"
+    del state["bert.encoder.layer.1.attention.self.query.bias"]
+    message = r"my\.safetensors: the parameter bert\.encoder\.layer\.1\.attention\.self\.query\.bias is missing"
     with pytest.raises(ValueError, match=message):
         import_state(bert, state, "my.safetensors")
 

@@ -163,8 +163,9 @@ def test_matches_of_an_expression_are_correct_passages_and_gold_spans(world: Wor
 
 def test_a_question_with_an_expression_is_learned(world: World) -> None:
     journal = MemoryJournal()
-    chosen = options(epochs=25, reader_candidates=5, retriever_learning_rate=3e-3, reader_learning_rate=3e-3)
-    model = open_qa(world, reader_candidates=5)
+    every = {"retriever_candidates": 12, "reader_candidates": 12}
+    chosen = options(epochs=25, retriever_learning_rate=1e-3, reader_learning_rate=1e-3, **every)
+    model = open_qa(world, width=32, **every)
     died = Question("died", "When did Maria Holm die?", (r"19[67]\d",), is_regex=True)
     finetune(tiny_context(journal=journal), model, [died], chosen, tiny_optimiser())
     [answer] = model.answer([died], ranked=5, batch_size=1)

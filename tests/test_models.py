@@ -75,6 +75,8 @@ def test_towers_start_equal_and_are_one_or_two(world: World, share: bool) -> Non
     with torch.no_grad():
         retriever.query.bert.word.weight.add_(1.0)
     assert torch.equal(retriever.document.bert.word.weight, retriever.query.bert.word.weight) is share
+    frozen = [name for name, parameter in retriever.named_parameters() if not parameter.requires_grad]
+    assert frozen == ([] if share else ["document.norm.bias"])
     assert not torch.equal(retriever.query.bert.word.weight, reader.bert.word.weight), "the reader has its own"
 
 
@@ -143,11 +145,10 @@ def test_the_span_head_by_hand() -> None:
         head.start.bias.copy_(torch.tensor([1.0, 0.0]))
         head.end.weight.copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         head.score.weight.copy_(torch.tensor([[5.0, 7.0]]))
-        head.score.bias.copy_(torch.tensor([0.25]))
     hidden_TD = torch.tensor([[2.0, 4.0], [-3.0, 0.0], [9.0, 9.0]])
     # start row 0: (2 + 1, 4); end row 1: (0, -3); together (3, 1)
     score_S = head(hidden_TD, torch.tensor([0]), torch.tensor([1]))
-    assert score_S.tolist() == pytest.approx([5.0 - 7.0 + 0.25], abs=1e-4)
+    assert score_S.tolist() == pytest.approx([5.0 - 7.0], abs=1e-4)
 
 
 def test_spans_are_enumerated_by_start_then_end() -> None:

@@ -66,7 +66,10 @@ def reader(peer: dict[str, Tensor], module: str, config: BertConfig) -> Reader:
 
 
 def span_head(state: dict[str, Tensor]) -> SpanHead:
-    """The peer keeps start and end in one layer, with a bias for each; only their sum counts."""
+    """The peer keeps start and end in one layer, with a bias for each; only their sum counts.
+
+    Its biases behind that are :func:`beside_spans`.
+    """
     weight, bias = state["qa_outputs.dense_intermediate.weight"], state["qa_outputs.dense_intermediate.bias"]
     ours = SpanHead(weight.shape[1], weight.shape[0] // 2)
     ours.load_state_dict(
@@ -75,12 +78,16 @@ def span_head(state: dict[str, Tensor]) -> SpanHead:
             "end.weight": weight.chunk(2)[1],
             "start.bias": sum(bias.chunk(2)),
             "norm.weight": state["qa_outputs.layer_normalization.weight"],
-            "norm.bias": state["qa_outputs.layer_normalization.bias"],
             "score.weight": state["qa_outputs.dense_output.weight"],
-            "score.bias": state["qa_outputs.dense_output.bias"],
         }
     )
     return ours
+
+
+def beside_spans(state: dict[str, Tensor]) -> Tensor:
+    """What the peer adds to the scores of all spans."""
+    score_1H, norm_H = state["qa_outputs.dense_output.weight"], state["qa_outputs.layer_normalization.bias"]
+    return score_1H @ norm_H + state["qa_outputs.dense_output.bias"]
 
 
 def packed(token_NL: Tensor, segment_NL: Tensor) -> Packed:
@@ -164,7 +171,9 @@ def test_span_scores_and_both_losses(peer: dict[str, Tensor], config: BertConfig
             torch.tensor([o + s for o, (_, s, _) in zip(offset, spans, strict=True)]),
             torch.tensor([o + e for o, (_, _, e) in zip(offset, spans, strict=True)]),
         )
-    close(score_S, torch.tensor([theirs[span] for span in spans]))
+    beside_1 = beside_spans(state_of(peer, "reader"))
+    assert beside_1.abs() > 1e-2
+    close(score_S + beside_1, torch.tensor([theirs[span] for span in spans]))
 
     gold_RA2 = torch.stack([peer["reader.gold_start_RA"], peer["reader.gold_end_RA"]], dim=-1).tolist()
     gold = {(rank, *pair) for rank, pairs in enumerate(gold_RA2) for pair in pairs if pair[0] >= 0}

@@ -234,7 +234,10 @@ class _Layer(nn.Module):
         super().__init__()
         width, eps = config.width, config.layer_norm_eps
         self.heads, self.dropout, self.gelu = config.heads, config.dropout, config.gelu
-        self.qkv = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        # Keys have no bias: it would add one number to a query's scores of all keys, which the softmax does not see.
+        self.query_bias = nn.Parameter(torch.zeros(width))
+        self.value_bias = nn.Parameter(torch.zeros(width))
         self.attention_output = nn.Linear(width, width)
         self.attention_norm = nn.LayerNorm(width, eps=eps)
         self.intermediate = nn.Linear(width, config.intermediate)
@@ -242,7 +245,9 @@ class _Layer(nn.Module):
         self.output_norm = nn.LayerNorm(width, eps=eps)
 
     def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
-        attended_TD = self.attention_output(self._attend(self.qkv(x_TD), batch))
+        bias = torch.cat([self.query_bias, torch.zeros_like(self.query_bias), self.value_bias])
+        qkv_TD = F.linear(x_TD, self.qkv.weight, bias)
+        attended_TD = self.attention_output(self._attend(qkv_TD, batch))
         x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
         inner_TD = self.output(F.gelu(self.intermediate(x_TD), approximate=self.gelu))
         normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
@@ -325,7 +330,8 @@ def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.G
         for module in bert.modules():
             if isinstance(module, nn.Linear):
                 module.weight.normal_(0.0, 0.02, generator=generator)
-                module.bias.zero_()
+                if module.bias is not None:
+                    module.bias.zero_()
             elif isinstance(module, nn.Embedding):
                 module.weight.normal_(0.0, 0.05, generator=generator)
         angle = torch.arange(config.positions)[:, None] / 10_000 ** (torch.arange(0, width, 2)[None, :] / width)
@@ -370,7 +376,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
-    """Pairs of our parameter's name and Hugging Face's, without the fused query, key and value."""
+    """Pairs of our parameter's name and Hugging Face's, without the fused weights of query, key and value."""
     for ours, theirs in (
         ("word", "word_embeddings"),
         ("position", "position_embeddings"),
@@ -387,6 +393,8 @@ def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
             (f"{ours}.output", f"{theirs}.output.dense"),
             (f"{ours}.output_norm", f"{theirs}.output.LayerNorm"),
         ]
+        for part in ("query", "value"):
+            yield f"{ours}.{part}_bias", f"{theirs}.attention.self.{part}.bias"
     for ours, theirs in modules:
         yield f"{ours}.weight", f"{theirs}.weight"
         yield f"{ours}.bias", f"{theirs}.bias"
@@ -402,14 +410,17 @@ _HEAD = {
 
 
 def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Tensor]:
-    """The parameters under Hugging Face's names (``bert.`` in front, ``cls.predictions.`` for the head)."""
+    """The parameters under Hugging Face's names (``bert.`` in front, ``cls.predictions.`` for the head).
+
+    Hugging Face's keys have a bias, which changes nothing: it is written as zeros.
+    """
     state = bert.state_dict()
     out = {f"bert.{theirs}": state[ours] for ours, theirs in _names(bert.config)}
     for i in range(bert.config.layers):
-        for kind in ("weight", "bias"):
-            parts = state[f"layers.{i}.qkv.{kind}"].chunk(3)
-            for part, name in zip(parts, ("query", "key", "value"), strict=True):
-                out[f"bert.encoder.layer.{i}.attention.self.{name}.{kind}"] = part
+        attention = f"bert.encoder.layer.{i}.attention.self"
+        parts = state[f"layers.{i}.qkv.weight"].chunk(3)
+        out |= {f"{attention}.{n}.weight": part for n, part in zip(("query", "key", "value"), parts, strict=True)}
+        out[f"{attention}.key.bias"] = torch.zeros_like(state[f"layers.{i}.query_bias"])
     if head is not None:
         out |= {theirs: head.state_dict()[ours] for ours, theirs in _HEAD.items()}
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in out.items()}
@@ -418,8 +429,8 @@ def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Te
 def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: MaskedWordHead | None = None) -> bool:
     """Fill an encoder (and the head, where the file has one) from Hugging Face's names.
 
-    Returns whether the head was found.  ValueError names the first parameter that is missing or has
-    another shape.
+    Returns whether the head was found.  The bias of keys is left out: no output depends on it.
+    ValueError names the first parameter that is missing or has another shape.
     """
     prefix = _prefix(state)
 
@@ -431,9 +442,8 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
 
     new = {ours: take(prefix + theirs) for ours, theirs in _names(bert.config)}
     for i in range(bert.config.layers):
-        for kind in ("weight", "bias"):
-            layer = f"{prefix}encoder.layer.{i}.attention.self"
-            new[f"layers.{i}.qkv.{kind}"] = torch.cat([take(f"{layer}.{n}.{kind}") for n in ("query", "key", "value")])
+        attention = f"{prefix}encoder.layer.{i}.attention.self"
+        new[f"layers.{i}.qkv.weight"] = torch.cat([take(f"{attention}.{n}.weight") for n in ("query", "key", "value")])
     _fill(bert, new, source)
     has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in _HEAD.values())
     if head is not None and has_head:

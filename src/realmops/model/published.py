@@ -150,7 +150,10 @@ def _equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead:
-    """The published layer holds start and end in one, with a bias for each; only the sum of the biases counts."""
+    """The published layer holds start and end in one, with a bias for each; only the sum of the biases counts.
+
+    The biases behind it add one number to the scores of all spans; they are left out.
+    """
     weight_HD, bias_H = (_take(state, f"qa_outputs.dense_intermediate.{kind}", source) for kind in ("weight", "bias"))
     head = SpanHead(weight_HD.shape[1], weight_HD.shape[0] // 2, eps)
     start_HD, end_HD = weight_HD.chunk(2)
@@ -163,7 +166,7 @@ def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead
 
 
 def _fill(module: nn.Module, state: Mapping[str, Tensor], name: str, source: str) -> None:
-    module.load_state_dict({kind: _take(state, f"{name}.{kind}", source) for kind in ("weight", "bias")})
+    module.load_state_dict({kind: _take(state, f"{name}.{kind}", source) for kind in module.state_dict()})
 
 
 def _take(state: Mapping[str, Tensor], name: str, source: str) -> Tensor:

@@ -44,14 +44,17 @@ class Reader(nn.Module):
 
 
 class SpanHead(nn.Module):
-    """ORQA's span score: w . LayerNorm(ReLU(W_s h_start + W_e h_end)) (the paper's MLP, section 3.2)."""
+    """ORQA's span score: w . LayerNorm(ReLU(W_s h_start + W_e h_end)) (the paper's MLP, section 3.2).
+
+    LayerNorm and w have no bias: it would add one number to the scores of all spans, which no softmax over spans sees.
+    """
 
     def __init__(self, width: int, span_width: int, eps: float = SPAN_NORM_EPS) -> None:
         super().__init__()
         self.start = nn.Linear(width, span_width)
         self.end = nn.Linear(width, span_width, bias=False)
-        self.norm = nn.LayerNorm(span_width, eps=eps)
-        self.score = nn.Linear(span_width, 1)
+        self.norm = nn.LayerNorm(span_width, eps=eps, bias=False)
+        self.score = nn.Linear(span_width, 1, bias=False)
 
     def forward(self, hidden_TD: Tensor, start_S: Tensor, end_S: Tensor) -> Tensor:
         """Scores of the spans from row ``start_S`` to row ``end_S`` (both inside), length S."""

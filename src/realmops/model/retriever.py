@@ -45,6 +45,13 @@ class Embedder(nn.Module):
             embedding_BE = F.dropout(embedding_BE, self.bert.config.dropout, self.training)
         return embedding_BE.float()
 
+    @property
+    def shift(self) -> nn.Parameter:
+        """The last bias: with another one in its place, all embeddings are shifted by the same vector."""
+        last = self.bert.layers[-1].output_norm if self.norm is None else self.norm
+        assert isinstance(last, nn.LayerNorm)
+        return last.bias
+
 
 class Retriever(nn.Module):
     """Query tower and document tower; one and the same where ``share`` is set."""
@@ -52,6 +59,10 @@ class Retriever(nn.Module):
     def __init__(self, query: Embedder, document: Embedder) -> None:
         super().__init__()
         self.query, self.document = query, document
+        if not self.shared:
+            # It adds one number to the relevance of all z for x, which p(z|x) does not see: its gradient would be
+            # rounding, and Adam would make full steps of it.  It stays, since it is part of published embeddings.
+            document.shift.requires_grad_(False)
 
     @property
     def shared(self) -> bool:

@@ -1,0 +1,217 @@
+"""Every number that is trained can be seen by its loss.
+
+One that the loss cannot see, as a bias that adds the same to everything under a softmax, has a gradient of pure
+rounding.  Adam divides by its size and makes full steps of it, to another place on every processor.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import World, section, tiny_context, tiny_models, tiny_optimiser
+from torch import Tensor, nn
+
+import realmops.train
+from realmops.bert import BertConfig
+from realmops.config import ClosedBookOptions
+from realmops.corpus.conll import TaggedSentence
+from realmops.corpus.questions import Question
+from realmops.index.embed import document_sequences, embed
+from realmops.index.mips import Exact
+from realmops.model.files import add_spans, build_bert
+from realmops.model.retriever import HEADS, Retriever
+from realmops.train import closed_book, finetune, ict, path, pretrain, tagger
+from realmops.train.closed_book import ClosedBook
+from realmops.train.finetune import OpenQa
+from realmops.train.loop import Context, fit
+from realmops.train.optimiser import BertAdamW, Group
+from realmops.train.path import PathRetriever
+from realmops.train.pretrain import Examples, Index
+from realmops.train.tagger import Tagger, tag_names, train_tagger
+
+# Of the largest gradient. Sums in double precision are rounded by some 1e-16 of what is summed; the smallest of all the
+# numbers below that a loss sees has 4e-9. The bound lies in the middle of the two, on a logarithmic scale.
+SEEN = 1e-12
+FP32 = torch.float32  # no autocast, that is: everything stays double
+LENGTHS = {"query_wordpieces": 40, "reader_wordpieces": 60}
+QUESTIONS = [
+    Question("born", "Where was Anna Berg born?", ("Oslo",)),
+    Question("port", "Which town is a port?", ("Bergen", "the port of Bergen")),
+    Question("two", "Where did the builder of The Star build?", ("ships in Bergen",)),
+]
+TAGGED = [
+    TaggedSentence(("Anna", "Berg", "was", "born", "in", "Oslo"), ("B-PER", "I-PER", "O", "O", "O", "B-LOC")),
+    TaggedSentence(("Karl", "Lund", "lived", "in", "Bergen"), ("B-PER", "I-PER", "O", "O", "B-LOC")),
+]
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All numbers in double precision, also where autocast's results are made fp32 again."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def anywhere(*modules: nn.Module) -> None:
+    """Parameters far from their start, where zeros and equal towers could hide something."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for module in modules:
+            for part in module.double().modules():
+                for name, parameter in part.named_parameters(recurse=False):
+                    parameter.normal_(0.0, 0.2, generator=generator)
+                    if "Norm" in type(part).__name__ and name == "weight":
+                        parameter.add_(1.0)
+
+
+def embeddings(world: World, retriever: Retriever) -> Exact:
+    return Exact(embed(retriever.document, document_sequences(world.snapshot, range(len(world.snapshot))), FP32))
+
+
+def inverse_cloze(world: World, **model: Any) -> None:
+    retriever, _ = tiny_models(world, **model)
+    anywhere(retriever)
+    chosen = section("ict", batch_size=8, neighbours=2, removal=0.5, query_wordpieces=40)
+    ict.train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
+
+
+def masked_words(world: World) -> None:
+    _, reader = tiny_models(world)
+    anywhere(reader)
+    chosen = section("ict", reader_batch_size=8, reader_wordpieces=60)
+    ict.train_reader(tiny_context(), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
+
+
+class Indexed:
+    """One index, of the retriever as it is."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        return Index(step, embeddings(self.world, retriever), retriever, 0.0, True)
+
+
+def realm(world: World, marginal: str, **model: Any) -> None:
+    retriever, reader = tiny_models(world, **model)
+    anywhere(retriever, reader)
+    changes = {"batch_size": 4, "candidates": 4, "retriever_delay": 0, "masking": "salient"}
+    chosen = section("pretrain", **changes, marginal=marginal, null_document=True, **LENGTHS)
+    examples = Examples(world.snapshot, world.spans, chosen)
+    rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
+    source = Indexed(world)
+    pretrain.pretrain(tiny_context(), retriever, reader, world.snapshot, examples, tiny_optimiser(), source, **rest)
+
+
+def answers(world: World, *, given: bool = False, span_loss: str = "marginal", **model: Any) -> None:
+    retriever, reader = tiny_models(world, **model)
+    add_spans(reader, 12, seed=0)
+    anywhere(retriever, reader)
+    changes = {"batch_size": 3, "retriever_candidates": 8, "reader_candidates": 8, "answer_wordpieces": 4}
+    chosen = section("finetune", span_loss=span_loss, **changes, **LENGTHS)
+    passages = None if given else embeddings(world, retriever)
+    ranker = (lambda question, k: np.arange(k)) if given else None
+    asked = OpenQa(retriever, reader, world.snapshot, passages, chosen, FP32, ranker)
+    finetune.finetune(tiny_context(), asked, QUESTIONS, chosen, tiny_optimiser())
+
+
+def tags(world: World) -> None:
+    options = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64)
+    bert, _ = build_bert(options, world.snapshot.tokenizer.get_vocab_size(), 0)
+    model = Tagger(bert, tag_names(TAGGED))
+    anywhere(model)
+    train_tagger(tiny_context(), model, TAGGED, world.snapshot.tokenizer, section("tag"), tiny_optimiser())
+
+
+def paths(world: World) -> None:
+    _, reader = tiny_models(world)
+    chosen = section("finetune", batch_size=3, **LENGTHS)
+    model = PathRetriever.start(reader.bert, world.snapshot, chosen, FP32, seed=0)
+    anywhere(model.scorer)
+    lessons = [lesson for question in QUESTIONS if (lesson := model.lesson(question))]
+    assert any(lesson.linked for lesson in lessons)
+    path.train_paths(tiny_context(), model, lessons, chosen, tiny_optimiser())
+
+
+def t5(world: World, train: Callable[..., int]) -> None:
+    lengths = {"passage_wordpieces": 48, "question_wordpieces": 24, "answer_wordpieces": 8}
+    steps = {"steps": 1, "batch_size": 8, "learning_rate": 1.0, "epochs": 1, "checkpoint_every": 1}
+    chosen = ClosedBookOptions(init="small", **steps, **lengths)
+    shape = BertConfig(len(world.snapshot.vocabulary), 16, 1, 2, 32, 64, 0.0)
+    model = ClosedBook.build(chosen, world.snapshot, shape, 0)
+    anywhere(model.net)
+    text = world.snapshot if train is closed_book.pretrain else QUESTIONS
+    train(tiny_context(), model, text, chosen, tiny_optimiser())
+
+
+TOWERS = {
+    f"{head}, {'one tower' if share else 'two towers'}": {"head": head, "share_embedders": share}
+    for head in HEADS
+    for share in (True, False)
+}
+TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
+    **{f"ict: {name}": (ict, inverse_cloze, towers) for name, towers in TOWERS.items()},
+    "ict: reader": (ict, masked_words, {}),
+    **{
+        f"pretrain: {marginal}, {name}": (pretrain, realm, {"marginal": marginal, **towers})
+        for marginal in ("joint", "per_token")
+        for name, towers in TOWERS.items()
+    },
+    **{f"finetune: {name}": (finetune, answers, towers) for name, towers in TOWERS.items()},
+    **{f"finetune: {name}": (finetune, answers, {"span_loss": name}) for name in ("hard_em", "per_passage")},
+    "finetune: passages given": (finetune, answers, {"given": True}),
+    "tagger": (tagger, tags, {}),
+    "path": (path, paths, {}),
+    "closed_book: pretrain": (closed_book, t5, {"train": closed_book.pretrain}),
+    "closed_book: finetune": (closed_book, t5, {"train": closed_book.finetune}),
+}
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_the_loss_sees_every_number_that_is_trained(
+    world: World, training: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it does not depend on it at all: the gradient of a row of an embedding that no text uses is 0."""
+    module, train, options = TRAININGS[training]
+    trained: list[BertAdamW] = []
+
+    def one_step(context: Context, groups: list[Group], options: Any, step_loss: Any, **rest: Any) -> int:
+        if "at_step" in rest:
+            rest["at_step"](0)
+        loss, _ = step_loss(0)
+        assert loss.dtype == torch.float64
+        loss.backward()
+        trained.append(BertAdamW(groups, weight_decay=0.0, clip=1.0))
+        return 0
+
+    monkeypatch.setattr(module, "fit", one_step)
+    train(world, **options)
+    [optimiser] = trained
+    gradients = dict(zip(optimiser.names, (parameter.grad for parameter in optimiser.parameters), strict=True))
+    untouched = [name for name, gradient in gradients.items() if gradient is None]
+    assert all(module is finetune and name.startswith("reader.masked_words.") for name in untouched), untouched
+    sizes = {name: gradient.abs() for name, gradient in gradients.items() if gradient is not None}
+    assert len(sizes) > 10
+    largest = max(float(size.max()) for size in sizes.values())
+    unseen = [
+        f"{name}: {int(rounding.sum())} of {size.numel()}, at most {float((size * rounding).max()):.0e}"
+        for name, size in sizes.items()
+        if (rounding := (size > 0) & (size < SEEN * largest)).any() or not size.any()
+    ]
+    assert not unseen, "\n".join([f"the largest gradient is {largest:.0e}", *unseen])
+
+
+def test_every_training_is_looked_at() -> None:
+    names = [found.name for found in pkgutil.iter_modules(realmops.train.__path__) if found.name != "loop"]
+    modules = [importlib.import_module(f"realmops.train.{name}") for name in names]
+    looked_at = {module for module, _, _ in TRAININGS.values()}
+    assert {module for module in modules if getattr(module, "fit", None) is fit} == looked_at
