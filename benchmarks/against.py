@@ -27,8 +27,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("encode", "step", "search", "ingest", "tagging", "refresh", "growth", "gpu")
-PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu")
+BENCHMARKS = ("encode", "step", "search", "lexical", "ingest", "tagging", "refresh", "growth", "gpu")
+PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu", "bm25s")
 REPEATS = 5
 OUT = Path("build/bench")
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from realmops.console import Console
 from realmops.evaluate.compare import correct, read_paired
@@ -61,6 +63,16 @@ def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
     }
 
 
+def difference(what: str, ours_Q: npt.ArrayLike, theirs_Q: npt.ArrayLike, by_seed: Sequence[float]) -> str:
+    """The mean difference over questions in words, with one interval over questions and one over seeds."""
+    ours_Q, theirs_Q = np.asarray(ours_Q), np.asarray(theirs_Q)
+    questions, seeds = paired_bootstrap(ours_Q, theirs_Q, seed=0), bootstrap_interval(by_seed, seed=0)
+    return (
+        f"{what}: {questions.mean:+.3f}, 95 % interval {questions.low:+.3f} to {questions.high:+.3f} "
+        f"(paired bootstrap over {len(ours_Q)} questions); over seeds {seeds.low:+.3f} to {seeds.high:+.3f}."
+    )
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown with one row per seed, the means, and the paired interval over all questions."""
     names = [name for name in rows[0] if name not in ("seed", "correct")]
@@ -69,13 +81,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {row['seed']} | " + " | ".join(f"{row[name]:.3f}" for name in names) + " |")
     lines.append("| mean | " + " | ".join(f"{np.mean([r[n] for r in rows]):.3f}" for n in names) + " |")
     ours, theirs = (np.concatenate([np.array(r["correct"][i], dtype=float) for r in rows]) for i in (0, 1))
-    questions = paired_bootstrap(ours, theirs, seed=0)
-    seeds = bootstrap_interval([r["em_realm"] - r["em_orqa"] for r in rows], seed=0)
+    em_of_seeds = [r["em_realm"] - r["em_orqa"] for r in rows]
     recall = bootstrap_interval([r["recall_after"] - r["recall_before"] for r in rows], seed=0)
     lines += [
         "",
-        f"EM, REALM minus ORQA: {questions.mean:+.3f}, 95 % interval {questions.low:+.3f} to {questions.high:+.3f} "
-        f"(paired bootstrap over {len(ours)} questions); over seeds {seeds.low:+.3f} to {seeds.high:+.3f}.",
+        difference("EM, REALM minus ORQA", ours, theirs, em_of_seeds),
         f"Zero-shot recall@5, after minus before REALM: {recall.mean:+.3f}, over seeds {recall.low:+.3f} to "
         f"{recall.high:+.3f}; it rose in {sum(r['recall_after'] > r['recall_before'] for r in rows)} and masked "
         f"hit@5 in {sum(r['hit_after'] > r['hit_before'] for r in rows)} of {len(rows)} seeds.",

@@ -87,7 +87,7 @@ class Step:
         original = self.realm.snapshot.body(passage)[: self.realm.options.query_wordpieces - 2]
         x, positions = original.copy(), np.array([place for place in MASKED if place < len(original)])
         x[positions] = self.realm.special.mask
-        return Example(passage, original, x, positions, original[positions])
+        return Example(passage, original, x, positions, original[positions], "")
 
     def __call__(self) -> float:
         """One step; the loss before it."""

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,15 @@ def product_rate() -> float:
     return best
 
 
-def measure(stage: str, root: Path, log: Path) -> dict[str, float]:
-    """Wall and CPU seconds (children included) and the largest process's memory in MiB of one stage."""
+def measure(stage: str, root: Path, log: Path, options: Sequence[str] = ()) -> dict[str, float]:
+    """Wall and CPU seconds (children included) and the largest process's memory in MiB of one stage.
+
+    ``options`` are those of ``realmops run``. The stage ends when this process does.
+    """
+    command = [sys.executable, "-m", "realmops", "run", stage, "--root", str(root), "--watch-parent", str(os.getpid())]
     with open(log, "ab") as file:
         start = time.perf_counter()
-        child = subprocess.Popen(
-            [sys.executable, "-m", "realmops", "run", stage, "--root", str(root)], stdout=file, stderr=file
-        )
+        child = subprocess.Popen([*command, *options], stdout=file, stderr=file)
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:

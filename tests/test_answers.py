@@ -4,6 +4,7 @@ import re
 import sys
 import time
 import unicodedata
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from realmops.corpus.answers import (
     regex_search_spans,
     substring_spans,
     token_boundary_spans,
+    token_f1,
 )
 
 
@@ -38,6 +40,44 @@ from realmops.corpus.answers import (
 )
 def test_normal_form(answer: str, form: str) -> None:
     assert normal_form(answer) == form
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answers", "f1"),
+    [
+        ("Tor Hollow", ("tor hollow!",), 1.0),
+        ("in the Tor Hollow", ("Tor Hollow",), 0.8),  # precision 2/3, recall 1
+        ("Tor", ("Tor Hollow", "the Moor"), 2 / 3),  # precision 1, recall 1/2
+        ("Tor", ("Moor", "Tor Hollow", "Tor"), 1.0),  # the best of three
+        ("to be or not to be", ("to be",), 0.5),  # each "to" and "be" counts once: precision 2/6, recall 1
+        ("a b b", ("b b b",), 0.8),  # "a" is an article: precision 2/2, recall 2/3
+        ("north", ("south",), 0.0),
+        ("", ("south",), 0.0),
+        ("the", ("a",), 1.0),  # both empty after normalisation
+        ("", (), 0.0),
+    ],
+)
+def test_f1_by_hand(prediction: str, answers: tuple[str, ...], f1: float) -> None:
+    assert token_f1(prediction, answers) == pytest.approx(f1)
+
+
+def squad_f1(prediction: str, truth: str) -> float:
+    """``compute_f1`` of SQuAD's evaluation script 2.0."""
+    pred_toks, gold_toks = normal_form(prediction).split(), normal_form(truth).split()
+    num_same = sum((Counter(gold_toks) & Counter(pred_toks)).values())
+    if len(gold_toks) == 0 or len(pred_toks) == 0:
+        return int(gold_toks == pred_toks)
+    if num_same == 0:
+        return 0
+    precision, recall = 1.0 * num_same / len(pred_toks), 1.0 * num_same / len(gold_toks)
+    return (2 * precision * recall) / (precision + recall)
+
+
+@given(st.lists(st.text("ab the,", max_size=12), min_size=2, max_size=4))
+def test_f1_is_that_of_squads_script(texts: list[str]) -> None:
+    prediction, *answers = texts
+    assert token_f1(prediction, answers) == pytest.approx(max(squad_f1(prediction, answer) for answer in answers))
+    assert (token_f1(prediction, answers) == 1) >= exact_match(prediction, answers)
 
 
 def test_exact_match_takes_the_best_reference() -> None:

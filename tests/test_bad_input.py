@@ -251,7 +251,7 @@ def test_a_bad_setting_is_refused(project: Path, setting: str, told: list[str]) 
 @pytest.mark.parametrize(
     ("section", "keys", "told"),
     [
-        ("ict", {"stepz": 5}, ["params.yaml", "unknown key ict.stepz", "its keys are steps"]),
+        ("ict", {"stepz": 5}, ["params.yaml", "unknown key ict.stepz", "its keys are task, crops, steps"]),
         ("ict", {"steps": "5 steps"}, ["params.yaml", "ict.steps", "'5 steps'", "a whole number is wanted"]),
         ("itc", {"steps": 5}, ["params.yaml", "unknown section 'itc'", "sections are run"]),
     ],

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import real_text
+import whole_run
 from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
 from generated import encoder_flops
+from seeds import difference
+from toy import cli, write_project
 
 from realmops.bert import BertConfig
 
@@ -83,6 +89,68 @@ def test_operations_of_an_encoder_by_hand() -> None:
     one = 5 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 5 * 5 * 2
     other = 1 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 1 * 1 * 2
     assert encoder_flops(config, [5, 1]) == 3 * (one + other) == 1632
+
+
+def test_real_text_makes_its_tables_and_trains_once_what_variants_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every stage in this process but one, of a hybrid at toy size; a second call trains nothing."""
+    params = write_project(tmp_path, retriever={"hybrid": True}, sample={"subjects": 60, "warmup_worlds": 1})
+    trained: list[str] = []
+
+    def here(stage: str, root: Path, log: Path, options: Sequence[str]) -> dict[str, float]:
+        trained.append(stage)
+        if stage == "sample":
+            return whole_run.measure(stage, root, log, options)
+        result = cli("run", stage, "--root", root, *options)
+        assert result.exit_code == 0, result.output
+        return {"wall": 2.0 * len(trained), "cpu": 1.0, "mib": 100.0}
+
+    out = tmp_path / "out"
+    words = ["real_text.py", "--params", str(params), "--seeds", "1", "--out", str(out), "--set", "pretrain.steps=4"]
+    monkeypatch.setattr(real_text, "measure", here)
+    monkeypatch.setattr(sys, "argv", words)
+    real_text.main()
+    shared = {"sample": 1, "snapshot": 1, "tag": 1, "ict": 3, "pretrain": 4, "finetune": 5, "evaluate": 5}
+    assert {stage: trained.count(stage) for stage in trained} == shared
+    table = (out / "real_text.md").read_text()
+    lines = table.splitlines()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ")]
+    assert names[: 1 + len(real_text.ROWS)] == ["means of 1 seeds", *real_text.ROWS]
+    assert "Zero-shot recall@5, realm minus control: " in table
+    assert "The same with words, realm minus control: " in table
+    found = json.loads((out / "real_text.json").read_text())
+    assert found["control_ict_steps"] == 4 + 4
+    metrics = json.loads((out / "orqa/seed-0/results/metrics.json").read_text())
+    orqa = found["rows"]["orqa"][0]
+    assert orqa["zero-shot recall@5"] == metrics["before_realm_recall_at_5_token_boundary"]
+    assert orqa["with words @5"] == metrics["before_realm_hybrid_recall_at_5_token_boundary"]
+    assert (orqa["EM"], orqa["F1"]) == (metrics["em"], metrics["f1"])
+    assert found["rows"]["rule without learning"][0].keys() == {"EM", "F1"}
+    assert found["costs"]["realm"][0]["sample"]["mib"] > 50
+    assert "| ict | " in table
+    before = len(trained)
+    real_text.main()
+    assert len(trained) == before
+    shutil.rmtree((out / "orqa/seed-0/results").resolve().parent)
+    real_text.main()
+    assert trained[before:] == ["evaluate"]
+    assert len((out / "real_text.md").read_text().splitlines()) == len(lines)
+    assert capsys.readouterr().out.count(table) == 2
+
+
+def test_a_difference_has_an_interval_over_questions_and_one_over_seeds() -> None:
+    words = difference("EM", [1, 1, 1, 0.5], [0, 0, 0, 0.5], [1.0, 0.5])
+    assert words.startswith("EM: +0.750, 95 % interval +0.")
+    assert words.endswith("to +1.000 (paired bootstrap over 4 questions); over seeds +0.500 to +1.000.")
+
+
+@pytest.mark.parametrize("name", ["real_text", "seeds", "whole_run"])
+def test_benchmarks_of_whole_runs_answer_to_help(name: str) -> None:
+    words = [sys.executable, str(FOLDER / f"{name}.py"), "--help"]
+    found = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith(f"usage: {name}.py")
+    assert "--out" in found.stdout
 
 
 @pytest.mark.parametrize("name", ["against", *BENCHMARKS])

@@ -111,6 +111,49 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
         load(params, settings=[f"{setting}1"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["tower=bag"], r"retriever\.tower is bag and retriever\.head normalised: .* set retriever\.head=cosine"),
+        (["tower=bag", "head=cosine", "embedding_width=0"], r"embedding_width 0: .* retriever\.embedding_width=384"),
+        (["head=release", "pooling=mean"], r"retriever\.pooling mean .*set retriever\.pooling=cls and retriever\.proj"),
+        (["head=release", "projection=identity", "embedding_width=0"], r"retriever\.head is release, .* identity: the"),
+        (["head=release", "projection=pca"], r"retriever\.head is release, .* pca: the released code has a dense"),
+        (["projection=identity", "embedding_width=64"], r"keeps the encoder's width of 128, .* is 64; set .*width=0"),
+        (["projection=pca", "embedding_width=129"], r"have no more than 128 components; set .*embedding_width=128"),
+        (["temperature=0"], r"retriever\.temperature is 0\.0; it must be more than 0"),
+        (["embedding_width=-1"], r"retriever\.embedding_width is -1; it must be at least 0"),
+        (["pooling=max"], r"retriever\.pooling is 'max'; allowed are auto, cls, mean"),
+        (["tower=lstm"], r"retriever\.tower is 'lstm'; allowed are bert, bag"),
+        (["segments=three"], r"retriever\.segments is 'three'; allowed are auto, one, two"),
+        (["projection=none"], r"retriever\.projection is 'none'; allowed are orthogonal, identity, pca, random"),
+    ],
+)
+def test_towers_that_make_no_sense_are_refused(params: Path, settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(params, settings=[f"retriever.{setting}" for setting in settings])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["tower=bag", "head=cosine", "embedding_width=384"],
+        ["tower=bag", "head=cosine", "pooling=mean", "projection=identity", "segments=one"],
+        ["projection=identity", "embedding_width=0", "head=cosine", "pooling=mean"],
+        ["projection=identity", "embedding_width=128", "head=normalised"],
+        ["projection=pca", "embedding_width=128"],
+        ["head=release", "pooling=cls", "projection=random", "embedding_width=0"],
+    ],
+)
+def test_towers_that_make_sense_are_taken(params: Path, settings: list[str]) -> None:
+    """A bag looks at none of the options of an encoder."""
+    load(params, settings=[f"retriever.{setting}" for setting in settings])
+
+
+def test_the_width_of_an_encoder_in_a_folder_is_not_guessed(params: Path) -> None:
+    load(params, settings=["retriever.projection=identity", "retriever.embedding_width=384", "bert.init=FOLDER"])
+
+
 def test_a_missing_section_is_named(params: Path) -> None:
     params.write_text(TEXT[: TEXT.index("tracking:")], encoding="utf-8")
     with pytest.raises(ValueError, match="the section 'tracking' is missing; take it from"):

@@ -13,7 +13,8 @@ import yaml
 from toy import cli, stage, trained_project
 
 from realmops.index.exchange import Exchange
-from realmops.stages import STAGES, pretrain
+from realmops.stages import STAGES
+from realmops.stages.exchange import ExchangeSource
 
 
 def doctor(root: Path, *more: str | Path) -> list[str]:
@@ -96,15 +97,15 @@ def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch, look: Callable[[], No
     class Stopped(BaseException):
         pass
 
-    usual = pretrain.ExchangeSource.at_step
+    usual = ExchangeSource.at_step
 
-    def at_step(self: pretrain.ExchangeSource, at: int, retriever: Any) -> Any:
+    def at_step(self: ExchangeSource, at: int, retriever: Any) -> Any:
         if at == step:
             look()
             raise Stopped
         return usual(self, at, retriever)
 
-    monkeypatch.setattr(pretrain.ExchangeSource, "at_step", at_step)
+    monkeypatch.setattr(ExchangeSource, "at_step", at_step)
     with pytest.raises(Stopped):
         yield
 

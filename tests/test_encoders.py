@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from tiny import section
 from toy import Quiet, stage, toy_values, write_project
 from transformers import BertTokenizerFast
 
@@ -19,7 +23,9 @@ from realmops.bert import Bert, BertConfig, MaskedWordHead, load_bert, save_bert
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
-from realmops.encoders import encoder_files, encoder_folder, read_weights
+from realmops.encoders import encoder_files, encoder_folder, read_weights, sentence_pooling, unused_modules
+from realmops.model.files import build_models
+from realmops.model.retriever import Embedder
 
 CONFIG = BertConfig(40, 8, 1, 2, 16, 512, 0.0)
 CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a", "in", "is", "##n", ".", "B", "b"]
@@ -81,6 +87,133 @@ def test_an_incomplete_folder_is_named(tmp_path: Path) -> None:
     for name in ("pytorch_model.bin", "tokenizer.json"):
         (tmp_path / name).write_bytes(b"")
     assert encoder_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_the_hub_is_asked_for_what_is_read_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Also for how a sentence encoder pools, which lies in a folder of its own."""
+    published = write_encoder(tmp_path / "published")
+    write_pooling(published, pooling_mode_mean_tokens=True)
+    (published / "modules.json").write_text("[]")
+    for name in ("README.md", "openvino_model.bin", "model.onnx", "2_Dense/model.safetensors"):
+        (published / name).parent.mkdir(exist_ok=True)
+        (published / name).write_bytes(b"large")
+    if form == "bin":
+        as_bin(published)
+
+    def download(name: str, *, local_files_only: bool = False, allow_patterns: Any = None) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("nothing there")
+        files = [path.relative_to(published).as_posix() for path in published.rglob("*") if path.is_file()]
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (tmp_path / "copy" / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(published / file, tmp_path / "copy" / file)
+        return str(tmp_path / "copy")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    folder = encoder_folder("some/encoder")
+    copied = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    weights = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}[form]
+    assert copied == {"config.json", "vocab.txt", "1_Pooling/config.json", "modules.json", weights}
+    assert sentence_pooling(folder) == "mean"
+
+
+# ---- sentence encoders
+
+
+def write_pooling(folder: Path, **values: Any) -> Path:
+    (folder / "1_Pooling").mkdir(parents=True, exist_ok=True)
+    (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": 8, **values}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("values", "pooling"),
+    [
+        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False}, "mean"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "cls"),
+        ({"pooling_mode": "mean", "include_prompt": True}, "mean"),
+        ({"pooling_mode": ["cls"]}, "cls"),
+    ],
+)
+def test_a_sentence_encoder_says_how_it_pools(tmp_path: Path, values: dict[str, Any], pooling: str) -> None:
+    assert sentence_pooling(tmp_path) is None, "an encoder that says nothing"
+    write_pooling(tmp_path, **values)
+    assert sentence_pooling(tmp_path) == pooling
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ({"pooling_mode_cls_token": False, "pooling_mode_max_tokens": True}, "max_tokens"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls_token, mean_tokens"),
+        ({"pooling_mode": "lasttoken"}, "lasttoken"),
+        ({"pooling_mode": ["mean", "max"]}, "mean, max"),
+        ({}, "nothing that is known"),
+    ],
+)
+def test_another_pooling_is_an_error_that_names_the_file(tmp_path: Path, values: dict[str, Any], found: str) -> None:
+    folder = write_pooling(write_encoder(tmp_path), **values)
+    message = rf"1_Pooling/config\.json: its vectors become one by {found}; .*set retriever\.pooling to one of them"
+    with pytest.raises(ValueError, match=message):
+        built(folder)
+    assert built(folder, pooling="mean").pooling == "mean", "the option has the last word"
+
+
+def test_a_damaged_pooling_is_named(tmp_path: Path) -> None:
+    folder = write_pooling(write_encoder(tmp_path))
+    (folder / "1_Pooling/config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"1_Pooling/config\.json is not valid JSON"):
+        built(folder)
+
+
+def built(folder: Path, **changes: Any) -> Embedder:
+    pieces = len((folder / "vocab.txt").read_text().splitlines())
+    options = section("retriever", **changes)
+    retriever, _ = build_models(section("bert", init=str(folder)), options, section("reader"), pieces, 0)
+    assert isinstance(retriever.query, Embedder)
+    return retriever.query
+
+
+@pytest.mark.parametrize("mode", ["cls", "mean"])
+def test_auto_is_what_the_folder_says_and_options_come_first(tmp_path: Path, mode: str) -> None:
+    folder = write_encoder(tmp_path)
+    tower = built(folder)
+    assert (tower.pooling, tower.segments) == ("cls", "two")
+    write_pooling(folder, pooling_mode=mode)
+    tower = built(folder)
+    assert (tower.pooling, tower.segments) == (mode, "one")
+    tower = built(folder, pooling="cls", segments="two")
+    assert (tower.pooling, tower.segments) == ("cls", "two")
+    assert built(folder, head="release").pooling == "cls", "the pooler of the released code reads [CLS]"
+
+
+def test_modules_that_are_not_used_are_told(tmp_path: Path) -> None:
+    folder = write_pooling(write_encoder(tmp_path), pooling_mode="cls")
+    names = ["Transformer", "Pooling", "Dense", "Normalize"]
+    modules = [{"idx": n, "type": f"sentence_transformers.models.{name}"} for n, name in enumerate(names)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert unused_modules(folder) == ["Dense"]
+    warned: list[str] = []
+    build_models(section("bert", init=str(folder)), section("retriever"), section("reader"), 40, 0, warned.append)
+    assert any("modules.json names Dense beside the encoder and its pooling" in warning for warning in warned)
+    (folder / "modules.json").write_text(json.dumps(modules[:2]))
+    warned.clear()
+    build_models(section("bert", init=str(folder)), section("retriever"), section("reader"), 40, 0, warned.append)
+    assert not warned
+    (folder / "modules.json").write_text("{}x")
+    with pytest.raises(ValueError, match=r"modules\.json is no list of a sentence encoder's modules"):
+        unused_modules(folder)
+
+
+def test_an_encoder_depends_on_how_it_pools(tmp_path: Path) -> None:
+    """Another pooling under the same name is another start: the stage runs again."""
+    folder = write_pooling(write_encoder(tmp_path), pooling_mode="cls")
+    files = encoder_files(str(folder))
+    assert files["1_Pooling/config.json"] == folder / "1_Pooling/config.json"
+    assert files["config.json"] == folder / "config.json"
 
 
 # ---- weights

@@ -193,6 +193,35 @@ def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: s
     told(f"{kind} at every write of a snapshot", max(injected, 1), "none or the whole, then the same bytes")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the failed writer left open
+@pytest.mark.parametrize("kind", [*ERRORS, "short"])
+def test_an_error_of_the_disk_at_any_write_of_the_index_of_words(
+    world: Any, tmp_path: Path, kind: str, told: Told
+) -> None:
+    from realmops.index.lexical import Bm25
+    from realmops.index.lexical_writer import write_bm25
+
+    def read(folder: Path) -> dict[str, bytes]:
+        Bm25.open(folder)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    expected, at = read(world.folder / "lexical"), 0
+    while True:
+        final, work = tmp_path / str(at) / "lexical", tmp_path / "work"
+        with FailingDisk(at, kind, lasting=kind != "EIO") as disk:
+            try:
+                write_bm25(final, world.snapshot, work=work, earlier=world.snapshot if at % 2 else None)
+            except OSError:
+                assert disk.failed
+                assert not final.exists() or read(final) == expected, "half an index was left"
+        write_bm25(final, world.snapshot, work=work)
+        assert read(final) == expected, at
+        if not disk.failed or kind == "short":
+            break
+        at += times(5, 1)
+    told(f"{kind} at every write of the index of words", max(at, 1), "none or the whole, then the same bytes")
+
+
 # Crowds, clocks, listings
 
 

@@ -28,6 +28,7 @@ from realmops.bert import Packed
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.index.mips import Exact
+from realmops.model import reader as reader_module
 from realmops.model.files import build_models
 from realmops.train import ict
 from realmops.train.pretrain import Examples, Index, pretrain
@@ -120,11 +121,15 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
     """The inputs of the first steps of ict's two loops, and the masked sentences of pretrain's."""
     shape = section("bert", **BERT, dropout=0.0)
     size = snapshot.tokenizer.get_vocab_size()
-    retriever, reader = build_models(shape, section("retriever", embedding_width=4), size, SEED)
+    retriever, reader = build_models(shape, section("retriever", embedding_width=4), section("reader"), size, SEED)
     found: dict[str, Any] = {}
     for name in ("ict", "warm_start"):
         seen, context = Seen(snapshot), tiny_context(stream=name, seed=SEED)
-        with mock.patch.object(ict, "Packed", seen.packed), mock.patch.object(ict, "Neighbours", NoNeighbours):
+        with (
+            mock.patch.object(ict, "Packed", seen.packed),
+            mock.patch.object(reader_module, "Packed", seen.packed),
+            mock.patch.object(ict, "Neighbours", NoNeighbours),
+        ):
             if name == "ict":
                 ict.train_retriever(context, retriever, snapshot, section("ict", **ICT), tiny_optimiser())
             else:

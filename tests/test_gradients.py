@@ -11,6 +11,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,14 +25,16 @@ from realmops.config import ClosedBookOptions
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed
+from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact
 from realmops.model.files import add_spans, build_bert
-from realmops.model.retriever import HEADS, Retriever
-from realmops.train import closed_book, finetune, ict, path, pretrain, tagger
+from realmops.model.retriever import HEADS, HYBRID_START, Retriever
+from realmops.train import closed_book, finetune, ict, passages, path, pretrain, tagger, windows
 from realmops.train.closed_book import ClosedBook
 from realmops.train.finetune import OpenQa
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import BertAdamW, Group
+from realmops.train.passages import Positives
 from realmops.train.path import PathRetriever
 from realmops.train.pretrain import Examples, Index
 from realmops.train.tagger import Tagger, tag_names, train_tagger
@@ -77,15 +80,15 @@ def embeddings(world: World, retriever: Retriever) -> Exact:
     return Exact(embed(retriever.document, document_sequences(world.snapshot, range(len(world.snapshot))), FP32))
 
 
-def inverse_cloze(world: World, **model: Any) -> None:
+def inverse_cloze(world: World, task: str = "cloze", **model: Any) -> None:
     retriever, _ = tiny_models(world, **model)
     anywhere(retriever)
-    chosen = section("ict", batch_size=8, neighbours=2, removal=0.5, query_wordpieces=40)
+    chosen = section("ict", task=task, batch_size=8, neighbours=2, removal=0.5, query_wordpieces=40)
     ict.train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
 
 
-def masked_words(world: World) -> None:
-    _, reader = tiny_models(world)
+def masked_words(world: World, **model: Any) -> None:
+    _, reader = tiny_models(world, **model)
     anywhere(reader)
     chosen = section("ict", reader_batch_size=8, reader_wordpieces=60)
     ict.train_reader(tiny_context(), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
@@ -101,27 +104,61 @@ class Indexed:
         return Index(step, embeddings(self.world, retriever), retriever, 0.0, True)
 
 
-def realm(world: World, marginal: str, **model: Any) -> None:
+def realm(
+    world: World, marginal: str = "joint", *, crop_weight: float = 0.0, hybrid: bool = False, **model: Any
+) -> None:
     retriever, reader = tiny_models(world, **model)
     anywhere(retriever, reader)
-    changes = {"batch_size": 4, "candidates": 4, "retriever_delay": 0, "masking": "salient"}
+    changes = {"batch_size": 4, "candidates": 4, "retriever_delay": 0, "masking": "salient", "crop_weight": crop_weight}
     chosen = section("pretrain", **changes, marginal=marginal, null_document=True, **LENGTHS)
     examples = Examples(world.snapshot, world.spans, chosen)
     rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
+    if hybrid:
+        retriever.mixture = HYBRID_START
+        rest["words"] = Bm25.of(world.snapshot)
     source = Indexed(world)
     pretrain.pretrain(tiny_context(), retriever, reader, world.snapshot, examples, tiny_optimiser(), source, **rest)
 
 
-def answers(world: World, *, given: bool = False, span_loss: str = "marginal", **model: Any) -> None:
+def answers(
+    world: World, *, given: bool = False, span_loss: str = "marginal", hybrid: bool = False, **model: Any
+) -> None:
     retriever, reader = tiny_models(world, **model)
     add_spans(reader, 12, seed=0)
     anywhere(retriever, reader)
     changes = {"batch_size": 3, "retriever_candidates": 8, "reader_candidates": 8, "answer_wordpieces": 4}
     chosen = section("finetune", span_loss=span_loss, **changes, **LENGTHS)
-    passages = None if given else embeddings(world, retriever)
+    index = None if given else embeddings(world, retriever)
     ranker = (lambda question, k: np.arange(k)) if given else None
-    asked = OpenQa(retriever, reader, world.snapshot, passages, chosen, FP32, ranker)
+    if hybrid:
+        retriever.mixture = HYBRID_START
+    words = Bm25.of(world.snapshot) if hybrid else None
+    asked = OpenQa(retriever, reader, world.snapshot, index, chosen, FP32, ranker, words)
     finetune.finetune(tiny_context(), asked, QUESTIONS, chosen, tiny_optimiser())
+
+
+def by_passages(world: World, **model: Any) -> None:
+    retriever, _ = tiny_models(world, **model)
+    anywhere(retriever)
+    chosen = section("finetune", retriever_batch_size=3, **LENGTHS)
+    positives = Positives.of([0, 3, 8])
+    arguments = retriever, world.snapshot, QUESTIONS, positives, chosen, tiny_optimiser()
+    passages.train_by_passages(tiny_context(), *arguments)
+
+
+def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, **model: Any) -> None:
+    """With negatives from the first step on, or never."""
+    retriever, reader = tiny_models(world, **model)
+    add_spans(reader, 12, seed=0)
+    anywhere(retriever, reader)
+    reader.bert.word.weight.requires_grad_(not freeze_words)
+    chosen = section("finetune", batch_size=3, answer_wordpieces=4, **LENGTHS)
+    asked = OpenQa(retriever, reader, world.snapshot, embeddings(world, retriever), chosen, FP32)
+    lessons = windows.lessons_of(asked, QUESTIONS, 12)
+    assert len(lessons) == 3
+    with mock.patch.object(windows, "NEGATIVES_FROM", share):
+        windows.train_in_windows(tiny_context(), asked, lessons, chosen, tiny_optimiser())
+    assert all(parameter.grad is None for parameter in retriever.parameters()), "the retriever rests"
 
 
 def tags(world: World) -> None:
@@ -153,6 +190,8 @@ def t5(world: World, train: Callable[..., int]) -> None:
     train(tiny_context(), model, text, chosen, tiny_optimiser())
 
 
+COPIES, APART = {"copies": True, "apart": False}, {"copies": True, "apart": True}
+BAG = {"tower": "bag", "head": "cosine"}
 TOWERS = {
     f"{head}, {'one tower' if share else 'two towers'}": {"head": head, "share_embedders": share}
     for head in HEADS
@@ -160,13 +199,39 @@ TOWERS = {
 }
 TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     **{f"ict: {name}": (ict, inverse_cloze, towers) for name, towers in TOWERS.items()},
+    "ict: crops": (ict, inverse_cloze, {"task": "crop", "head": "cosine"}),
+    "ict: bag": (ict, inverse_cloze, {"task": "crop", **BAG}),
+    "ict: bags": (ict, inverse_cloze, {"task": "crop", **BAG, "share_embedders": False}),
     "ict: reader": (ict, masked_words, {}),
+    "ict: reader that copies": (ict, masked_words, {"copying": COPIES}),
+    "ict: reader apart": (ict, masked_words, {"copying": APART}),
     **{
         f"pretrain: {marginal}, {name}": (pretrain, realm, {"marginal": marginal, **towers})
         for marginal in ("joint", "per_token")
         for name, towers in TOWERS.items()
     },
+    **{
+        f"pretrain: {name}": (pretrain, realm, options)
+        for name, options in {
+            "copies": {"copying": COPIES},
+            "copies, per_token": {"copying": COPIES, "marginal": "per_token"},
+            "apart": {"copying": APART},
+            "apart, per_token": {"copying": APART, "marginal": "per_token"},
+            "crops": {"crop_weight": 0.5, "head": "cosine"},
+            "crops, two towers": {"crop_weight": 0.5, "share_embedders": False},
+            "apart, bag, crops": {"copying": APART, "crop_weight": 0.5, **BAG},
+            "hybrid": {"hybrid": True},
+        }.items()
+    },
     **{f"finetune: {name}": (finetune, answers, towers) for name, towers in TOWERS.items()},
+    "finetune: a reader that copies": (finetune, answers, {"copying": COPIES}),
+    "finetune: bag, hybrid": (finetune, answers, {"hybrid": True, **BAG}),
+    **{f"passages: {name}": (passages, by_passages, towers) for name, towers in TOWERS.items()},
+    "passages: bag": (passages, by_passages, BAG),
+    "windows": (windows, in_windows, {}),
+    "windows: no negatives": (windows, in_windows, {"share": 2.0}),
+    "windows: a reader apart": (windows, in_windows, {"copying": APART}),
+    "windows: frozen words": (windows, in_windows, {"freeze_words": True}),
     **{f"finetune: {name}": (finetune, answers, {"span_loss": name}) for name in ("hard_em", "per_passage")},
     "finetune: passages given": (finetune, answers, {"given": True}),
     "tagger": (tagger, tags, {}),
@@ -198,9 +263,11 @@ def test_the_loss_sees_every_number_that_is_trained(
     [optimiser] = trained
     gradients = dict(zip(optimiser.names, (parameter.grad for parameter in optimiser.parameters), strict=True))
     untouched = [name for name, gradient in gradients.items() if gradient is None]
-    assert all(module is finetune and name.startswith("reader.masked_words.") for name in untouched), untouched
+    guesses = ("reader.masked_words.", "reader.copy.")  # what answers are not found with
+    assert all(module in (finetune, windows) and name.startswith(guesses) for name in untouched), untouched
+    assert (module in (finetune, windows)) == bool(untouched)
     sizes = {name: gradient.abs() for name, gradient in gradients.items() if gradient is not None}
-    assert len(sizes) > 10
+    assert len(sizes) > 10 or options.get("tower") == "bag"
     largest = max(float(size.max()) for size in sizes.values())
     unseen = [
         f"{name}: {int(rounding.sum())} of {size.numel()}, at most {float((size * rounding).max()):.0e}"

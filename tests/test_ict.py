@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny import MemoryJournal, World, section, tiny_context, tiny_models, tiny_optimiser
+from tiny import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
 from realmops.bert import Packed
 from realmops.config import Ict
 from realmops.model.reader import Reader
 from realmops.train import ict
-from realmops.train.ict import cloze, cloze_batch, sentences_with_spans, train_reader, train_retriever
+from realmops.train.ict import (
+    cloze_batch,
+    crop_run,
+    draw_cloze,
+    dropped_words,
+    sentences_with_spans,
+    train_reader,
+    train_retriever,
+)
 
 ONE_SENTENCE = 11
 
@@ -29,7 +38,7 @@ def options(**changes: Any) -> Ict:
 
 def draws(world: World, passage: int, count: int, **changes: Any) -> list[ict.Cloze]:
     rng, chosen, special = np.random.default_rng(0), options(**changes), world.special
-    return [cloze(world.snapshot, passage, rng, chosen, special) for _ in range(count)]
+    return [draw_cloze(world.snapshot, passage, rng, chosen, special) for _ in range(count)]
 
 
 def test_a_cloze_example_by_hand(world: World) -> None:
@@ -37,7 +46,7 @@ def test_a_cloze_example_by_hand(world: World) -> None:
     sentences = ["bergen is a port .", "he lived in bergen until 1950 .", "it rains ."]
     seen = set()
     for example in draws(world, 3, 200, removal=0.5):
-        query = world.words(example.query).removeprefix("[CLS] ").removesuffix(" [SEP]")
+        query = world.words(example.queries[0]).removeprefix("[CLS] ").removesuffix(" [SEP]")
         seen.add((query, example.removed))
         rest = [s for s in sentences if not (s == query and example.removed)]
         tokens, segments = example.document
@@ -50,7 +59,7 @@ def test_sentences_are_uniform_and_removed_at_the_rate(world: World) -> None:
     """3,000 draws: 0.9 removed (deviation 0.0055), each of three sentences a third (deviation 0.009)."""
     examples = draws(world, 3, 3000)
     assert np.mean([e.removed for e in examples]) == pytest.approx(0.9, abs=0.02)
-    queries = [world.words(e.query) for e in examples]
+    queries = [world.words(e.queries[0]) for e in examples]
     shares = [queries.count(query) / 3000 for query in sorted(set(queries))]
     assert shares == pytest.approx([1 / 3] * 3, abs=0.03)
     assert [e.removed for e in draws(world, 3, 50, removal=0.0)] == [False] * 50
@@ -61,14 +70,141 @@ def test_a_passage_of_one_sentence_keeps_it(world: World) -> None:
     for example in draws(world, ONE_SENTENCE, 50, removal=1.0):
         assert example.removed is False
         assert world.words(example.document[0]) == "[CLS] rain [SEP] it rains in bergen . [SEP]"
-        assert world.words(example.query) == "[CLS] it rains in bergen . [SEP]"
+        assert world.words(example.queries[0]) == "[CLS] it rains in bergen . [SEP]"
 
 
 def test_queries_and_documents_are_cut_at_their_limits(world: World) -> None:
     for example in draws(world, 3, 20, query_wordpieces=5):
-        assert len(example.query) <= 5
-        assert world.words(example.query[[0, -1]]) == "[CLS] [SEP]"
+        assert len(example.queries[0]) <= 5
+        assert world.words(example.queries[0][[0, -1]]) == "[CLS] [SEP]"
         assert len(example.document[0]) <= world.snapshot.block_wordpieces
+
+
+# ---- crops
+
+
+CROP = {"task": "crop", "crops": 3}
+TALE = (
+    "Oslo",
+    "The poet Anna Berg was born there in a small house by the cold sea, where it rains and rains until the ships "
+    "of Bergen come in. She wrote a novel. It is set in the port of Norway, and Karl Lund sold it.",
+    ("Anna Berg", "Bergen"),
+)
+
+
+def word_bounds(world: World, passage: int) -> set[int]:
+    """Where words of a passage begin, by the blanks and the names of its wordpieces."""
+    names = [world.snapshot.tokenizer.id_to_token(int(t)) for t in world.snapshot.body(passage)]
+    return {0, len(names)} | {place for place, name in enumerate(names) if not name.startswith("##")}
+
+
+@pytest.fixture(scope="module")
+def tale(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A passage of some fifty words, of which the third one's leave few to the vocabulary; another of two words."""
+    others = " ".join(f"{a}{b}o" for a in "bdfgk" for b in ("al", "er", "in", "or", "un", "ast", "ilt", "ond"))
+    documents = (TALE, ("Rain", "Rains.", ("Rains",)), ("Words", f"{others} {others} {others}.", ("balo",)))
+    return build_world(tmp_path_factory.mktemp("tale"), documents, block_wordpieces=200)
+
+
+def test_the_default_task_draws_what_it_drew_before_there_was_another(world: World) -> None:
+    """As the code was: one number for the sentence, one for its removal."""
+    rng, ours = np.random.default_rng(7), np.random.default_rng(7)
+    for passage in [*range(12)] * 20:
+        body, sentences = world.snapshot.body(passage), world.snapshot.sentences(passage)
+        first, end = sentences[rng.integers(len(sentences))]
+        removed = bool(rng.random() < 0.9) and len(sentences) > 1
+        rest = np.concatenate([body[:first], body[end:]]) if removed else body
+        example = draw_cloze(world.snapshot, passage, ours, options(), world.special)
+        [query] = example.queries
+        assert query.tolist() == [world.special.cls, *body[first:end].tolist(), world.special.sep]
+        assert example.removed is removed
+        title = world.snapshot.title_tokens(passage).tolist()
+        assert example.document[0].tolist() == [
+            world.special.cls, *title, world.special.sep, *rest.tolist(), world.special.sep
+        ]  # fmt: skip
+    assert rng.random() == ours.random()
+
+
+def test_crops_are_whole_words_inside_the_passage(tale: World) -> None:
+    """4 to 16 words, every length as likely, from the first word to the last; a short passage is a crop itself."""
+    body, continues = tale.snapshot.body(0), tale.snapshot.continues_word
+    bounds, rng = sorted(word_bounds(tale, 0)), np.random.default_rng(0)
+    assert len(bounds) - 1 < len(body), "some words have several wordpieces"
+    runs = [crop_run(body, continues, rng) for _ in range(6500)]
+    words = [bounds.index(end) - bounds.index(first) for first, end in runs]
+    counts = np.bincount(words, minlength=17)
+    assert set(words) == set(range(4, 17))
+    assert counts[4:17].tolist() == pytest.approx([500] * 13, abs=110), "a deviation is 21"
+    assert min(first for first, _ in runs) == 0
+    assert max(end for _, end in runs) == len(body)
+    four = [bounds.index(first) for first, end in runs if bounds.index(end) - bounds.index(first) == 4]
+    assert set(four) == set(range(len(bounds) - 4)), "every place"
+    assert {crop_run(tale.snapshot.body(1), continues, rng) for _ in range(20)} == {(0, len(tale.snapshot.body(1)))}
+    inside = np.flatnonzero(continues[body])[0]  # a passage that begins inside a word
+    assert {crop_run(body[inside : inside + 1], continues, rng) for _ in range(5)} == {(0, 1)}
+
+
+def test_words_are_dropped_whole_and_never_all(tale: World) -> None:
+    """Each with probability 0.3; of one word nothing."""
+    body, continues = tale.snapshot.body(0), tale.snapshot.continues_word
+    bounds, rng = sorted(word_bounds(tale, 0)), np.random.default_rng(0)
+    words = [tuple(body[first:end].tolist()) for first, end in pairwise(bounds)]
+    kept = 0
+    for _ in range(300):
+        left = dropped_words(body, continues, rng).tolist()
+        for word in words:  # an order-keeping choice of whole words, the first that fits each time
+            if tuple(left[: len(word)]) == word:
+                left, kept = left[len(word) :], kept + 1
+        assert left == []
+    assert kept / (300 * len(words)) == pytest.approx(0.7, abs=0.02)
+    for _ in range(50):
+        assert dropped_words(body[:1], continues, rng).tolist() == body[:1].tolist()
+        assert len(dropped_words(body[: bounds[2]], continues, rng)) >= 1
+
+
+def test_crops_are_queries_and_what_they_cover_is_taken_out(tale: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three of a passage, or none of them; what no crop covers stays, in its order."""
+    drawn: list[tuple[int, int]] = []
+    usual = ict.crop_run
+    monkeypatch.setattr(ict, "crop_run", lambda *given: (drawn.append(usual(*given)), drawn[-1])[1])
+    body, title = tale.snapshot.body(0).tolist(), tale.snapshot.title_tokens(0).tolist()
+    head, removed = [tale.special.cls, *title, tale.special.sep], 0
+    for example in draws(tale, 0, 300, **CROP, removal=0.5):
+        runs, drawn[:] = drawn[:3], drawn[3:]
+        covered = {place for first, end in runs for place in range(first, end)}
+        rest = [token for place, token in enumerate(body) if place not in covered or not example.removed]
+        assert example.document[0].tolist() == [*head, *rest, tale.special.sep]
+        for query, (first, end) in zip(example.queries, runs, strict=True):
+            assert 2 < len(query) <= end - first + 2
+            assert set(query[1:-1].tolist()) <= set(body[first:end])
+        removed += example.removed
+    assert drawn == []
+    assert removed / 300 == pytest.approx(0.5, abs=0.1)
+    for example in draws(tale, 1, 20, **CROP, removal=1.0):
+        assert example.removed is False, "nothing else would be left"
+        assert len(example.document[0]) == len(tale.snapshot.title_tokens(1)) + len(tale.snapshot.body(1)) + 3
+
+
+def test_the_first_loss_of_crops_is_the_slow_ones(world: World) -> None:
+    """The mean over all crops of -log of the own passage's share among the batch's."""
+    retriever, _ = tiny_models(world, head="cosine")
+    context, chosen = tiny_context(), options(**CROP, steps=1)
+    rng = np.random.default_rng(ict.seed_for(context.seed, context.stream, "batch", 0))
+    examples = [draw_cloze(world.snapshot, int(p), rng, chosen, world.special) for p in cloze_batch(12, 8, 2, rng)]
+    losses = []
+    with torch.no_grad():
+        documents = [retriever.document(Packed([e.document[0]], [e.document[1]]))[0].double() for e in examples]
+        for own, example in enumerate(examples):
+            assert len(example.queries) == 3
+            for tokens in example.queries:
+                query = retriever.query(Packed([tokens]))[0].double()
+                f = [float(query @ document) / 0.05 for document in documents]
+                losses.append(-np.log(np.exp(f[own] - max(f)) / np.sum(np.exp(np.array(f) - max(f)))))
+    journal = MemoryJournal()
+    train_retriever(
+        dataclasses.replace(context, journal=journal), retriever, world.snapshot, chosen, tiny_optimiser()
+    )
+    assert journal.values("loss") == pytest.approx([np.mean(losses)], rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -114,12 +250,12 @@ def test_the_first_loss_is_the_slow_ones(world: World) -> None:
     context = tiny_context()
     rng = np.random.default_rng(ict.seed_for(context.seed, context.stream, "batch", 0))
     passages = cloze_batch(12, 8, 2, rng)
-    examples = [cloze(world.snapshot, int(p), rng, options(), world.special) for p in passages]
+    examples = [draw_cloze(world.snapshot, int(p), rng, options(), world.special) for p in passages]
     total = 0.0
     with torch.no_grad():
         documents = [retriever.document(Packed([e.document[0]], [e.document[1]]))[0].double() for e in examples]
         for own, example in enumerate(examples):
-            query = retriever.query(Packed([example.query]))[0].double()
+            query = retriever.query(Packed([example.queries[0]]))[0].double()
             f = [float(retriever.scale * query @ document) for document in documents]
             total += -np.log(np.exp(f[own]) / np.sum(np.exp(f)))
     journal = MemoryJournal()
@@ -153,9 +289,9 @@ def test_a_corpus_without_spans_is_refused(world: World) -> None:
 class Spy(Reader):
     """A reader that keeps what it was asked."""
 
-    def log_token(self, batch: Packed, rows_M: Tensor, targets_M: Tensor) -> Tensor:
+    def log_token(self, batch: Packed, rows_M: Tensor, targets_M: Tensor, *where: Any) -> Tensor:
         self.asked = [*getattr(self, "asked", []), (batch, rows_M, targets_M)]
-        return super().log_token(batch, rows_M, targets_M)
+        return super().log_token(batch, rows_M, targets_M, *where)
 
 
 def test_the_readers_examples(world: World) -> None:

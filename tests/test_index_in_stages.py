@@ -15,8 +15,9 @@ from tiny import DOCUMENTS, write_documents
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.approximate import Approximate
-from realmops.stages import STAGES, asked, pretrain
+from realmops.stages import STAGES, asked
 from realmops.stages.common import INDEX, RECIPE, load_passages
+from realmops.stages.exchange import ExchangeSource
 from realmops.stages.update import of_pipeline
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.
@@ -68,9 +69,9 @@ def test_a_killed_training_ends_with_the_same_weights(
     class Stopped(BaseException):
         pass
 
-    usual = pretrain.ExchangeSource.at_step
+    usual = ExchangeSource.at_step
 
-    def at_step(self: pretrain.ExchangeSource, step: int, retriever: Any) -> Any:
+    def at_step(self: ExchangeSource, step: int, retriever: Any) -> Any:
         if step == 7:
             raise Stopped
         return usual(self, step, retriever)
@@ -80,7 +81,7 @@ def test_a_killed_training_ends_with_the_same_weights(
         shutil.copytree(root / STAGES[name].folder, killed / STAGES[name].folder)
     values = toy.toy_values(**OPTIONS)
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain.ExchangeSource, "at_step", at_step)
+        patch.setattr(ExchangeSource, "at_step", at_step)
         with pytest.raises(Stopped):
             toy.stage("pretrain", values, project, killed)
     toy.stage("pretrain", values, project, killed)

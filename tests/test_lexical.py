@@ -4,33 +4,205 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from asked import TEXTS
-from tiny import World, build_world
+from tiny import World, build_snapshot, build_world, write_texts
 
-from realmops.artifacts import atomic_folder
-from realmops.corpus.formats import sources
 from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.vocabulary import train_vocabulary
+from realmops.index import lexical
 from realmops.index.lexical import LINKED_SHARE, Bm25, Graph, TfIdf, rank, titled_texts, top
+from realmops.index.lexical_writer import write_bm25
 from realmops.index.links import Links
 
+QUERIES = ("Which ferry crosses lakes?", "Where was Anna Berg born?", "Jon Vik and Jon Vik in Bergen", "Zebra Oslo")
 
-def test_bm25_finds_stems_and_pads_a_small_corpus() -> None:
-    ranking = rank(Bm25(TEXTS), ["Which ferry crosses lakes?", "Where was Vell born?"], 6)
+
+def indexed(folder: Path, texts: Sequence[str], block_wordpieces: int = 512) -> Bm25:
+    """The index of passages that hold these texts."""
+    snapshot = build_snapshot(folder, write_texts(folder / "documents.jsonl", texts), block_wordpieces)
+    assert snapshot.column("text") == list(texts)
+    write_bm25(folder / lexical.FOLDER, snapshot)
+    return Bm25.of(snapshot)
+
+
+def linked_corpus(folder: Path, records: list[dict[str, object]], block_wordpieces: int = 48) -> Snapshot:
+    path = folder / "documents.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return build_snapshot(folder, path, block_wordpieces)
+
+
+class Theirs:
+    """bm25s over the same texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        import bm25s
+
+        self.index = bm25s.BM25(backend="numpy")
+        self.index.index(self.words(texts), show_progress=False)
+
+    def words(self, texts: Sequence[str]) -> list[list[str]]:
+        import bm25s
+        import Stemmer
+
+        stemmer = Stemmer.Stemmer("english")
+        found = bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+        return [list(words) for words in found]
+
+    def scores(self, query: str) -> np.ndarray:
+        [words] = self.words([query])
+        found: np.ndarray = self.index.get_scores(words)
+        return found
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Bm25:
+    return indexed(tmp_path_factory.mktemp("four"), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def zipf(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bm25, list[str]]:
+    """Passages of frequent and rare words, some of them twice, and their texts."""
+    rng = np.random.default_rng(0)
+    share = 1 / np.arange(2, 202)
+    texts = [
+        " ".join(f"word{n}" for n in rng.choice(200, rng.integers(3, 30), p=share / share.sum())) for _ in range(300)
+    ]
+    return indexed(tmp_path_factory.mktemp("zipf"), [*texts, *texts[:40]]), [*texts, *texts[:40]]
+
+
+def test_bm25_finds_stems_and_pads_a_small_corpus(four: Bm25) -> None:
+    ranking = rank(four, ["Which ferry crosses lakes?", "Where was Vell born?"], 6)
     assert ranking.shape == (2, 6)
     assert ranking[:, 0].tolist() == [2, 1]
     assert ranking[:, 4:].tolist() == [[-1, -1], [-1, -1]]
     assert sorted(ranking[0, :4].tolist()) == [0, 1, 2, 3]
 
 
+def test_scores_are_those_of_bm25s_to_the_last_bit(world: World, zipf: tuple[Bm25, list[str]]) -> None:
+    for index, texts in ((Bm25.of(world.snapshot), titled_texts(world.snapshot)), zipf):
+        theirs = Theirs(texts)
+        for query in (*QUERIES, *texts[:20]):
+            assert index.scores(query).tolist() == theirs.scores(query).tolist(), query
+
+
+def test_the_score_by_hand(four: Bm25) -> None:
+    """mill stands in two of four passages; the words are (mill, burn, 1995) and (tor, hollow, ha, mill)."""
+    lengths = [3, 5, 4, 4]
+    assert four.length_P.tolist() == lengths
+    idf = math.log(1 + (4 - 2 + 0.5) / (2 + 0.5))
+    expected = [idf / (1.5 * (0.25 + 0.75 * length / 4) + 1) for length in (3, 4)]
+    assert four.scores("Mills!").tolist() == pytest.approx([expected[0], 0, 0, expected[1]])
+    assert four.best_possible("Mills!") == pytest.approx(idf)
+    assert four.best_possible("the zebra") == 0
+
+
+@pytest.mark.parametrize("few", [0, 1 << 17])
+@pytest.mark.parametrize("k", [1, 3, 10, 400])
+def test_a_search_gives_the_best_scores_and_of_equal_ones_the_first(
+    zipf: tuple[Bm25, list[str]], k: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lexical, "_FEW", few)
+    index, texts = zipf
+    queries = [*texts[:60], "word0", "word0 word1 word0", "word199 word0 word1 word2", "zebra", "word150 zebra"]
+    score_QK, id_QK = index.search(queries, k)
+    assert (score_QK.shape, score_QK.dtype, id_QK.dtype) == ((len(queries), k), np.float32, np.int64)
+    for query, score_K, id_K in zip(queries, score_QK, id_QK, strict=True):
+        score_P = index.scores(query)
+        best = np.argsort(-score_P, kind="stable")[:k]
+        best = best[score_P[best] > 0]
+        assert id_K.tolist() == [*best.tolist(), *[-1] * (k - len(best))]
+        assert score_K.tolist() == [*score_P[best].tolist(), *[-np.inf] * (k - len(best))]
+
+
+def test_a_search_leaves_the_postings_of_frequent_words_that_cannot_matter(
+    zipf: tuple[Bm25, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, _ = zipf
+    read: list[int] = []
+    usual = index._weights
+
+    def weights(word: int) -> Any:
+        read.append(index._with_word(word))
+        return usual(word)
+
+    monkeypatch.setattr(index, "_weights", weights)
+    monkeypatch.setattr(lexical, "_FEW", 0)
+    index.search(["word190 word180 word170 word0"], 2)
+    assert read
+    assert max(read) < index._with_word(index._known("word0")[0])
+
+
+def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[str]]) -> None:
+    index, texts = zipf
+    ids = np.array([7, -1, 0, 339, 7, 120, -1, 33])
+    for query in (*texts[:20], "zebra", ""):
+        expected = np.where(ids < 0, 0, index.scores(query)[ids])
+        assert index.score_of(query, ids).tolist() == expected.tolist()
+        assert index.score_of(query, ids[:0]).tolist() == []
+        assert index.scores(query).max() <= index.best_possible(query)
+
+
+def test_words_of_every_script_are_found(tmp_path: Path) -> None:
+    texts = ["Große Straßen in Köln.", "Москва и Łódź, ΑΘΗΝΑ.", "東京 の 天気", "naïve café_2 \U0001d54f x", "İstanbul"]
+    index = indexed(tmp_path, texts)
+    theirs = Theirs([f" {text}" for text in texts])
+    for query in ("GROSSE", "große köln", "москва", "αθηνα łódź", "東京", "NAÏVE", "café_2 X", "istanbul", "İstanbul"):
+        assert index.scores(query).tolist() == theirs.scores(query).tolist(), query
+    assert index.search(["МОСКВА", "天気"], 1)[1].tolist() == [[1], [2]]
+
+
+def test_a_word_that_stands_in_a_passage_a_thousand_times_is_counted(tmp_path: Path) -> None:
+    texts = ["sail " * 999 + "sail.", "One sail.", "No boat."]
+    index = indexed(tmp_path, texts, 4000)
+    assert index.count_N.dtype == np.uint16
+    assert index.scores("sail").tolist() == Theirs(texts).scores("sail").tolist()
+
+
+def test_passages_without_words_are_never_found(tmp_path: Path) -> None:
+    index = indexed(tmp_path, ["It is.", "A b c."])
+    assert index.scores("It is a b").tolist() == [0, 0]
+    assert index.search(["it"], 2)[1].tolist() == [[-1, -1]]
+    assert rank(index, ["it"], 2).tolist() == [[0, 1]]
+
+
+def copy_of(world: World, folder: Path) -> Snapshot:
+    for name in ("snapshot", lexical.FOLDER):
+        shutil.copytree(world.folder / name, folder / name)
+    return Snapshot.open(folder / "snapshot")
+
+
+@pytest.mark.parametrize("name", ["words", "posting_offsets", "postings", "counts", "lengths"])
+def test_a_damaged_index_is_refused(world: World, tmp_path: Path, name: str) -> None:
+    snapshot = copy_of(world, tmp_path)
+    path = tmp_path / lexical.FOLDER / f"{name}.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name}\.npy has sha256"):
+        Bm25.of(snapshot, verify=True)
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=rf"{name}\.npy has {len(content) - 1} bytes"):
+        Bm25.of(snapshot)
+
+
+def test_an_index_of_another_corpus_and_none_are_refused(world: World, four: Bm25, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"made for corpus .* run the snapshot stage again"):
+        Bm25.open(four.folder, corpus_hash=world.snapshot.corpus_hash)
+    snapshot = copy_of(world, tmp_path)
+    shutil.rmtree(tmp_path / lexical.FOLDER)
+    with pytest.raises(ValueError, match=r"lexical is not there.*make the snapshot again"):
+        Bm25.of(snapshot)
+
+
 @pytest.mark.parametrize("query", ["", "the", "zebra quagga"])
-def test_a_query_without_known_words_ranks_nothing_above_anything(query: str) -> None:
-    for retriever in (Bm25(TEXTS), TfIdf(TEXTS)):
+def test_a_query_without_known_words_ranks_nothing_above_anything(four: Bm25, query: str) -> None:
+    for retriever in (four, TfIdf(TEXTS)):
         assert retriever.scores(query).tolist() == [0.0] * 4
         assert rank(retriever, [query], 3).tolist() == [[0, 1, 2]]
 
@@ -67,32 +239,20 @@ def test_titles_in_texts_are_links_in_both_directions(world: World) -> None:
     assert links.of(11).tolist() == [3], "Rain: \"It rains in Bergen\"; rains is another word"
 
 
-def written(folder: Path, records: list[dict[str, object]], block_wordpieces: int = 48) -> Snapshot:
-    path = folder / "documents.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    corpus = sources(path, "auto")
-    with atomic_folder(folder / "snapshot") as stage:
-        vocabulary = train_vocabulary(corpus, size=150, min_count=1)
-        write_snapshot(
-            corpus, stage, work=folder / "work", vocabulary=vocabulary, block_wordpieces=block_wordpieces
-        )
-    return Snapshot.open(folder / "snapshot")
-
-
 def test_links_that_documents_carry_come_before_titles(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [
         {"title": "A", "text": "Nothing about it.", "links": ["C (film)", "Unknown"]},
         {"title": "B", "text": "This names A in words."},
         {"title": "C", "text": "A third text."},
     ]
-    links = Links(written(tmp_path, records))
+    links = Links(linked_corpus(tmp_path, records))
     assert [links.of(p).tolist() for p in range(3)] == [[2], [], [0]]
 
 
 def test_passages_of_one_document_are_linked_and_all_of_a_linked_one(tmp_path: Path) -> None:
     long = "One river runs here. Two bridges cross it. Three mills stand there."
     records: list[dict[str, object]] = [{"title": "Vale", "text": long}, {"title": "Sun", "text": "Seen from Vale."}]
-    snapshot = written(tmp_path, records, block_wordpieces=18)
+    snapshot = linked_corpus(tmp_path, records, block_wordpieces=18)
     assert len(snapshot) > 2
     links, last = Links(snapshot), len(snapshot) - 1
     assert links.of(0).tolist() == list(range(1, last + 1))
@@ -101,12 +261,11 @@ def test_passages_of_one_document_are_linked_and_all_of_a_linked_one(tmp_path: P
 
 def test_a_corpus_without_links_has_none(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [{"title": "", "text": "One text."}, {"title": "", "text": "Two texts."}]
-    assert Links(written(tmp_path, records)).of(0).tolist() == []
+    assert Links(linked_corpus(tmp_path, records)).of(0).tolist() == []
 
 
 def test_the_graph_adds_a_share_of_the_best_linked_seed(world: World) -> None:
-    texts = titled_texts(world.snapshot)
-    bm25, links = Bm25(texts), Links(world.snapshot)
+    bm25, links = Bm25.of(world.snapshot), Links(world.snapshot)
     query = "Who built The Star?"
     own, found = bm25.scores(query), Graph(bm25, links).scores(query)
     for passage in range(12):

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from tiny import World, build_world, section
 
-from realmops.corpus.masking import mask_positions
+from realmops.corpus import masking
+from realmops.corpus.masking import mask_positions, recurring
+from realmops.train.ict import sentences_with_spans
+from realmops.train.pretrain import Examples
 
 SCHEMES = ("salient", "random_token", "random_span", "matched_span")
 # 20 wordpieces in 14 words: rows 2, 3, 9, 15, 16 and 17 continue one
@@ -105,3 +111,78 @@ def test_matched_span_is_the_salient_mask_moved_round(salient: tuple[int, int]) 
         assert len(begins) == 1, "one run on the circle"
         starts.update(begins)
     assert starts == set(range(20))
+
+
+# ---- spans that stand elsewhere too
+
+
+def by_brute_force(world: World, row: np.ndarray, limit: int) -> bool:
+    """Whether the span stands as whole words in two passages or more and in no more than the limit, one by one."""
+    passage, _, _, start, stop = row.tolist()
+    run = world.snapshot.body(passage)[start : min(stop, start + limit)].tolist()
+    count = 0
+    for other in range(len(world.snapshot)):
+        body = world.snapshot.body(other).tolist()
+        begins = [not world.snapshot.continues_word[token] for token in body]
+        begins = [True, *begins[1:], True]
+        count += any(
+            body[at : at + len(run)] == run and begins[at] and begins[at + len(run)]
+            for at in range(len(body) - len(run) + 1)
+        )
+    return 2 <= count <= masking.MOST_PASSAGES
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10])
+@pytest.mark.parametrize("together", [1, 40, 1 << 24])
+def test_recurring_spans_are_those_of_brute_force(
+    world: World, limit: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when few passages are looked at together."""
+    monkeypatch.setattr(masking, "_TOKENS_TOGETHER", together)
+    rows = sentences_with_spans(world.snapshot, world.spans)
+    found = recurring(world.snapshot, rows, limit)
+    assert found.tolist() == [by_brute_force(world, row, limit) for row in rows]
+    if limit == 10:
+        names = [world.words(world.snapshot.body(int(row[0]))[row[3] : row[4]]) for row in rows]
+        said = sorted({name for name, again in zip(names, found, strict=True) if again})
+        assert said == ["1950", "anna berg", "bergen", "jon vik", "karl lund", "maria holm", "norway", "oslo"]
+        assert sorted({name for name, again in zip(names, found, strict=True) if not again}) == ["1931", "1972"]
+
+
+def test_a_part_of_a_word_does_not_recur(tmp_path: Path) -> None:
+    """ "Berg" stands in "Bergen" as a wordpiece and nowhere else as a word, until it does."""
+    once = (("A", "A Berg is high.", ("Berg",)), ("B", "Bergens is far off.", ("Bergens",)))
+    for number, more in enumerate(((), (("C", "The Berg.", ("Berg",)),))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        world = build_world(folder, (*once, *more))
+        rows = sentences_with_spans(world.snapshot, world.spans)
+        assert recurring(world.snapshot, rows, 10).tolist() == [by_brute_force(world, row, 10) for row in rows]
+        assert recurring(world.snapshot, rows, 10).tolist() == [bool(more), False, *[True] * len(more)]
+
+
+def test_what_stands_everywhere_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oslo in four passages, twice in one of them, Bergen in two: of each a passage counts once."""
+    texts = ("Oslo and Oslo.", "Oslo is cold.", "Oslo and Bergen.", "Bergen, then Oslo.", "Rome.")
+    documents = tuple((text, text, (text.split()[0].strip(".,"),)) for text in texts)
+    world = build_world(tmp_path, documents)
+    rows = sentences_with_spans(world.snapshot, world.spans)
+    for most, expected in ((50, 4), (4, 4), (3, 1), (1, 0)):
+        monkeypatch.setattr(masking, "MOST_PASSAGES", most)
+        found = recurring(world.snapshot, rows, 10)
+        assert found.sum() == expected
+        assert not found[4], "Rome stands in one passage"
+
+
+def test_recurring_spans_alone_are_drawn_and_masked(world: World, tmp_path: Path) -> None:
+    options = section("pretrain", masking="recurring", query_wordpieces=40, reader_wordpieces=60)
+    examples = Examples(world.snapshot, world.spans, options)
+    rng = np.random.default_rng(0)
+    drawn = [examples.draw(rng) for _ in range(2000)]
+    masked = {world.words(example.targets) for example in drawn}
+    assert masked == {"1950", "anna berg", "bergen", "jon vik", "karl lund", "maria holm", "norway", "oslo"}
+    counts = np.bincount([example.passage for example in drawn], minlength=12)
+    assert counts.tolist() == pytest.approx([2000 / 12] * 12, abs=60), "passages are uniform, a deviation is 12"
+    alone = build_world(tmp_path, (("A", "Anna is in Oslo.", ("Oslo",)), ("B", "Jon is in Rome.", ("Rome",))))
+    with pytest.raises(ValueError, match=r"no salient span stands in a second passage; set pretrain\.masking"):
+        Examples(alone.snapshot, alone.spans, options)

@@ -52,15 +52,15 @@ def main(folder: Path) -> None:
     from realmops.model.files import build_models, retriever_files
     from realmops.stages.builder import EMBEDDINGS, merge
     from realmops.stages.common import keep_freed_memory
-    from realmops.stages.pretrain import ExchangeSource
+    from realmops.stages.exchange import ExchangeSource, Refresh
 
     keep_freed_memory()
     card = {"passages": PASSAGES, "embedding_width": WIDTH}
     bert = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
-    retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), 100, seed=0)
+    retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), section("reader"), 100, seed=0)
     trainer = Trainer(Exchange.open(folder, card, grace=0.0))
-    options = section("pretrain", refresh_every=2, lag=1, retriever_delay=0)
-    source = ExchangeSource(trainer, options, "", torch.device("cpu"), lambda embedding_PE, _: Exact(embedding_PE))
+    refresh = Refresh(10**6, 2, 1, "fixed_lag", 0, "external", "auto", 1)
+    source = ExchangeSource(trainer, refresh, "", torch.device("cpu"), lambda embedding_PE, _: Exact(embedding_PE))
 
     def embedder(weights: Any) -> Callable[[int, int], dict[str, bytes]]:
         def rows(first: int, end: int) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from realmops.model.files import (
 )
 from realmops.model.joins import join_document
 from realmops.model.reader import SpanHead, enumerate_spans
-from realmops.model.retriever import Embedder, Retriever
+from realmops.model.retriever import Embedder, Mixture, Retriever
 
 FP32 = torch.float32
 
@@ -67,7 +67,7 @@ def test_the_normalised_head_has_layer_norm_and_a_scale(world: World) -> None:
 def test_towers_start_equal_and_are_one_or_two(world: World, share: bool) -> None:
     options = section("retriever", share_embedders=share, embedding_width=8)
     shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
-    retriever, reader = build_models(shape, options, world.snapshot.tokenizer.get_vocab_size(), 0)
+    retriever, reader = build_models(shape, options, section("reader"), world.snapshot.tokenizer.get_vocab_size(), 0)
     assert retriever.shared is share
     for name, parameter in retriever.query.named_parameters():
         assert torch.equal(parameter, retriever.document.get_parameter(name))
@@ -82,9 +82,8 @@ def test_towers_start_equal_and_are_one_or_two(world: World, share: bool) -> Non
 
 def test_models_depend_on_the_seed_alone(world: World) -> None:
     def weights(seed: int) -> Tensor:
-        return build_models(
-            section("bert", width=16, layers=1, heads=2), section("retriever", embedding_width=8), 150, seed
-        )[0].query.projection.weight
+        bert, options = section("bert", width=16, layers=1, heads=2), section("retriever", embedding_width=8)
+        return build_models(bert, options, section("reader"), 150, seed)[0].query.projection.weight
 
     torch.manual_seed(7)
     first = weights(0)
@@ -94,7 +93,7 @@ def test_models_depend_on_the_seed_alone(world: World) -> None:
 
 def test_a_width_that_heads_do_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match=r"bert\.width 16 is no multiple of bert\.heads 3; choose such a width"):
-        build_models(section("bert", width=16, heads=3), section("retriever"), 150, 0)
+        build_models(section("bert", width=16, heads=3), section("retriever"), section("reader"), 150, 0)
 
 
 def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -104,16 +103,16 @@ def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("")
     save_bert(tmp_path, bert, head)
     with pytest.raises(ValueError, match=r"has 64 positions, bert\.positions is 512; set bert\.positions=64"):
-        build_models(section("bert", init=str(tmp_path)), section("retriever"), 150, 0)
+        build_models(section("bert", init=str(tmp_path)), section("retriever"), section("reader"), 150, 0)
     options = section("bert", init=str(tmp_path), positions=64)
     with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; make the snapshot"):
-        build_models(options, section("retriever"), 151, 0)
-    _, reader = build_models(options, section("retriever"), 150, 0)
+        build_models(options, section("retriever"), section("reader"), 151, 0)
+    _, reader = build_models(options, section("retriever"), section("reader"), 150, 0)
     assert torch.equal(reader.bert.word.weight, bert.word.weight)
     assert torch.equal(reader.masked_words.transform.weight, head.transform.weight)
     save_bert(tmp_path, bert)
     warned: list[str] = []
-    _, reader = build_models(options, section("retriever"), 150, 0, warned.append)
+    _, reader = build_models(options, section("retriever"), section("reader"), 150, 0, warned.append)
     assert torch.equal(reader.masked_words.transform.weight, torch.eye(16))
     [warning] = warned
     assert "has no masked word head (cls.predictions): the reader's starts fresh" in warning
@@ -128,9 +127,8 @@ def test_the_releases_head_starts_from_the_encoders_pooler(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
     (tmp_path / "vocab.txt").write_text("")
     save_file(state, tmp_path / "model.safetensors")
-    retriever, _ = build_models(
-        section("bert", init=str(tmp_path), positions=64), section("retriever", head="release"), 150, 0
-    )
+    bert, options = section("bert", init=str(tmp_path), positions=64), section("retriever", head="release")
+    retriever, _ = build_models(bert, options, section("reader"), 150, 0)
     for tower in (retriever.query, retriever.document):
         assert tower.pooler is not None
         assert torch.equal(tower.pooler.weight, torch.full((16, 16), 0.5))
@@ -232,6 +230,34 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
     first = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     save_models(tmp_path, again_retriever, again_reader, "c0ffee")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == first
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_weights_of_words_and_the_copy_head_are_read_back(world: World, tmp_path: Path, apart: bool) -> None:
+    retriever, reader = tiny_models(world, copying={"copies": True, "apart": apart})
+    retriever.mixture = Mixture(0.7, 3.5, 2.0)
+    save_models(tmp_path, retriever, reader, "c0ffee")
+    again_retriever, again_reader = load_models(tmp_path, "c0ffee")
+    assert again_retriever.mixture == retriever.mixture
+    assert retriever_from_files(retriever_files(retriever, "c0ffee")).mixture == retriever.mixture
+    same_state(again_reader, reader)
+    assert again_reader.copy is not None
+    assert again_reader.apart is apart
+
+
+def test_models_written_before_there_was_a_choice_are_the_papers(world: World, tmp_path: Path) -> None:
+    """Their descriptions say nothing of words and of copying."""
+    retriever, reader = tiny_models(world)
+    save_models(tmp_path, retriever, reader, "c0ffee")
+    description = json.loads((tmp_path / "model.json").read_text())
+    for name in ("tower", "pooling", "projection", "segments", "temperature", "mixture", "copies", "apart"):
+        del description[name]
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    again_retriever, again_reader = load_models(tmp_path, "c0ffee")
+    assert again_retriever.mixture == Mixture(1.0, 0.0)
+    same_state(again_retriever, retriever)
+    same_state(again_reader, reader)
+    assert again_reader.copy is None
 
 
 def test_models_of_another_vocabulary_are_refused(world: World, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from realmops.corpus.questions import Question
@@ -16,6 +17,7 @@ from realmops.evaluate.openqa import (
     paired_bootstrap,
     read_predictions,
     score_predictions,
+    write_first_hits,
     write_predictions,
 )
 
@@ -33,6 +35,17 @@ def test_exact_match_counts_normal_forms() -> None:
     assert score.correct.tolist() == [True, True, False, False]
     assert score.em.mean == 0.5
     assert 0 <= score.em.low < 0.5 < score.em.high <= 1
+    # "in 1871" against "1871": precision 1/2, recall 1, F1 2/3; nothing said has no word in common.
+    assert score.f1_Q.tolist() == [1.0, 1.0, pytest.approx(2 / 3), 0.0]
+    assert score.f1.mean == pytest.approx(2 / 3)
+    assert 0 <= score.f1.low < score.f1.mean < score.f1.high <= 1
+
+
+def test_f1_of_expressions_is_exact_match_by_the_same_rule() -> None:
+    year = Question("q", "When?", (r"18\d\d",), is_regex=True)
+    said = {"q": "in 1871"}
+    assert score_predictions([year], said, seed=0, rule="regex_search").f1_Q.tolist() == [1.0]
+    assert score_predictions([year], said, seed=0, rule="regex_match").f1_Q.tolist() == [0.0]
 
 
 def test_a_missing_prediction_is_named() -> None:
@@ -90,6 +103,7 @@ PREDICTION = Prediction(
     prediction="Tor Hollow",
     answers=("Tor Hollow",),
     em=True,
+    f1=1.0,
     passage_ids=("p7", "p2"),
     titles=("Ada Vell", "Tor Hollow"),
     p_z=(0.75, 0.25),
@@ -109,10 +123,20 @@ PREDICTION = Prediction(
 
 def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "predictions.parquet"
-    nothing = replace(PREDICTION, prediction="", em=False, char_start=0, char_end=0)
+    nothing = replace(PREDICTION, prediction="", em=False, f1=0.25, char_start=0, char_end=0)
     write_predictions(path, [PREDICTION, nothing])
     assert read_predictions(path) == [PREDICTION, nothing]
     assert [file.name for file in tmp_path.iterdir()] == ["predictions.parquet"]
+
+
+def test_first_hits_are_a_column_for_each_retriever(tmp_path: Path) -> None:
+    ranks = {"": np.array([0, 3, 100, 99]), "bm25_": np.array([100, 100, 1, 0])}
+    write_first_hits(tmp_path / "hits.parquet", QUESTIONS, ranks, 100)
+    assert pq.read_table(tmp_path / "hits.parquet").to_pydict() == {
+        "question_id": ["q1", "q2", "q3", "q4"],
+        "first_hit": [0, 3, -1, 99],
+        "bm25_first_hit": [-1, -1, 1, 0],
+    }
 
 
 def test_a_prediction_that_is_not_cut_from_its_evidence_is_refused(tmp_path: Path) -> None:

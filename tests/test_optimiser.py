@@ -182,3 +182,59 @@ def test_state_comes_back_bit_for_bit() -> None:
     assert set(BertAdamW([Group("g", Values([[1.0]], [1.0]), 1.0)], weight_decay=0, clip=1).state()) == names
     for undisturbed, restarted in zip(run(False), run(True), strict=True):
         assert torch.equal(undisturbed, restarted)
+
+
+# ---- with bias correction
+
+
+def walked(steps: int, begin: int = 0, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """A matrix after some steps with gradients of any size, by ours and by torch's AdamW."""
+    values = Values([[0.7, -1.3], [0.2, 0.0]], [0.4])
+    theirs = torch.nn.Parameter(values.matrix.detach().clone())
+    ours = BertAdamW([Group("g", values, 0.05, begin)], weight_decay=0.01, clip=1e9, bias_correction=True)
+    adamw = torch.optim.AdamW([theirs], lr=0.05, betas=(0.9, 0.999), eps=eps, weight_decay=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        gradient = torch.randn(2, 2, generator=generator, dtype=torch.float64)
+        values.matrix.grad, theirs.grad = gradient.clone(), gradient.clone()
+        if step >= begin:
+            ours.step(step, Schedule(steps=10**15, warmup=0))
+            adamw.step()
+    return values.matrix.detach(), theirs.detach()
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+def test_corrected_it_is_torchs_adamw(begin: int) -> None:
+    """Both add epsilon to the corrected root of v, and decay what was there before the step; a late beginner too."""
+    for steps in (1, 2, 8):
+        ours, theirs = walked(begin + steps, begin)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    wrong = walked(begin + 8, begin, eps=1e-2)
+    assert (wrong[0] - wrong[1]).abs().max() > 1e-4, "another epsilon would be seen"
+
+
+def test_the_first_corrected_step_by_hand() -> None:
+    """m / 0.1 is the gradient and v / 0.001 its square: the step is the rate, whatever the gradient, less epsilon."""
+    for gradient in (2.0, -0.5):
+        for corrected, expected in ((True, 0.1 * gradient / (abs(gradient) + 1e-6)), (False, None)):
+            values = Values([[0.0]], [0.0])
+            optimiser = BertAdamW([Group("g", values, 0.1)], weight_decay=0.0, clip=1e9, bias_correction=corrected)
+            values.matrix.grad = torch.tensor([[gradient]], dtype=torch.float64)
+            optimiser.step(0, FULL)
+            if expected is None:  # 0.1 g / (sqrt(0.001) |g|), three times as far
+                expected = 0.1 * 0.1 * gradient / (0.001**0.5 * abs(gradient) + 1e-6)
+            assert values.matrix.item() == pytest.approx(-expected, rel=1e-9)
+
+
+def test_corrected_means_are_not_what_is_kept() -> None:
+    """The state of a checkpoint is the same with and without."""
+    states = []
+    for corrected in (True, False):
+        values = Values([[0.3]], [0.1])
+        optimiser = BertAdamW([Group("g", values, 0.1)], weight_decay=0.01, clip=1e9, bias_correction=corrected)
+        for step in range(3):
+            for parameter in values.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5)
+            optimiser.step(step, FULL)
+        states.append({name: tensor.tolist() for name, tensor in optimiser.state().items()})
+    assert states[0] == states[1]

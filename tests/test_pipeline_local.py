@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 import toy
 from safetensors.numpy import load_file
 from toy import (
@@ -35,12 +37,17 @@ from toy import (
 )
 
 from realmops.artifacts import read_manifest
+from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.openqa import read_predictions
+from realmops.evaluate.retrieval import first_hit_ranks
+from realmops.index.embed import embed, query_sequences
 from realmops.index.lexical import Bm25, Graph, TfIdf, rank, titled_texts
 from realmops.index.links import Links
+from realmops.model.files import load_models
 from realmops.stages import STAGES, Job, ict
 from realmops.stages.builder import assign, run_index_builder
+from realmops.stages.common import embed_corpus, load_index, question_queries
 
 HERE = Path(__file__).parent
 EXCHANGED = ("models/pretrain/retriever.safetensors", "models/pretrain/reader.safetensors")
@@ -56,14 +63,19 @@ METRICS = {
         "index_staleness_steps", "index_staleness_seconds", "top_k_change", "wait_share", "collapsed",
         "masked_log_p", "masked_accuracy", "masked_log_p_without", "masked_accuracy_without",
     },
-    "finetune": {"dev_em", "span_loss", "early_loss", "no_correct_span", "questions"},
+    "finetune": {"dev_em", "dev_f1", "span_loss", "early_loss", "no_correct_span", "questions"},
     "evaluate": {
-        "em", "em_low", "em_high", "closed_book_em", "questions", "recall_at_5",
+        "em", "em_low", "em_high", "f1", "f1_low", "f1_high", "closed_book_em", "questions", "recall_at_5",
+        *(f"{name}_{measure}" for name in ("bm25", "rule") for measure in ("em", "em_low", "f1", "f1_high")),
         "ceiling_in_corpus", "ceiling_short_answer", "ceiling_in_top_5",
         *(f"{when}recall_at_{k}_{rule}" for when in ("", "before_realm_", "zero_shot_", "bm25_")
           for k in (1, 5, 20, 100) for rule in ("substring", "token_boundary")),
     },
 }  # fmt: skip
+
+
+FP32 = torch.float32
+TEST = [Question(f"test-{n}", asked, (answer,)) for n, (asked, answer) in enumerate(toy.QUESTIONS["test"])]
 
 
 def settings(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -126,7 +138,7 @@ def test_evaluate_can_do_without_bm25(finished: Path, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(finished / name)
     embedded(tmp_path, "evaluate", "--set", "evaluate.bm25=false")
     without, beside = (json.loads((root / "results/metrics.json").read_text()) for root in (tmp_path, finished))
-    assert not [name for name in without if name.startswith("bm25")]
+    assert not [name for name in without if name.startswith(("bm25", "rule"))]
     assert without["em"] == beside["em"]
 
 
@@ -135,7 +147,7 @@ def test_everything_that_people_look_at_is_there(finished: Path) -> None:
         assert (finished / "results" / name).stat().st_size, name
     printed = cli("report", "--root", finished)
     assert printed.exit_code == 0
-    assert "recall@5 of BM25" in printed.output
+    assert "BM25 (and the model's" in printed.output
     assert "mlflow ui" in printed.output
 
 
@@ -307,6 +319,9 @@ def test_the_alarm_of_a_collapsed_retriever_is_heard(project: Path, tmp_path: Pa
         ({"share_embedders": False}, "document.projection.weight"),
         ({"head": "paper"}, None),
         ({"head": "release"}, None),
+        ({"tower": "bag", "head": "cosine", "share_embedders": False}, "document.word.weight"),
+        ({"projection": "pca", "pooling": "mean", "head": "cosine", "segments": "one"}, "query.projection.bias"),
+        ({"projection": "identity", "embedding_width": 16, "head": "cosine", "temperature": 0.1}, None),
     ],
     ids=lambda value: str(value),
 )
@@ -374,7 +389,7 @@ def test_a_retriever_that_is_none_of_ours_is_read_from_training_to_answers(
     measured = stage("evaluate", values, project, root)
     assert not (root / "models/finetune/index.safetensors").exists()
     snapshot = Snapshot.open(root / "data/snapshot/corpus")
-    bm25 = Bm25(titled_texts(snapshot))
+    bm25 = Bm25.of(snapshot)
     words = {"bm25": bm25, "tfidf": TfIdf(titled_texts(snapshot)), "graph": Graph(bm25, Links(snapshot))}
     predictions = read_predictions(root / "results/predictions.parquet")
     if retriever in words:
@@ -388,6 +403,43 @@ def test_a_retriever_that_is_none_of_ours_is_read_from_training_to_answers(
         assert "span_loss" in steps[-1]
     assert all(p.p_z == pytest.approx((1 / 3,) * 3) for p in predictions)
     assert (measured["recall_at_5"] == measured["bm25_recall_at_5_token_boundary"]) or retriever != "bm25"
+
+
+def test_every_retriever_of_a_hybrid_is_measured_by_embeddings_and_with_words(project: Path, tmp_path: Path) -> None:
+    """Against f(x, z) of every passage, added up here."""
+    values = toy_values(retriever={"hybrid": True}, pretrain={"steps": 0, "builder": "external"})
+    root = tmp_path / "root"
+    for name in ("snapshot", "tag", "ict", "pretrain", "finetune"):
+        stage(name, values, project, root)
+    measured = stage("evaluate", values, project, root)
+    before_tuning = (f"{when}{kind}" for when in ("before_realm_", "zero_shot_") for kind in ("", "hybrid_"))
+    prefixes = ("", "dense_", "bm25_", *before_tuning)
+    wanted = [
+        f"{p}recall_at_{k}_token_boundary{end}" for p in prefixes for k in (1, 5, 20) for end in ("", "_low", "_high")
+    ]
+    assert set(wanted) <= set(measured)
+    hits = pq.read_table(root / "results/first_hits.parquet").to_pydict()
+    assert set(hits) == {"question_id", *(f"{prefix}first_hit" for prefix in prefixes)}
+    predictions = read_predictions(root / "results/predictions.parquet")
+    assert hits["question_id"] == [p.question_id for p in predictions]
+    assert hits["first_hit"] == [p.first_hit for p in predictions]
+    assert measured["f1"] == pytest.approx(sum(p.f1 for p in predictions) / len(predictions))
+    snapshot = Snapshot.open(root / "data/snapshot/corpus")
+    bm25 = Bm25.of(snapshot)
+    for name, prefix in (("ict", "before_realm_"), ("pretrain", "zero_shot_"), ("finetune", "")):
+        folder = root / "models" / name
+        retriever = load_models(folder, snapshot.vocabulary_hash)[0]
+        assert retriever.mixture.lexical > 0
+        embedding_PE = embed_corpus(retriever, snapshot, FP32) if prefix else load_index(folder, snapshot)
+        query_QE = embed(retriever.query, query_sequences(question_queries(snapshot, TEST, 64)), FP32)
+        dense_QP = retriever.scale * (query_QE @ embedding_PE.T)
+        words_QP = torch.stack([torch.from_numpy(bm25.scores(question.question)) for question in TEST])
+        both_QP = retriever.mixture.of(dense_QP, words_QP / words_QP.max(dim=1, keepdim=True).values)
+        columns = (prefix or "dense_", dense_QP), (f"{prefix}hybrid_" if prefix else "", both_QP)
+        for column, score_QP in columns:
+            ranked = score_QP.argsort(dim=1, descending=True).numpy()
+            expected = first_hit_ranks(TEST, ranked, snapshot.text, rule="token_boundary")
+            assert hits[f"{column}first_hit"] == expected.tolist(), (name, column)
 
 
 def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_path: Path) -> None:

@@ -411,6 +411,23 @@ def test_a_champion_can_be_copied_later(another: Path, server: str) -> None:
         assert "models:/later/2 is the champion already" in promote(another, "later", *options).stdout
 
 
+def test_a_model_that_finds_by_words_takes_their_index_along(another: Path, server: str) -> None:
+    import mlflow
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/true")
+        for name in ("finetune", "evaluate"):
+            words = ("--set", "finetune.retriever=bm25", "--set", "finetune.reader=ict")
+            assert run(another, "run", name, *words).exit_code == 0
+    rows = read_predictions(another / "root/results/predictions.parquet")
+    for name, options in (("words", ()), ("copied_words", ("--copy",))):
+        assert promote(another, name, *options).exit_code == 0
+        if options:
+            shutil.rmtree(another / "root")
+        found = mlflow.pyfunc.load_model(f"models:/{name}@champion").predict([row.question for row in rows])
+        assert [[p["passage_id"] for p in one["passages"]] for one in found] == [list(row.passage_ids) for row in rows]
+
+
 def test_a_copied_model_needs_no_other_file(another: Path, server: str) -> None:
     import mlflow
 

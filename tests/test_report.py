@@ -15,6 +15,8 @@ from rich.console import Console
 from realmops.evaluate.charts import Series, line_chart, number, running_mean, ticks
 from realmops.evaluate.openqa import Prediction, write_predictions
 from realmops.evaluate.report import (
+    compared_rows,
+    compared_table,
     headline_rows,
     read_journal,
     refresh_steps,
@@ -40,6 +42,7 @@ PREDICTION = Prediction(
     prediction="Tor & Hollow",
     answers=("Lintel",),
     em=False,
+    f1=0.5,
     passage_ids=("p7",),
     titles=("Ada <Vell>",),
     p_z=(0.5,),
@@ -164,6 +167,45 @@ def test_headlines_leave_out_what_no_stage_wrote() -> None:
     ]
     assert headline_rows({}) == []
     assert seconds_rows({}) == []
+
+
+COMPARED: Mapping[str, Mapping[str, Any]] = {
+    "evaluate": {
+        "em": 0.25,
+        "em_low": 0.125,
+        "em_high": 0.375,
+        "f1": 0.5,
+        **{f"recall_at_5_token_boundary{end}": value for end, value in (("", 0.75), ("_low", 0.5), ("_high", 1.0))},
+        "recall_at_5_substring": 1.0,
+        "bm25_recall_at_20_token_boundary": 0.875,
+        "zero_shot_hybrid_recall_at_1_token_boundary": 0.5,
+        "rule_em": 0.125,
+    }
+}
+
+
+def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert compared_rows(COMPARED) == [
+        ["a rule over BM25's first passage", "", "", "", "0.125", ""],
+        ["BM25 (and the model's reader)", "", "", "0.875", "", ""],
+        ["the same with words", "0.500", "", "", "", ""],
+        ["the model", "", "0.750\n0.50 to 1.00", "", "0.250\n0.12 to 0.38", "0.500"],
+    ]
+    table = compared_table(COMPARED)
+    assert table is not None
+    Console(width=100).print(table)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in ("a rule over BM25's first passage", "0.50 to 1.00", "recall@20"))
+    page = write_report(tmp_path, journals=[], metrics=COMPARED).read_text()
+    assert "<td>BM25 (and the model&#x27;s reader)</td><td></td><td></td><td>0.875</td>" in page
+    assert compared_rows(METRICS) == []
+    assert compared_table(METRICS) is None
+
+
+def test_of_expressions_the_table_shows_recall_by_their_own_rule() -> None:
+    figures = {f"recall_at_{k}_regex_{how}": 0.5 for k in (1, 5, 20) for how in ("match", "search")}
+    figures |= {"recall_at_1_regex_search": 0.25, "recall_at_5_regex_search_low": 0.0, "em": 0.0}
+    assert compared_rows({"evaluate": figures}) == [["the model", "0.250", "0.500", "0.500", "0.000", ""]]
 
 
 def test_summary_table_prints(capsys: pytest.CaptureFixture[str]) -> None:

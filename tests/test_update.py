@@ -116,9 +116,9 @@ def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -
     assert list((root / ".realmops/work").glob("*")) == []
 
 
-@pytest.mark.parametrize("killed", ["counts", "_embed"])
+@pytest.mark.parametrize("killed", ["counts", "write_bm25", "_embed"])
 def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pytest.MonkeyPatch, killed: str) -> None:
-    def dies(*arguments: object) -> None:
+    def dies(*arguments: object, **named: object) -> None:
         raise KeyboardInterrupt
 
     rewrite(project, [{"title": "Fresh", "text": f"A page about {killed}."}])
@@ -177,7 +177,7 @@ def test_an_update_needs_results(tmp_path: Path) -> None:
 def prediction(question: str, text: str, *, em: bool = False) -> Prediction:
     passages = {"passage_ids": ("p1", "p2"), "titles": ("T1", "T2"), "p_z": (0.7, 0.3), "passage_spans": (None, text)}
     span = {"evidence": "E", "evidence_rank": 1, "char_start": 0, "char_end": 1, "span_score": 2.0}
-    gold = {"passage_scores": (None, 2.0), "gold_span": None, "gold_score": None, "first_hit": -1}
+    gold = {"f1": float(em), "passage_scores": (None, 2.0), "gold_span": None, "gold_score": None, "first_hit": -1}
     return Prediction(question, f"{question}?", text, ("a",), em, **passages, **span, **gold, failed_at="reader")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.vocabulary import train_vocabulary
+from realmops.index import lexical
+from realmops.index.lexical_writer import write_bm25
 from realmops.model.files import build_models
 from realmops.model.joins import SpecialTokens
 from realmops.model.reader import Reader
@@ -77,17 +80,28 @@ def build_world(
     documents: tuple[tuple[str, str, tuple[str, ...]], ...] = DOCUMENTS,
     block_wordpieces: int = 48,
 ) -> World:
-    path = write_documents(folder / "documents.jsonl", documents)
-    corpus = sources(path, "auto")
+    snapshot = build_snapshot(folder, write_documents(folder / "documents.jsonl", documents), block_wordpieces)
+    write_bm25(folder / lexical.FOLDER, snapshot)
+    spans = snapshot.given_spans()
+    assert spans is not None
+    return World(folder, snapshot, spans)
+
+
+def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48) -> Snapshot:
+    """The snapshot of a file of documents, in the folder ``snapshot``."""
+    corpus = sources(documents, "auto")
     with atomic_folder(folder / "snapshot") as stage:
         vocabulary = train_vocabulary(corpus, size=150, min_count=1)
         write_snapshot(
             corpus, stage, work=folder / "work", vocabulary=vocabulary, block_wordpieces=block_wordpieces
         )
-    snapshot = Snapshot.open(folder / "snapshot")
-    spans = snapshot.given_spans()
-    assert spans is not None
-    return World(folder, snapshot, spans)
+    return Snapshot.open(folder / "snapshot")
+
+
+def write_texts(path: Path, texts: Sequence[str]) -> Path:
+    """Documents without a title, each short enough to be one passage."""
+    path.write_text("".join(json.dumps({"title": "", "text": text}) + "\n" for text in texts))
+    return path
 
 
 def labels_of(spans: Spans, passage: int) -> list[str]:
@@ -107,14 +121,20 @@ def _params() -> dict[str, dict[str, Any]]:
 
 
 def tiny_models(
-    world: World, *, dropout: float = 0.0, seed: int = 0, **changes: Any
+    world: World,
+    *,
+    dropout: float = 0.0,
+    seed: int = 0,
+    copying: Mapping[str, bool] = MappingProxyType({}),
+    **changes: Any,
 ) -> tuple[Retriever, Reader]:
     """Two layers of width 16, with weights so large that documents make a difference from the start."""
     shape: BertOptions = section(
         "bert", width=16, layers=2, heads=2, intermediate=32, positions=64, dropout=dropout
     )
     options: RetrieverOptions = section("retriever", **{"embedding_width": 8, **changes})
-    retriever, reader = build_models(shape, options, world.snapshot.tokenizer.get_vocab_size(), seed)
+    vocabulary = world.snapshot.tokenizer.get_vocab_size()
+    retriever, reader = build_models(shape, options, section("reader", **copying), vocabulary, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in (retriever, reader):

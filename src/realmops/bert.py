@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from realmops.encoders import CONFIG, read_config, read_weights
 
 BATCH_WORDPIECES = {"cpu": 1024, "cuda": 4096}  # padded; on a CPU what stays in a core's cache
+FORM_STEP = 1 << 32  # a wordpiece may come with its word's form: its id plus the form times this
 _SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in groups of
 _SCORES_OF_GROUP = 1 << 18
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
@@ -105,7 +107,7 @@ class Group:
 class Packed:
     """A batch of sequences without padding.
 
-    ``tokens_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` gives each sequence's first row.
+    ``tokens_T``, ``forms_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` gives each sequence's first row.
     ``groups`` cover the padded rows, of which ``padded_row_T`` names each wordpiece's.
     """
 
@@ -115,7 +117,9 @@ class Packed:
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
         self.longest = int(self.lengths.max())
         position_T = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
-        self.tokens_T = torch.from_numpy(np.concatenate(sequences).astype(np.int64))
+        token_T = np.concatenate(sequences).astype(np.int64)
+        self.tokens_T = torch.from_numpy(token_T & (FORM_STEP - 1))
+        self.forms_T = torch.from_numpy(token_T // FORM_STEP)
         self.segments_T = (
             torch.zeros_like(self.tokens_T)
             if segments is None
@@ -145,6 +149,12 @@ class Packed:
         """The padded rows of each group."""
         return (x_PD,) if len(self.groups) == 1 else torch.split(x_PD, [g.size * g.longest for g in self.groups])
 
+    def in_one_segment(self) -> Packed:
+        """The same sequences, all of segment 0."""
+        other = copy(self)
+        other.segments_T = torch.zeros_like(self.segments_T)
+        return other
+
     def to(self, device: torch.device) -> Packed:
         """Move the tensors to a device, in place."""
 
@@ -153,7 +163,7 @@ class Packed:
                 return tensor
             return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
-        for name in ("tokens_T", "segments_T", "positions_T", "first_B", "padded_row_T"):
+        for name in ("tokens_T", "forms_T", "segments_T", "positions_T", "first_B", "padded_row_T"):
             setattr(self, name, moved(getattr(self, name)))
         self.groups = [
             group if group.is_padding_GL is None else replace(group, is_padding_GL=moved(group.is_padding_GL))
@@ -287,11 +297,16 @@ class Bert(nn.Module):
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
 
-    def forward(self, batch: Packed) -> Tensor:
-        """Hidden states T x D of a packed batch; sequences must fit ``config.positions``."""
+    def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
+        """Hidden states T x D of a packed batch; sequences must fit ``config.positions``.
+
+        ``added_TD`` is added to the embeddings of the wordpieces.
+        """
         assert batch.longest <= self.config.positions, (batch.longest, self.config.positions)
         batch.to(self.word.weight.device)
         x_TD: Tensor = self.word(batch.tokens_T) + self.position(batch.positions_T) + self.segment(batch.segments_T)
+        if added_TD is not None:
+            x_TD = x_TD + added_TD
         x_TD = F.dropout(self.norm(x_TD), self.config.dropout, self.training)
         for layer in self.layers:
             x_TD = layer(x_TD, batch)

@@ -455,6 +455,30 @@ def questions(files: tuple[Path, ...], form: str, out: Path, orqa_split: bool, d
 
 
 @main.command()
+@_params
+@_preset
+@_set
+@_root
+@click.option("--out", type=click.Path(path_type=Path), help="The folder to write; else data/cloze in the root.")
+@click.option("--limit", type=click.IntRange(min=3), default=20_000, show_default=True, help="Make at most so many.")
+@_explains_errors
+def cloze(
+    params: Path, presets: tuple[str, ...], settings: tuple[str, ...], root: Path, out: Path | None, limit: int
+) -> None:
+    """Make questions from the corpus itself, where there are none: train, dev and test for the section questions.
+
+    A name or date is taken out of its sentence and asked for; only those that stand in another passage too are taken.
+    The stages sample, snapshot and tag are run before, as "run" does; run.seed decides what is drawn.
+    """
+    from realmops.stages.questions import make_cloze
+
+    _run(("sample", "snapshot", "tag"), params, presets, settings, root, force=False)
+    seed = _values(params, presets, settings)["run"]["seed"]
+    for line in make_cloze(root, out, seed=seed, limit=limit):
+        click.echo(line)
+
+
+@main.command()
 @_question_files
 @_format
 @_old_root

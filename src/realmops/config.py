@@ -96,9 +96,24 @@ class Tag:
 class RetrieverOptions:
     """The two embedders (section 3.2)."""
 
-    head: Literal["paper", "release", "normalised"]
+    tower: Literal["bert", "bag"]
+    pooling: Literal["auto", "cls", "mean"]
+    projection: Literal["orthogonal", "identity", "pca", "random"]
     embedding_width: int
+    head: Literal["paper", "release", "normalised", "cosine"]
+    temperature: float
+    segments: Literal["auto", "one", "two"]
     share_embedders: bool
+    hybrid: bool
+
+
+@dataclass(frozen=True)
+class ReaderOptions:
+    """The knowledge-augmented encoder (section 3.2)."""
+
+    copies: bool
+    apart: bool
+    matches: bool
 
 
 @dataclass(frozen=True)
@@ -113,6 +128,8 @@ class IndexOptions:
 class Ict:
     """Inverse cloze task, and the reader's warm start."""
 
+    task: Literal["cloze", "crop"]
+    crops: int
     steps: int
     batch_size: int
     learning_rate: float
@@ -140,11 +157,12 @@ class Pretrain:
     query_wordpieces: int
     reader_wordpieces: int
     examples: Literal["corpus", "warmup"]
-    masking: Literal["salient", "random_token", "random_span", "matched_span"]
+    masking: Literal["salient", "recurring", "random_token", "random_span", "matched_span"]
     max_masks: int
     marginal: Literal["joint", "per_token"]
     null_document: bool
     exclude_trivial: bool
+    crop_weight: float
     refresh_every: int
     lag: int
     adopt: Literal["fixed_lag", "as_soon_as_ready"]
@@ -167,10 +185,17 @@ class Finetune:
     retriever: Literal["pretrain", "ict", "bm25", "tfidf", "graph", "path"]
     reader: Literal["pretrain", "ict", "t5"]
     span_loss: Literal["marginal", "hard_em", "per_passage"]
+    retriever_training: Literal["queries", "passages"]
+    retriever_epochs: float
+    retriever_batch_size: int
+    retriever_refresh_every: int
+    reader_training: Literal["passages", "windows"]
     epochs: float
     batch_size: int
     retriever_learning_rate: float
     reader_learning_rate: float
+    span_learning_rate: float
+    freeze_words: bool
     retriever_candidates: int
     reader_candidates: int
     query_wordpieces: int
@@ -201,6 +226,7 @@ class Optimiser:
 
     weight_decay: float
     clip: float
+    bias_correction: bool
     warmup_share: float
     warmup_min: int
 
@@ -232,6 +258,7 @@ class Config:
     questions: QuestionFiles
     tag: Tag
     retriever: RetrieverOptions
+    reader: ReaderOptions
     index: IndexOptions
     ict: Ict
     pretrain: Pretrain
@@ -250,6 +277,8 @@ _POSITIVE = {
     "epochs": 0,
     "reader_steps": 0,
     "retriever_delay": 0,
+    "retriever_epochs": 0,
+    "retriever_refresh_every": 0,
     "lag": 0,
     "staleness_queries": 0,
     "seed": 0,
@@ -264,6 +293,8 @@ _POSITIVE = {
     "broken_share": 0,
     "bootstrap": 0,
     "masked_sentences": 0,
+    "crop_weight": 0,
+    "embedding_width": 0,
 }
 _AT_MOST_ONE = {
     "target_recall",
@@ -398,11 +429,57 @@ def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
     for name, least in (("question_wordpieces", 2), ("answer_wordpieces", 2), ("passage_wordpieces", 8)):
         if values["closed_book"][name] < least:
             raise ValueError(f"closed_book.{name} is {values['closed_book'][name]}; it must be at least {least}")
+    if values["reader"]["apart"] and not values["reader"]["copies"]:
+        raise ValueError(
+            "reader.apart is true and reader.copies false: what is read apart is joined by the copy head alone; set "
+            "reader.copies=true, or reader.apart=false"
+        )
     question, together = values["finetune"]["query_wordpieces"], values["finetune"]["reader_wordpieces"]
     if together <= question + 1:
         raise ValueError(
             f"finetune.reader_wordpieces is {together}: no room for a passage beside a question of "
             f"finetune.query_wordpieces={question}; raise the first"
+        )
+    _check_towers(values)
+
+
+def _check_towers(values: Mapping[str, Mapping[str, Any]]) -> None:
+    """What the options of the retriever demand of each other, as far as it is seen without the encoder."""
+    options, bert = values["retriever"], values["bert"]
+    head, width = options["head"], options["embedding_width"]
+    if options["tower"] == "bag":
+        if head != "cosine":
+            raise ValueError(
+                f"retriever.tower is bag and retriever.head {head}: the vectors of a bag are divided by their length; "
+                "set retriever.head=cosine"
+            )
+        if not width:
+            raise ValueError(
+                "retriever.tower is bag and retriever.embedding_width 0: there is no encoder whose width could be "
+                "taken; set retriever.embedding_width=384"
+            )
+        return
+    if head == "release" and (options["pooling"] == "mean" or options["projection"] in ("identity", "pca")):
+        raise ValueError(
+            f"retriever.head is release, with retriever.pooling {options['pooling']} and retriever.projection "
+            f"{options['projection']}: the released code has a dense layer behind BERT's pooler, which reads [CLS]; "
+            "set retriever.pooling=cls and retriever.projection=orthogonal, or another retriever.head"
+        )
+    if bert["init"] == "small":
+        check_width(options["projection"], width, bert["width"])
+
+
+def check_width(projection: str, width: int, encoder_width: int) -> None:
+    """ValueError when this projection makes no embeddings of this width from vectors of the encoder."""
+    if projection == "identity" and width not in (0, encoder_width):
+        raise ValueError(
+            f"retriever.projection is identity, which keeps the encoder's width of {encoder_width}, and "
+            f"retriever.embedding_width is {width}; set retriever.embedding_width=0, or another retriever.projection"
+        )
+    if projection == "pca" and width > encoder_width:
+        raise ValueError(
+            f"retriever.projection is pca, and retriever.embedding_width is {width}: the encoder's vectors have no "
+            f"more than {encoder_width} components; set retriever.embedding_width={encoder_width} or less"
         )
 
 

@@ -21,6 +21,12 @@ BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 VOCABULARY = "vocab.txt"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+POOLING = "1_Pooling/config.json"  # of a sentence encoder: how its vectors become one
+MODULES = "modules.json"  # of a sentence encoder: what comes after another
+_COMMON = (CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG, POOLING, MODULES)
+_POOLING_MODE = "pooling_mode_"
+_POOLED = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean"}
+_USED = {"Transformer", "Pooling", "Normalize"}
 _SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 
 
@@ -59,13 +65,46 @@ def encoder_folder(init: str, family: Family = BERT) -> Path:
 
 
 def encoder_files(init: str, family: Family = BERT) -> dict[str, Path]:
-    """Every file that the model ``init`` depends on, by its name; none for ``small``."""
+    """Every file that the model ``init`` depends on, by its name in the folder; none for ``small``."""
     if init == "small":
         return {}
     folder = encoder_folder(init, family)
-    names = [CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG]
-    found = [folder / name for name in names if (folder / name).is_file()]
-    return {path.name: path for path in (*found, *_weight_files(folder))}
+    found = [folder / name for name in _COMMON if (folder / name).is_file()]
+    return {path.relative_to(folder).as_posix(): path for path in (*found, *_weight_files(folder))}
+
+
+def is_sentence_encoder(folder: Path) -> bool:
+    """Whether a folder says how its vectors become one: it was trained to make embeddings."""
+    return (folder / POOLING).is_file()
+
+
+def sentence_pooling(folder: Path) -> str | None:
+    """``cls`` or ``mean`` as a sentence encoder's folder says, None for another encoder; ValueError names the file."""
+    if not is_sentence_encoder(folder):
+        return None
+    values = _read_object(folder / POOLING, "pooling of a sentence encoder")
+    modes = values.get("pooling_mode")
+    if modes is None:  # before sentence-transformers 6 a flag for each
+        modes = [key.removeprefix(_POOLING_MODE) for key, on in values.items() if key.startswith(_POOLING_MODE) and on]
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or modes[0] not in _POOLED:
+        raise ValueError(
+            f"{folder / POOLING}: its vectors become one by {', '.join(map(str, modes)) or 'nothing that is known'}; "
+            "cls and mean are possible here: set retriever.pooling to one of them, or choose another encoder"
+        )
+    return _POOLED[modes[0]]
+
+
+def unused_modules(folder: Path) -> list[str]:
+    """The modules of a sentence encoder that are more than the encoder, its pooling and a division by the length."""
+    path = folder / MODULES
+    if not path.is_file():
+        return []
+    try:
+        names = [str(module["type"]).rpartition(".")[2] for module in json.loads(path.read_bytes())]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is no list of a sentence encoder's modules ({error}); fetch it again") from None
+    return [name for name in names if name not in _USED]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -91,7 +130,6 @@ def _from_hub(name: str, family: Family) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    common = [CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG]
     try:
         try:
             folder = Path(snapshot_download(name, local_files_only=True))
@@ -99,10 +137,10 @@ def _from_hub(name: str, family: Family) -> Path:
                 return folder
         except LocalEntryNotFoundError:
             pass
-        safe = [*common, *SAFETENSORS, _SHARDS[0]]
+        safe = [*_COMMON, *SAFETENSORS, _SHARDS[0]]
         folder = Path(snapshot_download(name, allow_patterns=safe))
         if BIN in family.weights and not any((folder / weights).is_file() for weights in SAFETENSORS):
-            folder = Path(snapshot_download(name, allow_patterns=[*common, *BIN, _SHARDS[1]]))
+            folder = Path(snapshot_download(name, allow_patterns=[*_COMMON, *BIN, _SHARDS[1]]))
     except Exception as error:  # no network, no such name, HF_HUB_OFFLINE: the advice is the same
         target = name.split("/")[-1] or "FOLDER"
         raise ValueError(

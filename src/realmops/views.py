@@ -13,6 +13,7 @@ _FIGURES = {
     "em": 100,
     "recall_at_5": 110,
     "zero_shot_recall_at_5": 160,
+    "f1": 100,
     "index_staleness_steps": 165,
     "retrieval_utility": 120,
     "p_null": 100,

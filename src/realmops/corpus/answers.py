@@ -10,6 +10,7 @@ import re
 import string
 import unicodedata
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -41,6 +42,21 @@ def normal_form(answer: str) -> str:
 def exact_match(prediction: str, answers: Iterable[str]) -> bool:
     """Whether the prediction has the normal form of one of the answers."""
     return normal_form(prediction) in {normal_form(answer) for answer in answers}
+
+
+def token_f1(prediction: str, answers: Iterable[str]) -> float:
+    """The best F1 of the words of both normal forms over the answers, as SQuAD's script has it (Rajpurkar et al. 2016).
+
+    F1 is the harmonic mean of both shares of common words. Where a form has no words it is 1 if both have none, else 0.
+    """
+    said = normal_form(prediction).split()
+    return max((_f1(said, normal_form(answer).split()) for answer in answers), default=0.0)
+
+
+def _f1(said: list[str], wanted: list[str]) -> float:
+    if not said or not wanted:
+        return float(said == wanted)
+    return 2 * (Counter(said) & Counter(wanted)).total() / (len(said) + len(wanted))
 
 
 def substring_spans(text: str, answer: str) -> list[CharSpan]:

@@ -35,7 +35,8 @@ _TARGET_TOKEN = re.compile(r'\s*(?:([()])|"((?:[^"\\]|\\.)*)"|([^\s()"]+))', re.
 class Question:
     """A question, its acceptable answers and, where it is known, the id of the document that answers it.
 
-    ``is_regex``: the answers are regular expressions (CuratedTREC).
+    ``is_regex``: the answers are regular expressions (CuratedTREC).  ``not_in``: the ids of the passages that it was
+    made from, which are no evidence for its answer (``corpus.cloze``).
     """
 
     id: str
@@ -43,6 +44,7 @@ class Question:
     answers: tuple[str, ...]
     passage_id: str | None = None
     is_regex: bool = False
+    not_in: tuple[str, ...] = ()
 
     @property
     def match_rule(self) -> str:
@@ -61,6 +63,7 @@ class _Record:
     passage_id: Any = None
     is_regex: Any = False
     unanswerable: bool = False
+    not_in: Any = ()
 
 
 def read_questions(
@@ -133,6 +136,8 @@ def json_line(question: Question) -> bytes:
         record["passage_id"] = question.passage_id
     if question.is_regex:
         record["is_regex"] = True
+    if question.not_in:
+        record["not_in"] = list(question.not_in)
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
 
@@ -149,12 +154,15 @@ def _question(record: _Record, copies: Counter[str]) -> Question:
         for answer in answers:
             check_expression(answer, f"{place}: question {given or text!r}")
     gold = record.passage_id
+    if not isinstance(record.not_in, list | tuple):
+        raise ValueError(f"{place}: 'not_in' is {type(record.not_in).__name__}, wanted a list of passage ids")
     return Question(
         id=given or _id_of(text, answers, copies),
         question=text,
         answers=answers,
         passage_id=None if gold is None else check_text(gold, "passage_id", place),
         is_regex=record.is_regex,
+        not_in=tuple(check_text(name, "not_in", place) for name in record.not_in),
     )
 
 
@@ -179,7 +187,7 @@ def _answers(value: Any, name: str, place: str) -> tuple[str, ...]:
 
 
 def _json_lines(path: Path) -> Iterator[_Record]:
-    """{"id"?, "question", "answers", "passage_id"?, "is_regex"?} a line; "answer" for "answers" in NQ-Open's."""
+    """{"id"?, "question", "answers", "passage_id"?, "is_regex"?, "not_in"?} a line; NQ-Open says "answer"."""
     for place, record in read_json_lines(path):
         key = "answer" if "answer" in record and "answers" not in record else "answers"
         yield _Record(
@@ -189,6 +197,7 @@ def _json_lines(path: Path) -> Iterator[_Record]:
             require(record, key, place),
             record.get("passage_id"),
             record.get("is_regex", False),
+            not_in=record.get("not_in", ()),
         )
 
 

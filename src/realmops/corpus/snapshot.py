@@ -5,18 +5,20 @@ Content-addressed: a passage's id depends on its title and text alone, the corpu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from realmops.artifacts import read_manifest
 from realmops.corpus.flat import load_flat
+from realmops.corpus.forms import forms_of
 from realmops.corpus.spans import Spans
 from realmops.corpus.vocabulary import Casing, build_tokenizer, read_vocabulary
 
@@ -30,6 +32,7 @@ TEXTS = "passages.parquet"
 TEXT_COLUMNS = ("passage_id", "document_id", "title", "text", "extra")
 ROWS_PER_GROUP = 1024
 _GROUPS_IN_MEMORY = 64
+_WRITTEN_IN_MEMORY = 4096  # passages
 Ints = NDArray[np.int32]
 
 
@@ -65,6 +68,7 @@ class Snapshot:
         self.sentence_offsets: NDArray[np.int64] = load_flat(folder / "sentence_offsets.npy")
         self._parquet = pq.ParquetFile(folder / TEXTS, memory_map=True)
         self._group = lru_cache(_GROUPS_IN_MEMORY)(self._parquet.read_row_group)
+        self._forms = lru_cache(_WRITTEN_IN_MEMORY)(self.forms)
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Snapshot:
@@ -104,9 +108,34 @@ class Snapshot:
         values: list[str] = self._parquet.read(columns=[name]).column(name).to_pylist()
         return values
 
+    def rows(self, indexes: NDArray[np.int64], *names: str) -> Iterator[tuple[str, ...]]:
+        """These columns of passages in ascending order; one part of the file is in memory at a time."""
+        groups, first = np.unique(indexes // ROWS_PER_GROUP, return_index=True)
+        for group, start, end in zip(groups.tolist(), first, [*first[1:], len(indexes)], strict=False):
+            inside = indexes[start:end] % ROWS_PER_GROUP
+            found = self._parquet.read_row_group(group, columns=list(names)).take(inside)
+            yield from zip(*(found.column(name).to_pylist() for name in names), strict=True)
+
+    def places_in(self, earlier: Snapshot) -> NDArray[np.int64]:
+        """For each passage its number in another snapshot, [P]; -1 where that has none of its id."""
+        ids, known = (one._parquet.read(columns=["passage_id"]).column(0) for one in (self, earlier))
+        places: NDArray[np.int64] = pc.fill_null(pc.index_in(ids, value_set=known), -1).to_numpy().astype(np.int64)
+        return places
+
     def body(self, index: int) -> NDArray[np.int64]:
         """[t] wordpieces of the passage's text."""
         return self.tokens[self.token_offsets[index] : self.token_offsets[index + 1]].astype(np.int64)
+
+    def forms(self, index: int) -> NDArray[np.int64]:
+        """[t] how the word of each wordpiece is written in the passage's text."""
+        continues, starts = self.continues_word[self.body(index)], self.sentences(index)[:, 0]
+        return forms_of(self.text(index), self.chars(index), continues, starts)
+
+    def written(self, index: int) -> NDArray[np.int64]:
+        """[t] the wordpieces of the passage's text, each with the form of its word, as ``bert.Packed`` takes them."""
+        from realmops.bert import FORM_STEP
+
+        return self.body(index) + FORM_STEP * self._forms(index)
 
     def title_tokens(self, index: int) -> NDArray[np.int64]:
         """The title's wordpieces."""

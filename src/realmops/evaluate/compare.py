@@ -12,6 +12,7 @@ import numpy.typing as npt
 from realmops.evaluate.openqa import Difference, Prediction, paired_bootstrap, read_predictions
 
 PREDICTIONS = "predictions.parquet"
+FIRST_HITS = "first_hits.parquet"
 RESULTS = "results"
 
 

@@ -1,8 +1,9 @@
-"""Exact match over questions, its intervals, and the predictions with their evidence as a file.
+"""Exact match and F1 over questions, their intervals, and the predictions with their evidence as a file.
 
 Exact match is the Open-QA measure of the paper's section 4: the share of questions whose prediction equals
 one of the reference answers after normalisation, or matches one of them where they are regular expressions
-(``EM_RULES``; ``corpus/answers.py`` has the rules).
+(``EM_RULES``; ``corpus/answers.py`` has the rules). F1 is that of SQuAD: the words that prediction and reference
+share, the best over the references. Regular expressions have no words: there it is exact match, 0 or 1.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.artifacts import seed_for, write_bytes
-from realmops.corpus.answers import REGEX_RULES, contains_answer, exact_match, normal_form
+from realmops.corpus.answers import REGEX_RULES, contains_answer, exact_match, normal_form, token_f1
 from realmops.corpus.questions import Question, answers_are_expressions
 
 EM_RULES = ("exact_match", *REGEX_RULES)
@@ -47,10 +48,15 @@ class Difference(Interval):
 
 @dataclass(frozen=True)
 class Score:
-    """Exact match of one run by one rule: ``correct`` is bool [questions], in the order of the questions."""
+    """Exact match and F1 of one run by one rule, both also of each question, in the order of the questions.
+
+    ``correct`` is bool [questions], ``f1_Q`` float64 [questions].
+    """
 
     em: Interval
     correct: npt.NDArray[np.bool_]
+    f1: Interval
+    f1_Q: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Prediction:
     prediction: str
     answers: tuple[str, ...]
     em: bool
+    f1: float
     passage_ids: tuple[str, ...]
     titles: tuple[str, ...]
     p_z: tuple[float, ...]
@@ -99,7 +106,7 @@ def score_predictions(
     rule: str | None = None,
     resamples: int = RESAMPLES,
 ) -> Score:
-    """Exact match of predictions by question id and a rule of ``EM_RULES``, without one by the release's.
+    """Exact match and F1 of predictions by question id and a rule of ``EM_RULES``, without one by the release's.
 
     ValueError names a question without a prediction.
     """
@@ -110,11 +117,19 @@ def score_predictions(
             "predict an empty string where the reader finds nothing"
         )
     rule = rule or em_rules(questions)[0]
-    correct = np.array([_is_right(predictions[q.id], q, rule) for q in questions], bool)
-    return Score(bootstrap_interval(correct, seed=seed, resamples=resamples), correct)
+    correct = np.array([is_right(predictions[q.id], q, rule) for q in questions], bool)
+    f1_Q = np.array([f1_of(predictions[q.id], q, rule) for q in questions], np.float64)
+    em, f1 = (bootstrap_interval(values, seed=seed, resamples=resamples) for values in (correct, f1_Q))
+    return Score(em, correct, f1, f1_Q)
 
 
-def _is_right(prediction: str, question: Question, rule: str) -> bool:
+def f1_of(prediction: str, question: Question, rule: str) -> float:
+    """F1 of one prediction; where answers are expressions 1 for a match by the rule, else 0."""
+    return float(is_right(prediction, question, rule)) if question.is_regex else token_f1(prediction, question.answers)
+
+
+def is_right(prediction: str, question: Question, rule: str) -> bool:
+    """Whether one prediction is right by a rule of ``EM_RULES``."""
     if rule == "exact_match":
         return exact_match(prediction, question.answers)
     return contains_answer(prediction, question.answers, rule)
@@ -177,7 +192,7 @@ def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) ->
         raise ValueError("the closed-book floor needs at least one training question")
     answer = min(counts, key=lambda text: (-counts[text], text))
     rule = em_rules(test)[0]
-    return answer, sum(_is_right(answer, question, rule) for question in test) / len(test)
+    return answer, sum(is_right(answer, question, rule) for question in test) / len(test)
 
 
 def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
@@ -197,6 +212,7 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
             ("prediction", pa.string()),
             ("answers", strings),
             ("em", pa.bool_()),
+            ("f1", pa.float64()),
             ("passage_ids", strings),
             ("titles", strings),
             ("p_z", floats),
@@ -215,6 +231,24 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     )
     buffer = pa.BufferOutputStream()
     pq.write_table(pa.Table.from_pylist([asdict(prediction) for prediction in predictions], schema), buffer)
+    write_bytes(path, buffer.getvalue().to_pybytes())
+
+
+def write_first_hits(
+    path: Path, questions: Sequence[Question], ranks_Q: Mapping[str, npt.NDArray[np.int64]], depth: int
+) -> None:
+    """Replace a Parquet file: of each question the rank from 0 of the first passage with an answer, by each retriever.
+
+    A column is named ``{prefix}first_hit``, with the retriever's prefix in the metrics; -1: none of ``depth`` has one.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, Any] = {"question_id": pa.array([question.id for question in questions], pa.string())}
+    for prefix, ranks in ranks_Q.items():
+        columns[f"{prefix}first_hit"] = pa.array(np.where(ranks < depth, ranks, -1), pa.int32())
+    buffer = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), buffer)
     write_bytes(path, buffer.getvalue().to_pybytes())
 
 
@@ -246,6 +280,7 @@ def shown_row(prediction: Prediction) -> dict[str, Any]:
         "prediction": prediction.prediction,
         "answers": "; ".join(prediction.answers),
         "em": prediction.em,
+        "f1": round(prediction.f1, 3),
         "failed_at": prediction.failed_at,
         "evidence": prediction.titles[prediction.evidence_rank] if prediction.evidence_rank >= 0 else "",
         "question_id": prediction.question_id,

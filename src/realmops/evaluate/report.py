@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realmops.artifacts import write_bytes
+from realmops.corpus.answers import REGEX_RULES, WORD_RULES
 from realmops.evaluate.charts import STYLE, Series, line_chart, number, standalone
 from realmops.evaluate.openqa import Prediction, read_predictions
+from realmops.evaluate.retrieval import SHOWN_AT
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -103,27 +105,29 @@ class Headline:
 
 HEADLINES = (
     Headline("EM (test questions)", "evaluate", "em"),
+    Headline("F1 (test questions)", "evaluate", "f1"),
     Headline("EM, expression found anywhere in the answer", "evaluate", "em_regex_search"),
-    Headline("EM of the same reader over BM25's passages", "evaluate", "bm25_em"),
     Headline("EM of the closed-book floor", "evaluate", "closed_book_em"),
     Headline("ceiling: an answer is in the corpus", "evaluate", "ceiling_in_corpus"),
     Headline("ceiling: as a short span in the 5 passages read", "evaluate", "ceiling_in_top_5"),
-    *(
-        Headline(label, "evaluate", f"{prefix}recall_at_5_{rule}")
-        for rule in ("token_boundary", "regex_search")
-        for label, prefix in (
-            ("recall@5 before REALM", "before_realm_"),
-            ("recall@5 after REALM, zero-shot", "zero_shot_"),
-            ("recall@5 after fine-tuning", ""),
-            ("recall@5 of BM25", "bm25_"),
-        )
-    ),
     Headline("hit@5 of masked sentences before REALM", "pretrain", "hit_at_5_before"),
     Headline("hit@5 of masked sentences after REALM", "pretrain", "hit_at_5_after"),
     Headline("retrieval utility at the end (nats)", "pretrain", "retrieval_utility"),
     Headline("index refreshes", "pretrain", "refreshes"),
     Headline("mean staleness (steps)", "pretrain", "index_staleness_steps"),
 )
+
+# Rows of the table of what retrieves and what reads, with the prefixes of recall and of EM and F1; None has none.
+COMPARED: tuple[tuple[str, str | None, str | None], ...] = (
+    ("a rule over BM25's first passage", None, "rule_"),
+    ("BM25 (and the model's reader)", "bm25_", "bm25_"),
+    ("embeddings before REALM", "before_realm_", None),
+    ("embeddings after REALM, zero-shot", "zero_shot_", None),
+    ("the same with words", "zero_shot_hybrid_", None),
+    ("embeddings after fine-tuning", "dense_", None),
+    ("the model", "", ""),
+)
+COMPARED_HEAD = ("test questions", *(f"recall@{k}" for k in SHOWN_AT), "EM", "F1")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
@@ -199,11 +203,44 @@ def headline_rows(metrics: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, s
     return rows
 
 
+def compared_rows(metrics: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Rows under ``COMPARED_HEAD`` of what ``evaluate`` measured, each figure with its 95 % interval below it."""
+    found = metrics.get("evaluate", {})
+    rule = next((rule for rule in (*WORD_RULES, *REGEX_RULES) if f"recall_at_5_{rule}_low" in found), "")
+    rows = []
+    for label, recall, answer in COMPARED:
+        names = [None if recall is None else f"{recall}recall_at_{k}_{rule}" for k in SHOWN_AT]
+        names += [None if answer is None else f"{answer}{measure}" for measure in ("em", "f1")]
+        cells = [_cell(found, name) if name else "" for name in names]
+        rows += [[label, *cells]] if any(cells) else []
+    return rows if rule else []
+
+
+def _cell(found: Mapping[str, Any], name: str) -> str:
+    if name not in found:
+        return ""
+    low, high = found.get(f"{name}_low"), found.get(f"{name}_high")
+    interval = "" if low is None or high is None else f"\n{low:.2f} to {high:.2f}"
+    return f"{found[name]:.3f}{interval}"
+
+
 def seconds_rows(metrics: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The seconds that each stage took, and their sum."""
     seconds = {stage: found["seconds"] for stage, found in metrics.items() if "seconds" in found}
     rows = [(f"seconds, {stage}", f"{value:.0f}") for stage, value in seconds.items()]
     return [*rows, ("seconds, all stages", f"{sum(seconds.values()):.0f}")] if rows else []
+
+
+def compared_table(metrics: Mapping[str, Mapping[str, Any]]) -> Table | None:
+    """``compared_rows`` for rich's console, None without any."""
+    from rich.table import Table
+
+    table = Table(title="What retrieves and what reads, with 95 % intervals", show_lines=True)
+    for name in COMPARED_HEAD:
+        table.add_column(name, justify="left" if name == COMPARED_HEAD[0] else "right")
+    for row in compared_rows(metrics):
+        table.add_row(*row)
+    return table if table.row_count else None
 
 
 def summary_table(metrics: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -247,6 +284,7 @@ td, th { padding: 5px 14px 5px 0; text-align: left; vertical-align: top; }
 td + td, th + th { font-variant-numeric: tabular-nums; } tr + tr td { border-top: 1px solid var(--edge); }
 th { color: var(--soft); font-weight: 500; } .scroll { overflow-x: auto; } .soft { color: var(--soft); }
 .card { background: var(--paper); border: 1px solid var(--edge); border-radius: 8px; padding: 14px 18px; }
+.compared { margin-bottom: 16px; } .compared td { white-space: pre-line; }
 .tables { display: flex; flex-wrap: wrap; gap: 24px 64px; }
 .charts, .sides { display: grid; gap: 16px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
 .charts svg { width: 100%; height: auto; display: block; border: 1px solid var(--edge); border-radius: 8px; }
@@ -267,7 +305,10 @@ def _page(
             ("time", "seconds"), [(label.removeprefix("seconds, "), s) for label, s in seconds_rows(metrics)]
         ),
     )
-    sections = ["<h2>Results</h2>", f'<div class="card scroll tables">{"".join(tables)}</div>']
+    sections = ["<h2>Results</h2>"]
+    if compared := compared_rows(metrics):
+        sections.append(f'<div class="card scroll compared">{table_of(COMPARED_HEAD, compared)}</div>')
+    sections.append(f'<div class="card scroll tables">{"".join(tables)}</div>')
     if charts:
         sections += ["<h2>While it trained</h2>", f'<div class="charts">{"".join(charts)}</div>']
     if answers:
@@ -323,7 +364,7 @@ def _answer(row: Prediction) -> str:
     return (
         f'<div class="card"><p class="question">{escape(row.question)}</p>'
         f"<p>{verdict}: <b>{escape(row.prediction) or '(no answer)'}</b> "
-        f'<span class="soft">wanted: {escape("; ".join(row.answers))}; '
+        f'<span class="soft">wanted: {escape("; ".join(row.answers))}; F1 {row.f1:.2f}; '
         f"span score {row.span_score:.2f}</span></p>"
         f"<p>{escape(before)}<mark>{escape(row.prediction)}</mark>{escape(after)}</p>"
         f'<details><summary class="soft">p(z|x) of the {len(row.p_z)} passages read{source}</summary>'

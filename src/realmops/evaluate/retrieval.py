@@ -15,6 +15,7 @@ from realmops.corpus.answers import REGEX_RULES, WORD_RULES, contains_answer
 from realmops.corpus.questions import Question, answers_are_expressions
 
 RECALL_AT = (1, 5, 20, 100)
+SHOWN_AT = (1, 5, 20)  # with intervals
 
 Rows = NDArray[np.integer[Any]]
 

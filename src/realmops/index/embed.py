@@ -14,12 +14,12 @@ from torch import Tensor
 from realmops.bert import Packed, autocast, length_batches
 from realmops.corpus.snapshot import Snapshot
 from realmops.model.joins import SpecialTokens, join_document
-from realmops.model.retriever import Embedder
+from realmops.model.retriever import Tower
 
 
 @torch.no_grad()
 def embed(
-    embedder: Embedder,
+    tower: Tower,
     sequences: Sequence[tuple[np.ndarray, np.ndarray]],
     dtype: torch.dtype,
     progress: Callable[[int], None] | None = None,
@@ -28,17 +28,17 @@ def embed(
 
     Equal calls give equal bytes on one machine (``bert.length_batches``).
     """
-    was_training = embedder.training
-    embedder.eval()
-    device = embedder.projection.weight.device
-    out = torch.empty(len(sequences), embedder.projection.out_features)
+    was_training = tower.training
+    tower.eval()
+    device = tower.device
+    out = torch.empty(len(sequences), tower.width)
     for rows in length_batches([len(tokens) for tokens, _ in sequences], device):
         batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
-            out[torch.tensor(rows)] = embedder(batch).to("cpu")
+            out[torch.tensor(rows)] = tower(batch).to("cpu")
         if progress is not None:
             progress(len(rows))
-    embedder.train(was_training)
+    tower.train(was_training)
     return out
 
 

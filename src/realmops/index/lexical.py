@@ -1,20 +1,40 @@
 """Retrievers by words, which are not trained: BM25, TF-IDF of DrQA, and BM25 with an expansion over links.
 
-Legend: Q questions, K ranked passages, P passages. Passages go by their number, -1 is none.
+Legend: Q questions, K ranked passages, P passages, W words, N postings (one for each word of each passage), n those of
+one word. Passages go by their number, -1 is none.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realmops.artifacts import read_manifest
+from realmops.corpus.flat import load_flat
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.links import Links
 
 Rows = NDArray[np.int64]
+Scores = NDArray[np.float32]
+FOLDER = "lexical"  # of the BM25 index, beside the snapshot that it is of
+KIND = "lexical"
+K1, B = 1.5, 0.75  # how soon more of a word counts no more; how much a passage's length counts
+WORD = re.compile(r"\b\w\w+\b")
+STOP_WORDS = (  # Lucene's
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not", "of",
+    "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was", "will", "with",
+)
+_STOPPED = frozenset(STOP_WORDS)
+_NONE = np.empty(0, np.int32)
+_FEW = 1 << 16  # passages that are all scored: to leave some takes longer
+_SURE = 1 - 1e-5  # of a score: sums of single precision differ by their order, but not by so much
 DRQA_BUCKETS = 1 << 24  # of hashed words and pairs of words (Chen et al. 2017)
 SEEDS = 20  # passages whose links are followed
 LINKED_SHARE = 0.5  # of a seed's score, for what it is linked with
@@ -23,12 +43,19 @@ LINKED_SHARE = 0.5  # of a seed's score, for what it is linked with
 class Lexical(Protocol):
     """Ranks the passages that it was made of."""
 
-    def scores(self, query: str) -> NDArray[np.float32]:
+    def scores(self, query: str) -> Scores:
         """The score of every passage, [P]."""
 
 
 def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
     """The best k passages of each query, best first, int64 [Q, K]; -1 where there are fewer passages."""
+    if isinstance(retriever, Bm25):
+        ranking = retriever.search(queries, k)[1]
+        for found in ranking:  # passages without a word of the query all score 0: the first ones follow
+            matching = int((found >= 0).sum())
+            others = np.setdiff1d(np.arange(min(k, len(retriever))), found)[: k - matching]
+            found[matching : matching + len(others)] = others
+        return ranking
     ranking = np.full((len(queries), k), -1, np.int64)
     for row, query in enumerate(queries):
         best = top(retriever.scores(query), k)
@@ -36,7 +63,7 @@ def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
     return ranking
 
 
-def top(score_P: NDArray[np.float32], k: int) -> Rows:
+def top(score_P: Scores, k: int) -> Rows:
     """The k passages with the highest scores, best first, of equal ones the first."""
     k = min(k, len(score_P))
     least = np.partition(score_P, -k)[-k]
@@ -52,33 +79,219 @@ def titled_texts(snapshot: Snapshot) -> list[str]:
     return [f"{title} {text}" for title, text in pairs]
 
 
+def split_words(text: str) -> list[str]:
+    """The words of a text in lower case: two letters, digits or underscores at least."""
+    return WORD.findall(text.lower())
+
+
+def stems(words: Sequence[str]) -> list[str]:
+    """The English Snowball stem of each word."""
+    import Stemmer
+
+    found: list[str] = Stemmer.Stemmer("english", 0).stemWords(words)
+    return found
+
+
+def codes(words: Sequence[str]) -> NDArray[np.uint64]:
+    """What stands for each stem in the index: 64 bits of its BLAKE2b digest.
+
+    Two of ten million words share theirs with a probability of 3 in a million; they would count as one.
+    """
+    digests = b"".join(hashlib.blake2b(word.encode(), digest_size=8).digest() for word in words)
+    return np.frombuffer(digests, "<u8")
+
+
+def inverse_document_frequency(passages: int, with_word: int) -> np.float32:
+    """log(1 + (P - n + .5) / (n + .5)): Lucene's, which is never below 0 (Kamphuis et al. 2020)."""
+    return np.float32(math.log(1 + (passages - with_word + 0.5) / (with_word + 0.5)))
+
+
+def saturation(length: NDArray[Any], mean_length: float) -> NDArray[np.float64]:
+    """k1 (1 - b + b length / mean length): how often a passage must have a word for half of its weight."""
+    found: NDArray[np.float64] = K1 * ((1 - B) + B * length / mean_length)
+    return found
+
+
+def term_weight(count: NDArray[Any], half: NDArray[np.float64]) -> NDArray[np.float64]:
+    """count / (saturation + count): between 0 and 1."""
+    weight: NDArray[np.float64] = count / (half + count)
+    return weight
+
+
+def _least(score_n: Scores, k: int) -> float:
+    """The k-th best score, less what single precision may take from it."""
+    return _SURE * float(np.partition(score_n, -k)[-k])
+
+
 class Bm25:
-    """BM25 with bm25s's defaults, English stop words and Snowball stems."""
+    """BM25 of a snapshot's passages, memory-mapped: Lucene's formula over the stems of title and text.
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        import bm25s
-        import Stemmer
+    The score is the sum, over the words of the query, of ``inverse_document_frequency`` times ``term_weight``. A query
+    reads the postings of its own words only; ``lexical_writer.write_bm25`` makes the folder.
 
-        self._stemmer = Stemmer.Stemmer("english")
-        self._count = len(texts)
-        self._index = bm25s.BM25(backend="numpy")
-        self._index.index(self._tokens(texts), show_progress=False)
+    Files:
+        words.npy: uint64 [W], the ``codes`` of all words, ascending.
+        posting_offsets.npy: int64 [W + 1], the postings of each word.
+        postings.npy: int32 [N], the passages that have the word, ascending.
+        counts.npy: uint8 (uint16 or uint32 where a passage has a word more often) [N], how often.
+        lengths.npy: int32 [P], words of each passage, repetitions counted, stop words not.
+    """
 
-    def _tokens(self, texts: Sequence[str]) -> list[list[str]]:
-        import bm25s
-
-        found = bm25s.tokenize(
-            list(texts), stopwords="en", stemmer=self._stemmer, return_ids=False, show_progress=False
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.corpus_hash: str = manifest["corpus_hash"]
+        self.word_W, self.offset_W, self.posting_N, self.count_N, self.length_P = (
+            np.asarray(load_flat(folder / f"{name}.npy"))
+            for name in ("words", "posting_offsets", "postings", "counts", "lengths")
         )
-        return [list(words) for words in found]
+        mean_length = manifest["tokens"] / max(manifest["passages"], 1)
+        self._half_L = saturation(np.arange(manifest["longest"] + 1), mean_length) if mean_length else np.zeros(1)
 
-    def scores(self, query: str) -> NDArray[np.float32]:
+    @classmethod
+    def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Bm25:
+        """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
+        if not folder.is_dir():
+            raise ValueError(
+                f"{folder} is not there: BM25 needs it, and versions before wrote none; make the snapshot again "
+                "('realmops run snapshot --force')"
+            )
+        manifest = read_manifest(folder, KIND, verify=verify)
+        if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
+            raise ValueError(
+                f"{folder}: made for corpus {manifest['corpus_hash']}, but the snapshot is {corpus_hash}; "
+                "run the snapshot stage again"
+            )
+        return cls(folder, manifest)
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, *, verify: bool = False) -> Bm25:
+        """The index that was written beside a snapshot; ValueError when there is none."""
+        return cls.open(snapshot.folder.with_name(FOLDER), verify=verify, corpus_hash=snapshot.corpus_hash)
+
+    def __len__(self) -> int:
+        """Number of passages P."""
+        return len(self.length_P)
+
+    def scores(self, query: str) -> Scores:
         """BM25 of every passage, [P]."""
-        [words] = self._tokens([query])
-        if not words:
-            return np.zeros(self._count, np.float32)
-        score_P: NDArray[np.float32] = self._index.get_scores(words)
+        return self._scores(self._known(query))
+
+    def _scores(self, words: Sequence[int]) -> Scores:
+        score_P = np.zeros(len(self), np.float32)
+        for word in words:
+            passage_n, weight_n = self._weights(word)
+            score_P[passage_n] += weight_n
         return score_P
+
+    def search(self, queries: Sequence[str], k: int) -> tuple[Scores, Rows]:
+        """Scores and passages of the best k of each query, [Q, K]: best first, of equal ones the first.
+
+        Only passages with a word of the query are found; behind them come -inf and -1.
+        """
+        assert k > 0, k
+        score_QK = np.full((len(queries), k), -np.inf, np.float32)
+        id_QK = np.full((len(queries), k), -1, np.int64)
+        score_P = np.zeros(len(self), np.float32)
+        for row, query in enumerate(queries):
+            words = self._known(query)
+            if len(self) <= _FEW:
+                all_P = self._scores(words)
+                passage_n = np.flatnonzero(all_P).astype(np.int32)
+                score_n = all_P[passage_n]
+            else:
+                passage_n = self._candidates(words, k, score_P)
+                score_n = self._scores_of(words, passage_n)
+            if len(passage_n):
+                best = top(score_n, k)
+                id_QK[row, : len(best)], score_QK[row, : len(best)] = passage_n[best], score_n[best]
+        return score_QK, id_QK
+
+    def _candidates(self, words: Sequence[int], k: int, score_P: Scores) -> NDArray[np.int32]:
+        """Passages among which the best k are, ascending; ``score_P`` is zero before and after.
+
+        The rarest words come first. What the words behind can add at most is known: once that is less than the k-th
+        best score, no passage that has only these can be one of the best, and of their postings only those of passages
+        that are still possible are looked at (MaxScore, Turtle and Flood 1995).
+        """
+        count = {word: words.count(word) for word in words}
+        bound = {word: times * float(self._idf(word)) for word, times in count.items()}
+        order = sorted(count, key=lambda word: (-bound[word], word))
+        left = np.cumsum([0.0, *(bound[word] for word in order[::-1])])[::-1].tolist()  # by words before
+        found = [_NONE]
+        size = done = 0
+        for word in order:
+            if k <= size < self._with_word(word) and left[done] < _least(score_P[np.concatenate(found)], k):
+                break
+            found.append(self._add(word, count[word], score_P))
+            size, done = size + len(found[-1]), done + 1
+        matching = np.concatenate(found)
+        score_n = score_P[matching]
+        score_P[matching] = 0
+        for place in range(done, len(order) + 1):
+            if len(matching) > k:
+                possible_n = score_n + left[place] >= _least(score_n, k)
+                matching, score_n = matching[possible_n], score_n[possible_n]
+            if place < len(order):
+                score_n += count[order[place]] * self._scores_of(order[place : place + 1], matching)
+        matching.sort()
+        return matching
+
+    def _add(self, word: int, times: int, score_P: Scores) -> NDArray[np.int32]:
+        """Add to the scores what a word is worth; returns the passages that had none before."""
+        passage_n, weight_n = self._weights(word)
+        before_n = score_P.take(passage_n)
+        score_P[passage_n] = before_n + times * weight_n
+        new: NDArray[np.int32] = passage_n[before_n == 0]
+        return new
+
+    def score_of(self, query: str, ids: Rows) -> Scores:
+        """BM25 of these passages, [K]; 0 where no word matches, and for -1."""
+        return self._scores_of(self._known(query), ids.astype(np.int32))
+
+    def _scores_of(self, words: Sequence[int], wanted_K: NDArray[np.int32]) -> Scores:
+        score_K = np.zeros(len(wanted_K), np.float32)
+        for word in words:
+            start, end = self.offset_W[word : word + 2].tolist()
+            posting_n = self.posting_N[start:end]
+            place_K = np.minimum(np.searchsorted(posting_n, wanted_K), end - start - 1)
+            has_K = posting_n[place_K] == wanted_K
+            score_K[has_K] += self._weight(word, self.count_N[start + place_K[has_K]], wanted_K[has_K])
+        return score_K
+
+    def best_possible(self, query: str) -> float:
+        """What no passage's score exceeds: the sum of the inverse document frequencies of the query's known words."""
+        total = np.float32(0)
+        for word in self._known(query):
+            total += self._idf(word)
+        return float(total)
+
+    def _known(self, query: str) -> list[int]:
+        """The numbers of the query's words in the order of the query, repetitions too."""
+        words = [word for word in split_words(query) if word not in _STOPPED]
+        code = codes(stems(words))
+        place = np.searchsorted(self.word_W, code)
+        known = place < len(self.word_W)
+        known[known] = self.word_W[place[known]] == code[known]
+        numbers: list[int] = place[known].tolist()
+        return numbers
+
+    def _with_word(self, word: int) -> int:
+        start, end = self.offset_W[word : word + 2].tolist()
+        return int(end - start)
+
+    def _idf(self, word: int) -> np.float32:
+        return inverse_document_frequency(len(self), self._with_word(word))
+
+    def _weights(self, word: int) -> tuple[NDArray[np.int32], Scores]:
+        """The passages that have a word, and what it adds to their scores, [n] each."""
+        start, end = self.offset_W[word : word + 2].tolist()
+        passage_n = self.posting_N[start:end]
+        return passage_n, self._weight(word, self.count_N[start:end], passage_n)
+
+    def _weight(self, word: int, count_n: NDArray[Any], passage_n: NDArray[np.int32]) -> Scores:
+        weight_n = term_weight(count_n, self._half_L.take(self.length_P.take(passage_n)))
+        return (float(self._idf(word)) * weight_n).astype(np.float32)
 
 
 class TfIdf:
@@ -100,13 +313,13 @@ class TfIdf:
         counts.data = np.log1p(counts.data) * idf[np.searchsorted(buckets, counts.indices)]
         self._weights = counts.tocsc()
 
-    def scores(self, query: str) -> NDArray[np.float32]:
+    def scores(self, query: str) -> Scores:
         """The inner product with every passage, [P]."""
         wanted: Any = self._vectorizer.transform([query])
         known = np.isin(wanted.indices, self._buckets)
         buckets = wanted.indices[known]
         weight = np.log1p(wanted.data[known]) * self._idf[np.searchsorted(self._buckets, buckets)]
-        score_P: NDArray[np.float32] = (self._weights[:, buckets] @ weight).astype(np.float32)
+        score_P: Scores = (self._weights[:, buckets] @ weight).astype(np.float32)
         return score_P
 
 
@@ -119,7 +332,7 @@ class Graph:
     def __init__(self, bm25: Bm25, links: Links) -> None:
         self._bm25, self._links = bm25, links
 
-    def scores(self, query: str) -> NDArray[np.float32]:
+    def scores(self, query: str) -> Scores:
         """BM25 and what links add, of every passage, [P]."""
         own_P = self._bm25.scores(query)
         linked_P = np.zeros_like(own_P)

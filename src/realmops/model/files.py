@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,41 @@ from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
 from realmops.bert import Bert, BertConfig, MaskedWordHead, import_pooler, initialise_small, load_bert
-from realmops.config import BertOptions, RetrieverOptions
-from realmops.encoders import encoder_folder, read_weights
+from realmops.config import BertOptions, ReaderOptions, RetrieverOptions, check_width
+from realmops.encoders import (
+    MODULES,
+    POOLING,
+    encoder_folder,
+    is_sentence_encoder,
+    read_weights,
+    sentence_pooling,
+    unused_modules,
+)
 from realmops.model.reader import Reader, SpanHead, initialise_spans
-from realmops.model.retriever import Embedder, Retriever, initialise_projection
+from realmops.model.retriever import (
+    EMBEDDINGS_ALONE,
+    Bag,
+    Embedder,
+    Mixture,
+    Retriever,
+    Tower,
+    initialise_projection,
+)
 
 MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
+# what descriptions say nothing of that were written when there was no choice
+_PAPERS = {
+    "tower": "bert",
+    "pooling": "cls",
+    "projection": "orthogonal",
+    "segments": "two",
+    "temperature": 1.0,
+    "mixture": asdict(EMBEDDINGS_ALONE),
+    "copies": False,
+    "apart": False,
+}
 
 
 def build_bert(
@@ -74,19 +102,76 @@ def build_bert(
 def build_models(
     bert: BertOptions,
     retriever: RetrieverOptions,
+    reader: ReaderOptions,
     vocabulary: int,
     seed: int,
     warn: Callable[[str], None] | None = None,
 ) -> tuple[Retriever, Reader]:
-    """Retriever and reader that start from the same encoder; all towers and projections start equal."""
+    """Retriever and reader; all towers and projections start equal, those of a BERT from the reader's encoder.
+
+    A bag, a projection by PCA and what a reader that compares knows of wordpieces are then filled from the passages
+    (``index.start``).
+    """
     reader_bert, head = build_bert(bert, vocabulary, seed, warn)
-    query = Embedder(copy.deepcopy(reader_bert), retriever.embedding_width, retriever.head)
-    initialise_projection(query, torch.Generator().manual_seed(seed_for(seed, "projection")))
-    if query.pooler is not None and bert.init != "small":
-        folder = encoder_folder(bert.init)
-        import_pooler(query.pooler, read_weights(folder), str(folder))
+    generator = torch.Generator().manual_seed(seed_for(seed, "projection"))
+    query: Tower
+    if retriever.tower == "bag":
+        query = _build_bag(retriever, vocabulary, generator)
+    else:
+        query = _build_embedder(bert, retriever, copy.deepcopy(reader_bert), generator, warn)
     document = query if retriever.share_embedders else copy.deepcopy(query)
-    return Retriever(query, document), Reader(reader_bert, head)
+    return Retriever(query, document), Reader(
+        reader_bert, head, copies=reader.copies, apart=reader.apart, matches=reader.matches
+    )
+
+
+def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> Bag:
+    assert options.head == "cosine", options.head
+    assert options.embedding_width, "config.check_together"
+    if options.embedding_width > vocabulary:
+        raise ValueError(
+            f"retriever.embedding_width is {options.embedding_width}, and a bag has at most one dimension for each of "
+            f"the {vocabulary} wordpieces; set retriever.embedding_width={vocabulary} or less"
+        )
+    bag = Bag(vocabulary, options.embedding_width, options.temperature)
+    with torch.no_grad():
+        bag.word.weight.normal_(0.0, 1.0, generator=generator)
+    return bag
+
+
+def _build_embedder(
+    options: BertOptions,
+    retriever: RetrieverOptions,
+    bert: Bert,
+    generator: torch.Generator,
+    warn: Callable[[str], None] | None,
+) -> Embedder:
+    folder = None if options.init == "small" else encoder_folder(options.init)
+    pooling, segments = retriever.pooling, retriever.segments
+    if pooling == "auto":
+        own = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
+        pooling = "mean" if own == "mean" else "cls"
+        if folder is not None and own and warn is not None and (unused := unused_modules(folder)):
+            warn(
+                f"{folder / MODULES} names {', '.join(unused)} beside the encoder and its pooling ({POOLING}): they "
+                "are not used here, and the retriever starts below what this encoder can do"
+            )
+    if segments == "auto":
+        segments = "one" if folder is not None and is_sentence_encoder(folder) else "two"
+    check_width(retriever.projection, retriever.embedding_width, bert.config.width)
+    tower = Embedder(
+        bert,
+        retriever.embedding_width or bert.config.width,
+        retriever.head,
+        pooling=pooling,
+        projection=retriever.projection,
+        segments=segments,
+        temperature=retriever.temperature,
+    )
+    initialise_projection(tower, generator)
+    if tower.pooler is not None and folder is not None:
+        import_pooler(tower.pooler, read_weights(folder), str(folder))
+    return tower
 
 
 def add_spans(reader: Reader, span_width: int, seed: int) -> None:
@@ -104,15 +189,47 @@ def cpu_state(module: nn.Module) -> dict[str, Tensor]:
 def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) -> dict[str, Any]:
     """The shapes that a loader needs, as JSON."""
     return {
-        "bert": retriever.query.bert.config.to_json(),
-        "head": retriever.query.head,
-        "embedding_width": retriever.query.projection.out_features,
+        **_describe_tower(retriever.query),
         "share_embedders": retriever.shared,
+        "mixture": asdict(retriever.mixture),
         "reader": None if reader is None else reader.bert.config.to_json(),
+        "copies": reader is not None and reader.copy is not None,
+        "apart": reader is not None and reader.apart,
+        "matches": reader is not None and reader.matches is not None,
         "span_width": None if reader is None or reader.spans is None else reader.spans.start.out_features,
         "span_layer_norm_eps": None if reader is None or reader.spans is None else reader.spans.norm.eps,
         "vocabulary_hash": vocabulary_hash,
     }
+
+
+def _describe_tower(tower: Tower) -> dict[str, Any]:
+    common = {"embedding_width": tower.width, "head": tower.head, "temperature": tower.temperature}
+    if isinstance(tower, Bag):
+        return common | {"tower": "bag", "vocabulary": tower.word.num_embeddings}
+    assert isinstance(tower, Embedder)
+    return common | {
+        "tower": "bert",
+        "bert": tower.bert.config.to_json(),
+        "pooling": tower.pooling,
+        "projection": tower.start,
+        "segments": tower.segments,
+    }
+
+
+def _described_tower(description: Mapping[str, Any]) -> Tower:
+    """The inverse of :func:`_describe_tower`, without the weights."""
+    found = {**_PAPERS, **description}
+    if found["tower"] == "bag":
+        return Bag(found["vocabulary"], found["embedding_width"], found["temperature"])
+    return Embedder(
+        Bert(BertConfig.from_json(found["bert"], MODEL)),
+        found["embedding_width"],
+        found["head"],
+        pooling=found["pooling"],
+        projection=found["projection"],
+        segments=found["segments"],
+        temperature=found["temperature"],
+    )
 
 
 def retriever_state(retriever: Retriever) -> dict[str, Tensor]:
@@ -129,13 +246,9 @@ def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, byt
 
 def parse_retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Retriever:
     """A retriever from its description and parameters."""
-    towers = [
-        Embedder(
-            Bert(BertConfig.from_json(description["bert"], MODEL)), description["embedding_width"], description["head"]
-        )
-        for _ in range(1 if description["share_embedders"] else 2)
-    ]
+    towers = [_described_tower(description) for _ in range(1 if description["share_embedders"] else 2)]
     retriever = Retriever(towers[0], towers[-1])
+    retriever.mixture = Mixture(**{**_PAPERS, **description}["mixture"])
     if retriever.shared:
         retriever.query.load_state_dict({name.removeprefix("query."): t for name, t in tensors.items()})
     else:
@@ -157,9 +270,14 @@ def save_models(folder: Path, retriever: Retriever, reader: Reader, vocabulary_h
     (folder / READER).write_bytes(save_tensors(cpu_state(reader)))
 
 
+def is_hybrid(folder: Path) -> bool:
+    """Whether the retriever in a folder counts words beside embeddings."""
+    return bool(json.loads((folder / MODEL).read_text())["mixture"]["lexical"])
+
+
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     """Read both models; ValueError when they were trained with another vocabulary."""
-    description = json.loads((folder / MODEL).read_text())
+    description = {**_PAPERS, **json.loads((folder / MODEL).read_text())}
     if description["vocabulary_hash"] != vocabulary_hash:
         raise ValueError(
             f"{folder}: trained with the vocabulary {description['vocabulary_hash'][:12]}, the snapshot has "
@@ -167,7 +285,8 @@ def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
         )
     retriever = parse_retriever(description, load_tensors((folder / RETRIEVER).read_bytes()))
     config = BertConfig.from_json(description["reader"], str(folder / MODEL))
-    reader = Reader(Bert(config), MaskedWordHead(config))
+    kind = {name: description[name] for name in ("copies", "apart", "matches")}
+    reader = Reader(Bert(config), MaskedWordHead(config), **kind)
     if description["span_width"] is not None:
         reader.spans = SpanHead(config.width, description["span_width"], description["span_layer_norm_eps"])
     reader.load_state_dict(load_tensors((folder / READER).read_bytes()))

@@ -47,6 +47,7 @@ class Published:
         tower = Embedder(Bert(BertConfig.from_json(self.config, source)), projection.shape[0], "release")
         import_state(tower.bert, state, source)
         assert tower.pooler is not None
+        assert tower.projection is not None
         assert tower.norm is not None
         if not import_pooler(tower.pooler, state, source):
             raise ValueError(f"{source}: its embedder has no pooler (realm.pooler.dense); fetch it again")

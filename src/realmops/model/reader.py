@@ -1,10 +1,13 @@
 """The knowledge-augmented encoder: p(y|z,x) for masked words and for answer spans (paper, section 3.2).
 
-Shape suffixes: N sequences, T wordpieces of all sequences, D width, M masked wordpieces, V vocabulary,
-S spans.
+Shape suffixes: N sequences, T wordpieces of all sequences, D width, M masked wordpieces, V vocabulary, L longest body,
+X most masked wordpieces of a sequence, U passages, S spans.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,35 +15,192 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realmops.bert import Bert, MaskedWordHead, Packed
+from realmops.corpus.snapshot import Snapshot
+from realmops.model.joins import SpecialTokens, join_query, join_reader
+from realmops.model.matches import Matches
 
 SPAN_NORM_EPS = 1e-5  # of our own span heads; published ones have 1e-3
 
 
-class Reader(nn.Module):
-    """A BERT over join(x, z) with a masked word head; fine-tuning adds ORQA's span head."""
+LEAST = 1e-20  # a probability of copying below it counts as this much, so that its logarithm is finite
 
-    def __init__(self, bert: Bert, head: MaskedWordHead) -> None:
+
+@dataclass(frozen=True)
+class Bodies:
+    """Where the wordpieces of each sequence's document lie in a packed batch; a sequence may have none."""
+
+    rows_NL: Tensor  # packed rows; 0 where ``there_NL`` is False
+    there_NL: Tensor
+
+    @staticmethod
+    def of(first: Sequence[int], end: Sequence[int], device: torch.device) -> Bodies:
+        """From the first packed row of each body, and the one behind its last."""
+        first_N, end_N = np.asarray(first, np.int64), np.asarray(end, np.int64)
+        rows_NL = first_N[:, None] + np.arange(max(1, int((end_N - first_N).max(initial=0))))
+        there_NL = rows_NL < end_N[:, None]
+        return Bodies(
+            torch.from_numpy(np.where(there_NL, rows_NL, 0)).to(device), torch.from_numpy(there_NL).to(device)
+        )
+
+
+class CopyHead(nn.Module):
+    """A pointer from a masked wordpiece to the wordpieces of the document, and the gate that mixes it in.
+
+    p(y|z,x) = (1 - g) p_vocabulary(y) + g sum of the attention on the wordpieces of z that are y, as in pointer
+    networks with a generator (See et al. 2017). It is not in REALM's paper: there the reader has to learn to copy, for
+    which a short pre-training is too short, and without it the retriever gets no signal.
+
+    Query and key start as the identity and the gate at one half, so that it copies from the first step.
+    """
+
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.bert, self.masked_words = bert, head
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, 1)
+        with torch.no_grad():
+            for layer in (self.query, self.key):
+                layer.weight.copy_(torch.eye(width))
+            self.gate.weight.zero_()
+            self.gate.bias.zero_()
+
+    def mixed(self, hidden_MD: Tensor, log_vocabulary_MU: Tensor, p_copy_MU: Tensor) -> Tensor:
+        """log p(y|z,x), M x U, from the vocabulary's log probability and the probability of copying y from z."""
+        gate_M1 = self.gate(hidden_MD).float()
+        log_copy_MU = p_copy_MU.clamp(min=LEAST).log()
+        return torch.logaddexp(F.logsigmoid(-gate_M1) + log_vocabulary_MU, F.logsigmoid(gate_M1) + log_copy_MU)
+
+
+class Reader(nn.Module):
+    """A BERT over join(x, z) with a masked word head; fine-tuning adds ORQA's span head.
+
+    With ``matches`` it is told how z compares with x. With ``copy`` it may copy masked words from z. With ``apart`` it
+    encodes x and z each on its own, once, and the copy head alone brings them together: any number of passages can then
+    be tried for any number of sentences.
+    """
+
+    def __init__(
+        self, bert: Bert, head: MaskedWordHead, *, copies: bool = False, apart: bool = False, matches: bool = False
+    ) -> None:
+        super().__init__()
+        assert copies or not apart, "only the copy head joins what is read apart"
+        self.bert, self.masked_words, self.apart = bert, head, apart
+        self.copy = CopyHead(bert.config.width) if copies else None
+        self.matches = Matches(bert.config.vocabulary, bert.config.width) if matches else None
         self.spans: SpanHead | None = None
 
-    def log_token(self, batch: Packed, rows_M: Tensor, targets_M: Tensor) -> Tensor:
+    def encode(self, batch: Packed) -> Tensor:
+        """Hidden states T x D of a batch of join(x, z)."""
+        hidden_TD: Tensor = self.bert(batch, None if self.matches is None else self.matches(batch))
+        return hidden_TD
+
+    def document(self, snapshot: Snapshot, passage: int) -> np.ndarray:
+        """The wordpieces of a passage as this reader takes them: where it compares, with the form of their words."""
+        return snapshot.body(passage) if self.matches is None else snapshot.written(passage)
+
+    def log_token(
+        self,
+        batch: Packed,
+        rows_M: Tensor,
+        targets_M: Tensor,
+        bodies: Bodies | None = None,
+        sequence_M: Tensor | None = None,
+    ) -> Tensor:
         """log p(y_j|z,x) of the wordpieces ``targets_M`` at the packed rows ``rows_M``, length M.
 
-        The head is evaluated at those rows only.
+        A reader that copies wants ``bodies``, and ``sequence_M`` to say in which sequence a mask stands, ascending. The
+        head is evaluated at those rows only. Without a body, as with the null document, the vocabulary alone counts.
         """
-        logits_MV = self._logits(batch, rows_M)
-        return -F.cross_entropy(logits_MV, targets_M.to(logits_MV.device), reduction="none")
+        hidden_TD = self.encode(batch)
+        hidden_MD, targets_M = _rows(hidden_TD, rows_M), targets_M.to(hidden_TD.device)
+        log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
+        if self.copy is None:
+            return log_vocabulary_M
+        assert bodies is not None
+        assert sequence_M is not None
+        sequence_M = sequence_M.to(hidden_TD.device)
+        attention_ML = self._attention(hidden_MD, hidden_TD, bodies, sequence_M)
+        is_target_ML = batch.tokens_T[bodies.rows_NL][sequence_M] == targets_M[:, None]
+        p_copy_M1 = (attention_ML * is_target_ML).sum(-1, keepdim=True)
+        mixed_M = self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_M1)[:, 0]
+        return torch.where(bodies.there_NL.any(-1)[sequence_M], mixed_M, log_vocabulary_M)
 
-    def log_words(self, batch: Packed, rows_M: Tensor) -> Tensor:
+    def log_words(self, batch: Packed, rows_M: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
         """log p(y_j|z,x) of every wordpiece of the vocabulary at the packed rows ``rows_M``, M x V."""
-        return self._logits(batch, rows_M).log_softmax(-1)
+        hidden_TD = self.encode(batch)
+        hidden_MD = _rows(hidden_TD, rows_M)
+        log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
+        if self.copy is None:
+            return log_vocabulary_MV
+        sequence_M = sequence_M.to(hidden_TD.device)
+        attention_ML = self._attention(hidden_MD, hidden_TD, bodies, sequence_M)
+        mixed_MV = self._words(hidden_MD, log_vocabulary_MV, attention_ML, batch.tokens_T[bodies.rows_NL][sequence_M])
+        return torch.where(bodies.there_NL.any(-1)[sequence_M][:, None], mixed_MV, log_vocabulary_MV)
 
-    def _logits(self, batch: Packed, rows_M: Tensor) -> Tensor:
-        hidden_TD = self.bert(batch)
-        hidden_MD = hidden_TD.index_select(0, rows_M.to(hidden_TD.device))
+    def log_token_apart(
+        self, x: Packed, rows_M: Tensor, targets_M: Tensor, z: Packed, bodies: Bodies
+    ) -> tuple[Tensor, Tensor]:
+        """log p(y_j|z,x) under each of U documents, M x U, and log p(y_j|null,x), length M; x and z are read apart."""
+        assert self.copy is not None
+        x_TD, z_TD = self.bert(x), self.bert(z)
+        hidden_MD, targets_M = _rows(x_TD, rows_M), targets_M.to(x_TD.device)
+        log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
+        attention_MUL = self._attention_apart(hidden_MD, z_TD, bodies)
+        is_target_MUL = z.tokens_T[bodies.rows_NL][None] == targets_M[:, None, None]
+        p_copy_MU = (attention_MUL * is_target_MUL).sum(-1)
+        return self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_MU), log_vocabulary_M
+
+    def log_words_apart(self, x: Packed, rows_M: Tensor, z: Packed, bodies: Bodies) -> tuple[Tensor, Tensor]:
+        """The same of every wordpiece of the vocabulary: U x M x V, and M x V for the null document."""
+        assert self.copy is not None
+        x_TD, z_TD = self.bert(x), self.bert(z)
+        hidden_MD = _rows(x_TD, rows_M)
+        log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
+        attention_MUL, tokens_UL = self._attention_apart(hidden_MD, z_TD, bodies), z.tokens_T[bodies.rows_NL]
+        words = [
+            self._words(hidden_MD, log_vocabulary_MV, attention_MUL[:, u], tokens_UL[u].expand(len(hidden_MD), -1))
+            for u in range(len(tokens_UL))
+        ]
+        return torch.stack(words), log_vocabulary_MV
+
+    def _logits(self, hidden_MD: Tensor) -> Tensor:
         logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word.weight)
         return logits_MV.float()
+
+    def _attention(self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
+        """The attention of each mask on its own sequence's body, M x L; 0 where there is no wordpiece."""
+        assert self.copy is not None
+        first_N = torch.searchsorted(sequence_M, torch.arange(len(bodies.rows_NL), device=sequence_M.device))
+        place_M = torch.arange(len(sequence_M), device=sequence_M.device) - first_N[sequence_M]
+        query_MD, key_TD = self.copy.query(hidden_MD), self.copy.key(hidden_TD)
+        shape = (len(bodies.rows_NL), int(place_M.max()) + 1, query_MD.shape[1])
+        query_NXD = query_MD.new_zeros(shape).index_put((sequence_M, place_M), query_MD)
+        score_NXL = query_NXD @ key_TD[bodies.rows_NL].transpose(1, 2)
+        return _softmax(score_NXL[sequence_M, place_M], bodies.there_NL[sequence_M], key_TD.shape[1])
+
+    def _attention_apart(self, hidden_MD: Tensor, z_TD: Tensor, bodies: Bodies) -> Tensor:
+        """The attention of each mask on the body of each document, M x U x L."""
+        assert self.copy is not None
+        score_MT = self.copy.query(hidden_MD) @ self.copy.key(z_TD).T
+        return _softmax(score_MT[:, bodies.rows_NL], bodies.there_NL[None], z_TD.shape[1])
+
+    def _words(self, hidden_MD: Tensor, log_vocabulary_MV: Tensor, attention_ML: Tensor, token_ML: Tensor) -> Tensor:
+        assert self.copy is not None
+        p_copy_MV = torch.zeros_like(log_vocabulary_MV).scatter_add(1, token_ML, attention_ML)
+        return self.copy.mixed(hidden_MD, log_vocabulary_MV, p_copy_MV)
+
+
+def _rows(hidden_TD: Tensor, rows_M: Tensor) -> Tensor:
+    return hidden_TD.index_select(0, rows_M.to(hidden_TD.device))
+
+
+def _softmax(score: Tensor, there: Tensor, width: int) -> Tensor:
+    """Attention in fp32 over the last axis; 0 where nothing is there, also where that is everywhere."""
+    score = (score.float() / width**0.5).masked_fill(~there, -torch.inf)
+    score = score - score.amax(-1, keepdim=True).clamp(min=-1e30).detach()
+    weight = score.exp()
+    weights: Tensor = weight / weight.sum(-1, keepdim=True).clamp(min=LEAST)
+    return weights
 
 
 class SpanHead(nn.Module):
@@ -80,3 +240,75 @@ def initialise_spans(head: SpanHead, generator: torch.Generator) -> None:
                 module.weight.normal_(0.0, 0.02, generator=generator)
                 if module.bias is not None:
                     module.bias.zero_()
+
+
+def log_token_of_pairs(
+    reader: Reader,
+    sentences: Sequence[np.ndarray],
+    positions: Sequence[np.ndarray],
+    targets_M: Tensor,
+    documents: Sequence[np.ndarray],
+    special: SpecialTokens,
+    limit: int,
+) -> Tensor:
+    """log p(y_j|z,x) of masked wordpieces, each sentence with one document of its own, length M.
+
+    ``positions`` are those of the masks in each sentence.  A document without wordpieces is the null document.
+    """
+    device = reader.bert.word.weight.device
+    sequence_M = torch.from_numpy(np.repeat(np.arange(len(sentences)), [len(at) for at in positions]))
+    if not reader.apart:
+        batch, bodies = _joined(sentences, documents, special, limit, device)
+        rows = [start + 1 + at for start, at in zip(batch.starts[:-1], positions, strict=True)]
+        return reader.log_token(batch, torch.from_numpy(np.concatenate(rows)), targets_M, bodies, sequence_M)
+    x = Packed([join_query(one, special, limit) for one in sentences])
+    rows = [start + 1 + at for start, at in zip(x.starts[:-1], positions, strict=True)]
+    z, bodies = read_apart(documents, special, limit, device)
+    log_token_MU, log_null_M = reader.log_token_apart(x, torch.from_numpy(np.concatenate(rows)), targets_M, z, bodies)
+    sequence_M = sequence_M.to(device)
+    is_null_M = ~bodies.there_NL.any(-1)[sequence_M]
+    return torch.where(is_null_M, log_null_M, log_token_MU.gather(1, sequence_M[:, None])[:, 0])
+
+
+def log_words_of_pairs(
+    reader: Reader,
+    x: np.ndarray,
+    positions: np.ndarray,
+    documents: Sequence[np.ndarray],
+    special: SpecialTokens,
+    limit: int,
+) -> Tensor:
+    """log p(y_j|z,x) of every wordpiece at the masks of one sentence, for each document: K x M x V."""
+    device = reader.bert.word.weight.device
+    if reader.apart:
+        batch = Packed([join_query(x, special, limit)])
+        z, bodies = read_apart(documents, special, limit, device)
+        log_word_KMV, log_null_MV = reader.log_words_apart(batch, torch.from_numpy(1 + positions), z, bodies)
+        there_K = bodies.there_NL.any(-1)[:, None, None]
+        return torch.where(there_K, log_word_KMV, log_null_MV[None])
+    batch, bodies = _joined([x] * len(documents), documents, special, limit, device)
+    rows_KM = batch.starts[:-1, None] + 1 + positions
+    sequence_N = torch.arange(len(documents)).repeat_interleave(len(positions))
+    log_word_NV = reader.log_words(batch, torch.from_numpy(rows_KM.ravel()), bodies, sequence_N)
+    return log_word_NV.view(len(documents), len(positions), -1)
+
+
+def _joined(
+    sentences: Sequence[np.ndarray],
+    documents: Sequence[np.ndarray],
+    special: SpecialTokens,
+    limit: int,
+    device: torch.device,
+) -> tuple[Packed, Bodies]:
+    joined = [join_reader(x, z, special, limit) for x, z in zip(sentences, documents, strict=True)]
+    batch = Packed([tokens for tokens, _, _ in joined], [segments for _, segments, _ in joined])
+    first = [start + offset for start, (*_, offset) in zip(batch.starts[:-1], joined, strict=True)]
+    return batch, Bodies.of(first, (batch.starts[1:] - 1).tolist(), device)
+
+
+def read_apart(
+    documents: Sequence[np.ndarray], special: SpecialTokens, limit: int, device: torch.device
+) -> tuple[Packed, Bodies]:
+    """Documents as the reader takes them on their own: [CLS][SEP] body [SEP], the join of nothing with each."""
+    nothing = np.zeros(0, dtype=np.int64)
+    return _joined([nothing] * len(documents), documents, special, limit, device)

@@ -1,11 +1,14 @@
 """The neural knowledge retriever: f(x, z) = Embed_input(x) . Embed_doc(z) (paper, section 3.2).
 
-Shape suffixes: B sequences, D encoder width, E embedding width, T wordpieces.
+A tower makes embeddings: an :class:`Embedder` from a BERT, as in the paper, or a :class:`Bag` from word vectors.
+
+Shape suffixes: B sequences, D encoder width, E embedding width, T wordpieces, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,56 +16,205 @@ from torch import Tensor, nn
 
 from realmops.bert import Bert, Packed
 
-HEADS = ("paper", "release", "normalised")
+HEADS = ("paper", "release", "normalised", "cosine")
+POOLINGS = ("cls", "mean")
+PROJECTIONS = ("orthogonal", "identity", "pca", "random")
+SEGMENTS = ("one", "two")
+_SHORTEST = 1e-6  # a vector that is shorter has no direction
 
 
-class Embedder(nn.Module):
-    """One tower: a BERT and the projection of its [CLS] vector to E dimensions.
+@dataclass(frozen=True)
+class Mixture:
+    """The weights of a hybrid f(x, z): of the embeddings' scaled inner product, and of BM25 over that of the best.
 
-    ``head`` is ``paper`` (W times CLS), ``release`` (BERT pooler, dense with bias, LayerNorm, dropout) or
-    ``normalised`` (W times CLS, LayerNorm, and a relevance divided by the square root of E).
+    ``reading`` is what f(x, z) weighs beside a span's score, where answers are chosen.
     """
 
-    def __init__(self, bert: Bert, embedding_width: int, head: str) -> None:
+    dense: float
+    lexical: float
+    reading: float = 1.0
+
+    def of(self, dense: Tensor, words: Tensor) -> Tensor:
+        """f(x, z) from both parts."""
+        return self.dense * dense + self.lexical * words
+
+
+EMBEDDINGS_ALONE = Mixture(1.0, 0.0)  # the paper's f(x, z)
+HYBRID_START = Mixture(1.0, 8.0)  # until it is fitted: what fits a cosine over 0.05 on real questions
+
+
+class Tower(nn.Module):
+    """What turns sequences into embeddings B x E, and how their inner products become f(x, z).
+
+    With the head ``cosine`` embeddings have length 1 and f(x, z) is their inner product divided by ``temperature``.
+    """
+
+    def __init__(self, head: str, temperature: float) -> None:
         super().__init__()
         assert head in HEADS, head
+        self.head, self.temperature = head, temperature
+
+    @property
+    def width(self) -> int:
+        """The embedding width E."""
+        raise NotImplementedError
+
+    @property
+    def words(self) -> str:
+        """What it is, for people: what ``auto`` stood for is in it."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
+    def scale(self) -> float:
+        """The factor of every inner product in f(x, z)."""
+        if self.head == "cosine":
+            return 1 / self.temperature
+        return 1 / math.sqrt(self.width) if self.head == "normalised" else 1.0
+
+    @property
+    def shifts(self) -> list[nn.Parameter]:
+        """Biases that add the same vector to all embeddings."""
+        return []
+
+
+class Embedder(Tower):
+    """A BERT, the pooling of its vectors to one, and the projection of that to E dimensions.
+
+    ``head`` is ``paper`` (W times the pooled vector), ``release`` (BERT pooler, dense with bias, LayerNorm, dropout),
+    ``normalised`` (W times the pooled vector, LayerNorm, and a relevance divided by the square root of E) or
+    ``cosine`` (W times the pooled vector, divided by its length). The other arguments are the paper's unless said.
+
+    ``pooling`` is ``cls`` or ``mean`` (over all wordpieces, [CLS] and [SEP] too). ``projection`` says where W starts;
+    with ``identity`` there is none, with ``pca`` it has a bias. With ``segments`` ``one`` title and body are both of
+    segment 0.
+    """
+
+    def __init__(
+        self,
+        bert: Bert,
+        embedding_width: int,
+        head: str,
+        *,
+        pooling: str = "cls",
+        projection: str = "orthogonal",
+        segments: str = "two",
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(head, temperature)
+        assert pooling in POOLINGS, pooling
+        assert projection in PROJECTIONS, projection
+        assert segments in SEGMENTS, segments
         width = bert.config.width
-        self.bert, self.head = bert, head
+        assert projection != "identity" or embedding_width == width, (embedding_width, width)
+        self.bert, self.pooling, self.start, self.segments = bert, pooling, projection, segments
         self.pooler = nn.Linear(width, width) if head == "release" else None
-        self.projection = nn.Linear(width, embedding_width, bias=head == "release")
+        has_bias = head == "release" or projection == "pca"
+        self.projection = None if projection == "identity" else nn.Linear(width, embedding_width, bias=has_bias)
         eps = bert.config.layer_norm_eps
-        self.norm = None if head == "paper" else nn.LayerNorm(embedding_width, eps=eps)
+        self.norm = nn.LayerNorm(embedding_width, eps=eps) if head in ("release", "normalised") else None
+
+    @property
+    def width(self) -> int:
+        """The embedding width E."""
+        return self.bert.config.width if self.projection is None else self.projection.out_features
+
+    @property
+    def shifts(self) -> list[nn.Parameter]:
+        """The last biases; behind a division by the length there is none."""
+        if self.head == "cosine":
+            return []
+        if self.norm is not None:
+            return [self.norm.bias]
+        last = self.bert.layers[-1].output_norm
+        assert isinstance(last, nn.LayerNorm)
+        own = [] if self.projection is None or self.projection.bias is None else [self.projection.bias]
+        return [last.bias, *own]
+
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
+        made = f"{self.bert.config.width} -> {self.width} by {self.start}"
+        return f"a BERT, pooling {self.pooling}, {made}, head {self.head}, segments {self.segments}"
+
+    def pooled(self, batch: Packed) -> Tensor:
+        """One vector of the encoder for each sequence, B x D."""
+        if self.segments == "one":
+            batch = batch.in_one_segment()
+        if self.pooling == "cls":
+            return self.bert.cls(batch)
+        hidden_TD: Tensor = self.bert(batch)
+        return torch.stack([x_TD.mean(0) for x_TD in torch.split(hidden_TD.float(), batch.lengths.tolist())])
 
     def forward(self, batch: Packed) -> Tensor:
         """Embeddings B x E."""
-        cls_BD: Tensor = self.bert.cls(batch)
+        embedding_BE = self.pooled(batch)
         if self.pooler is not None:
-            cls_BD = torch.tanh(self.pooler(cls_BD))
-        embedding_BE: Tensor = self.projection(cls_BD)
+            embedding_BE = torch.tanh(self.pooler(embedding_BE))
+        if self.projection is not None:
+            embedding_BE = self.projection(embedding_BE)
         if self.norm is not None:
             embedding_BE = self.norm(embedding_BE)
         if self.head == "release":
             embedding_BE = F.dropout(embedding_BE, self.bert.config.dropout, self.training)
-        return embedding_BE.float()
+        return _unit(embedding_BE) if self.head == "cosine" else embedding_BE.float()
+
+
+class Bag(Tower):
+    """The sum of the sequence's word vectors, divided by its length: no encoder, no order of words.
+
+    Wordpieces whose ``counts_V`` is 0, as [CLS] and [MASK], add nothing and learn nothing. A sequence without any
+    other has the zero vector, so that f(x, z) = 0 for every x.
+    """
+
+    counts_V: Tensor
+
+    def __init__(self, vocabulary: int, embedding_width: int, temperature: float) -> None:
+        super().__init__("cosine", temperature)
+        self.word = nn.Embedding(vocabulary, embedding_width)
+        self.register_buffer("counts_V", torch.ones(vocabulary))
 
     @property
-    def shift(self) -> nn.Parameter:
-        """The last bias: with another one in its place, all embeddings are shifted by the same vector."""
-        last = self.bert.layers[-1].output_norm if self.norm is None else self.norm
-        assert isinstance(last, nn.LayerNorm)
-        return last.bias
+    def width(self) -> int:
+        """The embedding width E."""
+        return self.word.embedding_dim
+
+    @property
+    def words(self) -> str:
+        """What it is, for people."""
+        return f"a bag of {self.word.num_embeddings} word vectors of width {self.width}"
+
+    def forward(self, batch: Packed) -> Tensor:
+        """Embeddings B x E."""
+        batch.to(self.device)
+        counts_T = self.counts_V[batch.tokens_T]
+        sum_BE = F.embedding_bag(
+            batch.tokens_T, self.word.weight, batch.first_B, mode="sum", per_sample_weights=counts_T
+        )
+        return _unit(sum_BE)
+
+
+def _unit(x_BE: Tensor) -> Tensor:
+    """Rows divided by their length; a row without a direction becomes (nearly) 0 and has a bounded gradient."""
+    return F.normalize(x_BE.float(), dim=-1, eps=_SHORTEST)
 
 
 class Retriever(nn.Module):
     """Query tower and document tower; one and the same where ``share`` is set."""
 
-    def __init__(self, query: Embedder, document: Embedder) -> None:
+    def __init__(self, query: Tower, document: Tower) -> None:
         super().__init__()
         self.query, self.document = query, document
+        self.mixture = EMBEDDINGS_ALONE
         if not self.shared:
-            # It adds one number to the relevance of all z for x, which p(z|x) does not see: its gradient would be
-            # rounding, and Adam would make full steps of it.  It stays, since it is part of published embeddings.
-            document.shift.requires_grad_(False)
+            # They add one number to the relevance of all z for x, which p(z|x) does not see: their gradient would be
+            # rounding, and Adam would make full steps of it.  They stay, since they are part of published embeddings.
+            for shift in document.shifts:
+                shift.requires_grad_(False)
 
     @property
     def shared(self) -> bool:
@@ -72,8 +224,7 @@ class Retriever(nn.Module):
     @property
     def scale(self) -> float:
         """The factor of every inner product in f(x, z)."""
-        embedding_width = self.query.projection.out_features
-        return 1 / math.sqrt(embedding_width) if self.query.head == "normalised" else 1.0
+        return self.query.scale
 
     def relevance(self, query_BE: Tensor, document_BKE: Tensor) -> Tensor:
         """f(x, z) of each query with its own K documents, B x K."""
@@ -81,8 +232,19 @@ class Retriever(nn.Module):
 
 
 def initialise_projection(embedder: Embedder, generator: torch.Generator) -> None:
-    """An orthogonal projection: inner products of embeddings start as those of the [CLS] vectors."""
+    """Where the projection and the pooler start.
+
+    An orthogonal projection: inner products of embeddings start as those of the pooled vectors, in part where E < D.
+    A random one is Gaussian of variance 1/E, which keeps them in the mean. That of ``pca`` comes from the passages
+    (``index.start``) and is orthogonal until then.
+    """
     with torch.no_grad():
-        nn.init.orthogonal_(embedder.projection.weight, generator=generator)
+        if embedder.projection is not None and embedder.start == "random":
+            embedder.projection.weight.normal_(0.0, 1 / math.sqrt(embedder.width), generator=generator)
+        elif embedder.projection is not None:
+            nn.init.orthogonal_(embedder.projection.weight, generator=generator)
+        if embedder.start == "pca":
+            assert embedder.projection is not None
+            embedder.projection.bias.zero_()
         if embedder.pooler is not None:
             nn.init.orthogonal_(embedder.pooler.weight, generator=generator)

@@ -14,6 +14,7 @@ from realmops.tracking import Journal
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
 PUBLISHED = "data/published"  # passages that were imported with a checkpoint
+CLOZE = "data/cloze"  # questions that were made from the corpus
 HUB = "hf:"
 
 
@@ -82,7 +83,7 @@ STAGES: dict[str, Stage] = {
             "data/spans",
             ("tag.train", "tag.dev"),
         ),
-        Stage("ict", ("run", "bert", "retriever", "ict", "optimiser"), ("snapshot", "tag"), "models/ict"),
+        Stage("ict", ("run", "bert", "retriever", "reader", "ict", "optimiser"), ("snapshot", "tag"), "models/ict"),
         Stage(
             "pretrain",
             ("run", "index", "pretrain", "optimiser", "questions"),
@@ -119,7 +120,7 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
     """The files that a stage's options name, by section.key.
 
     Relative names start at the project; those inside a stage's folder (data/sample/...), or among what was
-    imported, at the root of the run.  The name of a dataset on the hub (hf:...) stays as it is.
+    imported or made of the corpus, at the root of the run.  The name of a dataset on the hub (hf:...) stays as it is.
     """
     found = {}
     for key in stage.files:
@@ -133,8 +134,8 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
 
 
 def _made_here(name: Path) -> bool:
-    """Whether a file lies in a stage's folder or among what was imported."""
-    return not {Path(PUBLISHED), *(Path(stage.folder) for stage in STAGES.values())}.isdisjoint(name.parents)
+    """Whether a file lies in a stage's folder, or among what was imported or made of the corpus."""
+    return not {Path(PUBLISHED), Path(CLOZE), *(Path(s.folder) for s in STAGES.values())}.isdisjoint(name.parents)
 
 
 def _needless(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -166,6 +167,8 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
             if key in needless or value.startswith(HUB) or path.exists() or maker in names:
                 continue
             advice = f"run the stage {maker} first, or name a file of your own" if maker else "check the path"
+            if Path(CLOZE) in Path(value).parents:
+                advice = "run 'realmops cloze' with the same options, which makes it of the corpus"
             advice += {
                 "snapshot.warmup": ", or set snapshot.use_warmup=false: the reader then starts from the documents",
                 "tag.train": ", or set tag.method to dates, or to given where documents carry spans",

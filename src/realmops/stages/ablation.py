@@ -205,24 +205,24 @@ class _Runner:
                 lock = self._locks[home.name]
             with lock:
                 self._make(stage, variant, seed, home, view)
-            _link(home / stage.folder, view / stage.folder)
+            put_link(home / stage.folder, view / stage.folder)
             with self._guard:
                 self._advance(1)
 
     def _make(self, stage: Stage, variant: str, seed: int, home: Path, view: Path) -> None:
         """See to it that a stage is done: by this process, or by another one that works on it."""
-        if _is_made(home, stage):
+        if is_made(home, stage):
             return
         if not self._trains:
             raise _StageFailed(f"{variant}, seed {seed}: the stage {stage.name} has not been done in {home}")
         with claimed(home / WORK / "claim", self._say, self._stopped) as claim:
-            if not _is_made(home, stage):
+            if not is_made(home, stage):
                 self._run_stage(stage, variant, seed, home, view, claim)
 
     def _run_stage(self, stage: Stage, variant: str, seed: int, home: Path, view: Path, claim: Claim) -> None:
         for need in stage.needs:
             if (view / STAGES[need].folder).exists():
-                _link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
+                put_link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
         ablation = self._ablation
         command = [sys.executable, "-m", "realmops", "run", stage.name, "--params", ablation.params, "--root", home]
         command += ["--watch-parent", os.getpid()]
@@ -256,7 +256,7 @@ def _status(process: subprocess.Popen[bytes], claim: Claim) -> int:
                 process.terminate()
 
 
-def _is_made(home: Path, stage: Stage) -> bool:
+def is_made(home: Path, stage: Stage) -> bool:
     """Whether a stage is done, seen by listing folders: NFS hides for a while a name that was looked for too early."""
     folder = home
     for name in (*Path(stage.folder).parts, artifacts.MANIFEST):
@@ -275,7 +275,7 @@ def folder_of(out: Path, variant: str, seed: int) -> Path:
     return out / variant / f"seed-{seed}"
 
 
-def _link(target: Path, link: Path) -> None:
+def put_link(target: Path, link: Path) -> None:
     """Put a link in its place whole: others may look at it or make the same one."""
     link.parent.mkdir(parents=True, exist_ok=True)
     new = link.with_name(f".{link.name}.{uuid.uuid4().hex}")

@@ -106,7 +106,7 @@ def _alignments(
     progress: Callable[[int], None],
 ) -> Iterator[list[dict[str, Any]]]:
     """The rows of each chosen span."""
-    size, candidates = realm.options.batch_size, Candidates(realm.snapshot, realm.options)
+    size, candidates = realm.options.batch_size, Candidates(realm.snapshot, realm.options, realm.words)
     for start in range(0, len(chosen), size):
         places = chosen[start : start + size].tolist()
         batch = [examples.example(place, rng) for place in places]

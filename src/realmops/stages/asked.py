@@ -17,13 +17,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from realmops import artifacts
 from realmops.corpus.answers import normal_form
 from realmops.corpus.snapshot import Snapshot
+from realmops.stages import METRICS, STAGES
 from realmops.stages.common import INDEX, prepare
-from realmops.stages.explanations import Generation, Sheet, options_of, passage_name, sections_of
+from realmops.stages.explanations import Generation, Sheet, options_of, passage_name, sections_of, trained_steps
 from realmops.stages.retrievers import open_tuned
 from realmops.stages.update import Standing
 from realmops.train.finetune import OpenQa
+from realmops.train.passages import passage_steps
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,12 @@ def finetuned(root: Path, where: Standing) -> tuple[OpenQa, Generation]:
     model.reader.eval()
     if model.ranker is not None:
         return model, Generation(None, len(snapshot), options.retriever, None)
-    embedder = sections_of(root, options.retriever) if sections_of(root, "finetune") else {}
-    step = embedder.get(options.retriever, {}).get("steps")
-    return model, Generation(str(where.finetune / INDEX), len(snapshot), options.retriever, step)
+    stage, trained_here = options.retriever, bool(sections_of(root, "finetune"))
+    step = trained_steps(root, stage) if trained_here else None
+    if options.retriever_training == "passages" and trained_here:
+        metrics = artifacts.read_json(root / STAGES["finetune"].folder / METRICS)
+        stage, step = "finetune", passage_steps(metrics["passages_with_questions"], options)
+    return model, Generation(str(where.finetune / INDEX), len(snapshot), stage, step)
 
 
 def explanation(question: str, answer: str | None, model: OpenQa, index: Generation) -> Explanation:
@@ -113,7 +119,8 @@ def explanation(question: str, answer: str | None, model: OpenQa, index: Generat
         relevance_K = relevance_BK[0, : len(read)]
         score_S, rows = model.spans([tokens], [read])
     rank_S = rows[:, 1]
-    logit_S = (score_S.cpu() + relevance_K.cpu()[rank_S]).double()
+    prior_S = model.retriever.mixture.reading * relevance_K.cpu()[rank_S]
+    logit_S = (score_S.cpu() + prior_S).double()
     p_S, score = logit_S.softmax(0).numpy(), logit_S.tolist()
     sources = [(snapshot.text(passage), snapshot.chars(passage).tolist()) for passage in read]
     cuts = ((*sources[rank], first, last) for _, rank, first, last in rows.tolist())

@@ -18,7 +18,16 @@ import torch
 
 from realmops import artifacts
 from realmops.artifacts import seed_for
-from realmops.config import BertOptions, Optimiser, Pretrain, RetrieverOptions, Run, SnapshotOptions, parse_section
+from realmops.config import (
+    BertOptions,
+    Optimiser,
+    Pretrain,
+    ReaderOptions,
+    RetrieverOptions,
+    Run,
+    SnapshotOptions,
+    parse_section,
+)
 from realmops.corpus.formats import sources
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.sample import build_world
@@ -27,8 +36,10 @@ from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans, SpansWriter
 from realmops.corpus.vocabulary import UNCASED, train_vocabulary
 from realmops.encoders import encoder_folder
+from realmops.index import lexical
 from realmops.index.approximate import memory_of
 from realmops.index.embed import document_sequences, embed
+from realmops.index.lexical_writer import write_bm25
 from realmops.index.mips import Exact
 from realmops.model.files import build_models
 from realmops.model.reader import Reader
@@ -68,7 +79,8 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
         if not there and bert.init == "small":
             vocabulary = max(vocabulary, bert.vocabulary)
         projection: RetrieverOptions = parse_section("retriever", values["retriever"])
-        retriever, reader = build_models(bert, projection, vocabulary, run.seed)
+        reading: ReaderOptions = parse_section("reader", values["reader"])
+        retriever, reader = build_models(bert, projection, reading, vocabulary, run.seed)
         retriever.to(device)
         reader.to(device)
         told(1)
@@ -83,6 +95,8 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
             optimiser: Optimiser = parse_section("optimiser", values["optimiser"])
             chosen = replace(options, batch_size=batch_size, steps=MOST_STEPS, refresh_every=MOST_STEPS)
             chosen = replace(chosen, staleness_queries=0, retriever_delay=0, examples="corpus")
+            if chosen.masking == "recurring":  # the words that are masked here need not recur
+                chosen = replace(chosen, masking="salient")
             context = Context("plan", run.seed, device, dtype, _Nowhere(), _Watch(budget), lambda steps: None)
             return _step_seconds(context, retriever, reader, snapshot, spans, chosen, optimiser)
 
@@ -94,10 +108,11 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
         step = timed(batch_size, left) if batch_size > 1 else one
         trainer_bytes = _peak_bytes()
         told(1)
-        width = retriever.query.projection.out_features
+        width = retriever.query.width
         search = _search_seconds(width, options, device, SHARES["search"] * seconds)
         told(1)
-        size = sum(path.stat().st_size for path in snapshot.folder.rglob("*") if path.is_file())
+        folders = (snapshot.folder, snapshot.folder.with_name(lexical.FOLDER))
+        size = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
         told(1)
         towers = [retriever.query] if retriever.shared else [retriever.query, retriever.document]
         return Measured(
@@ -150,6 +165,7 @@ def _invented(values: Mapping[str, Mapping[str, Any]], work: Path) -> Path:
         casing=casing,
         block_wordpieces=options.block_wordpieces,
     )
+    write_bm25(folder.with_name(lexical.FOLDER), Snapshot.open(folder, verify=False))
     return folder
 
 
@@ -246,7 +262,7 @@ def _step_seconds(
     """The median of steps of ``train.pretrain``, the first not counted."""
     assert isinstance(context.journal, _Watch)
     generator = torch.Generator().manual_seed(context.seed)
-    width = retriever.query.projection.out_features
+    width = retriever.query.width
     embedding_PE = torch.randn(min(ROWS, len(snapshot)), width, generator=generator).to(context.device)
     examples = Examples(snapshot, spans, options)
     source = _Fixed(Index(0, Exact(embedding_PE), retriever, time.time(), False))

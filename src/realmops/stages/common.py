@@ -29,7 +29,7 @@ from realmops.index.approximate import QUERIES, Approximate, Recipe, passage_ind
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.mips import Exact, PassageIndex
 from realmops.model.joins import SpecialTokens, join_query
-from realmops.model.retriever import Embedder, Retriever
+from realmops.model.retriever import Retriever, Tower
 from realmops.stages import Job
 from realmops.train.loop import Context
 from realmops.train.parallel import team
@@ -121,7 +121,7 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
 
 def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
     """Embeddings P x E of all passages."""
-    nothing = torch.empty(0, retriever.document.projection.out_features)
+    nothing = torch.empty(0, retriever.document.width)
     return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing)
 
 
@@ -195,14 +195,14 @@ def passage_embeddings(folder: Path, retriever: Retriever, snapshot: Snapshot, d
 
 
 def searchable(
-    job: Job, embedding_PE: Tensor, embedder: Embedder, queries: Sequence[np.ndarray], k: int
+    job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int
 ) -> PassageIndex:
     """An index over embeddings as the section ``index`` wants it, its recall of the top k measured with the queries."""
     run: Run = job.sections["run"]
     device, dtype = prepare(run)
 
     def embedded() -> Tensor:
-        return embed(embedder, query_sequences(queries), dtype)
+        return embed(tower, query_sequences(queries), dtype)
 
     seed = artifacts.seed_for(run.seed, "index")
     return passage_index(embedding_PE, job.sections["index"], device, seed, embedded, k)

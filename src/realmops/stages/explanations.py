@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from realmops import artifacts
 from realmops.config import parse_section
 from realmops.evaluate.report import page_of, table_of
-from realmops.stages import STAGES
+from realmops.stages import METRICS, STAGES
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -77,6 +77,14 @@ def sections_of(root: Path, stage: str) -> dict[str, dict[str, Any]]:
     path = root / STAGES[stage].folder / artifacts.MANIFEST
     sections: dict[str, dict[str, Any]] = artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
     return sections
+
+
+def trained_steps(root: Path, stage: str) -> int | None:
+    """The step whose weights ``ict`` or ``pretrain`` handed on; None where they were imported."""
+    steps: int | None = sections_of(root, stage).get(stage, {}).get("steps")
+    if steps is None:
+        return None
+    return int(artifacts.read_json(root / STAGES[stage].folder / METRICS).get("best_step", steps))
 
 
 def passage_name(title: str, passage_id: str) -> str:

@@ -3,36 +3,61 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from realmops.artifacts import atomic_folder
 from realmops.config import ClosedBookOptions, Finetune
+from realmops.corpus.answers import contains_answer
+from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.openqa import score_predictions
 from realmops.evaluate.retrieval import RECALL_AT
 from realmops.index.approximate import Approximate, index_type
 from realmops.index.embed import embed, query_sequences
+from realmops.index.lexical import Bm25
+from realmops.index.mips import Exact, PassageIndex
+from realmops.index.trainer import Policy
 from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.reader import Reader
-from realmops.model.retriever import Retriever
+from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 from realmops.stages import Job
 from realmops.stages.common import (
+    INDEX,
     JournalValues,
     context,
+    embed_changed,
+    load_index,
     open_snapshot,
     passage_embeddings,
     prepare,
     question_queries,
     sampled,
+    save_index,
     save_passages,
     searchable,
     warn_of_timeouts,
 )
-from realmops.stages.retrievers import DENSE, ranker_of
+from realmops.stages.exchange import Refresh, exchange
+from realmops.stages.retrievers import DENSE, fit_reading, fit_to_questions, ranker_of
 from realmops.train import closed_book
 from realmops.train.closed_book import SAID_TOGETHER, ClosedBook, answered_in_words
 from realmops.train.finetune import ANSWERED_TOGETHER, OpenQa, finetune, finetune_steps
+from realmops.train.loop import Context
+from realmops.train.passages import Positives, passage_steps, train_by_passages
 from realmops.train.path import PathRetriever, train_paths
+from realmops.train.pretrain import IndexSource, SharedSource
+from realmops.train.windows import lessons_of, train_in_windows
+
+SHARD_ROWS = 512  # passages that the index builder embeds and commits at a time
+BUILDER_TIMEOUT = 900.0  # seconds to wait for an index
+EVIDENCE = 20  # best passages among which the one that answers a training question is looked for
 
 
 def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retriever, Reader]:
@@ -48,7 +73,18 @@ def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retri
             )
     models = {name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {source, options.reader}}
     retriever, reader = models[source][0], models[options.reader][1]
-    return Retriever(copy.deepcopy(retriever.query), retriever.document), reader
+    if options.retriever not in DENSE:
+        retriever.mixture = EMBEDDINGS_ALONE
+    if options.retriever_training == "passages":
+        return retriever, reader
+    return _with_query_apart(retriever), reader
+
+
+def _with_query_apart(retriever: Retriever) -> Retriever:
+    """The same with a query tower of its own, which can learn over frozen passages."""
+    apart = Retriever(copy.deepcopy(retriever.query), retriever.document)
+    apart.mixture = retriever.mixture
+    return apart
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -70,40 +106,91 @@ def run(job: Job) -> dict[str, Any]:
     if options.retriever == "path":
         path = PathRetriever.start(reader.bert, snapshot, options, dtype, seed)
         bar = job.report.progress("questions with paths", len(questions))
-        lessons = []
+        walks = []
         for question in questions:
-            lessons += [lesson] if (lesson := path.lesson(question)) else []
+            walks += [walk] if (walk := path.lesson(question)) else []
             bar(1)
-        metrics["questions_with_path"], done = len(lessons), finetune_steps(len(lessons), options)
+        metrics["questions_with_path"], done = len(walks), finetune_steps(len(walks), options)
         surroundings = context(job, "paths", done, "paths", prefix="path_")
-        end = train_paths(surroundings, path, lessons, options, job.sections["optimiser"])
+        end = train_paths(surroundings, path, walks, options, job.sections["optimiser"])
     add_spans(reader, options.span_width, seed)
     retriever.to(device)
-    passages = None
+    optimiser = job.sections["optimiser"]
+    passages, words = None, None
     if options.retriever in DENSE:
-        index_type(job.sections["index"], len(snapshot), retriever.document.projection.out_features, device)
-        embedding_PE = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
+        index_type(job.sections["index"], len(snapshot), retriever.document.width, device)
+        words = Bm25.of(snapshot) if retriever.mixture.lexical else None
+        if options.retriever_training == "passages":
+            positives = _positives(job, snapshot, questions)
+            metrics["passages_with_questions"] = len(positives.passages)
+            steps = passage_steps(len(positives.passages), options)
+            surroundings = context(job, "retriever", steps, "retriever", prefix="retriever_")
+
+            def learn(surroundings: Context, source: IndexSource | None = None) -> int:
+                return train_by_passages(
+                    surroundings, retriever, snapshot, questions, positives, options, optimiser, source
+                )
+
+            every = options.retriever_refresh_every
+            if every:
+                end = _with_refreshes(job, surroundings, learn, retriever, snapshot, dtype, steps, every)
+            else:
+                end = learn(surroundings)
+            done = steps
+            if options.reader_training == "passages":  # the query tower goes on learning
+                retriever = _with_query_apart(retriever)
+            embedding_PE = _embeddings_kept(job, retriever, snapshot, dtype)
+        else:
+            embedding_PE = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
         asked = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
         passages = searchable(job, embedding_PE, retriever.query, asked, options.retriever_candidates)
     ranker = ranker_of(options, snapshot, path)
-    model = OpenQa(retriever, reader, snapshot, passages, options, dtype, ranker)
-    steps = finetune_steps(len(questions), options)
-    surroundings = context(job, "finetune", steps, "fine-tuning", first_step=done, journal_start=end)
-    finetune(surroundings, model, questions, options, job.sections["optimiser"])
+    model = OpenQa(retriever, reader, snapshot, passages, options, dtype, ranker, words)
+    if model.hybrid:
+        retriever.mixture = fit_to_questions(model, held_out)
+    reader.bert.word.weight.requires_grad_(not options.freeze_words)
+    if options.reader_training == "windows":
+        bar = job.report.progress("evidence", len(questions))
+        lessons = lessons_of(model, questions, EVIDENCE, bar)
+        metrics["questions_with_evidence"] = len(lessons)
+        if not lessons:
+            raise ValueError(
+                f"no training question has an answer in its first {EVIDENCE} passages: the reader cannot learn from "
+                "windows; check that questions.train belongs to these documents, or set "
+                "finetune.reader_training=passages"
+            )
+        steps = finetune_steps(len(lessons), options)
+        surroundings = context(job, "finetune", steps, "fine-tuning", first_step=done, journal_start=end)
+        train_in_windows(surroundings, model, lessons, options, optimiser)
+    else:
+        steps = finetune_steps(len(questions), options)
+        surroundings = context(job, "finetune", steps, "fine-tuning", first_step=done, journal_start=end)
+        finetune(surroundings, model, questions, options, optimiser)
     if not surroundings.team.leads:
         return {}
     if isinstance(passages, Approximate):
         metrics["index_recall"] = _fit_to_tuned(job, model, passages, sampled(held_out, seed))
+    if model.hybrid and options.reader_training == "passages":  # the query tower learned beside the reader
+        retriever.mixture = fit_to_questions(model, held_out)
+    progress = job.report.progress("dev questions", len(held_out))
+    answers = model.answer(held_out, ranked=5, batch_size=ANSWERED_TOGETHER, progress=progress)
+    if model.hybrid:
+        weight, answers = fit_reading(model, held_out, answers)
+        retriever.mixture = replace(retriever.mixture, reading=weight)
+        metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
+        job.report.say(
+            f"finetune: f(x, z) = {retriever.mixture.dense:g} x the embeddings' + {retriever.mixture.lexical:g} x BM25 "
+            f"over that of the best passage, times {weight:g} beside a span's score; fitted on {len(held_out)} dev "
+            "questions"
+        )
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
     if path is not None:
         path.save(job.out)
     if passages is not None:
         save_passages(job.out, passages)
-    progress = job.report.progress("dev questions", len(held_out))
-    answers = model.answer(held_out, ranked=5, batch_size=ANSWERED_TOGETHER, progress=progress)
     logged = JournalValues(job)
     return {
-        "dev_em": _exact_match(held_out, [a.text for a in answers], seed),
+        **_dev_scores(held_out, [a.text for a in answers], seed),
         "span_loss": logged.mean("span_loss", last=50),
         "early_loss": logged.mean("early_loss", last=50),
         "no_correct_span": logged.mean("no_correct_span", last=50),
@@ -111,6 +198,64 @@ def run(job: Job) -> dict[str, Any]:
         **metrics,
         **warn_of_timeouts(job, [*questions, *held_out]),
     }
+
+
+def _with_refreshes(
+    job: Job,
+    surroundings: Context,
+    learn: Callable[[Context, IndexSource], int],
+    retriever: Retriever,
+    snapshot: Snapshot,
+    dtype: torch.dtype,
+    steps: int,
+    every: int,
+) -> int:
+    """Train while an index builder beside it embeds all passages again, every so many steps."""
+    device, team = surroundings.device, surroundings.team
+
+    def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
+        return Exact(embedding_PE.to(device))
+
+    if not team.leads:
+        return learn(surroundings, SharedSource(team, None, passages, device))
+    refresh = Refresh(steps, every, every // 2, "fixed_lag", 0, "child", "auto", SHARD_ROWS)
+    policy = Policy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
+    with exchange(job, snapshot, retriever, refresh, policy, device, dtype, passages) as source:
+        surroundings = replace(surroundings, checkpoints=source)
+        return learn(surroundings, SharedSource(team, source, passages, device) if team.size > 1 else source)
+
+
+def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:
+    """For each question the best of BM25's first passages that holds an answer."""
+    words, sources = Bm25.of(snapshot), Sources(snapshot)
+    bar = job.report.progress("passages of questions", len(questions))
+    found = []
+    for question in questions:
+        _, [ids] = words.search([question.question], EVIDENCE)
+        own = sources.of(question)
+        right = (p for p in ids.tolist() if p >= 0 and p not in own)
+        right = (p for p in right if contains_answer(snapshot.text(p), question.answers, question.match_rule))
+        found.append(next(right, -1))
+        bar(1)
+    if max(found, default=-1) < 0:
+        raise ValueError(
+            f"no training question has an answer in one of BM25's first {EVIDENCE} passages: the retriever cannot "
+            "learn from them; check that questions.train belongs to these documents, or set "
+            "finetune.retriever_training=queries"
+        )
+    return Positives.of(found)
+
+
+def _embeddings_kept(job: Job, retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
+    """All passages embedded by the tuned retriever, once, whatever kills come after."""
+    kept = job.work / "embedded"
+    if not (kept / INDEX).is_file():
+        bar = job.report.progress("embeddings", len(snapshot))
+        nothing = torch.empty(0, retriever.document.width)
+        embedding_PE = embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, bar)
+        with atomic_folder(kept) as stage:
+            save_index(stage / INDEX, embedding_PE)
+    return load_index(kept, snapshot).clone()
 
 
 def _closed_book(
@@ -138,15 +283,17 @@ def _closed_book(
     progress = job.report.progress("dev questions", len(held_out))
     said = model.answer(held_out, batch_size=SAID_TOGETHER, progress=progress)
     return {
-        "dev_em": _exact_match(held_out, [text for text, _ in said], seed),
+        **_dev_scores(held_out, [text for text, _ in said], seed),
         "closed_book_loss": JournalValues(job).mean("loss", last=50),
         "questions": len(usable),
     }
 
 
-def _exact_match(questions: list[Question], texts: list[str], seed: int) -> float:
+def _dev_scores(questions: list[Question], texts: list[str], seed: int) -> dict[str, float]:
+    """Exact match and F1 on the dev questions."""
     predictions = {q.id: text for q, text in zip(questions, texts, strict=True)}
-    return score_predictions(questions, predictions, seed=seed).em.mean
+    score = score_predictions(questions, predictions, seed=seed)
+    return {"dev_em": score.em.mean, "dev_f1": score.f1.mean}
 
 
 def _fit_to_tuned(job: Job, model: OpenQa, passages: Approximate, questions: list[Question]) -> float:

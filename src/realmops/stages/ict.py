@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from realmops.config import Ict
+from realmops.index.start import start_from_passages, start_matches
 from realmops.model.files import build_models, save_models
+from realmops.model.retriever import HYBRID_START
 from realmops.stages import Job
 from realmops.stages.common import JournalValues, context, open_snapshot, open_spans, prepare
 from realmops.train.ict import train_reader, train_retriever
@@ -15,16 +17,21 @@ def run(job: Job) -> dict[str, Any]:
     """Train both models one after the other and write them; returns the accuracies of the last steps."""
     options: Ict = job.sections["ict"]
     run_options = job.sections["run"]
-    device, _ = prepare(run_options)
+    device, dtype = prepare(run_options)
     corpus = open_snapshot(job)
     has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
     text = open_snapshot(job, "warmup") if has_warmup else corpus
     spans = open_spans(job, text, text.folder.name)
     size = corpus.tokenizer.get_vocab_size()
     retriever, reader = build_models(
-        job.sections["bert"], job.sections["retriever"], size, run_options.seed, job.report.warn
+        job.sections["bert"], job.sections["retriever"], job.sections["reader"], size, run_options.seed, job.report.warn
     )
+    if job.sections["retriever"].hybrid:
+        retriever.mixture = HYBRID_START
+    job.report.say(f"ict: the retriever is {retriever.query.words}")
     retriever.to(device).train()
+    start_from_passages(retriever, corpus, dtype, run_options.seed, job.report.progress)
+    start_matches(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
     optimiser = job.sections["optimiser"]
     surroundings = context(job, "ict", options.steps, "inverse cloze task")

@@ -14,13 +14,14 @@ import torch
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import embed, query_sequences
+from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact
 from realmops.model import likelihood
 from realmops.model.files import load_models
 from realmops.model.retriever import Retriever
 from realmops.stages import STAGES
 from realmops.stages.common import INDEX, embed_corpus, load_index, prepare
-from realmops.stages.explanations import Generation, Sheet, options_of, passage_name
+from realmops.stages.explanations import Generation, Sheet, options_of, passage_name, trained_steps
 from realmops.stages.update import Standing
 from realmops.train.pretrain import NULL, Candidates, Example, Index, Realm
 
@@ -122,7 +123,7 @@ def explain(sentence: str, root: Path, where: Standing, *, answer: str | None = 
     example = _example(sentence, answer, realm)
     with torch.no_grad():
         query_BE = embed(index.retriever.query, query_sequences(realm.queries([example])), realm.dtype)
-        [passages] = Candidates(realm.snapshot, realm.options).retrieve([example], query_BE, index)
+        [passages] = Candidates(realm.snapshot, realm.options, realm.words).retrieve([example], query_BE, index)
         prior_BK, missing_BK = realm.log_prior([example], [passages])
         log_word_KMV = realm.log_words(example, passages)
     log_prior_K, log_word_KMV = prior_BK[0, ~missing_BK[0]].double().cpu(), log_word_KMV.double().cpu()
@@ -145,9 +146,11 @@ def pretrained(root: Path, where: Standing) -> tuple[Realm, Index, Generation]:
         file, passages = str(where.finetune / INDEX), load_index(where.finetune, snapshot)
     else:
         file, passages = None, embed_corpus(retriever, snapshot, dtype)
-    index = Index(options.steps, Exact(passages.to(device)), retriever, 0.0, False)
-    generation = Generation(file, len(snapshot), "pretrain", options.steps)
-    return Realm(retriever, reader, snapshot, options, dtype), index, generation
+    step = trained_steps(root, "pretrain")
+    index = Index(options.steps if step is None else step, Exact(passages.to(device)), retriever, 0.0, False)
+    generation = Generation(file, len(snapshot), "pretrain", step)
+    words = Bm25.of(snapshot) if retriever.mixture.lexical else None
+    return Realm(retriever, reader, snapshot, options, dtype, words), index, generation
 
 
 def _same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -> bool:
@@ -186,7 +189,7 @@ def _example(sentence: str, answer: str | None, realm: Realm) -> Example:
     whole, positions = np.array(original, dtype=np.int64), np.array(at, dtype=np.int64)
     x = whole.copy()
     x[positions] = realm.special.mask
-    return Example(NULL, whole, x, positions, whole[positions])
+    return Example(NULL, whole, x, positions, whole[positions], sentence.replace(MASK, " "))
 
 
 def _explanation(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,29 +14,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realmops import artifacts
 from realmops.artifacts import seed_for
 from realmops.config import Pretrain
+from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import answers_are_expressions, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.wordpieces import contains
 from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.index.approximate import QUERIES, Approximate, index_type
-from realmops.index.builder import MISCONFIGURED
 from realmops.index.embed import embed, query_sequences
-from realmops.index.exchange import Exchange, Fenced
+from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact, PassageIndex
-from realmops.index.staleness import generation_in_use
-from realmops.index.trainer import Policy, Trainer
-from realmops.index.versions import Version
-from realmops.model.files import load_models, retriever_files, retriever_from_files, save_models
+from realmops.index.trainer import Policy
+from realmops.model.files import load_models, save_models
+from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
-from realmops.stages.builder import EMBEDDINGS, identity
 from realmops.stages.common import (
     JournalValues,
     context,
     embed_corpus,
-    embeddings_in,
     open_snapshot,
     open_spans,
     prepare,
@@ -46,6 +42,7 @@ from realmops.stages.common import (
     rank,
     searchable,
 )
+from realmops.stages.exchange import ExchangeSource, Refresh, exchange
 from realmops.train.loop import Context
 from realmops.train.pretrain import (
     Candidates,
@@ -59,8 +56,9 @@ from realmops.train.pretrain import (
     pretrain,
 )
 
-BUILDER_LOG = "index-builder.log"
-QUIET_SECONDS = 5.0  # a shorter wait is not worth a line
+FIGURES = "figures.json"
+START = "start_hit_at_5"  # of the models that pre-training began with
+WATCHED = 64  # held-out masked sentences that are also read with every index: reading takes longer than finding
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -69,12 +67,18 @@ def run(job: Job) -> dict[str, Any]:
     device, dtype = prepare(job.sections["run"])
     snapshot = open_snapshot(job)
     examples = _examples(job, snapshot)
+    salient = _examples(job, snapshot, masking="salient", exclude_trivial=True)
+    held_out = _held_out_rows(salient, job)
+    examples.hold_out(held_out)
     retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
     retriever.to(device).train()
     reader.to(device).train()
     surroundings = context(job, "pretrain", options.steps, "pre-training")
-    realm = Realm(retriever, reader, snapshot, options, dtype)
+    words = Bm25.of(snapshot) if retriever.mixture.lexical else None
+    realm = Realm(retriever, reader, snapshot, options, dtype, words)
     asked = _drawn(examples, job.sections["run"].seed)
+    rng = np.random.default_rng(seed_for(job.sections["run"].seed, "evaluate", "masked", "words"))
+    fixed = [salient.example(int(row), rng) for row in held_out]
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
         return searchable(job, embedding_PE, searcher.query, realm.queries(asked), depth(options))
@@ -90,48 +94,41 @@ def run(job: Job) -> dict[str, Any]:
             source,
             evaluate=evaluate,
             warn=job.report.warn,
+            words=words,
         )
 
     team = surroundings.team
     if not team.leads:
         train(surroundings, SharedSource(team, None, passages, device), lambda index: {})
         return {}
-    width = retriever.query.projection.out_features
+    best = Best(job.work / "best", snapshot.vocabulary_hash)
+    width = retriever.query.width
     index_type(job.sections["index"], len(snapshot), width, device)  # what is wrong with it is said before training
-    fixed = _fixed_examples(_examples(job, snapshot, masking="salient", exclude_trivial=True), job)
-    measure = _measure(job, snapshot, fixed, realm)
-    root = job.work / "exchange" if options.exchange == "auto" else Path(options.exchange)
-    card = identity(
-        snapshot,
-        run_key=job.work.name,
-        embedding_width=width,
-        precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
-        threads=job.sections["run"].threads,
-        part_rows=options.shard_rows,
+    measure = _measure(job, snapshot, fixed, realm, best)
+    refresh = Refresh(
+        options.steps,
+        options.refresh_every,
+        options.lag,
+        options.adopt,
+        delay=options.retriever_delay,
+        builder=options.builder,
+        exchange=options.exchange,
+        shard_rows=options.shard_rows,
     )
     policy = Policy(options.adopt, options.max_staleness_steps, options.on_stale, options.builder_timeout)
-    child = ChildBuilder(root, snapshot.folder, job.work / BUILDER_LOG) if options.builder == "child" else None
-
-    def on_wait(message: str, seconds: float) -> None:
-        if child is not None:
-            child.keep_alive()
-        if seconds >= QUIET_SECONDS:
-            job.report.say(message)
-
-    trainer = Trainer(Exchange.open(root, card, grace=0.0 if options.builder == "child" else 120.0), policy, on_wait)
-    source = ExchangeSource(trainer, options, snapshot.vocabulary_hash, device, passages)
-    surroundings = replace(surroundings, checkpoints=source)
-    try:
-        with child or nullcontext():
-            train(surroundings, SharedSource(team, source, passages, device) if team.size > 1 else source, measure)
-            trainer.finish("done")
-    except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
-        with suppress(Fenced):  # the last word is the successor's
-            trainer.finish("failed", str(error))
-        raise
-    save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
+    with exchange(job, snapshot, retriever, refresh, policy, device, dtype, passages) as source:
+        surroundings = replace(surroundings, checkpoints=source)
+        train(surroundings, SharedSource(team, source, passages, device) if team.size > 1 else source, measure)
     final = _final_index(retriever, snapshot, dtype, options.steps)
-    return _metrics(job, measure(final), source) | _masked_words(job, fixed, realm, final)
+    after = measure(final)
+    if best.step != options.steps:
+        job.report.say(best.told(after))
+        retriever, reader = best.models()
+        realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, words)
+        final, after = _final_index(retriever, snapshot, dtype, best.step), best.figures
+    save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
+    chosen = {"best_step": best.step}
+    return _metrics(job, after, source) | chosen | _masked_words(job, fixed, realm, final)
 
 
 def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
@@ -151,7 +148,7 @@ def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> di
     logged = JournalValues(job)
     names = ("loss", "retrieval_utility", "retrieval_utility_top", "retrieval_utility_best", "marginal_gain", "p_null")
     metrics: dict[str, Any] = {name: logged.mean(name, last=50) for name in names}
-    for name in ("recall_at_5", "hit_at_5"):
+    for name in (name for name in ("recall_at_5", "hit_at_5") if name in after):
         metrics |= {f"{name}_before": (logged.of(name) or [after[name]])[0], f"{name}_after": after[name]}
     spent = sum(logged.of("between_seconds")) + sum(logged.of("step_seconds"))
     return metrics | {
@@ -168,83 +165,94 @@ def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> di
     }
 
 
-class ExchangeSource:
-    """The trainer's side of the exchange as the training loop wants it: checkpoints, and an index for each step."""
+def _held_out_rows(examples: Examples, job: Job) -> np.ndarray:
+    """The masked sentences that every index and, at the end, the reader are measured with; training never sees them.
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        options: Pretrain,
-        vocabulary_hash: str,
-        device: torch.device,
-        passages: Callable[[Tensor, Retriever], PassageIndex],
-    ) -> None:
-        self.trainer, self.options, self.vocabulary_hash, self.device = trainer, options, vocabulary_hash, device
-        self.passages = passages  # from the embeddings of a generation and its retriever
-        self.waited = 0.0  # seconds, in all lives of the run
-        self.refreshes = 0
-        self._step: int | None = None  # of the index in use
-
-    def restore(self) -> dict[str, bytes] | None:
-        """The newest checkpoint's files."""
-        version = self.trainer.restore()
-        if version is None:
-            return None
-        self.refreshes = version.meta["trainer"]["refreshes"]
-        self.waited = version.meta["trainer"]["waited"]
-        return version.files
-
-    def save(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Commit a checkpoint to the exchange."""
-        self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes, "waited": self.waited})
-
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        """Publish the weights when it is time, and adopt an index when one is due."""
-        self.trainer.beat(step)
-        if self._publishes(step):
-            files = retriever_files(retriever, self.vocabulary_hash)
-            self.trainer.publish_weights(step, files, {"published": time.time()})
-        used = self.trainer.index_step
-        started = time.perf_counter()
-        version = self._due(step)
-        if self.options.adopt == "as_soon_as_ready":
-            new = step == 0 or (version is not None and version.step != used)
-        else:
-            new = step == 0 or self._generation(step) != self._generation(step - 1)
-        self.waited += time.perf_counter() - started
-        if version is None:
-            return None
-        self._step = version.step
-        self.refreshes += int(new and step > 0)
-        embedding_PE = embeddings_in(version.files[EMBEDDINGS])
-        searcher = retriever_from_files(version.files).to(self.device).eval()
-        passages = self.passages(embedding_PE, searcher)
-        return Index(version.step, passages, searcher, float(version.meta["published"]), new)
-
-    def _due(self, step: int) -> Version | None:
-        if self.options.adopt == "as_soon_as_ready":
-            return self.trainer.newest_index(step)
-        wanted = self._generation(step)
-        return None if wanted == self._step else self.trainer.index_for(wanted)
-
-    def _publishes(self, step: int) -> bool:
-        """At step 0 and every ``refresh_every`` steps; not while the retriever stands still, nor what nobody adopts."""
-        if step == 0 or self.trainer.lacks_index:
-            return True
-        in_time = self.options.adopt != "fixed_lag" or step + self.options.lag < self.options.steps
-        return step % self.options.refresh_every == 0 and step > self.options.retriever_delay and in_time
-
-    def _generation(self, step: int) -> int:
-        """The step whose weights the index of ``step`` is made from, under ``fixed_lag``."""
-        wanted = generation_in_use(step, refresh_every=self.options.refresh_every, lag=self.options.lag)
-        return wanted if wanted > self.options.retriever_delay else 0
-
-
-def _fixed_examples(examples: Examples, job: Job) -> list[Example]:
-    """The masked sentences that every index and, at the end, the reader are measured with."""
+    At most a tenth of all, so that small corpora are left something to learn from.
+    """
     rng = np.random.default_rng(seed_for(job.sections["run"].seed, "evaluate", "masked"))
-    rows = rng.permutation(len(examples.rows))[: examples.options.masked_sentences]
-    return [examples.example(int(row), rng) for row in rows]
+    rows: np.ndarray = rng.permutation(len(examples.rows))
+    return rows[: min(examples.options.masked_sentences, max(1, len(rows) // 10))]
+
+
+class Best:
+    """The models under which held-out masked sentences are likeliest, of those that find no less than the start.
+
+    Likely by p(y|x) (equation 1), and what is found is hit@5.  The retriever is that of the index which was measured,
+    the reader the one of the step at which it came into use.  The start is the first.  Where no sentence is held out
+    nothing can be compared, and the last ones count as the best.
+
+    Each has a folder of its own, and the old one goes when the new one is whole: a kill between the two leaves both.
+    """
+
+    def __init__(self, folder: Path, vocabulary_hash: str) -> None:
+        self.folder, self.vocabulary_hash = folder, vocabulary_hash
+
+    def _all(self) -> list[Path]:
+        """The folders, the best one last; a killed process may leave two."""
+        found = [path.parent for path in self.folder.glob(f"step-*/{FIGURES}")]
+        return sorted(found, key=lambda path: (_rank_of(artifacts.read_json(path / FIGURES)), -_step_of(path)))
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What was measured with them."""
+        figures: dict[str, float] = artifacts.read_json(self._all()[-1] / FIGURES)
+        return figures
+
+    @property
+    def step(self) -> int:
+        """The retriever's step."""
+        return _step_of(self._all()[-1])
+
+    def offer(self, step: int, figures: Mapping[str, float], retriever: Retriever, reader: Reader) -> None:
+        """Keep them if they are better than the best, and the first ones."""
+        before = self._all()
+        start = self.figures[START] if before else figures.get("hit_at_5", 0.0)
+        worse = before and (figures.get("hit_at_5", start) < start or _rank_of(figures) <= _rank_of(self.figures))
+        if worse and "hit_at_5" in figures:
+            return
+        mine = self.folder / f"step-{step:08d}"
+        with artifacts.atomic_folder(mine) as stage:
+            save_models(stage, retriever, reader, self.vocabulary_hash)
+            artifacts.write_json(stage / FIGURES, {**figures, START: start})
+        for old in before:
+            if old != mine:
+                shutil.rmtree(old)
+
+    def models(self) -> tuple[Retriever, Reader]:
+        """Both, as they were kept."""
+        return load_models(self._all()[-1], self.vocabulary_hash)
+
+    def told(self, last: Mapping[str, float]) -> str:
+        """Which step's models are handed on instead of the last ones, and why."""
+        figures = self.figures
+        which = "the start's models are" if self.step == 0 else f"the models of step {self.step} are"
+        return (
+            f"{which} handed on: held-out masked sentences have hit@5 {figures['hit_at_5']:.3f} and log p(y|x) "
+            f"{figures['held_out_log_p']:.3f} with them, {last['hit_at_5']:.3f} and {last['held_out_log_p']:.3f} at "
+            "the end"
+        )
+
+
+@contextmanager
+def evaluating(realm: Realm) -> Iterator[None]:
+    """Both models in evaluation mode, and back as they were."""
+    modes = realm.retriever.training, realm.reader.training
+    realm.retriever.eval()
+    realm.reader.eval()
+    try:
+        yield
+    finally:
+        realm.retriever.train(modes[0])
+        realm.reader.train(modes[1])
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _rank_of(figures: Mapping[str, float]) -> float:
+    return figures.get("held_out_log_p", 0.0)
 
 
 def _drawn(examples: Examples, seed: int) -> list[Example]:
@@ -259,11 +267,13 @@ def _candidates(
     """What an index finds for masked sentences, at least 5 passages; trivial candidates never count."""
     query = embed(index.retriever.query, query_sequences(realm.queries(masked)), dtype)
     options = replace(realm.options, exclude_trivial=True, candidates=max(6, realm.options.candidates))
-    return Candidates(snapshot, options).retrieve(masked, query, index)
+    return Candidates(snapshot, options, realm.words).retrieve(masked, query, index)
 
 
 def _masked_words(job: Job, masked: Sequence[Example], realm: Realm, index: Index) -> dict[str, float]:
     """``Realm.guess`` of the fixed masked sentences, their means."""
+    if not masked:
+        return {}
     bar = job.report.progress("masked sentences", len(masked))
     read = realm.options.candidates - int(realm.options.null_document)
     realm.retriever.eval()
@@ -272,14 +282,15 @@ def _masked_words(job: Job, masked: Sequence[Example], realm: Realm, index: Inde
     for example, row in zip(masked, _candidates(realm.snapshot, masked, realm, index, realm.dtype), strict=True):
         found.append(realm.guess(example, row[:read]))
         bar(1)
-    return {name: float(np.mean([one[name] for one in found])) for name in (found[0] if found else ())}
+    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
 
 
 def _measure(
-    job: Job, snapshot: Snapshot, masked: Sequence[Example], realm: Realm
+    job: Job, snapshot: Snapshot, masked: Sequence[Example], realm: Realm, best: Best
 ) -> Callable[[Index], dict[str, float]]:
-    """recall@5 on the dev questions and hit@5 on fixed masked sentences, for an index with its own query encoder.
+    """recall@5 on the dev questions, hit@5 and log p(y|x) on held-out masked sentences, for an index as it is adopted.
 
+    recall@5 is that of the embeddings alone.  What is measured is offered to ``best``.
     Of an approximate index also ``index_recall``, that of the exact search's results.
     """
     run_options = job.sections["run"]
@@ -287,65 +298,36 @@ def _measure(
     answers_are_expressions(questions)  # one rule for all
     queries = question_queries(snapshot, questions, realm.options.query_wordpieces)
     dtype = prepare(run_options)[1]
+    sources, most = Sources(snapshot), max(len(question.not_in) for question in questions)
 
     def measure(index: Index) -> dict[str, float]:
-        ids = rank(index.retriever, index.passages, queries, 5, dtype)
+        ids = sources.left_out(questions, rank(index.retriever, index.passages, queries, 5 + most, dtype))
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
-        hit = [
-            any(contains(snapshot.body(p), e.targets) for p in row[:5])
-            for e, row in zip(masked, _candidates(snapshot, masked, realm, index, dtype), strict=True)
-        ]
-        recall = {"index_recall": index.passages.recipe.recall} if isinstance(index.passages, Approximate) else {}
-        return {"recall_at_5": float(hits.mean()), "hit_at_5": float(np.mean(hit)), **recall}
+        figures = {"recall_at_5": float(hits.mean())}
+        if isinstance(index.passages, Approximate):
+            figures["index_recall"] = index.passages.recipe.recall
+        if masked:
+            figures |= _measure_masked(masked, _candidates(snapshot, masked, realm, index, dtype), realm)
+        best.offer(index.step, figures, index.retriever, realm.reader)
+        return figures
 
     return measure
 
 
+def _measure_masked(
+    masked: Sequence[Example], candidates: Sequence[Sequence[int]], realm: Realm
+) -> dict[str, float]:
+    """hit@5, and log p(y|x) of the first ``WATCHED``, of masked sentences with what was found for them."""
+    hit = [
+        any(contains(realm.snapshot.body(p), e.targets) for p in row[:5])
+        for e, row in zip(masked, candidates, strict=True)
+    ]
+    read = realm.options.candidates - int(realm.options.null_document)
+    with evaluating(realm):
+        pairs = zip(masked[:WATCHED], candidates, strict=False)
+        log_p = [realm.guess(example, row[:read])["masked_log_p"] for example, row in pairs]
+    return {"hit_at_5": float(np.mean(hit)), "held_out_log_p": float(np.mean(log_p))}
+
+
 def _final_index(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, step: int) -> Index:
     return Index(step, Exact(embed_corpus(retriever, snapshot, dtype)), retriever, time.time(), True)
-
-
-class ChildBuilder:
-    """The index builder as a child process: ends with this one, and is started again when it was killed."""
-
-    MOST_STARTS = 20
-
-    def __init__(self, root: Path, snapshot: Path, log: Path) -> None:
-        self.log, self.starts = log, 0
-        arguments = ["--exchange", str(root), "--snapshot", str(snapshot), "--watch-parent", str(os.getpid())]
-        self.command = [sys.executable, "-m", "realmops", "index-builder", *arguments]
-
-    def __enter__(self) -> ChildBuilder:
-        self._start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def _start(self) -> None:
-        self.starts += 1
-        with open(self.log, "ab") as file:
-            self.process = subprocess.Popen(
-                self.command,
-                stdout=file,
-                stderr=file,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "HOSTNAME": "child"},
-            )
-
-    def keep_alive(self) -> None:
-        """Start it again when it has ended; ChildProcessError when that is of no use."""
-        code = self.process.poll()
-        if code is None:
-            return
-        if code == MISCONFIGURED or self.starts >= self.MOST_STARTS:
-            last = self.log.read_text(errors="replace").splitlines()[-5:]
-            raise ChildProcessError(
-                f"the index builder ended with exit code {code} after {self.starts} starts:\n" + "\n".join(last)
-            )
-        self._start()

@@ -20,9 +20,11 @@ from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.compare import PREDICTIONS, compare, sentence
 from realmops.evaluate.openqa import em_rules
+from realmops.index import lexical
+from realmops.model.files import is_hybrid
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.common import prepare
-from realmops.stages.retrievers import open_tuned
+from realmops.stages.retrievers import BY_WORDS, open_tuned
 from realmops.stages.runner import WORK, alone, inputs_of, tracking_folder
 from realmops.tracking import ModelVersion, Registry, sent_run
 from realmops.train.finetune import Answer, OpenQa
@@ -169,7 +171,9 @@ def read_candidate(project: Path, root: Path) -> Candidate:
         raise ValueError(f"{results}: finetune.reader is t5, which has no evidence; promote a model that reads")
     questions = read_questions([inputs["questions.test"]], format=sections["questions"]["format"])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
-    entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.startswith(f"{CORPUS}/")}
+    by_words = sections["finetune"]["retriever"] in BY_WORDS or is_hybrid(inputs[FINETUNE])
+    read = (CORPUS, lexical.FOLDER) if by_words else (CORPUS,)
+    entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in read}
     entries |= {
         f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry)
         for name, entry in tuned.items()
@@ -235,7 +239,8 @@ def _against(
 
 
 def _register(candidate: Candidate, registry: Registry, root: Path, folder: Path, copy: bool) -> ModelVersion:
-    copied = (artifacts.MANIFEST, PREDICTIONS, *((CORPUS, FINETUNE) if copy else ()))
+    copied = [artifacts.MANIFEST, PREDICTIONS]
+    copied += [name for name in (CORPUS, lexical.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
     return registry.register(
         {name: folder / name for name in copied},
         config={} if copy else {"folder": str(folder)},

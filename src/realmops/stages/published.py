@@ -74,7 +74,7 @@ def _commit(
             f"{names}: no embeddings of passages (block_emb), which a fine-tuned "
             "model answers from; name its openqa folder"
         )
-    width = retriever.query.projection.out_features
+    width = retriever.query.width
     if embedding_PE is not None and (embedding_PE.dim() != 2 or embedding_PE.shape[1] != width):
         raise ValueError(
             f"{names}: block_emb has shape {list(embedding_PE.shape)}, the embedder "

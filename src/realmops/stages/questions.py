@@ -1,4 +1,4 @@
-"""Question sets on their own: brought into one form and split, and measured against a corpus before any training."""
+"""Question sets on their own: brought into one form, made from the corpus, and measured before any training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import numpy as np
 
 from realmops import artifacts
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
+from realmops.corpus.cloze import cloze_questions, split
 from realmops.corpus.questions import Question, in_orqa_dev, json_line, read_questions
 from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import Spans
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
 from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule, hits_at
-from realmops.index.lexical import Bm25, rank, titled_texts
+from realmops.index.lexical import Bm25, rank
+from realmops.stages import CLOZE, STAGES
+from realmops.train.ict import sentences_with_spans
 
 KIND = "questions"
 
@@ -53,6 +57,34 @@ def convert_questions(
     return [*lines, *(f"{count} written to {out / name}" for name, count in counts.items())]
 
 
+def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[str]:
+    """Write questions made from the corpus and its salient spans into a folder: train, dev and test; in words.
+
+    The folder is of the same kind as that of ``convert_questions``.
+
+    Args:
+        root: of the stages ``snapshot`` and ``tag``.
+        out: ``CLOZE`` under the root if None.
+    """
+    out = root / CLOZE if out is None else out
+    if out.exists():
+        _check_replaceable(out)
+    folders = {name: root / STAGES[name].folder / "corpus" for name in ("snapshot", "tag")}
+    snapshot = Snapshot.open(folders["snapshot"])
+    spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
+    labels = [spans.labels[label] for label in spans.label_ids.tolist()]
+    questions = cloze_questions(snapshot, sentences_with_spans(snapshot, spans), labels, seed, limit)
+    parts = split(questions, seed)
+    names = {name: f"questions.{name}.jsonl" for name in parts}
+    counts = {names[name]: len(part) for name, part in parts.items()}
+    with artifacts.atomic_folder(out) as stage:
+        for name, part in parts.items():
+            (stage / names[name]).write_bytes(b"".join(map(json_line, part)))
+        artifacts.write_manifest(stage, KIND, corpus_hash=snapshot.corpus_hash, seed=seed, written=counts)
+    lines = [f"{len(questions)} questions made of {len(spans.rows)} salient spans in {len(snapshot)} passages"]
+    return [*lines, *(f"{count} written to {out / name}" for name, count in counts.items())]
+
+
 def _check_replaceable(folder: Path) -> None:
     try:
         artifacts.read_manifest(folder, KIND, verify=False)
@@ -74,7 +106,7 @@ def measure_ceilings(
     snapshot = Snapshot.open(folder)
     questions = read_questions(files, format=format)
     texts = snapshot.column("text")
-    ranked = rank(Bm25(titled_texts(snapshot)), [q.question for q in questions], max(RECALL_AT))
+    ranked = rank(Bm25.of(snapshot, verify=True), [q.question for q in questions], max(RECALL_AT))
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"
     for rule in REGEX_RULES if questions[0].is_regex else WORD_RULES:

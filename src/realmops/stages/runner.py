@@ -259,5 +259,8 @@ def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
 
 def headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The figures that people compare runs by, under their plain names."""
-    names = {"evaluate": ("em", "recall_at_5"), "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null")}
+    names = {
+        "evaluate": ("em", "f1", "recall_at_5"),
+        "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
+    }
     return {key: metrics[key] for key in names.get(name, ()) if key in metrics}

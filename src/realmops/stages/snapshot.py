@@ -11,10 +11,12 @@ from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.pretrained import read_encoder_vocabulary
-from realmops.corpus.snapshot import REJECTS
+from realmops.corpus.snapshot import REJECTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
 from realmops.encoders import encoder_folder
+from realmops.index import lexical
+from realmops.index.lexical_writer import write_bm25
 from realmops.stages import STAGES, Job
 
 VOCABULARY = "vocab.txt"
@@ -22,7 +24,7 @@ _SHOWN = 3  # broken records
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Write ``corpus`` and, where there is a warm-up text, ``warmup``; returns the counts of both."""
+    """Write ``corpus``, its BM25 index and, where there is a warm-up text, ``warmup``; returns the counts of both."""
     options: SnapshotOptions = job.sections["snapshot"]
     texts = {"corpus": sources(job.inputs["snapshot.documents"], options.format)}
     if options.use_warmup:
@@ -66,6 +68,14 @@ def _write(
                 f"{STAGES['snapshot'].folder}/{name}/{REJECTS} under the root names all, the first are{told}"
             )
         metrics |= {prefix + key: value for key, value in counts(manifest).items()}
+    corpus = Snapshot.open(job.out / "corpus", verify=False)
+    write_bm25(
+        job.out / lexical.FOLDER,
+        corpus,
+        job.report.progress("words of corpus", len(corpus)),
+        work=job.work / lexical.FOLDER,
+        workers=options.workers,
+    )
     return metrics
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from realmops import artifacts
-from realmops.evaluate.report import summary_table
+from realmops.evaluate.report import compared_table, summary_table
 from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import tracking_folder
 from realmops.tracking import default_uri
@@ -25,6 +25,8 @@ def print_summary(root: Path) -> None:
         raise ValueError(f"{root.resolve()} holds no results; run 'make run' or 'realmops run all' there first")
     console = Console(width=None if Console().is_terminal else 100)
     console.print(summary_table(metrics))
+    if (compared := compared_table(metrics)) is not None:
+        console.print(compared)
     page = root / STAGES["evaluate"].folder / "report.html"
     if page.is_file():
         print(f"The report, which opens without a network:  {page}")

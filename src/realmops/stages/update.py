@@ -25,6 +25,8 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.evaluate.compare import PREDICTIONS
 from realmops.evaluate.openqa import Prediction, read_predictions
+from realmops.index import lexical
+from realmops.index.lexical_writer import write_bm25
 from realmops.model.files import READER, RETRIEVER, load_models
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
 from realmops.stages.common import INDEX, embed_changed, load_index, prepare, save_index
@@ -88,6 +90,7 @@ def _update(
         shutil.rmtree(work)
         report.say(f"update: nothing to do, {before.snapshot} holds the passages of {documents}")
         return None
+    _index_words(values["snapshot"], before, old, new, work, report)
     number = before.number + 1
     final = root / FOLDER / new.corpus_hash[:12]
     if final.exists():  # the corpus of an earlier update came back
@@ -176,23 +179,41 @@ def _read_corpus(section: Mapping[str, Any], documents: Path, old: Snapshot, wor
     return Snapshot.open(final)
 
 
+def _index_words(
+    section: Mapping[str, Any], before: Standing, old: Snapshot, new: Snapshot, work: Path, report: Report
+) -> None:
+    """Write the BM25 index beside the new snapshot: only the words of new passages are counted."""
+    folder = new.folder.with_name(lexical.FOLDER)
+    with suppress(ValueError):  # not there, or killed while it was being removed
+        lexical.Bm25.of(new, verify=True)
+        return
+    options: SnapshotOptions = parse_section("snapshot", section)
+    there = (before.snapshot / lexical.FOLDER).is_dir()  # else made by a version before
+    write_bm25(
+        folder,
+        new,
+        report.progress("words of passages", len(new)),
+        work=work / lexical.FOLDER,
+        workers=options.workers,
+        earlier=old if there else None,
+    )
+    shutil.rmtree(work / lexical.FOLDER)
+
+
 def _embed(
     values: Mapping[str, Mapping[str, Any]], before: Standing, old: Snapshot, new: Snapshot, out: Path, report: Report
 ) -> dict[str, Any]:
     """Write the model with the new index; returns how many passages changed and what embedding them took."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     device, dtype = prepare(parse_section("run", values["run"]))
     folder = out / "finetune"
     folder.mkdir()
     for path in sorted(before.finetune.iterdir()):
         if path.name not in (INDEX, artifacts.MANIFEST):
             artifacts.link_or_copy(path, folder / path.name)
-    names = {one: (pa.array(one.column("passage_id")), pa.array(one.column("document_id"))) for one in (old, new)}
-    row = pc.fill_null(pc.index_in(names[new][0], value_set=names[old][0]), -1).to_numpy()
+    row = new.places_in(old)
     unknown = np.flatnonzero(row < 0)
-    of_known_documents = pc.sum(pc.is_in(names[new][1].take(pa.array(unknown)), value_set=names[old][1])).as_py() or 0
+    documents = set(old.column("document_id"))
+    of_known_documents = sum(document in documents for (document,) in new.rows(unknown, "document_id"))
     started = time.monotonic()
     if (before.finetune / INDEX).is_file():  # else the retriever goes by words
         retriever = load_models(folder, new.vocabulary_hash)[0].to(device)

@@ -17,8 +17,11 @@ from torch import Tensor
 from realmops.bert import Packed, autocast
 from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.corpus.answers import answer_token_spans, contains_answer
+from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.index.embed import embed, query_sequences
+from realmops.index.hybrid import Found, Hybrid, Words
 from realmops.index.mips import PassageIndex
 from realmops.model.joins import SpecialTokens, join_query, join_reader
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
@@ -28,6 +31,7 @@ from realmops.train.loop import Context, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 Ranker = Callable[[str, int], np.ndarray]  # a question's k best passages, best first, -1 for none
+HYBRID_DEPTH = 100  # passages that embeddings and words find each, of which the best are taken
 ANSWERED_TOGETHER = 4  # questions; the spans of more are tensors of hundreds of MB, slower and no better
 
 
@@ -79,6 +83,7 @@ class OpenQa:
         options: Finetune,
         dtype: torch.dtype,
         ranker: Ranker | None = None,
+        words: Words | None = None,
     ) -> None:
         assert reader.spans is not None, "the reader needs a span head"
         self.retriever, self.reader, self.snapshot, self.options, self.dtype = (
@@ -90,8 +95,9 @@ class OpenQa:
         )
         self.device = reader.bert.word.weight.device
         self.passages = passages
-        self.ranker = ranker
+        self.ranker, self.words = ranker, words
         self.special = SpecialTokens.of(snapshot.tokenizer)
+        self.sources = Sources(snapshot)
         self._correct: dict[str, dict[int, bool]] = {}
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
@@ -104,10 +110,14 @@ class OpenQa:
             return torch.zeros(id_BK.shape).masked_fill(id_BK < 0, -torch.inf).to(self.device), id_BK
         assert self.passages is not None, "without embeddings there must be a ranker"
         embedding_PE = self.passages.embedding_PE
-        tokens = map(self.wordpieces, questions)
-        queries = Packed([join_query(t, self.special, self.options.query_wordpieces) for t in tokens])
         with autocast(self.device, self.dtype):
-            query_BE = self.retriever.query(queries)
+            query_BE = self.retriever.query(Packed(self.queries(questions)))
+        if self.hybrid:
+            found = self._search(query_BE, questions, k, max(k, HYBRID_DEPTH))
+            found_BKE = embedding_PE[found.id_QK.clamp(min=0).to(embedding_PE.device)].to(self.device)
+            dense_BK = self.retriever.relevance(query_BE, found_BKE)
+            relevance_BK = self.retriever.mixture.of(dense_BK, found.words_QK.to(self.device))
+            return relevance_BK.masked_fill((found.id_QK < 0).to(self.device), -torch.inf), found.id_QK
         if k >= len(embedding_PE):
             score_BP: Tensor = self.retriever.scale * query_BE @ embedding_PE.to(self.device).T
             return torch.sort(score_BP, dim=1, descending=True)
@@ -115,6 +125,40 @@ class OpenQa:
             _, id_BK = self.passages.search(query_BE.detach(), k)
             found_BKE = embedding_PE[id_BK.to(embedding_PE.device)].to(self.device)
         return self.retriever.relevance(query_BE, found_BKE), id_BK
+
+    def evidence(self, questions: Sequence[Question], k: int) -> tuple[Tensor, Tensor]:
+        """``relevance`` without the passages that a question was made from.
+
+        A question of which fewer than k are left has id -1 and score -inf behind them.
+        """
+        most = max(len(question.not_in) for question in questions)
+        relevance_BK, id_BK = self.relevance([question.question for question in questions], k + most)
+        if not most:
+            return relevance_BK, id_BK
+        source_BK = torch.from_numpy(self.sources.among(questions, id_BK.cpu().numpy()))
+        order_BK = torch.argsort(source_BK.long(), dim=1, stable=True)[:, :k]
+        id_BK = id_BK.masked_fill(source_BK.to(id_BK.device), -1)
+        relevance_BK = relevance_BK.masked_fill(source_BK.to(self.device), -torch.inf)
+        return relevance_BK.gather(1, order_BK.to(self.device)), id_BK.gather(1, order_BK.to(id_BK.device))
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether words count beside embeddings."""
+        return self.words is not None and self.retriever.mixture.lexical > 0
+
+    def queries(self, questions: Sequence[str]) -> list[np.ndarray]:
+        """[CLS] question [SEP] of each question."""
+        return [join_query(self.wordpieces(q), self.special, self.options.query_wordpieces) for q in questions]
+
+    def find(self, questions: Sequence[str], k: int, depth: int) -> Found:
+        """The best k passages of each question among the ``depth`` best of embeddings and words, with both scores."""
+        query_QE = embed(self.retriever.query, query_sequences(self.queries(questions)), self.dtype)
+        return self._search(query_QE, questions, k, depth)
+
+    def _search(self, query_BE: Tensor, questions: Sequence[str], k: int, depth: int) -> Found:
+        assert self.passages is not None
+        search = Hybrid(self.passages, self.words, self.retriever.mixture, self.retriever.scale)
+        return search.search(query_BE.detach(), questions, k, depth)
 
     def wordpieces(self, text: str) -> np.ndarray:
         """A text's wordpieces."""
@@ -140,7 +184,7 @@ class OpenQa:
         for b, (question, ids) in enumerate(zip(tokens, passages, strict=True)):
             x = question[: options.query_wordpieces - 2]
             for rank, passage in enumerate(ids):
-                body = self.snapshot.body(passage)
+                body = self.reader.document(self.snapshot, passage)
                 sequence, segment, first = join_reader(x, body, self.special, options.reader_wordpieces)
                 length = len(sequence) - 1 - first
                 start, end = enumerate_spans(first, length, options.answer_wordpieces)
@@ -152,15 +196,19 @@ class OpenQa:
                 sequences.append(sequence)
                 segments.append(segment)
                 offset += len(sequence)
+        score_S = self.span_scores(Packed(sequences, segments), np.concatenate(starts), np.concatenate(ends))
+        return score_S, np.concatenate(rows)
+
+    def span_scores(self, batch: Packed, start_S: np.ndarray, end_S: np.ndarray) -> Tensor:
+        """The reader's score of the spans between two packed rows, both inside, length S."""
         assert self.reader.spans is not None
         with autocast(self.device, self.dtype):
-            hidden_TD = self.reader.bert(Packed(sequences, segments))
-            score_S = self.reader.spans(
-                hidden_TD,
-                torch.from_numpy(np.concatenate(starts)).to(self.device),
-                torch.from_numpy(np.concatenate(ends)).to(self.device),
+            score_S: Tensor = self.reader.spans(
+                self.reader.encode(batch),
+                torch.from_numpy(start_S).to(self.device),
+                torch.from_numpy(end_S).to(self.device),
             )
-        return score_S, np.concatenate(rows)
+        return score_S
 
     def gold(self, question: Question, passages: Sequence[int]) -> set[tuple[int, int, int]]:
         """(rank, first, last wordpiece) of every span that matches an answer, cut by character offsets."""
@@ -195,7 +243,7 @@ class OpenQa:
         """The early retriever loss over the top passages plus the span loss over those that are read."""
         options = self.options
         depth = options.retriever_candidates if self.ranker is None else max(5, options.reader_candidates)
-        relevance_BP, id_BP = self.relevance([q.question for q in questions], depth)
+        relevance_BP, id_BP = self.evidence(questions, depth)
         ids = id_BP.cpu().tolist()
         correct_BP = torch.from_numpy(
             np.stack([self.is_correct(q, row) for q, row in zip(questions, ids, strict=True)])
@@ -204,7 +252,7 @@ class OpenQa:
         read = [[p for p in row[: options.reader_candidates] if p >= 0] for row in ids]
         score_S, rows = self.spans([self.wordpieces(q.question) for q in questions], read)
         rank_S, question_S = torch.from_numpy(rows[:, 1]).to(self.device), torch.from_numpy(rows[:, 0]).to(self.device)
-        logit_S = score_S + relevance_BP[question_S, rank_S]
+        logit_S = score_S + self.retriever.mixture.reading * relevance_BP[question_S, rank_S]
         is_gold = torch.from_numpy(self._is_gold(rows, questions, read)).to(self.device)
         span_B, has_gold_B = self._span_loss(logit_S, is_gold, rows, len(questions))
         metrics = {
@@ -218,13 +266,13 @@ class OpenQa:
 
     def _span_loss(self, logit_S: Tensor, is_gold: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
         """The loss of each of ``count`` questions by ``finetune.span_loss``, and whether it has a gold span."""
-        logit_BW, gold_BW = _by_group(logit_S, is_gold, rows[:, 0], count)
+        logit_BW, gold_BW = by_group(logit_S, is_gold, rows[:, 0], count)
         has_gold_B = gold_BW.any(-1)
         if self.options.span_loss != "per_passage":
             loss = {"marginal": marginal_span_loss, "hard_em": hard_em_span_loss}[self.options.span_loss]
             return loss(logit_BW, gold_BW), has_gold_B
         most = int(rows[:, 1].max()) + 1
-        logit_NW, gold_NW = _by_group(logit_S, is_gold, rows[:, 0] * most + rows[:, 1], count * most)
+        logit_NW, gold_NW = by_group(logit_S, is_gold, rows[:, 0] * most + rows[:, 1], count * most)
         has_gold_BK = gold_NW.any(-1).view(count, most)
         logit_NW = torch.where(has_gold_BK.view(-1, 1), logit_NW, 0.0)  # a passage without gold teaches nothing
         loss_BK = marginal_span_loss(logit_NW, gold_NW).view(count, most)
@@ -246,13 +294,13 @@ class OpenQa:
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
             tokens = [self.wordpieces(q.question) for q in batch]
-            texts = [q.question for q in batch]
-            relevance_BK, id_BK = self.relevance(texts, max(ranked, self.options.reader_candidates))
+            relevance_BK, id_BK = self.evidence(batch, max(ranked, self.options.reader_candidates))
             relevance_BK = relevance_BK[:, : self.options.reader_candidates]
             read = [[p for p in row if p >= 0] for row in id_BK[:, : self.options.reader_candidates].tolist()]
             score_S, rows = self.spans(tokens, read)
             at_S = torch.from_numpy(rows).to(self.device)
-            logit_S = (score_S + relevance_BK[at_S[:, 0], at_S[:, 1]]).cpu().numpy()
+            prior_S = self.retriever.mixture.reading * relevance_BK[at_S[:, 0], at_S[:, 1]]
+            logit_S = (score_S + prior_S).cpu().numpy()
             gold_S = self._is_gold(rows, batch, read)
             log_prior_BK = relevance_BK.log_softmax(-1).cpu().tolist()
             for b in range(len(batch)):
@@ -281,7 +329,7 @@ class OpenQa:
         return Span(text, read[rank], (start, end), float(logit_S[place]))
 
 
-def _by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
     """Rows of spans by their group (a question, or a passage of it), as count x W with -inf where it has fewer."""
     sizes = np.bincount(group_S, minlength=count)
     width = int(sizes.max())

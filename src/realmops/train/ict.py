@@ -1,6 +1,7 @@
 """Warm starts: the retriever by the inverse cloze task, the reader by masked words (paper, section 3.4).
 
-Shape suffixes: B passages of a batch (of one process, N those of all), E embedding width, M masked wordpieces.
+Shape suffixes: B passages of a batch (of one process, N those of all), Q queries, E embedding width, M masked
+wordpieces.
 """
 
 from __future__ import annotations
@@ -16,34 +17,68 @@ from realmops.bert import Packed, autocast
 from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
-from realmops.model.joins import SpecialTokens, join_document, join_query, join_reader
+from realmops.model.joins import SpecialTokens, join_document, join_query
 from realmops.model.likelihood import in_batch_loss
-from realmops.model.reader import Reader
+from realmops.model.reader import Reader, log_token_of_pairs
 from realmops.model.retriever import Retriever
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 
+CROP_WORDS = (4, 16)  # fewest and most
+CROP_DROPPED = 0.3  # of a crop's words, so that a query is no literal copy
+
 
 @dataclass(frozen=True)
 class Cloze:
-    """One inverse cloze example: a sentence as the query, its passage without it (or with it)."""
+    """A passage and the queries that were made of it: a sentence, or crops; ``removed`` where they are taken out."""
 
-    query: np.ndarray
+    queries: list[np.ndarray]
     document: tuple[np.ndarray, np.ndarray]
     removed: bool
 
 
-def cloze(snapshot: Snapshot, passage: int, rng: np.random.Generator, options: Ict, special: SpecialTokens) -> Cloze:
-    """A uniform sentence of the passage; it is taken out with probability ``removal``.
+def draw_cloze(
+    snapshot: Snapshot, passage: int, rng: np.random.Generator, options: Ict, special: SpecialTokens
+) -> Cloze:
+    """The queries of a passage by ``ict.task``; they are taken out of it with probability ``removal``.
 
-    A passage of one sentence keeps it: nothing else would be left.
+    ``cloze`` is the paper's: one uniform sentence, kept in a passage that has no other. ``crop`` are several runs of
+    ``CROP_WORDS`` words, of which each word is dropped with probability ``CROP_DROPPED``; a passage keeps them where
+    nothing else would be left.
     """
-    body, sentences = snapshot.body(passage), snapshot.sentences(passage)
-    first, end = sentences[rng.integers(len(sentences))]
-    removed = bool(rng.random() < options.removal) and len(sentences) > 1
-    rest = np.concatenate([body[:first], body[end:]]) if removed else body
+    body = snapshot.body(passage)
+    if options.task == "cloze":
+        sentences = snapshot.sentences(passage)
+        runs = [tuple(sentences[rng.integers(len(sentences))])]
+    else:
+        runs = [crop_run(body, snapshot.continues_word, rng) for _ in range(options.crops)]
+    inside = np.zeros(len(body), dtype=bool)
+    for first, end in runs:
+        inside[first:end] = True
+    removed = bool(rng.random() < options.removal) and not inside.all()
+    queries = [body[first:end] for first, end in runs]
+    if options.task == "crop":
+        queries = [dropped_words(query, snapshot.continues_word, rng) for query in queries]
+    rest = body[~inside] if removed else body
     document = join_document(snapshot.title_tokens(passage), rest, special, snapshot.block_wordpieces)
-    return Cloze(join_query(body[first:end], special, options.query_wordpieces), document, removed)
+    return Cloze([join_query(query, special, options.query_wordpieces) for query in queries], document, removed)
+
+
+def crop_run(body: np.ndarray, continues: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
+    """First and end wordpiece of a uniform run of ``CROP_WORDS`` words, or of all words where there are fewer."""
+    starts = np.append(np.flatnonzero(~continues[body]), len(body))
+    starts = starts if starts[0] == 0 else np.append(0, starts)  # a passage that begins inside a word
+    words = len(starts) - 1
+    length = min(int(rng.integers(CROP_WORDS[0], CROP_WORDS[1] + 1)), words)
+    first = int(rng.integers(words - length + 1))
+    return int(starts[first]), int(starts[first + length])
+
+
+def dropped_words(query: np.ndarray, continues: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The query with some of its words left out, never all."""
+    word = np.cumsum(~continues[query])
+    kept = rng.random(int(word.max(initial=0)) + 1)[word] >= CROP_DROPPED
+    return query[kept] if kept.any() else query
 
 
 def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Generator) -> np.ndarray:
@@ -63,7 +98,8 @@ def train_retriever(
 ) -> int:
     """The inverse cloze task: softmax of the own passage among all passages of the batch, those of all processes.
 
-    Logs the accuracy for queries that were removed from their passage and for those that were kept.
+    Logs the accuracy for queries that were removed from their passage and for those that were kept.  A batch is made
+    of runs of neighbouring passages (``cloze_batch``).
     Returns the journal's length at the end.
     """
     special, team = SpecialTokens.of(snapshot.tokenizer), context.team
@@ -76,21 +112,22 @@ def train_retriever(
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
-        drawn = [cloze(snapshot, int(p), rng, options, special) for p in passages]
+        drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
         examples, _ = team.share(drawn[: len(drawn) // team.size * team.size])
-        queries = Packed([e.query for e in examples])
+        queries = Packed([query for e in examples for query in e.queries])
         documents = Packed([e.document[0] for e in examples], [e.document[1] for e in examples])
         with autocast(context.device, context.dtype):
-            query_BE, document_BE = retriever.query(queries), retriever.document(documents)
-        relevance_BN = retriever.scale * query_BE @ team.gather(document_BE).T
-        own_B = torch.arange(len(examples), device=relevance_BN.device) + team.rank * len(examples)
-        hit_B = (relevance_BN.argmax(-1) == own_B).cpu().numpy()
-        removed_B = np.array([e.removed for e in examples])
+            query_QE, document_BE = retriever.query(queries), retriever.document(documents)
+        relevance_QN = retriever.scale * query_QE @ team.gather(document_BE).T
+        place_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
+        own_Q = torch.from_numpy(place_Q).to(relevance_QN.device) + team.rank * len(examples)
+        hit_Q = (relevance_QN.argmax(-1) == own_Q).cpu().numpy()
+        removed_Q = np.array([e.removed for e in examples])[place_Q]
         metrics = {}
-        for name, chosen_B in (("removed", removed_B), ("kept", ~removed_B)):
-            if chosen_B.any():
-                metrics[f"accuracy_{name}"] = float(hit_B[chosen_B].mean())
-        return in_batch_loss(relevance_BN, own_B).mean(), metrics
+        for name, chosen_Q in (("removed", removed_Q), ("kept", ~removed_Q)):
+            if chosen_Q.any():
+                metrics[f"accuracy_{name}"] = float(hit_Q[chosen_Q].mean())
+        return in_batch_loss(relevance_QN, own_Q).mean(), metrics
 
     return fit(
         context,
@@ -152,7 +189,8 @@ def train_reader(
     rows = sentences_with_spans(snapshot, spans)
     neighbours = Neighbours(snapshot)
 
-    def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """x as it was, which of its wordpieces are masked, and z."""
         passage, first, end, start, stop = rows[rng.integers(len(rows))]
         body = snapshot.body(int(passage))
         x = body[first:end].copy()
@@ -164,31 +202,28 @@ def train_reader(
             masked_x[salient[0] : salient[1]] = True
         kind = rng.choice(list(Z_SHARES), p=list(Z_SHARES.values()))
         if kind == "own":
-            z = body
+            z = reader.document(snapshot, int(passage))
         elif kind == "neighbour":
-            z = snapshot.body(neighbours.draw(body[first:end], int(passage), rng))
+            z = reader.document(snapshot, neighbours.draw(body[first:end], int(passage), rng))
         elif kind == "random":
-            z = snapshot.body(int(rng.integers(len(snapshot))))
+            z = reader.document(snapshot, int(rng.integers(len(snapshot))))
         else:
             z = body[:0]
         masked_x |= rng.random(len(x)) < options.reader_random_masks
-        tokens, segments, _ = join_reader(x, z, special, options.reader_wordpieces)
-        masked = np.zeros(len(tokens), dtype=bool)
-        masked[1 : 1 + len(x)] = masked_x
-        at = np.flatnonzero(masked)
-        targets = tokens[at]
-        tokens = np.where(masked, special.mask, tokens)
-        return tokens, segments, at, targets
+        return x, masked_x, z
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         drawn = [example(rng) for _ in range(options.reader_batch_size)]
-        examples, weight = context.team.share(drawn, [len(targets) for *_, targets in drawn])
-        batch = Packed([e[0] for e in examples], [e[1] for e in examples])
-        rows_M = torch.from_numpy(np.concatenate([s + e[2] for s, e in zip(batch.starts[:-1], examples, strict=True)]))
-        targets_M = torch.from_numpy(np.concatenate([e[3] for e in examples]))
+        examples, weight = context.team.share(drawn, [int(masked.sum()) for _, masked, _ in drawn])
+        sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]
+        at = [np.flatnonzero(masked) for _, masked, _ in examples]
+        targets_M = torch.from_numpy(np.concatenate([x[masked] for x, masked, _ in examples]))
+        documents = [z for _, _, z in examples]
         with autocast(context.device, context.dtype):
-            log_token_M = reader.log_token(batch, rows_M, targets_M)
+            log_token_M = log_token_of_pairs(
+                reader, sentences, at, targets_M, documents, special, options.reader_wordpieces
+            )
         return -weight * log_token_M.mean(), {"masked": float(len(targets_M))}
 
     fit(

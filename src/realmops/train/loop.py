@@ -78,7 +78,9 @@ def fit(
     (seed, stream, step), so that the state after a resume is the undisturbed run's, bit for bit on one
     machine.  ``at_step(step)`` runs between two steps, after the checkpoint of that step was committed.
     """
-    optimiser = BertAdamW(groups, weight_decay=options.weight_decay, clip=options.clip)
+    optimiser = BertAdamW(
+        groups, weight_decay=options.weight_decay, clip=options.clip, bias_correction=options.bias_correction
+    )
     schedule = Schedule(steps, int(min(10_000, max(options.warmup_min, options.warmup_share * steps))))
     team = context.team
     start, position = _restore(context, optimiser) if team.leads else (0, context.journal_start)

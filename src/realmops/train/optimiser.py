@@ -37,15 +37,17 @@ class Schedule:
 
 
 class BertAdamW:
-    """Adam with decoupled weight decay and WITHOUT bias correction, as BERT was trained.
+    """Adam with decoupled weight decay and, as BERT was trained, without bias correction unless it is asked for.
 
     m = 0.9 m + 0.1 g; v = 0.999 v + 0.001 g^2; p -= lr (m / (sqrt(v) + 1e-6) + decay p).
     No decay for LayerNorm and biases (every parameter of one dimension).  The norm of all gradients
     together is clipped first.
     """
 
-    def __init__(self, groups: Iterable[Group], *, weight_decay: float, clip: float) -> None:
-        self.clip = clip
+    def __init__(
+        self, groups: Iterable[Group], *, weight_decay: float, clip: float, bias_correction: bool = False
+    ) -> None:
+        self.clip, self.bias_correction = clip, bias_correction
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
         self.rates: list[float] = []
@@ -83,7 +85,12 @@ class BertAdamW:
         torch._foreach_lerp_(m, gradients, 1 - BETA_1)
         torch._foreach_mul_(v, BETA_2)
         torch._foreach_addcmul_(v, gradients, gradients, 1 - BETA_2)
-        update = torch._foreach_div(m, torch._foreach_add(torch._foreach_sqrt(v), EPSILON))
+        root, mean = torch._foreach_sqrt(v), m
+        if self.bias_correction:
+            taken = [step - self.begins[i] + 1 for i in use]
+            torch._foreach_div_(root, [(1 - BETA_2**t) ** 0.5 for t in taken])
+            mean = list(torch._foreach_div(m, [1 - BETA_1**t for t in taken]))
+        update = torch._foreach_div(mean, torch._foreach_add(root, EPSILON))
         for place, i in enumerate(use):
             if self.decays[i]:
                 update[place].add_(self.parameters[i], alpha=self.decays[i])

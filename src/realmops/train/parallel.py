@@ -53,6 +53,14 @@ class Team:
         factor = self.size * sum(weights[i] for i in mine) / sum(weights)
         return [batch[i] for i in mine] or batch[:1], factor
 
+    def order(self, batch: Sequence[T], each: int) -> list[T | None]:
+        """A batch in the order in which :meth:`gather` puts the parts of :meth:`share`, each filled up to ``each``.
+
+        None stands for what a process fills its part up with.
+        """
+        parts = [list(batch[rank :: self.size]) for rank in range(self.size)]
+        return [item for part in parts for item in [*part, *[None] * (each - len(part))]]
+
     @torch.no_grad()
     def average(self, parameters: Sequence[Tensor]) -> None:
         """Give all the mean of their gradients; a parameter that has none anywhere stays without."""
@@ -91,6 +99,14 @@ class Team:
         self.send([tensor])
         found: list[float] = tensor.tolist()
         return found
+
+    def most(self, count: int, device: torch.device) -> int:
+        """The largest of the processes' numbers, for all."""
+        if self.size == 1:
+            return count
+        tensor = torch.tensor(count, device=device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
 
     def gather(self, x_BD: Tensor) -> Tensor:
         """The rows of all processes, N x D, each process's behind those of the one before; gradients find their way."""

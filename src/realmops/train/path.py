@@ -22,9 +22,10 @@ from realmops.artifacts import seed_for
 from realmops.bert import Bert, BertConfig, Packed, autocast
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import contains_answer
+from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.lexical import Bm25, Rows, titled_texts, top
+from realmops.index.lexical import Bm25, Rows, rank, top
 from realmops.index.links import Links
 from realmops.model.files import cpu_state
 from realmops.model.joins import SpecialTokens, join_reader
@@ -77,7 +78,7 @@ class PathRetriever:
 
     def __init__(self, scorer: PathScorer, snapshot: Snapshot, options: Finetune, dtype: torch.dtype) -> None:
         self.scorer, self.snapshot, self.options, self.dtype = scorer, snapshot, options, dtype
-        self.bm25, self.links = Bm25(titled_texts(snapshot)), Links(snapshot)
+        self.bm25, self.links, self.sources = Bm25.of(snapshot), Links(snapshot), Sources(snapshot)
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self.device = scorer.begin.device
 
@@ -119,25 +120,30 @@ class PathRetriever:
         hidden_ND: Tensor = hidden_TD.index_select(0, torch.from_numpy(batch.starts[:-1]).to(self.device))
         return hidden_ND.float()
 
-    def _linked(self, score_P: np.ndarray, passage: int) -> list[int]:
+    def _starts(self, question: str) -> list[int]:
+        """The passages that a path may start from."""
+        found: list[int] = rank(self.bm25, [question], min(STARTS, len(self.bm25)))[0].tolist()
+        return found
+
+    def _linked(self, question: str, passage: int) -> list[int]:
         """The passages that a path may go on to from here."""
         linked = self.links.of(passage)
-        found: list[int] = linked[top(score_P[linked], LINKED)].tolist() if len(linked) else []
+        found: list[int] = linked[top(self.bm25.score_of(question, linked), LINKED)].tolist() if len(linked) else []
         return found
 
     def lesson(self, question: Question) -> Lesson | None:
         """What a question teaches; None where no path of two leads to an answer."""
-        score_P = self.bm25.scores(question.question)
-        starts = top(score_P, STARTS).tolist()
+        starts = self._starts(question.question)
 
         def right(passages: list[int]) -> np.ndarray:
             texts = map(self.snapshot.text, passages)
-            return np.array([contains_answer(t, question.answers, question.match_rule) for t in texts], dtype=bool)
+            there = np.array([contains_answer(t, question.answers, question.match_rule) for t in texts], dtype=bool)
+            return there & ~np.isin(passages, self.sources.of(question))
 
         right_start = right(starts)
         order = np.argsort(~right_start, kind="stable").tolist()  # a start with the answer before one that leads to it
         for first in order:
-            linked = self._linked(score_P, starts[first])
+            linked = self._linked(question.question, starts[first])
             right_next = np.array([right_start[first], *right(linked)])
             if right_next.any():
                 leads = right_start if right_start.any() else np.arange(len(starts)) == first
@@ -170,20 +176,20 @@ class PathRetriever:
         self.scorer.eval()
         ranking = np.full((len(questions), k), -1, np.int64)
         for row, question in enumerate(questions):
-            score_P = self.bm25.scores(question)
-            paths = self._paths(self._wordpieces(question), score_P)
-            best = dict.fromkeys([*sorted(paths, key=lambda p: -paths[p]), *top(score_P, k).tolist()])
+            paths = self._paths(question)
+            by_words = rank(self.bm25, [question], min(k, len(self.bm25)))[0].tolist()
+            best = dict.fromkeys([*sorted(paths, key=lambda p: -paths[p]), *by_words])
             chosen = list(best)[:k]
             ranking[row, : len(chosen)] = chosen
         return ranking
 
-    def _paths(self, x: np.ndarray, score_P: np.ndarray) -> dict[int, float]:
+    def _paths(self, question: str) -> dict[int, float]:
         """log p of the likeliest path that ends in a passage, by passage."""
-        starts = top(score_P, STARTS).tolist()
+        x, starts = self._wordpieces(question), self._starts(question)
         start_CD = self._read([(x, passage) for passage in starts])
         log_start_C = (start_CD @ self.scorer.begin).log_softmax(0)
         kept = log_start_C.topk(min(BEAM, len(starts))).indices.tolist()
-        linked = [self._linked(score_P, starts[i]) for i in kept]
+        linked = [self._linked(question, starts[i]) for i in kept]
         pairs = [(x, passage) for passages in linked for passage in passages]
         next_ND = self._read(pairs) if pairs else start_CD[:0]
         found: dict[int, float] = {}

@@ -1,7 +1,7 @@
 """REALM pre-training: retrieve, read, and learn both from masked words (paper, sections 3.1 to 3.4).
 
 Shape suffixes: B examples, K candidates (the null document last), E embedding width, M most masks of an
-example, N sequences, P passages, U unique passages of a batch, Q sampled queries.
+example, N sequences, P passages, U unique passages of a batch, Q queries.
 """
 
 from __future__ import annotations
@@ -15,26 +15,28 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.bert import Packed, autocast
 from realmops.config import Optimiser, Pretrain
-from realmops.corpus.masking import mask_positions
+from realmops.corpus.masking import mask_positions, recurring
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.wordpieces import contains
 from realmops.index.embed import document_sequences, embed, query_sequences
+from realmops.index.hybrid import Hybrid, Words, words_share
 from realmops.index.mips import Exact, PassageIndex
 from realmops.index.staleness import top_k_change
 from realmops.model import likelihood
-from realmops.model.joins import SpecialTokens, join_document, join_query, join_reader
-from realmops.model.reader import Reader
+from realmops.model.joins import SpecialTokens, join_document, join_query
+from realmops.model.reader import Reader, log_token_of_pairs, log_words_of_pairs, read_apart
 from realmops.model.retriever import Retriever
-from realmops.train.ict import sentences_with_spans
+from realmops.train.ict import crop_run, dropped_words, sentences_with_spans
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
-from realmops.train.parallel import Team
+from realmops.train.parallel import ALONE, Team
 
 NULL = -1
 COLLAPSE_WINDOW = 50
@@ -49,6 +51,7 @@ class Example:
     x: np.ndarray
     positions: np.ndarray
     targets: np.ndarray
+    words: str  # x as text without what is masked, for a search by words
 
 
 class Examples:
@@ -61,14 +64,31 @@ class Examples:
         self.snapshot, self.options, self.elsewhere = snapshot, options, elsewhere
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self.rows = sentences_with_spans(snapshot, spans)
-        passages = self.rows[:, 0]
+        self.usable = np.ones(len(self.rows), dtype=bool)
+        if options.masking == "recurring":
+            self.usable = recurring(snapshot, self.rows, options.max_masks)
+            if not self.usable.any():
+                raise ValueError(
+                    f"{spans.folder}: no salient span stands in a second passage; set pretrain.masking to salient"
+                )
+        self._draws_from(self.usable)
+
+    def _draws_from(self, usable: np.ndarray) -> None:
+        self.drawn = np.flatnonzero(usable)
+        passages = self.rows[self.drawn, 0]
         self.first_row = np.flatnonzero(np.diff(passages, prepend=-1))
         self.end_row = np.append(self.first_row[1:], len(passages))
+
+    def hold_out(self, rows: np.ndarray) -> None:
+        """Draw no span of the sentences of these rows from now on; where nothing would be left, they are drawn."""
+        held = np.isin(_sentence(self.rows), _sentence(self.rows[rows]))
+        if (self.usable & ~held).any():
+            self._draws_from(self.usable & ~held)
 
     def draw(self, rng: np.random.Generator) -> Example:
         """A passage uniform among those with a span, then one of its spans uniform; x is the span's sentence."""
         chosen = int(rng.integers(len(self.first_row)))
-        row = int(rng.integers(self.first_row[chosen], self.end_row[chosen]))
+        row = int(self.drawn[rng.integers(self.first_row[chosen], self.end_row[chosen])])
         return self.example(row, rng)
 
     def example(self, row: int, rng: np.random.Generator) -> Example:
@@ -84,7 +104,24 @@ class Examples:
         at = mask_positions(self.options.masking, rng, salient, continues, self.options.max_masks)
         x = original.copy()
         x[at] = self.special.mask
-        return Example(NULL if self.elsewhere else passage, original, x, at, original[at])
+        words = unmasked_text(self.snapshot.text(passage), self.snapshot.chars(passage)[first:end], at)
+        return Example(NULL if self.elsewhere else passage, original, x, at, original[at], words)
+
+
+def _sentence(rows: np.ndarray) -> np.ndarray:
+    """A number for each row's sentence."""
+    numbers: np.ndarray = rows[:, 0] * (1 << 20) + rows[:, 1]
+    return numbers
+
+
+def unmasked_text(text: str, chars: np.ndarray, positions: np.ndarray) -> str:
+    """The text of a run of wordpieces without those at ``positions``; ``chars`` are the run's characters in it."""
+    if not len(chars):
+        return ""
+    kept = list(text[chars[0, 0] : chars[-1, 1]])
+    for start, end in (chars[positions] - chars[0, 0]).tolist():
+        kept[start:end] = " " * (end - start)
+    return "".join(kept)
 
 
 @dataclass
@@ -143,8 +180,8 @@ def depth(options: Pretrain) -> int:
 class Candidates:
     """Retrieval for training: the top passages of an index, trivial ones excluded."""
 
-    def __init__(self, snapshot: Snapshot, options: Pretrain) -> None:
-        self.snapshot, self.options = snapshot, options
+    def __init__(self, snapshot: Snapshot, options: Pretrain, words: Words | None = None) -> None:
+        self.snapshot, self.options, self.words = snapshot, options, words
         self.documents = options.candidates - int(options.null_document)
         self.counts = Counter[str]()  # passages that each rule dropped, and examples short of candidates
 
@@ -154,25 +191,40 @@ class Candidates:
         Dropped are the passage of x itself and every passage that contains the unmasked sentence.
         """
         wanted = self.documents
-        _, ids = index.passages.search(query_BE, depth(self.options))
+        search = Hybrid(index.passages, self.words, index.retriever.mixture, index.retriever.scale)
+        ids = search.search(query_BE, [e.words for e in examples], depth(self.options)).id_QK
         result = []
         for row, example in enumerate(examples):
             kept, dropped = self._keep(example, ids[row].tolist(), wanted)
             if len(kept) < wanted and ids.shape[1] < len(self.snapshot):
-                _, more = index.passages.search(query_BE[row : row + 1], 16 * depth(self.options))
+                more = search.search(query_BE[row : row + 1], [example.words], 16 * depth(self.options)).id_QK
                 kept, dropped = self._keep(example, more[0].tolist(), wanted)
             self.counts.update(dropped)
             self.counts["short"] += len(kept) < wanted
             result.append(kept)
         return result
 
+    def shared(self, examples: Sequence[Example], found: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Each example's own candidates, and behind them what was found for the others and the passages they are from.
+
+        A reader that reads sentences and passages apart has read them all in any case.  Trivial ones are left out.
+        """
+        pool = sorted({p for row in found for p in row} | {e.passage for e in examples if e.passage != NULL})
+        result = []
+        for example, own in zip(examples, found, strict=True):
+            known = set(own)
+            others, dropped = self._keep(example, [p for p in pool if p not in known], len(pool))
+            self.counts.update(dropped)
+            result.append([*own, *others])
+        return result
+
     def _keep(self, example: Example, ids: list[int], wanted: int) -> tuple[list[int], Counter[str]]:
         dropped = Counter[str]()
         if not self.options.exclude_trivial:
-            return ids[:wanted], dropped
+            return [passage for passage in ids[:wanted] if passage >= 0], dropped
         kept: list[int] = []
         for passage in ids:
-            if len(kept) == wanted:
+            if len(kept) == wanted or passage < 0:
                 break
             if passage == example.passage:
                 dropped["dropped_own"] += 1
@@ -183,17 +235,35 @@ class Candidates:
         return kept, dropped
 
 
+_EMPTY = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A batch as the retriever embeds it with fresh parameters; ``place`` gives each passage's row."""
+
+    query_BE: Tensor
+    document_UE: Tensor
+    place: dict[int, int]
+
+
 class Realm:
     """The two models joined: the loss of a batch of masked sentences and what there is to say about it."""
 
     def __init__(
-        self, retriever: Retriever, reader: Reader, snapshot: Snapshot, options: Pretrain, dtype: torch.dtype
+        self,
+        retriever: Retriever,
+        reader: Reader,
+        snapshot: Snapshot,
+        options: Pretrain,
+        dtype: torch.dtype,
+        words: Words | None = None,
     ) -> None:
         self.retriever, self.reader, self.snapshot, self.options = retriever, reader, snapshot, options
+        self.words = words
         self.special = SpecialTokens.of(snapshot.tokenizer)
         self.device, self.dtype = reader.bert.word.weight.device, dtype
-        nothing = np.zeros(0, dtype=np.int64)
-        self.null = join_document(nothing, nothing, self.special, snapshot.block_wordpieces)
+        self.null = join_document(_EMPTY, _EMPTY, self.special, snapshot.block_wordpieces)
 
     def queries(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """[CLS] x [SEP] of masked sentences."""
@@ -204,69 +274,112 @@ class Realm:
 
         Each passage of the batch is embedded once.  The second result marks candidates that do not exist.
         """
+        embedded = self.embed(examples, candidates)
+        return self._log_prior(examples, candidates, embedded)
+
+    def embed(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> Embedded:
+        """The sentences, and each passage of the batch once, the null document last."""
         passages = sorted({p for row in candidates for p in row})
-        place = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
         documents = document_sequences(self.snapshot, passages)
         documents += [self.null] if self.options.null_document or not documents else []
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(Packed(self.queries(examples)))
             document_UE = self.retriever.document(Packed([d[0] for d in documents], [d[1] for d in documents]))
-        rows, missing = self._rows(candidates, place)
-        relevance_BK = self.retriever.relevance(query_BE, document_UE[rows.to(document_UE.device)])
-        missing = missing.to(relevance_BK.device)
-        if missing.all(-1).any():
+        return Embedded(query_BE, document_UE, {p: i for i, p in enumerate(passages)} | {NULL: len(passages)})
+
+    def _log_prior(
+        self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], embedded: Embedded
+    ) -> tuple[Tensor, Tensor]:
+        id_BK, missing_BK = self._rows(candidates)
+        rows_BK = torch.tensor([[embedded.place[p] for p in row] for row in id_BK.tolist()])
+        document_BKE = embedded.document_UE[rows_BK.to(embedded.document_UE.device)]
+        dense_BK = self.retriever.relevance(embedded.query_BE, document_BKE)
+        mixture = self.retriever.mixture
+        words_BK = words_share(self.words, mixture, [e.words for e in examples], id_BK).to(dense_BK.device)
+        missing_BK = missing_BK.to(dense_BK.device)
+        if missing_BK.all(-1).any():
             raise ValueError(
                 "a masked sentence has no candidate: every passage found is its own or contains it, and "
                 "pretrain.null_document is false; set it to true, or use a larger corpus"
             )
-        return likelihood.log_prior(relevance_BK.masked_fill(missing, -torch.inf)), missing
+        relevance_BK = mixture.of(dense_BK, words_BK).masked_fill(missing_BK, -torch.inf)
+        return likelihood.log_prior(relevance_BK), missing_BK
 
-    def _rows(self, candidates: Sequence[Sequence[int]], place: dict[int, int]) -> tuple[Tensor, Tensor]:
+    def _rows(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """The candidates' ids as B x K, the null document (-1) last and in the place of those that do not exist."""
         null: list[int | None] = [NULL] if self.options.null_document else []
-        full = [[*row, *[None] * (self.options.candidates - len(null) - len(row)), *null] for row in candidates]
+        width = max(self.options.candidates - len(null), *(len(row) for row in candidates))
+        full = [[*row, *[None] * (width - len(row)), *null] for row in candidates]
+        first = next((p for row in candidates for p in row), NULL) if not null else NULL
         missing = torch.tensor([[p is None for p in row] for row in full])
-        return torch.tensor([[0 if p is None else place[p] for p in row] for row in full]), missing
+        return torch.tensor([[first if p is None else p for p in row] for row in full]), missing
 
     def log_token(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """log p(y_j|z,x) of every masked wordpiece under every candidate, null last: B x K x M; and which j exist."""
-        options, longest = self.options, max(len(e.positions) for e in examples)
-        count = options.candidates
-        tokens, segments, rows, targets, flat = [], [], [], [], []
-        start = 0
-        empty = np.zeros(0, dtype=np.int64)
-        for b, example in enumerate(examples):
-            bodies = [self.snapshot.body(p) for p in candidates[b]]
+        longest = max(len(e.positions) for e in examples)
+        is_mask_BM = torch.arange(longest)[None, :] < torch.tensor([len(e.positions) for e in examples])[:, None]
+        is_mask_BM = is_mask_BM.to(self.device)
+        if self.reader.apart:
+            return self._log_token_apart(examples, candidates, is_mask_BM), is_mask_BM
+        count = max(self.options.candidates, *(len(row) + int(self.options.null_document) for row in candidates))
+        sentences, documents, flat = [], [], []
+        for b, (example, row) in enumerate(zip(examples, candidates, strict=True)):
+            bodies = [self.reader.document(self.snapshot, p) for p in row]
             slots = list(range(len(bodies)))
-            if options.null_document:
-                bodies, slots = [*bodies, empty], [*slots, count - 1]
+            if self.options.null_document:
+                bodies, slots = [*bodies, _EMPTY], [*slots, count - 1]
             for k, body in zip(slots, bodies, strict=True):
-                sequence, segment, _ = join_reader(example.x, body, self.special, options.reader_wordpieces)
-                tokens.append(sequence)
-                segments.append(segment)
-                rows.append(start + 1 + example.positions)
-                targets.append(example.targets)
+                sentences.append(example)
+                documents.append(body)
                 flat.append((b * count + k) * longest + np.arange(len(example.positions)))
-                start += len(sequence)
         with autocast(self.device, self.dtype):
-            log_token_N = self.reader.log_token(
-                Packed(tokens, segments),
-                torch.from_numpy(np.concatenate(rows)),
-                torch.from_numpy(np.concatenate(targets)),
+            log_token_N = log_token_of_pairs(
+                self.reader,
+                [e.x for e in sentences],
+                [e.positions for e in sentences],
+                torch.from_numpy(np.concatenate([e.targets for e in sentences])),
+                documents,
+                self.special,
+                self.options.reader_wordpieces,
             )
         out = log_token_N.new_zeros(len(examples) * count * longest)
         out = out.index_copy(0, torch.from_numpy(np.concatenate(flat)).to(out.device), log_token_N)
-        is_mask = torch.arange(longest)[None, :] < torch.tensor([len(e.positions) for e in examples])[:, None]
-        return out.view(len(examples), count, longest), is_mask.to(out.device)
+        return out.view(len(examples), count, longest), is_mask_BM
+
+    def _log_token_apart(
+        self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], is_mask_BM: Tensor
+    ) -> Tensor:
+        """The same with each sentence and each passage of the batch read once."""
+        passages = sorted({p for row in candidates for p in row})
+        place = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
+        x = Packed(self.queries(examples))
+        z, bodies = read_apart(
+            [self.snapshot.body(p) for p in passages] or [_EMPTY],
+            self.special,
+            self.options.reader_wordpieces,
+            self.device,
+        )
+        rows = np.concatenate([s + 1 + e.positions for s, e in zip(x.starts[:-1], examples, strict=True)])
+        targets = np.concatenate([e.targets for e in examples])
+        with autocast(self.device, self.dtype):
+            log_token_NU, log_null_N = self.reader.log_token_apart(
+                x, torch.from_numpy(rows), torch.from_numpy(targets), z, bodies
+            )
+        log_token_NU = torch.cat([log_token_NU[:, : len(passages)], log_null_N[:, None]], dim=1)
+        id_BK, _ = self._rows(candidates)
+        column_BK = torch.tensor([[place[p] for p in row] for row in id_BK.tolist()], device=self.device)
+        padded_BMU = log_token_NU.new_zeros(*is_mask_BM.shape, log_token_NU.shape[1])
+        padded_BMU = padded_BMU.index_put(tuple(is_mask_BM.nonzero().T), log_token_NU)
+        columns_BMK = column_BK[:, None, :].expand(-1, is_mask_BM.shape[1], -1)
+        return padded_BMU.gather(2, columns_BMK).transpose(1, 2)
 
     def log_words(self, example: Example, candidates: Sequence[int]) -> Tensor:
         """log p(y_j|z,x) of every wordpiece at every mask, for each candidate and the null document last: K x M x V."""
-        bodies = [*(self.snapshot.body(p) for p in candidates), np.zeros(0, dtype=np.int64)]
-        joined = [join_reader(example.x, body, self.special, self.options.reader_wordpieces) for body in bodies]
-        batch = Packed([sequence for sequence, _, _ in joined], [segment for _, segment, _ in joined])
-        rows_KM = batch.starts[:-1, None] + 1 + example.positions
+        documents = [*(self.reader.document(self.snapshot, p) for p in candidates), _EMPTY]
         with autocast(self.device, self.dtype):
-            log_word_NV = self.reader.log_words(batch, torch.from_numpy(rows_KM.ravel()))
-        return log_word_NV.view(len(bodies), len(example.positions), -1)
+            return log_words_of_pairs(
+                self.reader, example.x, example.positions, documents, self.special, self.options.reader_wordpieces
+            )
 
     @torch.no_grad()
     def guess(self, example: Example, candidates: Sequence[int]) -> dict[str, float]:
@@ -292,11 +405,23 @@ class Realm:
         return found
 
     def loss(
-        self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], *, retriever_learns: bool
+        self,
+        examples: Sequence[Example],
+        candidates: Sequence[Sequence[int]],
+        *,
+        retriever_learns: bool,
+        weight: float = 1.0,
+        crops: np.random.Generator | None = None,
+        team: Team = ALONE,
     ) -> tuple[Tensor, dict[str, float]]:
-        """-log p(y|x), the mean over examples (joint) or over masked wordpieces (per_token)."""
+        """-log p(y|x), the mean over examples (joint) or over masked wordpieces (per_token), times ``weight``.
+
+        With ``pretrain.crop_weight`` also that much of the crops' loss. Generators of equal state, one of each process,
+        draw ``crops`` for the whole team.
+        """
         with torch.set_grad_enabled(retriever_learns):
-            log_prior_BK, missing_BK = self.log_prior(examples, candidates)
+            embedded = self.embed(examples, candidates)
+            log_prior_BK, missing_BK = self._log_prior(examples, candidates, embedded)
         log_token_BKM, is_mask_BM = self.log_token(examples, candidates)
         log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, is_mask_BM)
         log_joint_B = likelihood.log_marginal_joint(log_prior_BK, log_likelihood_BK)
@@ -304,7 +429,47 @@ class Realm:
             loss = -log_joint_B.mean()
         else:
             loss = -likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM).sum() / is_mask_BM.sum()
-        return loss, self._metrics(log_prior_BK.detach(), log_likelihood_BK.detach(), log_joint_B.detach(), missing_BK)
+        metrics = self._metrics(log_prior_BK.detach(), log_likelihood_BK.detach(), log_joint_B.detach(), missing_BK)
+        loss = weight * loss
+        if self.options.crop_weight and retriever_learns and crops is not None:
+            passages, document_UE = self._of_all(embedded, team)
+            if len(passages) > 1:
+                crop_loss = self._crop_loss(passages, document_UE, crops, team)
+                loss = loss + self.options.crop_weight * crop_loss
+                metrics["crop_loss"] = crop_loss.item()
+        return loss, metrics
+
+    def _of_all(self, embedded: Embedded, team: Team) -> tuple[list[int], Tensor]:
+        """The passages that the processes of a team have embedded, each once and ascending, and their embeddings."""
+        passages = list(embedded.place)[:-1]
+        document_UE = embedded.document_UE[: len(passages)]
+        if team.size == 1:
+            return passages, document_UE
+        missing = team.most(len(passages), self.device) - len(passages)
+        id_N = team.gather(torch.tensor([*passages, *[NULL] * missing], device=self.device))
+        document_NE = team.gather(F.pad(document_UE, (0, 0, 0, missing)))
+        row = {p: n for n, p in reversed(list(enumerate(id_N.tolist()))) if p != NULL}
+        return sorted(row), document_NE[[row[p] for p in sorted(row)]]
+
+    def _crop_loss(
+        self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, team: Team
+    ) -> Tensor:
+        """The inverse cloze task on crops of passages of a batch, one for each sentence, against all of its passages.
+
+        It is this process's part of the mean: the mean over the team is that of all crops.
+        """
+        drawn = []
+        for place in rng.integers(len(passages), size=self.options.batch_size).tolist():
+            body, continues = self.snapshot.body(passages[place]), self.snapshot.continues_word
+            first, end = crop_run(body, continues, rng)
+            crop = dropped_words(body[first:end], continues, rng)
+            drawn.append((place, join_query(crop, self.special, self.options.query_wordpieces)))
+        mine, weight = team.share(drawn)
+        with autocast(self.device, self.dtype):
+            query_QE = self.retriever.query(Packed([query for _, query in mine]))
+        relevance_QU = self.retriever.scale * query_QE @ document_UE.T
+        own_Q = torch.tensor([place for place, _ in mine], device=relevance_QU.device)
+        return weight * likelihood.in_batch_loss(relevance_QU, own_Q).mean()
 
     def _metrics(
         self, log_prior_BK: Tensor, log_likelihood_BK: Tensor, log_joint_B: Tensor, missing_BK: Tensor
@@ -375,14 +540,16 @@ def pretrain(
     *,
     evaluate: Callable[[Index], dict[str, float]],
     warn: Callable[[str], None],
+    words: Words | None = None,
 ) -> None:
     """Run REALM pre-training: the examples' words are guessed with passages of ``snapshot``.
 
-    ``evaluate`` gives metrics of every adopted index, logged at its step.
+    ``evaluate`` gives metrics of every adopted index, logged at its step.  A hybrid retriever wants ``words``; its
+    weights of words and embeddings stay as they are.
     """
     options = examples.options
-    realm = Realm(retriever, reader, snapshot, options, context.dtype)
-    candidates = Candidates(snapshot, options)
+    realm = Realm(retriever, reader, snapshot, options, context.dtype, words)
+    candidates = Candidates(snapshot, options, words)
     alarm = CollapseAlarm(options.collapse_share, warn)
     current: list[Index] = []
     adopted: dict[str, float] = {}
@@ -405,16 +572,23 @@ def pretrain(
         counts = [len(e.positions) for e in drawn] if options.marginal == "per_token" else None
         batch, weight = context.team.share(drawn, counts)
         searcher = index.retriever if options.query_encoder == "snapshot" else retriever
-        query_BE = embed(searcher.query, query_sequences(realm.queries(batch)), context.dtype)
-        found = candidates.retrieve(batch, query_BE, index)
-        loss, metrics = realm.loss(batch, found, retriever_learns=step >= options.retriever_delay)
+        asked = drawn if reader.apart else batch  # then what is found for one sentence is a candidate of all
+        query_BE = embed(searcher.query, query_sequences(realm.queries(asked)), context.dtype)
+        found = candidates.retrieve(asked, query_BE, index)
+        if reader.apart:
+            found = list(context.team.share(candidates.shared(drawn, found))[0])
+        crops = np.random.default_rng(seed_for(context.seed, context.stream, "crops", step))
+        learns = step >= options.retriever_delay
+        loss, metrics = realm.loss(
+            batch, found, retriever_learns=learns, weight=weight, crops=crops, team=context.team
+        )
         learned_from = max(index.step, min(step, options.retriever_delay))  # it stands still during the delay
         metrics |= {"staleness_steps": float(step - learned_from), "staleness_seconds": time.time() - index.published}
         metrics["collapsed"] = float(alarm.watch(step, metrics.get("p_null", 0.0), [row[0] for row in found if row]))
         metrics |= {name: float(count) for name, count in candidates.counts.items()} | adopted
         candidates.counts.clear()
         adopted.clear()
-        return weight * loss, metrics
+        return loss, metrics
 
     groups = [
         Group("retriever", retriever, options.retriever_learning_rate, options.retriever_delay),

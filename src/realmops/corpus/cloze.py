@@ -1,0 +1,201 @@
+"""Questions made from the corpus: a salient span is taken out of its sentence, and it is the answer.
+
+Only spans that stand in another passage too are taken.  The reader learns from the passage with the sentence, as a
+person's question has its words from the passage that answers it; learning from the other passages taught it half as
+much.  Questions for dev and test are harder: there the passages with the sentence do not count as evidence
+(``Question.not_in``), so that the answer has to be found elsewhere.
+
+A question is a question word and the clause without the span, in disorder: either half first, words left out, the
+others moved by a place or two (the noisy clozes of Lewis et al. 2019).  Without that noise the reader learns to lay two
+equal texts side by side.  Numbers are asked for beside the salient spans.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realmops.artifacts import seed_for
+from realmops.corpus.masking import MOST_PASSAGES, passages_with
+from realmops.corpus.questions import Question
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import token_spans
+
+DATE, NUMBER = "DATE", "NUMBER"  # labels: of dates by expression, and one that only stands here
+WORDS = {"PER": "who", "PERSON": "who", "LOC": "where", "GPE": "where", DATE: "when", NUMBER: "how many"}  # else: what
+FEWEST_WORDS, MOST_WORDS = 4, 16  # of a clause
+LONGEST_SPAN = 16  # wordpieces
+DROPPED = 0.15  # share of a question's words
+MOVED = 3.0  # places that a word may come nearer to the end
+HELD_OUT = 0.05  # share of the passages whose questions are for dev, and for test
+MOST_HELD_OUT = 500
+PARTS = ("train", "dev", "test")
+_MARKS, _SENTENCE_ENDS = ',;:()"', ".!? "
+_NUMBER, _YEAR = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?![\w-])"), re.compile(r"\d{4}")
+_CLAUSE_ENDS = re.compile(r"[;:()]|,(?=\s)")
+
+
+def clause(before: str, after: str) -> tuple[list[str], list[str]] | None:
+    """The words before and behind a gap, of its clause; None where too little is left to ask about.
+
+    A clause ends at a mark; where it has few words the whole sentence is taken. Of more than ``MOST_WORDS`` those
+    nearest to the gap are kept.
+    """
+    after = after.rstrip(_SENTENCE_ENDS)
+    left, right = _words(_CLAUSE_ENDS.split(before)[-1]), _words(_CLAUSE_ENDS.split(after)[0])
+    if len(left) + len(right) < FEWEST_WORDS:
+        left, right = _words(before), _words(after)
+    if len(left) + len(right) < FEWEST_WORDS:
+        return None
+    while len(left) + len(right) > MOST_WORDS:
+        if len(left) > len(right):
+            left = left[1:]
+        else:
+            right = right[:-1]
+    return left, right
+
+
+def noisy(left: list[str], right: list[str], rng: np.random.Generator) -> list[str]:
+    """Both halves in a random order, ``DROPPED`` of the words left out, the others moved by up to ``MOVED`` places."""
+    words = right + left if rng.random() < 0.5 else left + right
+    kept = np.flatnonzero(rng.random(len(words)) >= DROPPED)
+    kept = kept if len(kept) else np.arange(len(words))
+    return [words[row] for row in kept[np.argsort(np.arange(len(kept)) + MOVED * rng.random(len(kept)), kind="stable")]]
+
+
+def numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers that share no wordpiece with a salient span, as rows like those of the spans."""
+    taken = defaultdict(list)
+    for passage, _, _, start, stop in spans.tolist():
+        taken[passage].append((start, stop))
+    rows = []
+    for passage in range(len(snapshot)):
+        free = np.ones(len(snapshot.body(passage)), bool)
+        for start, stop in taken[passage]:
+            free[start:stop] = False
+        found = [match.span() for match in _NUMBER.finditer(snapshot.text(passage))]
+        sentences = snapshot.sentences(passage)
+        for place in token_spans(found, snapshot.chars(passage), sentences):
+            if place is not None and free[place[1] : place[2]].all():
+                rows.append((passage, *sentences[place[0]].tolist(), place[1], place[2]))
+    return np.array(rows, np.int64).reshape(-1, 5)
+
+
+def question_word(label: str, answer: str, rng: np.random.Generator) -> str:
+    """What begins a question; of a year sometimes "what year"."""
+    if label == DATE and _YEAR.fullmatch(answer) and rng.random() < 0.5:
+        return "what year"
+    return WORDS.get(label, "what")
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text, without the marks round them."""
+    return [part.strip(_MARKS) for part in text.split() if any(c.isalnum() for c in part)]
+
+
+def cloze_questions(
+    snapshot: Snapshot, rows: NDArray[np.int64], labels: Sequence[str], seed: int, limit: int
+) -> list[Question]:
+    """At most one question of each sentence, ``limit`` in all, drawn by the seed.
+
+    ``rows`` are (passage, sentence start, sentence end, span start, span end) of salient spans, with a label each.
+    """
+    more = numbers(snapshot, rows)
+    rows, labels = np.concatenate([rows, more]), [*labels, *[NUMBER] * len(more)]
+    known: dict[bytes, list[int]] = defaultdict(list)
+    for passage in range(len(snapshot)):
+        body = snapshot.body(passage)
+        for first, end in snapshot.sentences(passage).tolist():
+            known[body[first:end].tobytes()].append(passage)
+    there = passages_with(snapshot, rows, LONGEST_SPAN)
+    short = rows[:, 4] - rows[:, 3] <= LONGEST_SPAN
+    usable = np.flatnonzero((there >= 2) & (there <= MOST_PASSAGES) & short)
+    rng = np.random.default_rng(seed_for(seed, "cloze"))
+    drawn = rng.permutation(usable)
+    questions: list[Question] = []
+    asked: set[bytes] = set()
+    for row in drawn.tolist():
+        passage, first, end, start, stop = rows[row].tolist()
+        sentence = snapshot.body(passage)[first:end].tobytes()
+        sources = sorted(set(known[sentence]))
+        if sentence in asked or there[row] <= len(sources):  # it stands nowhere but in copies of the sentence
+            continue
+        text, chars = snapshot.text(passage), snapshot.chars(passage)
+        before, after = text[chars[first, 0] : chars[start, 0]], text[chars[stop - 1, 1] : chars[end - 1, 1]]
+        parts = clause(before, after)
+        if parts is None:
+            continue
+        asked.add(sentence)
+        answer = text[chars[start, 0] : chars[stop - 1, 1]]
+        question = " ".join([question_word(labels[row], answer, rng), *noisy(*parts, rng)]) + "?"
+        not_in = tuple(dict.fromkeys(snapshot.passage_id(p) for p in sources))
+        questions.append(Question(f"cloze-{len(questions)}", question, (answer,), not_in=not_in))
+        if len(questions) == limit:
+            break
+    return questions
+
+
+def split(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]:
+    """Questions for train, dev and test, each made from passages of its own; ValueError where there are too few.
+
+    Those for train may be answered by the passage that they were made from, which is named instead of left out.
+
+    A share ``HELD_OUT`` of the passages is for dev and as many for test, of whose questions the first are taken.
+    """
+    passages = sorted({question.not_in[0] for question in questions})
+    if len(passages) < len(PARTS):
+        raise ValueError(
+            f"{len(questions)} questions from {len(passages)} passages can be made of the corpus, and train, dev and "
+            "test want passages of their own; give more documents, or find more spans (the section tag): a span "
+            "counts when it stands in another passage too"
+        )
+    held_out = max(1, round(HELD_OUT * len(passages)))
+    drawn = np.random.default_rng(seed_for(seed, "cloze split")).permutation(len(passages))
+    part_of = {passages[row]: "train" for row in drawn.tolist()}
+    part_of |= {passages[row]: "dev" for row in drawn[:held_out].tolist()}
+    part_of |= {passages[row]: "test" for row in drawn[held_out : 2 * held_out].tolist()}
+    parts: dict[str, list[Question]] = {name: [] for name in PARTS}
+    for question in questions:
+        own = {part_of.get(name, part_of[question.not_in[0]]) for name in question.not_in}
+        name = own.pop()
+        if not own and (name == "train" or len(parts[name]) < MOST_HELD_OUT):
+            parts[name].append(question)
+    parts["train"] = [replace(q, passage_id=q.not_in[0], not_in=()) for q in parts["train"]]
+    return parts
+
+
+class Sources:
+    """Which passages of a snapshot a question was made from: they are no evidence for its answer."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    @cached_property
+    def _row_of(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self._snapshot.column("passage_id"))}
+
+    def of(self, question: Question) -> list[int]:
+        """Their numbers; a passage that the snapshot has no longer is left out."""
+        if not question.not_in:
+            return []
+        return [self._row_of[name] for name in question.not_in if name in self._row_of]
+
+    def among(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Which of the passages found for each question they are, Q x K."""
+        rows = [self.of(question) for question in questions]
+        return np.stack([np.isin(ids, own) for ids, own in zip(id_QK, rows, strict=True)])
+
+    def left_out(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
+        """The passages found without them, -1 behind the others in their place."""
+        if not any(question.not_in for question in questions):
+            return id_QK
+        source_QK = self.among(questions, id_QK)
+        order_QK = np.argsort(source_QK, axis=1, kind="stable")
+        return np.take_along_axis(np.where(source_QK, -1, id_QK), order_QK, axis=1)

@@ -1,0 +1,125 @@
+"""Words beside embeddings: f(x, z) = a scale q . d + b BM25(x, z) / max over z of BM25(x, z).
+
+Not in the paper, whose f is the inner product alone. BM25 is divided by that of the query's best passage, so that long
+and short queries count alike; on real questions the sum is better than either part by far, without any training.
+The weights a and b are fitted by the likelihood of the right passages, so that softmax of f is a p(z|x) as it stands.
+
+Shape suffixes: Q queries, E embedding width, K results, C candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from realmops.index.mips import PassageIndex
+from realmops.model.likelihood import log_sum_correct
+from realmops.model.retriever import Mixture
+
+LEAST = 1e-4  # of a fitted weight: with 0 words would no longer be looked for, and never fitted again
+
+
+class Words(Protocol):
+    """BM25 over the same passages."""
+
+    def search(self, queries: Sequence[str], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Scores and ids of the best k passages of each query, best first; id -1 where fewer match."""
+
+    def score_of(self, query: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """BM25 of chosen passages."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The passages found for each query, best first by f; id -1 where there are fewer."""
+
+    id_QK: Tensor
+    dense_QK: Tensor  # scale q . d
+    words_QK: Tensor  # BM25 over that of the best passage; 0 without words
+
+    def relevance(self, mixture: Mixture) -> Tensor:
+        """f(x, z), -inf for what is not there."""
+        return mixture.of(self.dense_QK, self.words_QK).masked_fill(self.id_QK < 0, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Hybrid:
+    """Searches embeddings and, where the mixture wants it, words: the best of both by f."""
+
+    passages: PassageIndex
+    words: Words | None
+    mixture: Mixture
+    scale: float
+
+    @torch.no_grad()
+    def search(self, query_QE: Tensor, queries: Sequence[str], k: int, depth: int | None = None) -> Found:
+        """The best k passages of each query among the ``depth`` (k) best of either kind; all tensors on the CPU."""
+        depth = max(k, depth or k)
+        score_QK, id_QK = (t.cpu() for t in self.passages.search(query_QE, depth))
+        if self.words is None or not self.mixture.lexical:
+            id_QK = id_QK[:, :k]
+            return Found(id_QK, self.scale * score_QK[:, :k].float(), torch.zeros(id_QK.shape))
+        embedding_PE, query_QE = self.passages.embedding_PE, query_QE.float()
+        word_QK, word_id_QK = self.words.search(queries, depth)
+        best_Q = word_QK[:, 0].clip(min=0.0)
+        rows = []
+        for q, query in enumerate(queries):
+            ids = np.unique(np.concatenate([id_QK[q].numpy(), word_id_QK[q][word_id_QK[q] >= 0]]))
+            places = torch.from_numpy(ids)
+            found_CE = embedding_PE[places.to(embedding_PE.device)].to(query_QE.device).float()
+            dense_C = self.scale * (found_CE @ query_QE[q]).cpu()
+            words_C = torch.zeros(len(ids))
+            if best_Q[q] > 0:
+                words_C = torch.from_numpy(self.words.score_of(query, ids) / best_Q[q])
+            order = torch.argsort(self.mixture.of(dense_C, words_C), descending=True, stable=True)[:k]
+            rows.append((places[order], dense_C[order], words_C[order]))
+        return Found(*(_padded([row[i] for row in rows], k, fill) for i, fill in enumerate((-1, 0.0, 0.0))))
+
+
+def words_share(words: Words | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor) -> Tensor:
+    """BM25 of chosen passages over that of each query's best one, Q x K; 0 where the mixture wants no words."""
+    if words is None or not mixture.lexical:
+        return torch.zeros(id_QK.shape)
+    best_Q1, _ = words.search(queries, 1)
+    scores = [words.score_of(query, ids) for query, ids in zip(queries, id_QK.cpu().numpy(), strict=True)]
+    return torch.from_numpy(np.stack(scores) / np.maximum(best_Q1, 1e-6)).clamp(0.0, 1.0)
+
+
+def _padded(rows: Sequence[Tensor], k: int, fill: float) -> Tensor:
+    width = min(k, max(len(row) for row in rows))
+    out = rows[0].new_full((len(rows), width), fill)
+    for q, row in enumerate(rows):
+        out[q, : len(row)] = row
+    return out
+
+
+def fit_mixture(dense_QK: Tensor, words_QK: Tensor, there_QK: Tensor, correct_QK: Tensor) -> Mixture | None:
+    """The weights under which the right passages have the largest likelihood, the mean over queries.
+
+    Queries without a right passage among the K do not count; None where no query counts.
+    """
+    counts_Q = (correct_QK & there_QK).any(-1) & ~(correct_QK | ~there_QK).all(-1)
+    if not counts_Q.any():
+        return None
+    dense_QK, words_QK = dense_QK[counts_Q].double(), words_QK[counts_Q].double()
+    there_QK, correct_QK = there_QK[counts_Q], (correct_QK & there_QK)[counts_Q]
+    weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # logarithms: both are above 0
+    optimiser = torch.optim.LBFGS([weights], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        dense, lexical = weights.exp()
+        f_QK = (dense * dense_QK + lexical * words_QK).masked_fill(~there_QK, -torch.inf)
+        # a weak pull to 1 (that of one query) keeps weights finite where everything is right
+        value = -log_sum_correct(f_QK, correct_QK).mean() + 0.5 * (weights**2).sum() / len(f_QK)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimiser.step(loss)  # type: ignore[no-untyped-call]
+    return Mixture(*(max(LEAST, round(weight, 4)) for weight in weights.detach().exp().tolist()))

@@ -1,0 +1,185 @@
+"""The reader learns to point at answers in windows: one passage with the answer, later one hard negative beside it.
+
+ORQA and REALM read the first five whole passages for every question. A window around the answer is six to eight times
+as fast, and short trainings on real text live by the number of questions that they see. What is read at evaluation are
+whole passages all the same.
+
+Shape suffixes: B questions, S answer spans of all windows, T wordpieces of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realmops.artifacts import seed_for
+from realmops.bert import Packed
+from realmops.config import Finetune, Optimiser
+from realmops.corpus.questions import Question
+from realmops.model.joins import join_reader
+from realmops.model.likelihood import marginal_span_loss
+from realmops.model.reader import enumerate_spans
+from realmops.train.finetune import OpenQa, by_group, finetune_steps
+from realmops.train.loop import Context, epoch_rows, fit
+from realmops.train.optimiser import Group
+
+WINDOW = 96  # wordpieces of a passage
+NEGATIVES_FROM = 0.55  # share of the steps after which a window without an answer is read beside the right one
+HARDEST = 10  # passages without an answer, of which one is drawn
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a passage that is read beside a question."""
+
+    passage: int
+    begin: int  # wordpieces of the passage
+    end: int
+    relevance: float  # f(x, z) of the passage
+    gold: frozenset[tuple[int, int]]  # first and last wordpiece of the window
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A question, the best passage that answers it with all places of an answer, and the best that do not."""
+
+    question: np.ndarray  # wordpieces
+    passage: int
+    gold: list[tuple[int, int]]  # first and end wordpiece
+    relevance: float  # f(x, z) of the passage
+    negatives: list[int]
+    negative_relevance: list[float]
+
+
+def lessons_of(
+    model: OpenQa,
+    questions: Sequence[Question],
+    depth: int,
+    progress: Callable[[int], None] | None = None,
+    together: int = 64,
+) -> list[Lesson]:
+    """What each question teaches; one whose ``depth`` best passages hold no answer span teaches nothing."""
+    model.retriever.eval()
+    lessons = []
+    for first in range(0, len(questions), together):
+        some = questions[first : first + together]
+        with torch.no_grad():
+            relevance_BK, id_BK = model.evidence(some, depth)
+        for question, ids, relevance in zip(some, id_BK.tolist(), relevance_BK.tolist(), strict=True):
+            if lesson := _lesson(model, question, ids, relevance):
+                lessons.append(lesson)
+        if progress is not None:
+            progress(len(some))
+    return lessons
+
+
+def _lesson(model: OpenQa, question: Question, ids: Sequence[int], relevance: Sequence[float]) -> Lesson | None:
+    right = model.is_correct(question, ids)
+    wrong = [k for k in range(len(ids)) if not right[k] and ids[k] >= 0][:HARDEST]
+    for k in np.flatnonzero(right).tolist():
+        if gold := sorted((first, last + 1) for _, first, last in model.gold(question, [ids[k]])):
+            options = model.options
+            room = min(options.query_wordpieces - 2, options.reader_wordpieces - 3 - options.answer_wordpieces)
+            tokens = model.wordpieces(question.question)[:room]
+            return Lesson(
+                tokens, ids[k], gold, relevance[k], [ids[i] for i in wrong], [relevance[i] for i in wrong]
+            )
+    return None
+
+
+def place_window(length: int, span: tuple[int, int] | None, size: int, rng: np.random.Generator) -> int:
+    """Where a window of ``size`` wordpieces begins that holds the span, uniform among all such places."""
+    low, high = 0, max(0, length - size)
+    if span is not None:
+        low, high = max(low, span[1] - size), min(high, span[0])
+    return int(rng.integers(low, high + 1))
+
+
+def draw_windows(model: OpenQa, lesson: Lesson, rng: np.random.Generator, *, negatives: bool) -> list[Window]:
+    """A window with one of the right spans and, with ``negatives``, one of a passage without an answer.
+
+    They have ``WINDOW`` wordpieces, or what ``finetune.reader_wordpieces`` leaves beside the question.
+    """
+    size = min(WINDOW, model.options.reader_wordpieces - 3 - len(lesson.question))
+    read = [(lesson.passage, lesson.relevance, lesson.gold)]
+    if negatives and lesson.negatives:
+        k = int(rng.integers(len(lesson.negatives)))
+        read.append((lesson.negatives[k], lesson.negative_relevance[k], []))
+    windows = []
+    for passage, relevance, spans in read:
+        length = len(model.snapshot.body(passage))
+        around = spans[int(rng.integers(len(spans)))] if spans else None
+        begin = place_window(length, around, size, rng)
+        gold = frozenset((low - begin, high - begin - 1) for low, high in spans)
+        windows.append(Window(passage, begin, min(begin + size, length), relevance, gold))
+    return windows
+
+
+def windows_loss(
+    model: OpenQa, lessons: Sequence[Lesson], windows: Sequence[Sequence[Window]]
+) -> tuple[Tensor, dict[str, float]]:
+    """-log of the share of the right spans among all spans of a question's windows, the mean over questions.
+
+    To a span's score comes the weighted f(x, z) of its passage, as at evaluation.
+    """
+    options, special = model.options, model.special
+    sequences, segments, starts, ends, question_of, gold, prior = [], [], [], [], [], [], []
+    offset = 0
+    for b, (lesson, read) in enumerate(zip(lessons, windows, strict=True)):
+        for window in read:
+            body = model.reader.document(model.snapshot, window.passage)[window.begin : window.end]
+            sequence, segment, first = join_reader(lesson.question, body, special, options.reader_wordpieces)
+            start, end = enumerate_spans(first, len(body), options.answer_wordpieces)
+            gold.append(np.array([(s - first, e - first) in window.gold for s, e in zip(start, end, strict=True)]))
+            starts.append(offset + start)
+            ends.append(offset + end)
+            question_of.append(np.full(len(start), b))
+            prior.append(np.full(len(start), window.relevance, np.float32))
+            sequences.append(sequence)
+            segments.append(segment)
+            offset += len(sequence)
+    score_S = model.span_scores(Packed(sequences, segments), np.concatenate(starts), np.concatenate(ends))
+    prior_S = torch.from_numpy(np.concatenate(prior)).to(score_S.device)
+    gold_S = torch.from_numpy(np.concatenate(gold)).to(score_S.device)
+    logit_BW, gold_BW = by_group(
+        score_S + model.retriever.mixture.reading * prior_S, gold_S, np.concatenate(question_of), len(lessons)
+    )
+    loss_B = marginal_span_loss(logit_BW, gold_BW)
+    best_B = gold_BW.gather(1, logit_BW.argmax(-1, keepdim=True))[:, 0]
+    return loss_B.mean(), {"span_loss": loss_B.mean().item(), "span_accuracy": float(best_B.float().mean())}
+
+
+def train_in_windows(
+    context: Context, model: OpenQa, lessons: Sequence[Lesson], options: Finetune, optimiser: Optimiser
+) -> int:
+    """Train the reader; returns the journal's length at the end."""
+    rows_of = epoch_rows(context, len(lessons), options.batch_size)
+    steps = finetune_steps(len(lessons), options)
+    reader = model.reader
+    assert reader.spans is not None
+
+    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        reader.train()
+        rng = np.random.default_rng(seed_for(context.seed, context.stream, "windows", step))
+        negatives = step >= NEGATIVES_FROM * steps
+        some = [lessons[row] for row in rows_of(step)]
+        drawn = [(lesson, draw_windows(model, lesson, rng, negatives=negatives)) for lesson in some]
+        mine, weight = context.team.share(drawn)
+        loss, metrics = windows_loss(model, [lesson for lesson, _ in mine], [windows for _, windows in mine])
+        return weight * loss, metrics
+
+    return fit(
+        context,
+        [
+            Group("spans", reader.spans, options.span_learning_rate),
+            Group("reader", reader, options.reader_learning_rate),
+        ],
+        optimiser,
+        step_loss,
+        steps=steps,
+        checkpoint_every=options.checkpoint_every,
+    )

@@ -1,0 +1,255 @@
+"""What pre-training hands on: the best models by sentences that it never saw, also after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+from safetensors.torch import load_file
+from tiny import World, section, tiny_models
+
+from realmops.artifacts import seed_for
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import Spans
+from realmops.model.retriever import Mixture
+from realmops.stages import pretrain as module
+from realmops.stages.pretrain import Best
+from realmops.train.pretrain import Example, Examples, Realm
+
+# ---- the best so far
+
+
+def figures(hit: float, log_p: float) -> dict[str, float]:
+    return {"hit_at_5": hit, "held_out_log_p": log_p, "recall_at_5": 0.25}
+
+
+@pytest.fixture
+def offered(world: World, tmp_path: Path) -> tuple[Best, Callable[..., None]]:
+    """The best of a folder, and how models of a step are offered, whose weights are full of its number."""
+    best = Best(tmp_path / "best", "a" * 64)
+
+    def offer(step: int, found: Mapping[str, float]) -> None:
+        retriever, reader = tiny_models(world, copying={"copies": True, "apart": True})
+        retriever.mixture = Mixture(1.0, float(step))
+        with torch.no_grad():
+            for module in (retriever, reader):
+                for parameter in module.parameters():
+                    parameter.fill_(step)
+        best.offer(step, found, retriever, reader)
+
+    return best, offer
+
+
+def test_the_likeliest_of_those_that_find_no_less_than_the_start(offered: tuple[Best, Callable[..., None]]) -> None:
+    best, offer = offered
+    for step, found, expected in (
+        (0, figures(0.5, -3.0), 0),
+        (4, figures(0.4, -1.0), 0),
+        (8, figures(0.5, -3.0), 0),
+        (12, figures(0.5, -2.5), 12),
+        (14, figures(0.8, -2.6), 12),
+        (16, figures(0.6, -2.0), 16),
+        (20, figures(0.6, -2.0), 16),
+        (24, figures(0.45, -1.0), 16),
+    ):
+        offer(step, found)
+        assert best.step == expected
+        assert [path.name for path in best.folder.iterdir()] == [f"step-{expected:08d}"]
+    assert best.figures == {**figures(0.6, -2.0), "start_hit_at_5": 0.5}
+    retriever, reader = best.models()
+    assert retriever.mixture == Mixture(1.0, 16.0)
+    assert all((p == 16).all() for model in (retriever, reader) for p in model.parameters())
+    assert reader.apart
+    said = best.told(figures(0.25, -1.5))
+    assert said == (
+        "the models of step 16 are handed on: held-out masked sentences have hit@5 0.600 and log p(y|x) -2.000 with "
+        "them, 0.250 and -1.500 at the end"
+    )
+
+
+def test_a_kill_between_the_new_and_the_old_leaves_the_new(
+    offered: tuple[Best, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    best, offer = offered
+    offer(0, figures(0.5, -3.0))
+
+    class Killed(BaseException):
+        pass
+
+    usual = module.shutil.rmtree
+
+    def die(folder: Path, **how: Any) -> None:
+        if folder.name.startswith("step-"):
+            raise Killed
+        usual(folder, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module.shutil, "rmtree", die)
+        with pytest.raises(Killed):
+            offer(4, figures(0.6, -2.0))
+    assert len(list(best.folder.iterdir())) == 2
+    again = Best(best.folder, "a" * 64)
+    assert again.step == 4
+    assert again.figures == {**figures(0.6, -2.0), "start_hit_at_5": 0.5}
+    offer(4, figures(0.6, -2.0))
+    assert again.step == 4
+    offer(8, figures(0.7, -1.0))
+    assert [path.name for path in best.folder.iterdir()] == ["step-00000008"]
+
+
+def test_where_nothing_is_held_out_the_last_are_the_best(offered: tuple[Best, Callable[..., None]]) -> None:
+    best, offer = offered
+    for step in (0, 4, 8):
+        offer(step, {"recall_at_5": 1.0 - step / 10})
+        assert best.step == step
+    assert best.figures == {"recall_at_5": pytest.approx(0.2), "start_hit_at_5": 0.0}
+
+
+# ---- held-out sentences
+
+
+def test_no_span_of_a_held_out_sentence_is_drawn(world: World) -> None:
+    """Rows 0 (passage 0, first sentence) and 6: those of the same sentences go too, other sentences stay."""
+    options = section("pretrain", masking="salient", query_wordpieces=40, reader_wordpieces=60)
+    examples = Examples(world.snapshot, world.spans, options)
+    rows = examples.rows
+    held = np.array([0, 6])
+    gone = [n for n, row in enumerate(rows.tolist()) if any(row[:2] == rows[h, :2].tolist() for h in held)]
+    examples.hold_out(held)
+    assert sorted(examples.drawn.tolist()) == [n for n in range(len(rows)) if n not in gone]
+    rng = np.random.default_rng(0)
+    drawn = [examples.draw(rng) for _ in range(3000)]
+    sentences = {(e.passage, e.original.tobytes()) for e in drawn}
+    for row in held.tolist():
+        example = examples.example(row, rng)
+        assert (example.passage, example.original.tobytes()) not in sentences
+    assert len({e.passage for e in drawn}) >= 11
+    examples.hold_out(np.arange(len(rows)))
+    assert len(examples.drawn) == len(rows) - len(gone), "all cannot be held out: what there was is drawn"
+
+
+def test_a_passage_is_uniform_among_those_with_something_left(world: World) -> None:
+    """Passage 11 has one sentence: held out, it is never drawn, and the other eleven as often as each other."""
+    options = section("pretrain", masking="salient", query_wordpieces=40, reader_wordpieces=60)
+    examples = Examples(world.snapshot, world.spans, options)
+    examples.hold_out(np.array([len(examples.rows) - 1]))
+    rng = np.random.default_rng(0)
+    counts = np.bincount([examples.draw(rng).passage for _ in range(4400)], minlength=12)
+    assert counts[11] == 0
+    assert counts[:11].tolist() == pytest.approx([400] * 11, abs=80)
+
+
+# ---- the stage
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bert": {"dropout": 0.1},
+    "retriever": {"hybrid": True},
+    "reader": {"copies": True, "apart": True},
+    "pretrain": {"masking": "recurring", "crop_weight": 0.5, "steps": 8, "refresh_every": 2, "lag": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project up to ict."""
+    folder = tmp_path_factory.mktemp("best")
+    toy.write_project(folder, **OPTIONS)
+    for name in ("snapshot", "tag", "ict"):
+        toy.stage(name, toy.toy_values(**OPTIONS), folder, folder / "root")
+    return folder
+
+
+def run(project: Path, report: toy.Quiet | None = None, **changes: Any) -> dict[str, Any]:
+    values = toy.toy_values(**{**OPTIONS, "pretrain": {**OPTIONS["pretrain"], **changes}})
+    return toy.stage("pretrain", values, project, project / "root", report)
+
+
+def files(project: Path) -> dict[str, bytes]:
+    folder = project / "root/models/pretrain"
+    return {path.name: path.read_bytes() for path in folder.glob("*") if path.name.startswith(("re", "model"))}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The likelihood is made to be best at step 4, of those measured; killed behind that, and at the very end."""
+    best_at, dies_at, measured, drawn = 4, [-1], list[int](), list[Example]()
+    usual_offer, usual_draw = Best.offer, Examples.draw
+
+    def offer(self: Best, step: int, found: dict[str, float], *models: Any) -> None:
+        measured.append(step)
+        if step == dies_at[0]:
+            raise Killed
+        found |= {"hit_at_5": 0.5, "held_out_log_p": -abs(step - best_at)}
+        usual_offer(self, step, found, *models)
+
+    def draw(self: Examples, rng: np.random.Generator) -> Example:
+        drawn.append(usual_draw(self, rng))
+        return drawn[-1]
+
+    monkeypatch.setattr(Best, "offer", offer)
+    monkeypatch.setattr(Examples, "draw", draw)
+    report = toy.Quiet()
+    metrics = run(project, report)
+    assert measured == [0, 4, 6, 8], "the weights of step 2 are those of the delay"
+    assert metrics["best_step"] == 4
+    assert [line for line in report.said if line.startswith("the models of step 4 are handed on")]
+    expected, lines = files(project), toy.journal(project / "root/models/pretrain")
+    assert len(expected) == 3
+    assert json.loads(expected["model.json"])["mixture"]["lexical"] == 8.0, "fitted to questions alone"
+    assert sum("crop_loss" in line for line in lines) == 6
+
+    snapshot = Snapshot.open(project / "root/data/snapshot/corpus")
+    spans = Spans.open(project / "root/data/spans/corpus")
+    rows = Examples(snapshot, spans, section("pretrain", masking="salient")).rows
+    chosen = np.random.default_rng(seed_for(0, "evaluate", "masked")).permutation(len(rows))[: len(rows) // 10]
+    held = {(int(rows[n, 0]), snapshot.body(int(rows[n, 0]))[slice(*rows[n, 1:3])].tobytes()) for n in chosen}
+    assert len(held) == 2
+    assert len(drawn) > 16
+    assert not held & {(e.passage, e.original.tobytes()) for e in drawn}
+
+    toy.stage("ict", toy.toy_values(**OPTIONS), project, project / "root")
+    work = project / "root/models/pretrain"
+    for path in work.glob("*"):
+        path.unlink()
+    for dies_at[0] in (6, 8):
+        with pytest.raises(Killed):
+            run(project)
+    dies_at[0] = -1
+    run(project)
+    assert files(project) == expected
+    again = toy.journal(project / "root/models/pretrain")
+    assert toy.without_clock(again) == toy.without_clock(lines)
+
+
+def test_harm_is_not_handed_on(project: Path) -> None:
+    """With a rate that ruins everything the start's models come out, bit for bit, and that is said."""
+    report = toy.Quiet()
+    metrics = run(project, report, retriever_learning_rate=3.0, reader_learning_rate=3.0)
+    assert metrics["best_step"] == 0
+    [said] = [line for line in report.said if "handed on" in line]
+    assert said.startswith("the start's models are handed on: held-out masked sentences have hit@5 ")
+    for name in ("retriever.safetensors", "reader.safetensors"):
+        ours, theirs = (load_file(project / "root/models" / stage / name) for stage in ("pretrain", "ict"))
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert metrics["masked_log_p"] > -20, "measured with what is handed on"
+    assert metrics["hit_at_5_after"] >= metrics["hit_at_5_before"]
+
+
+def test_both_models_are_as_they_were_after_a_look(world: World) -> None:
+    retriever, reader = tiny_models(world)
+    realm = Realm(retriever, reader.eval(), world.snapshot, section("pretrain"), torch.float32)
+    with module.evaluating(realm):
+        assert not retriever.training
+    assert retriever.training
+    assert not reader.training

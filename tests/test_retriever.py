@@ -1,0 +1,310 @@
+"""The towers: pooling, projection, head and segments of an encoder, and the bag of word vectors; all by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import World, section, tiny_models
+from torch import Tensor, nn
+
+from realmops.bert import Bert, BertConfig, Packed, autocast, initialise_small
+from realmops.index.embed import document_sequences, embed
+from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
+from realmops.model.joins import join_document, join_query
+from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection
+
+FP32 = torch.float32
+SHAPE = BertConfig(150, 16, 2, 2, 32, 64, 0.0)
+
+
+def batch(world: World, rows: Sequence[int] = range(5)) -> Packed:
+    sequences = document_sequences(world.snapshot, rows)
+    return Packed([tokens for tokens, _ in sequences], [segments for _, segments in sequences])
+
+
+def encoder(seed: int = 0) -> Bert:
+    """Weights so large that sequences differ."""
+    bert, generator = Bert(SHAPE), torch.Generator().manual_seed(seed)
+    initialise_small(bert, None, generator)
+    with torch.no_grad():
+        for parameter in bert.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return bert.eval()
+
+
+def embedder(width: int = 16, head: str = "cosine", **form: Any) -> Embedder:
+    tower = Embedder(encoder(), width, head, **{"projection": "identity", **form}).eval()
+    initialise_projection(tower, torch.Generator().manual_seed(0))
+    return tower
+
+
+# ---- pooling
+
+
+def test_the_mean_is_over_all_wordpieces_with_cls_and_sep(world: World) -> None:
+    tower = embedder(head="paper", pooling="mean")
+    pooled_BD = tower(batch(world))
+    for row, (tokens, segments) in enumerate(document_sequences(world.snapshot, range(5))):
+        hidden_TD = tower.bert(Packed([tokens], [segments]))
+        assert len(hidden_TD) == len(tokens)
+        torch.testing.assert_close(pooled_BD[row], hidden_TD.mean(0), rtol=0, atol=1e-5)
+
+
+def test_cls_is_the_first_wordpiece(world: World) -> None:
+    tower = embedder(head="paper", pooling="cls")
+    documents = batch(world)
+    torch.testing.assert_close(tower(documents), tower.bert(documents)[documents.first_B])
+
+
+def test_the_mean_of_a_batch_in_several_groups_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention regroups long batches; each sequence keeps its own mean."""
+    monkeypatch.setattr("realmops.bert._SCORES_TOGETHER", 1)
+    monkeypatch.setattr("realmops.bert._SCORES_OF_GROUP", 900)
+    tower, rng = embedder(head="paper", pooling="mean"), np.random.default_rng(0)
+    sequences = [rng.integers(5, 150, length) for length in (30, 4, 17, 4, 30, 9)]
+    packed = Packed(sequences)
+    assert len(packed.groups) > 1
+    singles = torch.cat([tower(Packed([sequence])) for sequence in sequences])
+    torch.testing.assert_close(tower(packed), singles, rtol=0, atol=1e-5)
+
+
+# ---- projection
+
+
+def test_the_identity_has_no_projection(world: World) -> None:
+    tower = embedder(head="paper", pooling="mean")
+    assert tower.projection is None
+    assert tower.width == 16
+    assert [name for name, _ in tower.named_parameters() if not name.startswith("bert.")] == []
+
+
+def test_no_layer_norm_comes_between_the_identity_and_the_cosine(world: World) -> None:
+    tower = embedder()
+    assert tower.norm is None
+    pooled_BD = tower.pooled(batch(world))
+    torch.testing.assert_close(tower(batch(world)), pooled_BD / pooled_BD.norm(dim=-1, keepdim=True))
+    assert embedder(head="normalised").norm is not None
+
+
+def test_an_orthogonal_square_changes_no_cosine(world: World) -> None:
+    plain, turned = embedder(), embedder(projection="orthogonal")
+    one, other = plain(batch(world)), turned(batch(world))
+    assert not torch.allclose(one, other, atol=0.1)
+    torch.testing.assert_close(one @ one.T, other @ other.T, rtol=0, atol=1e-5)
+
+
+def test_a_random_projection_has_variance_one_over_its_width() -> None:
+    tower = Embedder(Bert(BertConfig(150, 400, 1, 2, 32, 64, 0.0)), 100, "paper", projection="random")
+    initialise_projection(tower, torch.Generator().manual_seed(0))
+    assert tower.projection is not None
+    weight_ED = tower.projection.weight.detach()
+    assert float(weight_ED.mean()) == pytest.approx(0.0, abs=0.005)
+    assert float(weight_ED.var()) == pytest.approx(1 / 100, rel=0.05)
+    length_D = weight_ED.norm(dim=0)
+    assert float(length_D.mean()) == pytest.approx(1.0, abs=0.02), "lengths are kept in the mean"
+
+
+# ---- head
+
+
+@pytest.mark.parametrize("temperature", [0.05, 2.0])
+def test_the_cosine_is_divided_by_the_temperature(world: World, temperature: float) -> None:
+    tower = embedder(temperature=temperature, pooling="mean")
+    retriever = Retriever(tower, tower)
+    embedding_BE = tower(batch(world)).detach()
+    torch.testing.assert_close(embedding_BE.norm(dim=-1), torch.ones(5))
+    assert retriever.scale == pytest.approx(1 / temperature)
+    pooled_BD = tower.pooled(batch(world)).detach()
+    relevance_BK = retriever.relevance(embedding_BE[:1], embedding_BE[None, :3])
+    expected = [float(torch.cosine_similarity(pooled_BD[0], pooled_BD[k], dim=0)) / temperature for k in range(3)]
+    assert relevance_BK[0].tolist() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("head", "scale"), [("paper", 1.0), ("release", 1.0), ("normalised", 1 / math.sqrt(8))])
+def test_the_temperature_is_the_cosines_alone(head: str, scale: float) -> None:
+    tower = Embedder(Bert(SHAPE), 8, head, temperature=0.05)
+    assert Retriever(tower, tower).scale == pytest.approx(scale)
+
+
+# ---- segments
+
+
+def test_with_one_segment_title_and_body_are_the_same(world: World) -> None:
+    """What is asked of the encoder changes, the batch does not."""
+    one, two = embedder(segments="one"), embedder(segments="two")
+    documents = batch(world)
+    before = documents.segments_T.clone()
+    as_zeros = Packed([t for t, _ in document_sequences(world.snapshot, range(5))])
+    assert int(before.sum()) > 0
+    torch.testing.assert_close(one(documents), two(as_zeros))
+    assert not torch.allclose(one(documents), two(documents), atol=1e-3)
+    assert torch.equal(documents.segments_T, before)
+
+
+def test_queries_are_of_one_segment_anyway(world: World) -> None:
+    queries = Packed([join_query(world.wordpieces("oslo is a city"), world.special, 64)])
+    torch.testing.assert_close(embedder(segments="one")(queries), embedder(segments="two")(queries))
+
+
+# ---- the bag
+
+
+def bag_of(vectors: Sequence[Sequence[float]], special: Sequence[int] = ()) -> Bag:
+    bag = Bag(len(vectors), len(vectors[0]), 0.05)
+    with torch.no_grad():
+        bag.word.weight.copy_(torch.tensor(vectors))
+        bag.counts_V[list(special)] = 0.0
+    return bag
+
+
+def test_a_bag_by_hand() -> None:
+    """Wordpieces 2 and 3 twice: (3, 0) + 2 (0, 2) = (3, 4), of length 5."""
+    bag = bag_of([[9.0, 9.0], [7.0, -7.0], [3.0, 0.0], [0.0, 2.0]], special=[0, 1])
+    embedding_BE = bag(Packed([np.array([0, 3, 2, 1, 3, 1]), np.array([0, 3, 1]), np.array([0, 1])]))
+    torch.testing.assert_close(embedding_BE, torch.tensor([[0.6, 0.8], [0.0, 1.0], [0.0, 0.0]]))
+    assert (bag.width, bag.head, Retriever(bag, bag).scale) == (2, "cosine", pytest.approx(20.0))
+
+
+def test_special_wordpieces_count_nothing_and_learn_nothing() -> None:
+    bag = bag_of(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).tolist(), special=[0, 1])
+    tokens = [np.array([0, 2, 1, 3, 1]), np.array([0, 4, 4, 1])]
+    bag(Packed(tokens)).sum().backward()
+    gradient_VE = bag.word.weight.grad
+    assert gradient_VE is not None
+    assert not gradient_VE[[0, 1, 5]].any()
+    assert gradient_VE[[2, 3]].abs().sum(-1).min() > 0
+    with_more = [np.concatenate([t, [0, 1, 1]]) for t in tokens]
+    assert torch.equal(bag(Packed(with_more)), bag(Packed(tokens)))
+
+
+def test_an_empty_document_has_relevance_0_and_a_finite_gradient() -> None:
+    bag = bag_of(torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).tolist(), special=[0, 1])
+    embedding_BE = bag(Packed([np.array([0, 1, 1]), np.array([0, 2, 3, 1])]))
+    assert embedding_BE[0].tolist() == [0.0, 0.0, 0.0]
+    relevance = Retriever(bag, bag).relevance(embedding_BE[1:], embedding_BE[None, :])
+    assert float(relevance[0, 0].detach()) == 0.0
+    relevance.sum().backward()
+    assert bag.word.weight.grad is not None
+    assert bag.word.weight.grad.isfinite().all()
+
+
+def test_a_bag_knows_no_order_and_no_segments(world: World) -> None:
+    bag = bag_of(torch.randn(150, 8).tolist())
+    [(tokens, segments)] = document_sequences(world.snapshot, [3])
+    forwards = bag(Packed([tokens], [segments]))
+    torch.testing.assert_close(bag(Packed([tokens[::-1].copy()])), forwards)
+
+
+def test_a_bag_is_in_full_precision_whatever_the_stages() -> None:
+    bag, packed = bag_of(torch.randn(20, 8).tolist()), Packed([np.arange(20), np.arange(3)])
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        low = bag(packed)
+    assert low.dtype == FP32
+    assert torch.equal(low, bag(packed))
+
+
+# ---- all forms
+
+FORMS: list[dict[str, Any]] = [
+    {"tower": "bag", "head": "cosine", "embedding_width": 8},
+    {"tower": "bag", "head": "cosine", "embedding_width": 8, "share_embedders": False},
+    {"head": "cosine", "projection": "identity", "embedding_width": 0, "pooling": "mean", "segments": "one"},
+    *({"head": "cosine", "projection": start, "pooling": "mean"} for start in ("orthogonal", "pca", "random")),
+    *({"head": head, "pooling": "mean", "projection": "pca"} for head in ("paper", "normalised")),
+    {"head": "release", "projection": "random", "share_embedders": False},
+    {"head": "normalised", "projection": "identity", "embedding_width": 16, "temperature": 0.1},
+    {"head": "paper", "projection": "identity", "embedding_width": 0, "pooling": "cls", "segments": "one"},
+]
+
+
+def named(form: dict[str, Any]) -> str:
+    return "-".join(str(value) for value in form.values())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=named)
+def test_every_form_goes_through_its_files(world: World, form: dict[str, Any]) -> None:
+    """A reader of the files embeds to the same bytes, without the encoder's folder or the passages."""
+    retriever, _ = tiny_models(world, **form)
+    if isinstance(retriever.query, Bag):
+        for tower in (retriever.query, retriever.document):
+            assert isinstance(tower, Bag)
+            tower.counts_V[[2, 3]] = 0.0
+    files = retriever_files(retriever, "c0ffee")
+    again = retriever_from_files(files)
+    assert retriever_files(again, "c0ffee") == files
+    assert describe(again, None, "c0ffee") == describe(retriever, None, "c0ffee")
+    assert (again.scale, again.shared) == (retriever.scale, retriever.shared)
+    assert again.query.words == retriever.query.words
+    sequences = document_sequences(world.snapshot, range(12))
+    assert torch.equal(embed(again.document, sequences, FP32), embed(retriever.document, sequences, FP32))
+    assert embed(again.document, sequences, FP32).shape == (12, again.document.width)
+
+
+def test_files_of_before_there_was_a_choice_are_the_papers_form(world: World) -> None:
+    retriever, _ = tiny_models(world, head="normalised")
+    files = retriever_files(retriever, "c0ffee")
+    description = json.loads(files["model.json"])
+    for key in ("tower", "pooling", "projection", "segments", "temperature"):
+        del description[key]
+    old = retriever_from_files({**files, "model.json": json.dumps(description).encode()})
+    sequences = document_sequences(world.snapshot, range(12))
+    assert torch.equal(embed(old.query, sequences, FP32), embed(retriever.query, sequences, FP32))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=named)
+def test_every_parameter_of_every_form_gets_a_gradient(world: World, form: dict[str, Any]) -> None:
+    retriever, _ = tiny_models(world, **form)
+    query_BE, document_BE = retriever.query(batch(world, range(6))), retriever.document(batch(world, range(6, 12)))
+    retriever.relevance(query_BE, document_BE[None].expand(6, -1, -1)).softmax(-1)[:, 0].sum().backward()
+    for name, parameter in retriever.named_parameters():
+        if not parameter.requires_grad:  # a shift of all passages, which no loss can see
+            continue
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+def test_the_towers_start_equal_in_every_form(world: World) -> None:
+    for form in FORMS:
+        options = section("retriever", **{"embedding_width": 8, **form, "share_embedders": False})
+        shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+        retriever, _ = build_models(shape, options, section("reader"), 150, 0)
+        for name, tensor in retriever.query.state_dict().items():
+            assert torch.equal(tensor, retriever.document.state_dict()[name]), (form, name)
+
+
+def test_a_null_document_has_an_embedding_in_every_form(world: World) -> None:
+    nothing = np.zeros(0, dtype=np.int64)
+    tokens, segments = join_document(nothing, nothing, world.special, 48)
+    for form in FORMS:
+        retriever, _ = tiny_models(world, **form)
+        embedding_BE: Tensor = retriever.document(Packed([tokens], [segments]))
+        assert embedding_BE.isfinite().all(), form
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"projection": "identity", "embedding_width": 8}, r"keeps the encoder's width of 16, and .*_width is 8; set"),
+        ({"projection": "pca", "embedding_width": 17}, r"have no more than 16 components; set .*embedding_width=16 or"),
+        ({"tower": "bag", "head": "cosine", "embedding_width": 151}, r"one dimension for each of the 150 wordpieces"),
+    ],
+)
+def test_a_width_that_a_tower_cannot_have_is_refused(form: dict[str, Any], message: str) -> None:
+    shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    with pytest.raises(ValueError, match=message):
+        build_models(shape, section("retriever", **form), section("reader"), 150, 0)
+
+
+def test_width_0_is_the_encoders_own() -> None:
+    shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    retriever, _ = build_models(shape, section("retriever", embedding_width=0), section("reader"), 150, 0)
+    assert retriever.query.width == 16
+    assert isinstance(retriever.query, Embedder)
+    assert isinstance(retriever.query.projection, nn.Linear)
