@@ -66,6 +66,8 @@ def rank(retriever: Lexical, queries: Sequence[str], k: int) -> Rows:
 def top(score_P: Scores, k: int) -> Rows:
     """The k passages with the highest scores, best first, of equal ones the first."""
     k = min(k, len(score_P))
+    if not k:
+        return np.empty(0, np.int64)
     least = np.partition(score_P, -k)[-k]
     above, level = np.flatnonzero(score_P > least), np.flatnonzero(score_P == least)
     found = np.concatenate([above, level[: k - len(above)]])
@@ -175,10 +177,9 @@ class Bm25:
 
     def scores(self, query: str) -> Scores:
         """BM25 of every passage, [P]."""
-        return self._scores(self._known(query))
+        return self._add_all(self._known(query), np.zeros(len(self), np.float32))
 
-    def _scores(self, words: Sequence[int]) -> Scores:
-        score_P = np.zeros(len(self), np.float32)
+    def _add_all(self, words: Sequence[int], score_P: Scores) -> Scores:
         for word in words:
             passage_n, weight_n = self._weights(word)
             score_P[passage_n] += weight_n
@@ -196,15 +197,14 @@ class Bm25:
         for row, query in enumerate(queries):
             words = self._known(query)
             if len(self) <= _FEW:
-                all_P = self._scores(words)
-                passage_n = np.flatnonzero(all_P).astype(np.int32)
-                score_n = all_P[passage_n]
+                passage_n: NDArray[Any] = np.flatnonzero(self._add_all(words, score_P))
+                score_n = score_P.take(passage_n)
+                score_P.fill(0)
             else:
                 passage_n = self._candidates(words, k, score_P)
                 score_n = self._scores_of(words, passage_n)
-            if len(passage_n):
-                best = top(score_n, k)
-                id_QK[row, : len(best)], score_QK[row, : len(best)] = passage_n[best], score_n[best]
+            best = top(score_n, k)
+            id_QK[row, : len(best)], score_QK[row, : len(best)] = passage_n[best], score_n[best]
         return score_QK, id_QK
 
     def _candidates(self, words: Sequence[int], k: int, score_P: Scores) -> NDArray[np.int32]:
