@@ -30,7 +30,7 @@ LETTERS = "bcdfghjklmnpqrstvwxz"
 QUERIES, QUERY_WORDS, BEST = 200, 9, 100
 BESIDE_THEIRS = 100_000
 PAPER = 13_000_000
-GOALS = {"build": Goal(1.5), "search": Goal(1)}  # at the largest size of both
+GOALS = {"build": Goal(1.5), "search": Goal(0.8)}  # at the largest size of both
 
 
 def words() -> list[str]:
@@ -199,10 +199,10 @@ def alone(size: int, folder: Path, before: int, rates: dict[str, float]) -> list
     for part in ("build", "search"):
         found = run(f"our {part}", folder)
         times = PAPER / size
-        note = f"13 million: {1000 * times / found['rate']:.3g} ms a query if that grew as fast, which it does not"
+        note = f"13 million, in proportion: {1000 * times / found['rate']:.3g} ms a query"
         if part == "build":
             hours, disk = PAPER / found["rate"] / 3600, found["bytes"] * times / 1e9
-            note = f"13 million at that rate: {hours:.2g} h on one core, {disk:.2g} GB on the disk"
+            note = f"13 million, in proportion: {hours:.2g} h on one core, {disk:.2g} GB on the disk"
         for key, name, unit in (
             ("rate", part, "passages/s" if part == "build" else "queries/s"),
             ("mib", f"memory of the {part}", "MiB"),
