@@ -97,8 +97,8 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6
     assert json.loads(expected["model.json"])["share_embedders"], "one tower, which made the embeddings"
     embedded: list[int] = []
-    usual = module.embed_changed
-    monkeypatch.setattr(module, "embed_changed", lambda *given: (embedded.append(1), usual(*given))[1])
+    usual = module.embed_corpus
+    monkeypatch.setattr(module, "embed_corpus", lambda *given: (embedded.append(1), usual(*given))[1])
     shutil.rmtree(project / "root/models/finetune")
     for place, name, count in ((Journal, "log", 4), (module, "save_index", 1), (Journal, "log", 4)):
         with monkeypatch.context() as patched:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realmops.bert import Packed, autocast, length_batches
 from realmops.corpus.snapshot import Snapshot
-from realmops.model.joins import SpecialTokens, join_document
+from realmops.model.joins import SpecialTokens, join_document, join_query
 from realmops.model.retriever import Tower
 
 
@@ -46,6 +46,13 @@ def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np
     """join(title, body) of passages, of at most the snapshot's block length."""
     special, limit = SpecialTokens.of(snapshot.tokenizer), snapshot.block_wordpieces
     return [join_document(snapshot.title_tokens(i), snapshot.body(i), special, limit) for i in rows]
+
+
+def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int) -> list[np.ndarray]:
+    """[CLS] text [SEP] of each text, of at most ``limit`` wordpieces."""
+    special = SpecialTokens.of(snapshot.tokenizer)
+    encoded = snapshot.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    return [join_query(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -26,9 +26,8 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.evaluate.report import read_journal, series_of
 from realmops.index.approximate import QUERIES, Approximate, Recipe, passage_index
-from realmops.index.embed import document_sequences, embed, query_sequences
+from realmops.index.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.index.mips import Exact, PassageIndex
-from realmops.model.joins import SpecialTokens, join_query
 from realmops.model.retriever import Retriever, Tower
 from realmops.stages import Job
 from realmops.train.loop import Context
@@ -119,10 +118,12 @@ def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
     return spans
 
 
-def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
+def embed_corpus(
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Callable[[int], None] | None = None
+) -> Tensor:
     """Embeddings P x E of all passages."""
     nothing = torch.empty(0, retriever.document.width)
-    return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing)
+    return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, progress)
 
 
 def embed_changed(
@@ -231,9 +232,7 @@ def sampled(items: Sequence[T], seed: int) -> list[T]:
 
 def question_queries(snapshot: Snapshot, questions: Sequence[Question], limit: int) -> list[np.ndarray]:
     """[CLS] question [SEP] of each question, tokenised here and once."""
-    special = SpecialTokens.of(snapshot.tokenizer)
-    encoded = snapshot.tokenizer.encode_batch([q.question for q in questions], add_special_tokens=False)
-    return [join_query(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
+    return text_queries(snapshot, [q.question for q in questions], limit)
 
 
 def rank(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +31,7 @@ from realmops.stages.common import (
     INDEX,
     JournalValues,
     context,
-    embed_changed,
+    embed_corpus,
     load_index,
     open_snapshot,
     passage_embeddings,
@@ -251,8 +250,7 @@ def _embeddings_kept(job: Job, retriever: Retriever, snapshot: Snapshot, dtype: 
     kept = job.work / "embedded"
     if not (kept / INDEX).is_file():
         bar = job.report.progress("embeddings", len(snapshot))
-        nothing = torch.empty(0, retriever.document.width)
-        embedding_PE = embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, bar)
+        embedding_PE = embed_corpus(retriever, snapshot, dtype, bar)
         with atomic_folder(kept) as stage:
             save_index(stage / INDEX, embedding_PE)
     return load_index(kept, snapshot).clone()

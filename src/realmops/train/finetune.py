@@ -20,10 +20,10 @@ from realmops.corpus.answers import answer_token_spans, contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import embed, query_sequences
+from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.hybrid import Found, Hybrid, Words
 from realmops.index.mips import PassageIndex
-from realmops.model.joins import SpecialTokens, join_query, join_reader
+from realmops.model.joins import SpecialTokens, join_reader
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.model.reader import Reader, enumerate_spans
 from realmops.model.retriever import Retriever
@@ -148,7 +148,7 @@ class OpenQa:
 
     def queries(self, questions: Sequence[str]) -> list[np.ndarray]:
         """[CLS] question [SEP] of each question."""
-        return [join_query(self.wordpieces(q), self.special, self.options.query_wordpieces) for q in questions]
+        return text_queries(self.snapshot, questions, self.options.query_wordpieces)
 
     def find(self, questions: Sequence[str], k: int, depth: int) -> Found:
         """The best k passages of each question among the ``depth`` best of embeddings and words, with both scores."""

@@ -26,8 +26,7 @@ from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import document_sequences, embed, query_sequences
-from realmops.model.joins import SpecialTokens, join_query
+from realmops.index.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.retriever import Retriever
 from realmops.train.loop import Context, fit
@@ -94,7 +93,7 @@ def train_by_passages(
     negatives come from the indexes of ``source``. Returns the journal's length at the end.
     """
     current: list[Index] = []
-    special, team = SpecialTokens.of(snapshot.tokenizer), context.team
+    team = context.team
     batch_of = passage_batches(context, len(positives.passages), options.retriever_batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
@@ -109,8 +108,7 @@ def train_by_passages(
         embedded = [passage for passage, _ in mine]
         embedded += embedded[:1] * (each - len(embedded))  # as many as all; hidden
         asked = [questions[i] for _, rows in mine for i in rows]
-        encoded = snapshot.tokenizer.encode_batch([q.question for q in asked], add_special_tokens=False)
-        queries = [join_query(np.array(e.ids, dtype=np.int64), special, options.query_wordpieces) for e in encoded]
+        queries = text_queries(snapshot, [q.question for q in asked], options.query_wordpieces)
         hard = _hard(step, drawn) if current else []
         documents = document_sequences(snapshot, [*embedded, *hard])
         with autocast(context.device, context.dtype):
@@ -161,9 +159,7 @@ def hard_negatives(
     dtype: torch.dtype,
 ) -> list[int]:
     """For each question the best passage without an answer that an index finds beside ``passages``; each once."""
-    special = SpecialTokens.of(snapshot.tokenizer)
-    encoded = snapshot.tokenizer.encode_batch([q.question for q in questions], add_special_tokens=False)
-    queries = [join_query(np.array(e.ids, dtype=np.int64), special, query_wordpieces) for e in encoded]
+    queries = text_queries(snapshot, [q.question for q in questions], query_wordpieces)
     query_QE = embed(index.retriever.query, query_sequences(queries), dtype)
     ids = index.passages.search(query_QE, HARD_DEPTH)[1].cpu().tolist()
     found: list[int] = []
