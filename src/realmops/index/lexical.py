@@ -260,13 +260,6 @@ class Bm25:
             score_K[has_K] += self._weight(word, self.count_N[start + place_K[has_K]], wanted_K[has_K])
         return score_K
 
-    def best_possible(self, query: str) -> float:
-        """What no passage's score exceeds: the sum of the inverse document frequencies of the query's known words."""
-        total = np.float32(0)
-        for word in self._known(query):
-            total += self._idf(word)
-        return float(total)
-
     def _known(self, query: str) -> list[int]:
         """The numbers of the query's words in the order of the query, repetitions too."""
         words = [word for word in split_words(query) if word not in _STOPPED]

@@ -276,13 +276,24 @@ def is_hybrid(folder: Path) -> bool:
 
 
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
-    """Read both models; ValueError when they were trained with another vocabulary."""
+    """Read both models; ValueError when they were trained with another vocabulary or by another version."""
     description = {**_PAPERS, **json.loads((folder / MODEL).read_text())}
     if description["vocabulary_hash"] != vocabulary_hash:
         raise ValueError(
             f"{folder}: trained with the vocabulary {description['vocabulary_hash'][:12]}, the snapshot has "
             f"{vocabulary_hash[:12]}; run the stages since ict again"
         )
+    try:
+        return _parse_models(folder, description)
+    except RuntimeError as error:  # of load_state_dict
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{folder}: its parameters are not those of this version ({reason}); run the stages since ict again with "
+            "--force"
+        ) from None
+
+
+def _parse_models(folder: Path, description: Mapping[str, Any]) -> tuple[Retriever, Reader]:
     retriever = parse_retriever(description, load_tensors((folder / RETRIEVER).read_bytes()))
     config = BertConfig.from_json(description["reader"], str(folder / MODEL))
     kind = {name: description[name] for name in ("copies", "apart", "matches")}
