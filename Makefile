@@ -82,9 +82,10 @@ test: lint podman  ## every check: ruff, mypy, pytest (what continuous integrati
 	export OMP_NUM_THREADS=1
 	pytest --numprocesses $(JOBS) --dist loadscope
 
-lint: setup  ## ruff and mypy only
+lint: setup  ## ruff (rules and format) and mypy only
 	@$(ACTIVATE)
 	ruff check .
+	ruff format --check .
 	mypy
 
 audit: setup  ## known vulnerabilities of the packages in constraints.txt; asks PyPI for each of them

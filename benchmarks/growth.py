@@ -176,9 +176,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 whole = sum(seconds for part, seconds in found.items() if part != "mib")
                 turns[size].append({**found, "all parts": whole})
     return [
-        row
-        for before, size in itertools.pairwise(sizes)
-        for row in compare(size, before, turns[size], turns[before])
+        row for before, size in itertools.pairwise(sizes) for row in compare(size, before, turns[size], turns[before])
     ]
 
 

@@ -54,9 +54,7 @@ def texts(size: int) -> Iterator[list[str]]:
         lengths = np.clip(rng.lognormal(np.log(60), 0.5, min(1024, size - low)), 8, 150).astype(int)
         numbers = np.searchsorted(share, rng.random(lengths.sum()) * share[-1]).tolist()
         ends = np.cumsum(lengths).tolist()
-        yield [
-            " ".join([known[n] for n in numbers[start:end]]) for start, end in zip([0, *ends], ends, strict=False)
-        ]
+        yield [" ".join([known[n] for n in numbers[start:end]]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def write_corpus(folder: Path, size: int) -> None:
@@ -146,9 +144,7 @@ def their_search(folder: Path) -> dict[str, Any]:
     import bm25s
 
     index = bm25s.BM25.load(folder / "theirs", mmap=True)
-    return searched(
-        folder, lambda query: index.retrieve(their_words([query]), k=BEST, show_progress=False).scores[0]
-    )
+    return searched(folder, lambda query: index.retrieve(their_words([query]), k=BEST, show_progress=False).scores[0])
 
 
 def searched(folder: Path, search: Callable[[str], Any]) -> dict[str, Any]:

@@ -108,9 +108,7 @@ def main() -> None:
     _, failures = ablate(what, jobs=arguments.jobs, report=Console())
     if failures:
         sys.exit("\n".join(failures))
-    rows = [
-        collect(seed, *(folder_of(arguments.out, name, seed) for name in ("realm", "baseline"))) for seed in seeds
-    ]
+    rows = [collect(seed, *(folder_of(arguments.out, name, seed) for name in ("realm", "baseline"))) for seed in seeds]
     text = table(rows)
     (arguments.out / "seeds.md").write_text(text)
     public = [{k: v for k, v in row.items() if k != "correct"} for row in rows]

@@ -68,9 +68,7 @@ class Run:
     def work(self, role: str, files: Files, clock: Clock) -> int:
         if role != "trainer":
             name = role.removeprefix("builder-")
-            return run_builder(
-                self.root, IDENTITY, WORK, name=name, poll=0.005, grace=0.0, files=files, clock=clock
-            )
+            return run_builder(self.root, IDENTITY, WORK, name=name, poll=0.005, grace=0.0, files=files, clock=clock)
         try:
             exchange = Exchange.open(self.root, IDENTITY, files=files, clock=clock, grace=0.0)
             params = life(exchange, PLAN)

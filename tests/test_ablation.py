@@ -100,8 +100,7 @@ def test_what_a_variant_does_not_have_is_left_open() -> None:
     """A closed book retrieves nothing; the words that one masked are right in .25 and .75 of the sentences."""
     closed = outcome("baseline", 0, "0000", float("nan"))
     guessed = [
-        replace(one, figures={"masked_accuracy": share})
-        for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
+        replace(one, figures={"masked_accuracy": share}) for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
     ]
     realm, baseline = table_rows([*guessed, closed], VARIANTS, reference="realm")
     assert (realm.masked_accuracy, cells(realm)[4]) == (0.5, "0.500")

@@ -114,9 +114,7 @@ def test_contains_answer_by_the_name_of_the_rule() -> None:
 
 def test_occurrences_become_wordpieces() -> None:
     text = "John Playing, john."
-    chars = np.array(
-        [[0, 4], [5, 9], [9, 12], [12, 13], [14, 18], [18, 19]], np.int32
-    )  # john play ##ing , john .
+    chars = np.array([[0, 4], [5, 9], [9, 12], [12, 13], [14, 18], [18, 19]], np.int32)  # john play ##ing , john .
     assert answer_token_spans(text, ["john"], chars, rule="token_boundary") == [(0, 1), (4, 5)]
     assert answer_token_spans(text, ["John", "John Playing"], chars, rule="substring") == [(0, 1), (0, 3)]
     assert answer_token_spans(text, ["Play"], chars, rule="substring") == [(1, 2)]

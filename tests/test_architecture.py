@@ -127,9 +127,7 @@ def test_every_unit_has_a_layer() -> None:
 
 def test_imports_point_down() -> None:
     wrong = [
-        where(found)
-        for found in IMPORTS
-        if is_ours(found) and not may_import(unit(found.importer), unit(found.target))
+        where(found) for found in IMPORTS if is_ours(found) and not may_import(unit(found.importer), unit(found.target))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -181,9 +179,7 @@ def test_the_core_runs_without_the_operations_tools() -> None:
 
 def test_corpus_needs_no_torch() -> None:
     """Text is read, cut and tokenised without loading torch."""
-    wrong = [
-        where(found) for found in IMPORTS if unit(found.importer) == "corpus" and library(found) == "torch"
-    ]
+    wrong = [where(found) for found in IMPORTS if unit(found.importer) == "corpus" and library(found) == "torch"]
     assert not wrong, "\n".join(wrong)
 
 

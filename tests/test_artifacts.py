@@ -71,9 +71,7 @@ def test_json_files_read_back_and_damage_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_a_failed_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     write_bytes(tmp_path / "a", b"old")
 
     def fail(*_: object) -> None:
@@ -109,9 +107,7 @@ def fill_and_raise(stage: Path, error: type[BaseException]) -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, Stop])
 @pytest.mark.parametrize("is_there", [False, True])
-def test_an_error_in_the_block_leaves_what_was(
-    tmp_path: Path, error: type[BaseException], is_there: bool
-) -> None:
+def test_an_error_in_the_block_leaves_what_was(tmp_path: Path, error: type[BaseException], is_there: bool) -> None:
     final = tmp_path / "final"
     if is_there:
         final.mkdir()

@@ -141,9 +141,7 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
     torch.testing.assert_close(cls_BD, apart_TD[np.cumsum([0, *LENGTHS[:-1]])], rtol=0, atol=1e-5)
 
 
-def test_neighbours_in_a_batch_do_not_see_each_other(
-    theirs: transformers.BertForMaskedLM, tmp_path: Path
-) -> None:
+def test_neighbours_in_a_batch_do_not_see_each_other(theirs: transformers.BertForMaskedLM, tmp_path: Path) -> None:
     bert, _ = loaded(theirs, tmp_path)
     tokens, segments = sequences()
     before = bert(Packed(tokens, segments))
@@ -205,9 +203,7 @@ def test_our_folder_loads_into_transformers_and_back(tmp_path: Path) -> None:
     with torch.no_grad():
         their_TD = their_hidden(theirs.eval())
         torch.testing.assert_close(bert(Packed(*sequences())), their_TD, rtol=0, atol=1e-5)
-        torch.testing.assert_close(
-            head(their_TD, bert.word.weight), theirs.cls(their_TD), rtol=0, atol=1e-5
-        )
+        torch.testing.assert_close(head(their_TD, bert.word.weight), theirs.cls(their_TD), rtol=0, atol=1e-5)
     theirs.save_pretrained(tmp_path / "theirs")
     again, again_head, found = load_bert(tmp_path / "theirs")
     assert found

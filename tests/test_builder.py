@@ -173,9 +173,7 @@ def test_builders_begin_at_different_parts_and_skip_what_is_there() -> None:
     files, embedded = MemoryFiles(), []
     trainer_on(files).publish_weights(0, PARAMS, {})
     work = counting(embedded)
-    small = Work(
-        8, 1, work.embedder, lambda weights, parts: ({f"{a}": f["rows.bin"] for a, _, f in parts}, {})
-    )
+    small = Work(8, 1, work.embedder, lambda weights, parts: ({f"{a}": f["rows.bin"] for a, _, f in parts}, {}))
     first = {}
     for name in ("0", "1", "2"):
         volume = MemoryFiles()
@@ -195,9 +193,7 @@ def test_a_damaged_part_is_set_aside_and_embedded_again(damage: bytes) -> None:
     name = part_name(version_name(1, 0), 0, 3)
     digest = trainer.exchange.weights.manifest(version_name(1, 0)).digest
     parts = builder_on(files, StillClock()).exchange.parts
-    parts.publish(
-        name, embedder(trainer.exchange.weights.load(version_name(1, 0)))(0, 3), {"weights": digest}
-    )
+    parts.publish(name, embedder(trainer.exchange.weights.load(version_name(1, 0)))(0, 3), {"weights": digest})
     files._at(ROOT / "parts" / name / "rows.bin").data = damage
     assert run_until_idle(files) == ["begins again"]
     check_index(trainer.index_for(0))
@@ -208,9 +204,7 @@ def test_a_part_of_other_weights_with_the_same_name_is_not_merged() -> None:
     trainer = trainer_on(files)
     trainer.publish_weights(0, PARAMS, {})
     builder = builder_on(files, StillClock())
-    builder.exchange.parts.publish(
-        part_name(version_name(1, 0), 0, 3), {"rows.bin": b"x" * 96}, {"weights": "other"}
-    )
+    builder.exchange.parts.publish(part_name(version_name(1, 0), 0, 3), {"rows.bin": b"x" * 96}, {"weights": "other"})
     assert run_until_idle(files) == ["begins again"]
     check_index(trainer.index_for(0))
 
@@ -268,10 +262,7 @@ def test_a_volume_that_keeps_failing_ends_the_builder_with_1_and_a_short_failure
 def test_another_identity_ends_with_2_and_a_fault_in_the_embedding_with_1() -> None:
     files = MemoryFiles()
     trainer = trainer_on(files)
-    assert (
-        run_builder(ROOT, {**IDENTITY, "corpus": "dead"}, WORK, files=files, clock=StillClock())
-        == MISCONFIGURED
-    )
+    assert run_builder(ROOT, {**IDENTITY, "corpus": "dead"}, WORK, files=files, clock=StillClock()) == MISCONFIGURED
     trainer.publish_weights(0, PARAMS, {})
 
     def broken(weights: Any) -> Any:

@@ -33,13 +33,9 @@ def test_answer_fits_reader_takes_the_shortest_answer() -> None:
 
 
 def test_reader_can_answer_needs_the_span_in_the_top_five() -> None:
-    words = [
-        [(text.index(word), text.index(word) + len(word)) for word in text[:-1].split()] for text in TEXTS
-    ]
+    words = [[(text.index(word), text.index(word) + len(word)) for word in text[:-1].split()] for text in TEXTS]
     ranked = np.array([[2, 2, 2, 2, 1, 3], [2, 2, 2, 2, -1, 3], [2, 1, 0, 3, 0, 0]])
-    found = reader_can_answer(
-        QUESTIONS, ranked, TEXTS.__getitem__, lambda i: np.array(words[i]), rule="token_boundary"
-    )
+    found = reader_can_answer(QUESTIONS, ranked, TEXTS.__getitem__, lambda i: np.array(words[i]), rule="token_boundary")
     assert found.tolist() == [True, False, False]
 
 
@@ -50,9 +46,7 @@ answers = st.lists(st.lists(st.sampled_from(WORDS), min_size=1, max_size=2).map(
 
 @settings(deadline=None, max_examples=150)
 @given(texts, st.lists(answers, min_size=1, max_size=4), st.sampled_from(["substring", "token_boundary"]))
-def test_many_passages_at_once_give_what_one_by_one_gives(
-    texts: list[str], wanted: list[list[str]], rule: str
-) -> None:
+def test_many_passages_at_once_give_what_one_by_one_gives(texts: list[str], wanted: list[list[str]], rule: str) -> None:
     questions = [Question(str(i), "?", tuple(answers)) for i, answers in enumerate(wanted)]
     plain = [any(contains_answer(text, q.answers, rule) for text in texts) for q in questions]
     assert answered_in_corpus(questions, texts, rule=rule).tolist() == plain

@@ -110,8 +110,9 @@ def test_a_wait_can_be_stopped(tmp_path: Path) -> None:
     elsewhere(tmp_path / "claim", 0)
     stop = threading.Event()
     stop.set()
-    with pytest.raises(InterruptedError, match="stopped while waiting for"), claimed(
-        tmp_path / "claim", lambda message: None, stop
+    with (
+        pytest.raises(InterruptedError, match="stopped while waiting for"),
+        claimed(tmp_path / "claim", lambda message: None, stop),
     ):
         pass
     assert [path.name for path in (tmp_path / "claim").iterdir()] == ["000001"]

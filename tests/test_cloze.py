@@ -270,9 +270,7 @@ def test_what_is_missing_is_said(project: Path) -> None:
 def test_spans_that_stand_once_make_no_questions(project: Path) -> None:
     params, root = project / "params.yaml", project / "root"
     spans = [[12, 15, "PER"]]
-    records = [
-        {"title": "", "text": f"The painter {n}{n}a lived there for years.", "spans": spans} for n in range(9)
-    ]
+    records = [{"title": "", "text": f"The painter {n}{n}a lived there for years.", "spans": spans} for n in range(9)]
     write_json_lines(project / "documents.jsonl", records)
     result = cli("cloze", "--params", params, "--root", root)
     assert result.exit_code == 2

@@ -95,9 +95,7 @@ def line_of(text: str) -> int:
         ("  device: auto ", "  device: [a] ", r"run\.device is \['a'\]; allowed are auto, cpu, cuda"),
     ],
 )
-def test_a_wrong_value_names_file_key_and_what_is_allowed(
-    params: Path, old: str, new: str, message: str
-) -> None:
+def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         load(replaced(params, old, new))
     assert str(params) in str(error.value)

@@ -214,9 +214,7 @@ def slow(
 @HOW
 @pytest.mark.parametrize("null_document", [True, False])
 @pytest.mark.parametrize("marginal", ["joint", "per_token"])
-def test_the_loss_is_the_slow_ones(
-    world: World, copying: dict[str, bool], marginal: str, null_document: bool
-) -> None:
+def test_the_loss_is_the_slow_ones(world: World, copying: dict[str, bool], marginal: str, null_document: bool) -> None:
     """Different numbers of masks, and rows of different lengths: three, five and one passage."""
     chosen = options(marginal=marginal, null_document=null_document)
     retriever, reader = models(world, copying)

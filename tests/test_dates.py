@@ -76,9 +76,7 @@ def test_dates_are_in_order_without_overlap(text: str) -> None:
         end = stop
 
 
-@pytest.mark.parametrize(
-    "unit", ["1", "1999 ", "12 ", "May ", "1st ", "1-", "19th and ", "the ", "a", "12/", " "]
-)
+@pytest.mark.parametrize("unit", ["1", "1999 ", "12 ", "May ", "1st ", "1-", "19th and ", "the ", "a", "12/", " "])
 def test_time_is_linear(unit: str) -> None:
     def seconds(length: int) -> float:
         text = unit * (length // len(unit))
@@ -86,6 +84,4 @@ def test_time_is_linear(unit: str) -> None:
         find_dates(text)
         return time.process_time() - start
 
-    assert (
-        seconds(200_000) < 40 * seconds(10_000) + 0.2
-    )  # 20 times the text; quadratic time would be 400 times
+    assert seconds(200_000) < 40 * seconds(10_000) + 0.2  # 20 times the text; quadratic time would be 400 times

@@ -85,9 +85,7 @@ class Pair:
             self.lives += 1
             try:
                 around = self.trainer_fault if self.lives == 1 else None
-                return life(
-                    self.exchange(around), self.plan, lambda message, seconds: self.messages.append(message)
-                )
+                return life(self.exchange(around), self.plan, lambda message, seconds: self.messages.append(message))
             except (Killed, OSError):
                 if self.lives > 5:
                     raise
@@ -98,8 +96,7 @@ def test_i3_the_undisturbed_run_ends_as_its_definition_says_and_leaves_only_what
     assert pair.run() == undisturbed(PLAN)
     sound(pair.files)
     kept = {
-        kind: pair.files.listdir(ROOT / kind)
-        for kind in ("checkpoints", "weights", "parts", "indexes", "finished")
+        kind: pair.files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "parts", "indexes", "finished")
     }
     step = {number: version_name(1, number) for number in range(7)}
     assert kept == {
@@ -236,9 +233,7 @@ class Town:
                 raise Killed
             self.operations += 1
             if self.operations % 20 == 0:
-                self.most_indexes = max(
-                    self.most_indexes, len(self.volume._folder(ROOT / "indexes")) if built() else 0
-                )
+                self.most_indexes = max(self.most_indexes, len(self.volume._folder(ROOT / "indexes")) if built() else 0)
             if self.rng.random() < 0.15:
                 self.yield_turn(key)
             chance = self.rng.random() if self.operations < self.storm else 1.0
@@ -306,9 +301,7 @@ class Town:
 def town_of(seed: int, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Town:
     """A town whose seed decides everything, the nonces too: a failing seed can be run again."""
     nonces = random.Random(-seed - 1)
-    monkeypatch.setattr(
-        versions, "secrets", SimpleNamespace(token_hex=lambda size: nonces.randbytes(size).hex())
-    )
+    monkeypatch.setattr(versions, "secrets", SimpleNamespace(token_hex=lambda size: nonces.randbytes(size).hex()))
     return Town(seed, Plan(steps=6, policy=policy), 1500, MemoryFiles())
 
 
@@ -340,9 +333,7 @@ def test_the_schedules_notice_a_trainer_that_does_not_look_at_its_fence(monkeypa
 # The trainer's side in single steps
 
 
-def open_trainer(
-    files: MemoryFiles, policy: Policy = PLAN.policy, clock: Clock | None = None, **more: Any
-) -> Trainer:
+def open_trainer(files: MemoryFiles, policy: Policy = PLAN.policy, clock: Clock | None = None, **more: Any) -> Trainer:
     exchange = Exchange.open(ROOT, IDENTITY, files=files, clock=clock or StillClock(), grace=0.0)
     return Trainer(exchange, policy, **more)
 
@@ -372,9 +363,7 @@ def test_i8_an_exchange_of_another_run_is_refused_with_the_field_and_both_values
 def test_i8_an_index_of_another_run_that_was_copied_in_is_never_adopted() -> None:
     files, foreign = MemoryFiles(), MemoryFiles()
     for volume, corpus in ((files, "c0ffee"), (foreign, "dead")):
-        exchange = Exchange.open(
-            ROOT, {**IDENTITY, "corpus": corpus}, files=volume, clock=StillClock(), grace=0.0
-        )
+        exchange = Exchange.open(ROOT, {**IDENTITY, "corpus": corpus}, files=volume, clock=StillClock(), grace=0.0)
         trainer = Trainer(exchange, Policy(builder_timeout=1.0))
         trainer.publish_weights(0, PARAMS, {})
         if corpus == "c0ffee":
@@ -397,15 +386,11 @@ def test_i5_a_wait_says_what_for_how_long_and_when_the_builder_was_last_alive() 
         on_wait=lambda message, seconds: told.append((seconds, message)),
     )
     trainer.publish_weights(0, PARAMS, {})
-    with pytest.raises(
-        TimeoutError, match="waiting for the index of step 0 for 4 s; no builder has ever been seen"
-    ):
+    with pytest.raises(TimeoutError, match="waiting for the index of step 0 for 4 s; no builder has ever been seen"):
         trainer.index_for(0)
     assert [seconds for seconds, _ in told] == [0.0, 1.0, 2.0, 3.0]
     builder_on(files, StillClock()).exchange.beat("embedding part 1 of 2")
-    with pytest.raises(
-        TimeoutError, match=r"builder-0 \(embedding part 1 of 2\) last gave a sign of life 4 s ago"
-    ):
+    with pytest.raises(TimeoutError, match=r"builder-0 \(embedding part 1 of 2\) last gave a sign of life 4 s ago"):
         trainer.index_for(0)
 
 
@@ -618,9 +603,7 @@ def test_the_index_in_use_stays_pinned_until_a_checkpoint_names_the_next_one() -
 
 
 def test_publishing_in_a_thread_beside_checkpoints(tmp_path: Path) -> None:
-    trainer = Trainer(
-        Exchange.open(tmp_path / "deep" / "exchange", IDENTITY, grace=0.0), Policy("as_soon_as_ready")
-    )
+    trainer = Trainer(Exchange.open(tmp_path / "deep" / "exchange", IDENTITY, grace=0.0), Policy("as_soon_as_ready"))
     failures: list[BaseException] = []
 
     def publish() -> None:

@@ -201,9 +201,7 @@ def test_the_first_loss_of_crops_is_the_slow_ones(world: World) -> None:
                 f = [float(query @ document) / 0.05 for document in documents]
                 losses.append(-np.log(np.exp(f[own] - max(f)) / np.sum(np.exp(np.array(f) - max(f)))))
     journal = MemoryJournal()
-    train_retriever(
-        dataclasses.replace(context, journal=journal), retriever, world.snapshot, chosen, tiny_optimiser()
-    )
+    train_retriever(dataclasses.replace(context, journal=journal), retriever, world.snapshot, chosen, tiny_optimiser())
     assert journal.values("loss") == pytest.approx([np.mean(losses)], rel=1e-4)
 
 

@@ -50,9 +50,7 @@ def test_query(limit: int, expected: list[int]) -> None:
     ],
     ids=["fits", "body cut", "title longer than the limit", "no title", "null document"],
 )
-def test_document(
-    title: np.ndarray, body: np.ndarray, limit: int, tokens: list[int], segments: list[int]
-) -> None:
+def test_document(title: np.ndarray, body: np.ndarray, limit: int, tokens: list[int], segments: list[int]) -> None:
     found = join_document(title, body, SPECIAL, limit)
     assert (found[0].tolist(), found[1].tolist()) == (tokens, segments)
 

@@ -233,7 +233,7 @@ def test_titles_in_texts_are_links_in_both_directions(world: World) -> None:
     assert links.of(9).tolist() == [8]
     assert 8 in links.of(2)
     assert 8 in links.of(3)
-    assert links.of(11).tolist() == [3], "Rain: \"It rains in Bergen\"; rains is another word"
+    assert links.of(11).tolist() == [3], 'Rain: "It rains in Bergen"; rains is another word'
 
 
 def test_links_that_documents_carry_come_before_titles(tmp_path: Path) -> None:

@@ -231,9 +231,7 @@ def test_one_mask_makes_the_marginals_equal() -> None:
     is_mask_BM = torch.ones(1, 1, dtype=torch.bool)
     log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, is_mask_BM)
     joint_B = likelihood.log_marginal_joint(log_prior_BK, log_likelihood_BK)
-    torch.testing.assert_close(
-        joint_B, likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM)
-    )
+    torch.testing.assert_close(joint_B, likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])

@@ -18,9 +18,7 @@ WORDS = [(0, 1), (1, 4), (4, 5), (5, 6), (6, 7), (7, 8), (8, 10), *((i, i + 1) f
 WORDS += [(14, 18), (18, 19), (19, 20)]
 
 
-def draw(
-    scheme: str, seed: int, salient: tuple[int, int] = (4, 7), limit: int = 10, length: int = 20
-) -> list[int]:
+def draw(scheme: str, seed: int, salient: tuple[int, int] = (4, 7), limit: int = 10, length: int = 20) -> list[int]:
     continues = CONTINUES[:length]
     found = mask_positions(scheme, np.random.default_rng(seed), salient, continues, limit)
     assert found.tolist() == sorted(set(found.tolist())), "sorted, each once"

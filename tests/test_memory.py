@@ -14,9 +14,7 @@ COPY = PASSAGES * WIDTH * 4  # 64 MiB: small beside it are a part, both models, 
 
 
 def test_a_builder_holds_the_index_and_a_part_and_a_trainer_two_generations(tmp_path: Path) -> None:
-    child = subprocess.run(
-        [sys.executable, __file__, str(tmp_path)], check=True, stdout=subprocess.PIPE, text=True
-    )
+    child = subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, stdout=subprocess.PIPE, text=True)
     took = [json.loads(line) for line in child.stdout.splitlines()]
     assert [what for what, _ in took] == ["build", "build", "adopt", "adopt beside another"]
     assert all(0.9 < copies < 1.8 for what, copies in took if what == "build"), took

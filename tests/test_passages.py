@@ -48,7 +48,7 @@ def test_sentences_end_where_a_reader_ends_them(sentences: list[str]) -> None:
 
 @pytest.mark.parametrize("between", ["\n\n", " "])
 def test_no_sentence_of_a_long_text_is_lost(between: str) -> None:
-    sentences = [f"The {word} (1{n}) said: \"It is {n} by now.\"" for n in range(300) for word in ("king", "Queen")]
+    sentences = [f'The {word} (1{n}) said: "It is {n} by now."' for n in range(300) for word in ("king", "Queen")]
     text = between.join(sentences)
     assert len(text) > 20_000
     assert "".join(text[start:end] for start, end in split_sentences(text)).replace(" ", "") == "".join(
@@ -97,16 +97,14 @@ def test_passages_carry_offsets_of_their_own_text() -> None:
     # Wordpieces: a b ##e . | c ##a d [UNK] | d ##a b a . | e . | a .
     assert texts == ["A bé.", "Ca d!", "Da b a.", "E.", "A."]
     words = [
-        [text[a:b] for a, b in batch.chars[slice(*p.tokens)]]
-        for p, text in zip(batch.passages, texts, strict=True)
+        [text[a:b] for a, b in batch.chars[slice(*p.tokens)]] for p, text in zip(batch.passages, texts, strict=True)
     ]
     assert words[0] == ["A", "b", "é", "."]
     assert words[2] == ["D", "a", "b", "a", "."]
     assert words[4] == ["A", "."]
     assert batch.sentences.tolist() == [[0, 4], [0, 4], [0, 5], [0, 2], [0, 2]]
     assert [p.digest for p in batch.passages] == [
-        passage_digest(documents[p.document].title, text)
-        for p, text in zip(batch.passages, texts, strict=True)
+        passage_digest(documents[p.document].title, text) for p, text in zip(batch.passages, texts, strict=True)
     ]
     wider = cut_passages(documents[:1], TOKENIZER, block_wordpieces=3 + 1 + 8)
     assert wider.sentences.tolist() == [[0, 4], [4, 8], [0, 5]]
@@ -123,11 +121,7 @@ def test_a_document_of_control_characters_has_no_passage() -> None:
     assert [p.document for p in batch.passages] == [1]
 
 
-@given(
-    st.lists(
-        st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("ab. \n")), max_size=80)
-    )
-)
+@given(st.lists(st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("ab. \n")), max_size=80)))
 @settings(max_examples=300, deadline=None)
 def test_every_wordpiece_belongs_to_one_sentence_of_one_passage(texts: list[str]) -> None:
     documents = [document(text) for text in texts]

@@ -132,9 +132,7 @@ def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: BertConfig) 
     log_token_N = reader(peer, "encoder", config).log_token(
         batch, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets))
     )
-    flat = torch.zeros(size * count * longest).index_copy(
-        0, torch.from_numpy(np.concatenate(places)), log_token_N
-    )
+    flat = torch.zeros(size * count * longest).index_copy(0, torch.from_numpy(np.concatenate(places)), log_token_N)
     per_token_B = likelihood.log_marginal_per_token(
         likelihood.log_prior(relevance_BK), flat.view(size, count, longest), is_mask_BM
     )

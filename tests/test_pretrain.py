@@ -141,9 +141,7 @@ def test_the_controls_mask_elsewhere(world: World, masking: str) -> None:
 def test_long_sentences_are_cut_around_the_span(tmp_path: Path) -> None:
     """Room for 10 wordpieces: spans at the start, behind the limit, and longer than all the room."""
     text = f"Anna {'in it ' * 20}was Oslo then."
-    world = build_world(
-        tmp_path, (("Long", text, ("Anna", "Oslo", text[7:80], text[:-1])),), block_wordpieces=200
-    )
+    world = build_world(tmp_path, (("Long", text, ("Anna", "Oslo", text[7:80], text[:-1])),), block_wordpieces=200)
     chosen = options(query_wordpieces=12, max_masks=10)
     body = world.snapshot.body(0).tolist()
     spans = [(int(start), int(end)) for start, end in world.spans.of(0)[:, 2:4]]

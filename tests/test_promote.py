@@ -225,9 +225,7 @@ def cli_uncaught(project: Path, name: str) -> None:
     promote(values, project=project, root=project / "root", name=name, margin=0.0, copy=False)
 
 
-def test_a_champion_that_came_meanwhile_stays(
-    project: Path, another: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_champion_that_came_meanwhile_stays(project: Path, another: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answered(another, 0)
     assert promote(another, "race").exit_code == 0
     before = champion(project, "race")

@@ -119,7 +119,7 @@ SQUAD = {
     ],
 }
 TREC = "1\tfactoid\tWho?\tAnn( B\\.)?|Bo\n\nlfb2\tx\tWhen?\t19\\d\\d\r\n"
-DPR = "who?\t['Ann', 'Bo']\nwhat?\t\"[\"\"Bo's\"\", 'x']\"\n\"he said \"\"go\"\"\"\t[\"y\"]\n"
+DPR = 'who?\t[\'Ann\', \'Bo\']\nwhat?\t"[""Bo\'s"", \'x\']"\n"he said ""go"""\t["y"]\n'
 
 
 def texts(questions: list[Question]) -> list[tuple[str, tuple[str, ...]]]:
@@ -272,7 +272,7 @@ def test_orqas_split_goes_by_farmhash_of_the_question() -> None:
 # ---- any bytes: questions or a ValueError
 
 EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "150"))
-MARKS = b'\t\n\r"\\[]{}():,\'\0\xff\xc3\xed'
+MARKS = b"\t\n\r\"\\[]{}():,'\0\xff\xc3\xed"
 
 
 def damaged(content: bytes, rng: Random) -> bytes:

@@ -83,9 +83,7 @@ def test_number() -> None:
 
 def test_points_lie_where_the_axes_say() -> None:
     svg = ElementTree.fromstring(line_chart("Loss", "nats", [Series("loss", [0, 10], [0.0, 1.0])]))
-    circles = [
-        (float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in svg.iter() if "circle" in dot.tag
-    ]
+    circles = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in svg.iter() if "circle" in dot.tag]
     # 560 x 300 with margins left 56, right 16, top 64, bottom 44.
     assert circles == [(56, 256), (544, 64)]
 

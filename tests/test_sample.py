@@ -303,9 +303,7 @@ def test_bm25_finds_four_of_five_but_not_at_once(folder: Path) -> None:
     texts = [padded(document["text"]) for document in documents]
     asked = questions(folder)["test"]
     retriever = bm25s.BM25(k1=1.5, b=0.75)
-    retriever.index(
-        tokens([f"{document['title']} {document['text']}" for document in documents]), show_progress=False
-    )
+    retriever.index(tokens([f"{document['title']} {document['text']}" for document in documents]), show_progress=False)
     top, _ = retriever.retrieve(tokens([line["question"] for line in asked]), k=5, show_progress=False)
     hits, chance = [], []
     for line, row in zip(asked, top, strict=True):

@@ -68,8 +68,7 @@ def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
     first = passage_digest("a b", "Ab cd.")
     assert [found.passage_id(0), found.passage_id(3)] == [first, f"{first}-2"]
     assert (
-        found.corpus_hash
-        == hashlib.sha256("".join(f"{i}\n" for i in found.column("passage_id")).encode()).hexdigest()
+        found.corpus_hash == hashlib.sha256("".join(f"{i}\n" for i in found.column("passage_id")).encode()).hexdigest()
     )
     assert found.vocabulary_hash == vocabulary_hash(VOCABULARY)
     words = found.vocabulary

@@ -479,17 +479,13 @@ def test_a_run_that_cannot_ask_goes_on(lab: KfpLab, capsys: pytest.CaptureFixtur
     assert "does not answer" in second
 
 
-def test_builders_are_given_back_by_the_run_that_raised_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builders_are_given_back_by_the_run_that_raised_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: list[int] = []
     monkeypatch.setattr(cluster, "scale", lambda deployment, replicas: scaled.append(replicas))
     root = tmp_path / "runs" / "one"
     kfp_entry.lower_builders(DEPLOYMENT, str(root), "first")
     assert scaled == [], "nobody has raised them"
-    cluster.raise_builders(
-        DEPLOYMENT, 0, tmp_path / cluster.ASSIGNMENT, tmp_path / "exchange", root, "first", 1, print
-    )
+    cluster.raise_builders(DEPLOYMENT, 0, tmp_path / cluster.ASSIGNMENT, tmp_path / "exchange", root, "first", 1, print)
     kfp_entry.lower_builders(DEPLOYMENT, str(root), "second")
     kfp_entry.lower_builders("", str(root), "first")
     assert scaled == [0]

@@ -185,9 +185,7 @@ def test_one_run_holds_every_stage(
     assert not (tmp_path / "mlruns").exists()
 
 
-def test_a_resumed_stage_sends_each_step_once(
-    tmp_path: Path, folder: Path, dead_sender: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_stage_sends_each_step_once(tmp_path: Path, folder: Path, dead_sender: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     with Journal(path, "ict") as journal:
         with pytest.raises(KeyboardInterrupt):
@@ -489,9 +487,7 @@ def test_sync_reports_a_server_that_is_away(tmp_path: Path, monkeypatch: pytest.
     assert report.problems[0].startswith("5eed.ict.ticket.json: MlflowException")
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t").write_text("a file where the folder should be")
     with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
         journal.log(1, loss=1.0)

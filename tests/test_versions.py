@@ -73,9 +73,7 @@ def visible_faults(files: Files, expected: Mapping[str, Mapping[str, bytes]] | N
             found[name] = version.files
         except (Damaged, OSError) as error:
             wrong.append(f"visible but not whole: {error}")
-    wrong += [
-        f"{name} is lost or changed" for name in expected or {} if found.get(name) != (expected or {})[name]
-    ]
+    wrong += [f"{name} is lost or changed" for name in expected or {} if found.get(name) != (expected or {})[name]]
     return wrong
 
 
@@ -155,9 +153,7 @@ def publishes_with_one_error(store: type[Versions] = Versions) -> list[str]:
                     NEW,
                     "kind",
                 ):
-                    wrong.append(
-                        f"{kind} at {at}: a commit that was done, or can be tried again, failed: {error}"
-                    )
+                    wrong.append(f"{kind} at {at}: a commit that was done, or can be tried again, failed: {error}")
                 wrong += [f"{kind} at {at}: {found}" for found in visible_faults(files)]
             ended = fault.count <= at
             at += 1
@@ -191,13 +187,9 @@ def order_of_writes(store: type[Versions] = Versions) -> list[str]:
     fault = Fault(-1)
     store_on(volume().seen_by(fault), store).publish(NEW, CONTENT, {})
     steps = [
-        (operation, path.name)
-        for operation, path in fault.operations
-        if operation in ("write", "fsync", "rename")
+        (operation, path.name) for operation, path in fault.operations if operation in ("write", "fsync", "rename")
     ]
-    wanted = [(step, file) for file in (*CONTENT, MANIFEST) for step in ("write", "fsync")] + [
-        ("rename", NEW)
-    ]
+    wanted = [(step, file) for file in (*CONTENT, MANIFEST) for step in ("write", "fsync")] + [("rename", NEW)]
     return [] if steps == wanted else [f"{steps} instead of {wanted}"]
 
 
@@ -401,9 +393,7 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("campaign", "mutant"), MUTANTS, ids=[next(iter(m.values())).__name__ for _, m in MUTANTS]
-)
+@pytest.mark.parametrize(("campaign", "mutant"), MUTANTS, ids=[next(iter(m.values())).__name__ for _, m in MUTANTS])
 def test_the_campaign_notices_the_mutant(campaign: str, mutant: dict[str, Any]) -> None:
     assert CAMPAIGNS[campaign](**mutant) != []
 

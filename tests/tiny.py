@@ -92,9 +92,7 @@ def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48) ->
     corpus = sources(documents, "auto")
     with atomic_folder(folder / "snapshot") as stage:
         vocabulary = train_vocabulary(corpus, size=150, min_count=1)
-        write_snapshot(
-            corpus, stage, work=folder / "work", vocabulary=vocabulary, block_wordpieces=block_wordpieces
-        )
+        write_snapshot(corpus, stage, work=folder / "work", vocabulary=vocabulary, block_wordpieces=block_wordpieces)
     return Snapshot.open(folder / "snapshot")
 
 
@@ -129,9 +127,7 @@ def tiny_models(
     **changes: Any,
 ) -> tuple[Retriever, Reader]:
     """Two layers of width 16, with weights so large that documents make a difference from the start."""
-    shape: BertOptions = section(
-        "bert", width=16, layers=2, heads=2, intermediate=32, positions=64, dropout=dropout
-    )
+    shape: BertOptions = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64, dropout=dropout)
     options: RetrieverOptions = section("retriever", **{"embedding_width": 8, **changes})
     vocabulary = world.snapshot.tokenizer.get_vocab_size()
     retriever, reader = build_models(shape, options, section("reader", **copying), vocabulary, seed)

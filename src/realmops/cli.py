@@ -266,9 +266,7 @@ def import_(
     from realmops.console import Console
     from realmops.stages.published import import_published
 
-    import_published(
-        root, pretrained=pretrained, finetuned=finetuned, blocks=blocks, titles=titles, report=Console()
-    )
+    import_published(root, pretrained=pretrained, finetuned=finetuned, blocks=blocks, titles=titles, report=Console())
 
 
 @main.command()
@@ -534,9 +532,7 @@ def snapshot(context: click.Context, wanted: bool, options: tuple[str, ...]) -> 
 @click.option("--exchange", type=click.Path(path_type=Path), help="The folder shared with the trainer.")
 @click.option("--snapshot", type=click.Path(path_type=Path), help="The snapshot folder of the corpus.")
 @_watch_parent
-@click.option(
-    "--follow", type=click.Path(path_type=Path), metavar="FILE", help="Serve what FILE names, then the next."
-)
+@click.option("--follow", type=click.Path(path_type=Path), metavar="FILE", help="Serve what FILE names, then the next.")
 @click.option("--alive", type=click.Path(path_type=Path), metavar="FILE", help="With --follow: touch it at each look.")
 @_explains_errors
 def index_builder(

@@ -242,7 +242,7 @@ def _names(key: str, text: str) -> list[str]:
     except ValueError:
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{key} is {text[:60]!r}; a JSON list of texts is wanted, for example [\"ablation\"]")
+        raise ValueError(f'{key} is {text[:60]!r}; a JSON list of texts is wanted, for example ["ablation"]')
     return names
 
 

@@ -349,9 +349,7 @@ def _keep_files(ticket: Path, files: Mapping[str, Path | bytes]) -> dict[str, st
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
-        name: float(value)
-        for name, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
     }
 
 

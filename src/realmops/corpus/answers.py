@@ -229,8 +229,7 @@ def _tokens(text: str) -> Sequence[tuple[str, int, int]]:
     if text.isascii():
         return [(match[0].lower(), *match.span()) for match in _ASCII_TOKEN.finditer(text)]
     return [
-        (unicodedata.normalize("NFD", match[0]).lower(), *match.span())
-        for match in _unicode_token().finditer(text)
+        (unicodedata.normalize("NFD", match[0]).lower(), *match.span()) for match in _unicode_token().finditer(text)
     ]
 
 

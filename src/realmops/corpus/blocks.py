@@ -41,9 +41,7 @@ def read_records(path: Path) -> Iterator[bytes]:
             yield record
 
 
-def convert_blocks(
-    blocks: Path, titles: Path | None, out: Path, progress: Callable[[int], None] | None = None
-) -> int:
+def convert_blocks(blocks: Path, titles: Path | None, out: Path, progress: Callable[[int], None] | None = None) -> int:
     """Write blocks and, where given, their titles as JSON lines (gzip), one passage a line; returns their number.
 
     Raises ValueError naming file and record for text that is no UTF-8, and when there are more of one than of

@@ -186,9 +186,7 @@ def json_object(line: bytes, place: str) -> dict[str, Any]:
     try:
         value = json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8"
-        ) from None
+        raise ValueError(f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8") from None
     except RecursionError:
         raise ValueError(f"{place}: JSON nested too deeply; a line is one flat object") from None
     except ValueError as error:

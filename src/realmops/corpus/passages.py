@@ -120,9 +120,7 @@ def _pieces(text: str, language: str) -> Iterator[str]:
             yield paragraph[end:]
 
 
-def pack_sentences(
-    lengths: Sequence[int], title_length: int, block_wordpieces: int
-) -> Iterator[tuple[int, int]]:
+def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: int) -> Iterator[tuple[int, int]]:
     """(first, end) sentence of each block: as many whole sentences as fit, in order, without overlap.
 
     A block fits when 3 + title + body wordpieces <= ``block_wordpieces``; a sentence that is longer alone is
@@ -226,11 +224,7 @@ def _sentences(
     """
     bounds = [split_sentences(document.text, language) for document in documents]
     flat = np.array(
-        [
-            (start + base, end + base)
-            for base, found in zip(bases, bounds, strict=True)
-            for start, end in found
-        ],
+        [(start + base, end + base) for base, found in zip(bases, bounds, strict=True) for start, end in found],
         np.int64,
     ).reshape(-1, 2)
     first_tokens = np.searchsorted(chars[:, 0], flat, side="left")

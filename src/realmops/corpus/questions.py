@@ -66,9 +66,7 @@ class _Record:
     not_in: Any = ()
 
 
-def read_questions(
-    paths: Iterable[Path], *, format: str, unanswerable: list[str] | None = None
-) -> list[Question]:
+def read_questions(paths: Iterable[Path], *, format: str, unanswerable: list[str] | None = None) -> list[Question]:
     """The questions of files, in order.
 
     A question without an id gets one from its content: the same question has the same id in every file.
@@ -210,9 +208,7 @@ def _webquestions(path: Path) -> Iterator[_Record]:
             target = check_text(require(record, "targetValue", place), "targetValue", place)
             yield _Record(place, None, record["utterance"], _descriptions(target, place))
         else:
-            yield _Record(
-                place, record.get("qId"), require(record, "qText", place), require(record, "answers", place)
-            )
+            yield _Record(place, record.get("qId"), require(record, "qText", place), require(record, "answers", place))
 
 
 def _squad(path: Path) -> Iterator[_Record]:
@@ -294,9 +290,7 @@ def _content(path: Path, limit: int | None = None) -> bytes:
         with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as file:
             content: bytes = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
     except EOFError:
-        raise ValueError(
-            f"{path}: the gzip file ends in the middle; it was cut: copy or download it again"
-        ) from None
+        raise ValueError(f"{path}: the gzip file ends in the middle; it was cut: copy or download it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(
             f"{path}: no valid gzip data ({error}); copy the file again, or take .gz off its name if it is plain text"

@@ -189,9 +189,7 @@ def _check(subjects: int, warmup_worlds: int, test_share: float, dev_share: floa
         )
 
 
-def build_world(
-    seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None
-) -> World:
+def build_world(seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None) -> World:
     """One world; names already in `used` are avoided and the new ones added to it."""
     rng = np.random.default_rng(seed)
     world = World()
@@ -216,8 +214,7 @@ class _Names:
         self._rng = rng
         self._used = used
         syllables = {
-            pool: [head + tail for head in heads for tail in tails]
-            for pool, (heads, tails) in SYLLABLES.items()
+            pool: [head + tail for head in heads for tail in tails] for pool, (heads, tails) in SYLLABLES.items()
         }
         self._pools: dict[str, Sequence[str]] = {
             **syllables,
@@ -273,9 +270,7 @@ def _entities(
     def thing(
         name: str, type_: str, kind: str, split: str, years: tuple[int, int] = (0, 1), article: bool = False
     ) -> Entity:
-        return Entity(
-            name, "the " if article else "", type_, kind, int(rng.integers(*years)), ("it", "its"), split
-        )
+        return Entity(name, "the " if article else "", type_, kind, int(rng.integers(*years)), ("it", "its"), split)
 
     def organisation(number: int, split: str) -> Entity:
         kind = list(ORGANISATIONS)[number % len(ORGANISATIONS)]

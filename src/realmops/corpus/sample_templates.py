@@ -54,9 +54,7 @@ SYLLABLES = {
         _words("akko anza eda eley endo eth ika oda olley onne orra ula una uva"),
     ),
     "region": (
-        _words(
-            "Ang Borg Dalm Est Frey Goth Hels Jut Kald Lett Marg Norr Rhen Sax Silv Tyr Umb Vand Yor Zeel"
-        ),
+        _words("Ang Borg Dalm Est Frey Goth Hels Jut Kald Lett Marg Norr Rhen Sax Silv Tyr Umb Vand Yor Zeel"),
         _words("avia enia land mark onia shire stan uria"),
     ),
     "landmark": (

@@ -192,9 +192,7 @@ class _Writer:
     ``source`` and ``counts.records`` say where to go on reading.
     """
 
-    def __init__(
-        self, work: Path, vocabulary: Sequence[str], sources: Sequence[Source], broken_share: float
-    ) -> None:
+    def __init__(self, work: Path, vocabulary: Sequence[str], sources: Sequence[Source], broken_share: float) -> None:
         self._work = work
         self._vocabulary = vocabulary
         self._sources = sources
@@ -480,10 +478,7 @@ class _SeenIds:
 
     def passage_id(self, digest: str) -> str:
         """Remember a passage; returns its id: the digest, with "-2", "-3" ... when it came before."""
-        statement = (
-            "INSERT INTO passages VALUES (?, 1) "
-            "ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
-        )
+        statement = "INSERT INTO passages VALUES (?, 1) ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
         ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
         return digest if copies == 1 else f"{digest}-{copies}"
 

@@ -101,9 +101,7 @@ class SpansWriter:
         )
         self._dropped += located.count(None)
         passage = self._offsets.items
-        self._spans.append(
-            np.array([(passage, *row[:5]) for row in rows], np.int32).reshape(-1, len(COLUMNS))
-        )
+        self._spans.append(np.array([(passage, *row[:5]) for row in rows], np.int32).reshape(-1, len(COLUMNS)))
         self._labels.append(np.array([self._label(row[5]) for row in rows], np.uint8))
         self._offsets.append_lengths([len(rows)])
         return len(rows)

@@ -141,9 +141,7 @@ def learn_pieces(words: Mapping[str, int], *, size: int, min_count: int = 2) -> 
     many scripts still has pieces; the words of other characters become [UNK].
     """
     if size < 4 * len(SPECIAL_TOKENS):
-        raise ValueError(
-            f"a vocabulary of {size} pieces is too small; allow at least {4 * len(SPECIAL_TOKENS)}"
-        )
+        raise ValueError(f"a vocabulary of {size} pieces is too small; allow at least {4 * len(SPECIAL_TOKENS)}")
     if min_count < 1:
         raise ValueError(f"min_count is {min_count}, wanted 1 or more")
     alphabet = _alphabet(words, (size - len(SPECIAL_TOKENS)) // 2, min_count)

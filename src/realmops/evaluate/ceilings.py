@@ -128,9 +128,7 @@ class _ExpressionFinder:
         return lambda index: any(map(found, self.answers[index]))
 
 
-def answer_fits_reader(
-    questions: Sequence[Question], count_wordpieces: Callable[[str], int]
-) -> NDArray[np.bool_]:
+def answer_fits_reader(questions: Sequence[Question], count_wordpieces: Callable[[str], int]) -> NDArray[np.bool_]:
     """For each question whether an answer has at most 10 wordpieces, the reader's longest span."""
     return np.array(
         [
@@ -157,8 +155,7 @@ def reader_can_answer(
     return np.array(
         [
             any(
-                passage >= 0
-                and answer_token_spans(text(passage), question.answers, chars(passage), rule=rule)
+                passage >= 0 and answer_token_spans(text(passage), question.answers, chars(passage), rule=rule)
                 for passage in ranked_K.tolist()
             )
             for question, ranked_K in zip(questions, ranked_QK[:, :READER_PASSAGES], strict=True)

@@ -129,9 +129,7 @@ def _axes(frame: _Frame, unit: str, across: str) -> list[str]:
     for value in frame.y_ticks:
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(
-            f'<text class="number" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
-        )
+        parts.append(f'<text class="number" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
     for step in ticks(frame.x_low, frame.x_high):
         if frame.x_low <= step <= frame.x_high:
             parts.append(

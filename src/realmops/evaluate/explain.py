@@ -36,9 +36,7 @@ def failure_shares(failures: Sequence[str]) -> dict[str, float]:
     return {f"failed_at_{name}": counts[name] / len(failures) for name in FAILED_AT if name != "correct"}
 
 
-def chosen(
-    predictions: Sequence[Prediction], ids: Collection[str], failures: Collection[str]
-) -> list[Prediction]:
+def chosen(predictions: Sequence[Prediction], ids: Collection[str], failures: Collection[str]) -> list[Prediction]:
     """The predictions with one of the ids and one of the failures, where any are named; ValueError for unknown ones."""
     for name in failures:
         if name not in FAILED_AT:

@@ -147,9 +147,7 @@ def paired_bootstrap(
     """The mean difference of two runs on the same questions; an interval without 0 shows a difference."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if ours.shape != theirs.shape:
-        raise ValueError(
-            f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones"
-        )
+        raise ValueError(f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones")
     sample = ours - theirs
     means = _resampled_means(sample, seed, resamples)
     interval = _interval(sample, means)
@@ -165,9 +163,7 @@ def _interval(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -
 
 def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
     if sample.ndim != 1 or not sample.size:
-        raise ValueError(
-            f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}"
-        )
+        raise ValueError(f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}")
     generator = np.random.default_rng(seed_for(seed, "bootstrap"))
     means = []
     rows = max(1, _DRAWS_AT_ONCE // sample.size)

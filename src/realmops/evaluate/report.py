@@ -301,9 +301,7 @@ def _page(
 ) -> str:
     tables = (
         table_of(("measure", "value", "95 % interval"), headline_rows(metrics)),
-        table_of(
-            ("time", "seconds"), [(label.removeprefix("seconds, "), s) for label, s in seconds_rows(metrics)]
-        ),
+        table_of(("time", "seconds"), [(label.removeprefix("seconds, "), s) for label, s in seconds_rows(metrics)]),
     )
     sections = ["<h2>Results</h2>"]
     if compared := compared_rows(metrics):
@@ -341,19 +339,13 @@ def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _all_figures(stage: str, found: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(json.dumps(value))}</td></tr>"
-        for name, value in found.items()
+        f"<tr><td>{escape(name)}</td><td>{escape(json.dumps(value))}</td></tr>" for name, value in found.items()
     )
-    return (
-        f"<details><summary>{escape(stage)}</summary>"
-        f'<div class="card scroll"><table>{rows}</table></div></details>'
-    )
+    return f'<details><summary>{escape(stage)}</summary><div class="card scroll"><table>{rows}</table></div></details>'
 
 
 def _answer(row: Prediction) -> str:
-    verdict = (
-        '<span class="right">&#10003; right</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
-    )
+    verdict = '<span class="right">&#10003; right</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
     source = f"; the answer is from number {row.evidence_rank + 1}" if row.evidence_rank >= 0 else ""
     before, after = row.evidence[: row.char_start], row.evidence[row.char_end :]
     candidates = "".join(

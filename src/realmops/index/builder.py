@@ -206,9 +206,7 @@ def run_builder(
         exchange = None
         while exchange is None:
             try:
-                exchange = Exchange.open(
-                    root, identity, f"builder-{name}", files=files, clock=clock, grace=grace
-                )
+                exchange = Exchange.open(root, identity, f"builder-{name}", files=files, clock=clock, grace=grace)
             except FileNotFoundError as error:
                 on_status(f"waiting: {error}")
                 _stop_without(parent_pid)

@@ -92,13 +92,8 @@ class Exchange:
         self._beats, self._since = 0, self.clock.unix()
         self._last_beat, self._doing = float("-inf"), ""
 
-        self.stores = {
-            kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace)
-            for kind in KINDS
-        }
-        self.card, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = (
-            self.stores.values()
-        )
+        self.stores = {kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace) for kind in KINDS}
+        self.card, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = self.stores.values()
 
     @classmethod
     def open(
@@ -110,9 +105,7 @@ class Exchange:
         Raises ValueError with the field and both values when the folder belongs to another run, and
         FileNotFoundError when a builder comes before the trainer.
         """
-        exchange = cls(
-            Path(root).absolute(), dict(identity), holder, files=files, clock=clock, grace=grace
-        )
+        exchange = cls(Path(root).absolute(), dict(identity), holder, files=files, clock=clock, grace=grace)
         if holder == "trainer":
             exchange._create()
         exchange.check_card()
@@ -212,9 +205,7 @@ class Exchange:
                 doing = str(json.loads(content)["doing"])
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 content, doing = b"", "its sign of life cannot be read"
-            found.append(
-                (entry.removesuffix(".json"), self._ages.age(f"alive {role} {entry}", content), doing)
-            )
+            found.append((entry.removesuffix(".json"), self._ages.age(f"alive {role} {entry}", content), doing))
         return found
 
     def builders_in_words(self) -> str:
@@ -279,8 +270,7 @@ def inspect(root: Path, clock: Clock | None = None) -> dict[str, Any]:
         return {"root": str(root), "summary": [told]}
     problems: list[str] = []
     newest = {
-        kind: _newest_sound(exchange.stores[kind], problems)
-        for kind in ("run", "checkpoints", "weights", "indexes")
+        kind: _newest_sound(exchange.stores[kind], problems) for kind in ("run", "checkpoints", "weights", "indexes")
     }
     alive = {role: _signs_of(exchange, role, clock) for role in ROLES}
     for kind, store in exchange.stores.items():
@@ -337,9 +327,7 @@ def _signs_of(exchange: Exchange, role: str, clock: Clock) -> list[dict[str, Any
     return signs
 
 
-def _problems_of(
-    sign: Mapping[str, Any], exchange: Exchange, awaited: list[str] | None, clock: Clock
-) -> Iterator[str]:
+def _problems_of(sign: Mapping[str, Any], exchange: Exchange, awaited: list[str] | None, clock: Clock) -> Iterator[str]:
     """What is wrong with whoever gave a sign of life; ``awaited`` are weights without index, None after the end."""
     who, silent = sign["holder"], sign["silent_s"]
     if silent > SILENT_SECONDS and awaited is not None:

@@ -125,9 +125,7 @@ class Trainer:
             if step in self._awaited or (self._index_name and step == step_of(self._index_name)):
                 return
             awaited = self.policy.adopt == "fixed_lag"
-            self._publish(
-                self.exchange.weights, step, files, {"step": step, "awaited": awaited, "trainer": dict(meta)}
-            )
+            self._publish(self.exchange.weights, step, files, {"step": step, "awaited": awaited, "trainer": dict(meta)})
             kept = sorted(self._awaited) if awaited else sorted(self._awaited)[-(KEPT - 1) :]
             self._awaited = {
                 **{old: self._awaited[old] for old in kept},
@@ -138,9 +136,7 @@ class Trainer:
 
     def _publish(self, store: Versions, step: int, files: Mapping[str, bytes], meta: dict[str, Any]) -> None:
         if not store.publish(version_name(self.fence, step), files, meta, self.check_fence):
-            raise Fenced(
-                f"{store.kind} of step {step} are there already under fence {self.fence}, by another trainer"
-            )
+            raise Fenced(f"{store.kind} of step {step} are there already under fence {self.fence}, by another trainer")
 
     def check_fence(self) -> None:
         """Raise Fenced when another trainer has taken over, or the exchange with this one's fence is gone."""
@@ -175,20 +171,14 @@ class Trainer:
         """
         found = self._newest()
         if found is None and self.lacks_index:
-            raise ValueError(
-                "no index can come: no weights were published; publish the weights of this step first"
-            )
-        if found is None and (
-            self._index is None or (self._too_stale(step) and self.policy.on_stale == "wait")
-        ):
+            raise ValueError("no index can come: no weights were published; publish the weights of this step first")
+        if found is None and (self._index is None or (self._too_stale(step) and self.policy.on_stale == "wait")):
             found = self._wait(
                 self._newest, "a first index" if self._index is None else f"a newer index at step {step}"
             )
         adopted = self._adopt(found) if found else None
         if self._too_stale(step) and self.policy.on_stale == "warn":
-            log.warning(
-                "the index is %d steps old; %s", step - self.index_step, self.exchange.builders_in_words()
-            )
+            log.warning("the index is %d steps old; %s", step - self.index_step, self.exchange.builders_in_words())
         return adopted
 
     @property

@@ -137,9 +137,7 @@ class Versions:
         if canonical_json(fields) != content:
             raise ValueError("is not in the form in which it was written")
         if fields.pop("schema") != SCHEMA:
-            raise ValueError(
-                f"is of a schema other than {SCHEMA}; it was written by another version of realmops"
-            )
+            raise ValueError(f"is of a schema other than {SCHEMA}; it was written by another version of realmops")
         digest = fields.pop("digest")
         if digest != digest_of(fields):
             raise ValueError("does not have the digest that it names")
@@ -276,9 +274,7 @@ class Versions:
         guard()
         return mine
 
-    def _describe(
-        self, name: str, nonce: str, contents: Mapping[str, bytes], meta: Mapping[str, Any]
-    ) -> bytes:
+    def _describe(self, name: str, nonce: str, contents: Mapping[str, bytes], meta: Mapping[str, Any]) -> bytes:
         listing = {
             file: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
             for file, content in sorted(contents.items())

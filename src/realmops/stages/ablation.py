@@ -286,9 +286,7 @@ def put_link(target: Path, link: Path) -> None:
 def outcome_of(ablation: Ablation, variant: str, seed: int) -> Outcome:
     """What one variant reached with one seed."""
     view = folder_of(ablation.out, variant, seed)
-    measured, trained = (
-        artifacts.read_json(view / STAGES[name].folder / METRICS) for name in ("evaluate", "pretrain")
-    )
+    measured, trained = (artifacts.read_json(view / STAGES[name].folder / METRICS) for name in ("evaluate", "pretrain"))
     tuned = ablation.values(variant, seed)["finetune"]
     retriever, reader = tuned["retriever"], tuned["reader"]
     if reader == "t5":
@@ -316,9 +314,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     return {"seed": outcome.seed, "em": em, "recall_at_5": recall, **outcome.figures}
 
 
-def _write(
-    ablation: Ablation, rows: Sequence[Row], outcomes: Sequence[Outcome], known: Mapping[str, Variant]
-) -> None:
+def _write(ablation: Ablation, rows: Sequence[Row], outcomes: Sequence[Outcome], known: Mapping[str, Variant]) -> None:
     note = (
         f"{len(ablation.seeds)} seeds, each its own world and its own training. Differences are to "
         f"{known[REFERENCE].title}, by a paired bootstrap over the questions of all seeds."

@@ -195,9 +195,7 @@ def passage_embeddings(folder: Path, retriever: Retriever, snapshot: Snapshot, d
     return embed_corpus(retriever, snapshot, dtype)
 
 
-def searchable(
-    job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int
-) -> PassageIndex:
+def searchable(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[np.ndarray], k: int) -> PassageIndex:
     """An index over embeddings as the section ``index`` wants it, its recall of the top k measured with the queries."""
     run: Run = job.sections["run"]
     device, dtype = prepare(run)

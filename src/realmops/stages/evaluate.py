@@ -172,9 +172,7 @@ def _warn_of_other_questions(job: Job, training: list[Question], questions: list
         job.report.warn(f"{seen} of {len(questions)} test questions are training questions too: EM is too high")
 
 
-def _answers(
-    job: Job, snapshot: Snapshot, questions: list[Question], depth: int
-) -> tuple[OpenQa | None, list[Answer]]:
+def _answers(job: Job, snapshot: Snapshot, questions: list[Question], depth: int) -> tuple[OpenQa | None, list[Answer]]:
     """The fine-tuned model, None where it reads nothing, and its answers with the first ``depth`` passages of each."""
     options: Finetune = job.sections["finetune"]
     device, dtype = prepare(job.sections["run"])

@@ -271,9 +271,7 @@ def _closed_book(
     surroundings = context(job, "span_corruption", options.steps, "span corruption", prefix="corrupted_")
     end = closed_book.pretrain(surroundings, model, snapshot, options, optimiser)
     steps = finetune_steps(len(usable), options)
-    surroundings = context(
-        job, "closed_book", steps, "fine-tuning", first_step=options.steps, journal_start=end
-    )
+    surroundings = context(job, "closed_book", steps, "fine-tuning", first_step=options.steps, journal_start=end)
     closed_book.finetune(surroundings, model, usable, options, optimiser)
     if not surroundings.team.leads:
         return {}

@@ -314,9 +314,7 @@ def _measure(
     return measure
 
 
-def _measure_masked(
-    masked: Sequence[Example], candidates: Sequence[Sequence[int]], realm: Realm
-) -> dict[str, float]:
+def _measure_masked(masked: Sequence[Example], candidates: Sequence[Sequence[int]], realm: Realm) -> dict[str, float]:
     """hit@5, and log p(y|x) of the first ``WATCHED``, of masked sentences with what was found for them."""
     hit = [
         any(contains(realm.snapshot.body(p), e.targets) for p in row[:5])

@@ -301,9 +301,7 @@ def _transformers() -> Any:
     try:
         import transformers
     except ImportError:
-        raise ValueError(
-            "the closed-book model needs the package transformers; pip install 'realmops[t5]'"
-        ) from None
+        raise ValueError("the closed-book model needs the package transformers; pip install 'realmops[t5]'") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -451,9 +451,7 @@ class Realm:
         row = {p: n for n, p in reversed(list(enumerate(id_N.tolist()))) if p != NULL}
         return sorted(row), document_NE[[row[p] for p in sorted(row)]]
 
-    def _crop_loss(
-        self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, team: Team
-    ) -> Tensor:
+    def _crop_loss(self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, team: Team) -> Tensor:
         """The inverse cloze task on crops of passages of a batch, one for each sentence, against all of its passages.
 
         It is this process's part of the mean: the mean over the team is that of all crops.
@@ -579,9 +577,7 @@ def pretrain(
             found = list(context.team.share(candidates.shared(drawn, found))[0])
         crops = np.random.default_rng(seed_for(context.seed, context.stream, "crops", step))
         learns = step >= options.retriever_delay
-        loss, metrics = realm.loss(
-            batch, found, retriever_learns=learns, weight=weight, crops=crops, team=context.team
-        )
+        loss, metrics = realm.loss(batch, found, retriever_learns=learns, weight=weight, crops=crops, team=context.team)
         learned_from = max(index.step, min(step, options.retriever_delay))  # it stands still during the delay
         metrics |= {"staleness_steps": float(step - learned_from), "staleness_seconds": time.time() - index.published}
         metrics["collapsed"] = float(alarm.watch(step, metrics.get("p_null", 0.0), [row[0] for row in found if row]))

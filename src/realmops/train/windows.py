@@ -85,9 +85,7 @@ def _lesson(model: OpenQa, question: Question, ids: Sequence[int], relevance: Se
             options = model.options
             room = min(options.query_wordpieces - 2, options.reader_wordpieces - 3 - options.answer_wordpieces)
             tokens = model.wordpieces(question.question)[:room]
-            return Lesson(
-                tokens, ids[k], gold, relevance[k], [ids[i] for i in wrong], [relevance[i] for i in wrong]
-            )
+            return Lesson(tokens, ids[k], gold, relevance[k], [ids[i] for i in wrong], [relevance[i] for i in wrong])
     return None
 
 

@@ -17,9 +17,7 @@ from realmops.corpus.formats.text import TEXT
 from realmops.corpus.formats.warc import WARC
 from realmops.corpus.formats.wikiextractor import WIKIEXTRACTOR
 
-FORMATS: dict[str, Format] = {
-    one.name: one for one in (JSONL, PARQUET, TEXT, MEDIAWIKI, WIKIEXTRACTOR, WARC, DATASET)
-}
+FORMATS: dict[str, Format] = {one.name: one for one in (JSONL, PARQUET, TEXT, MEDIAWIKI, WIKIEXTRACTOR, WARC, DATASET)}
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
     **dict.fromkeys((*text.PLAIN, *text.MARKDOWN, *text.PAGES), "text"),
@@ -103,9 +101,7 @@ def _dataset_splits(folder: Path) -> list[Path]:
 
 def _check_dataset(documents: Path, format: str) -> None:
     if format not in ("auto", DATASET.name):
-        raise ValueError(
-            f"{documents}: this is a dataset of Hugging Face, not {format}; set the format to dataset"
-        )
+        raise ValueError(f"{documents}: this is a dataset of Hugging Face, not {format}; set the format to dataset")
 
 
 def _known(path: Path, name: str | None) -> str:

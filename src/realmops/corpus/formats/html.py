@@ -41,9 +41,7 @@ def decode_page(data: bytes, declared: str | None) -> str:
         ) from None
 
 
-def page_outcome(
-    page: str, place: str, *, title: str = "", url: str | None = None, date: str | None = None
-) -> Outcome:
+def page_outcome(page: str, place: str, *, title: str = "", url: str | None = None, date: str | None = None) -> Outcome:
     """The document of a web page; ``title`` is for a page that has none of its own.
 
     ``extra`` holds url and date where they are known, the page's own date before the given one.

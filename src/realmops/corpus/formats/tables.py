@@ -46,8 +46,7 @@ def _datasets(name: str) -> Any:
         import datasets
     except ImportError:
         raise ValueError(
-            f"{name}: reading datasets of Hugging Face needs the package datasets; "
-            "pip install 'realmops[datasets]'"
+            f"{name}: reading datasets of Hugging Face needs the package datasets; pip install 'realmops[datasets]'"
         ) from None
     datasets.disable_progress_bars()
     return datasets
@@ -127,9 +126,7 @@ def _is_readable(column: pa.DataType) -> bool:
     return not (pa.types.is_binary(column) or pa.types.is_large_binary(column))
 
 
-def _rows(
-    path: Path, schema: pa.Schema, batches: Iterable[tuple[pa.RecordBatch, int]]
-) -> Iterator[Raw | Rejected]:
+def _rows(path: Path, schema: pa.Schema, batches: Iterable[tuple[pa.RecordBatch, int]]) -> Iterator[Raw | Rejected]:
     missing = [name for name in _REQUIRED if name not in schema.names]
     if missing:
         yield Rejected(

@@ -127,9 +127,7 @@ def _cut(stream: BinaryIO, version: bytes) -> dict[str, Any] | None:
         if not line:
             return None
     if not line.startswith(_VERSION):
-        raise _BrokenError(
-            f"found {line[:40]!r} where a record begins, wanted a line 'WARC/1.0'; make the file again"
-        )
+        raise _BrokenError(f"found {line[:40]!r} where a record begins, wanted a line 'WARC/1.0'; make the file again")
     head = line
     while line := stream.readline(_HEAD_LIMIT):
         head += line
@@ -149,9 +147,7 @@ def _cut(stream: BinaryIO, version: bytes) -> dict[str, Any] | None:
         if wanted:
             parts.append(part)
     if left:
-        raise _BrokenError(
-            "the file ends in the middle of this record; it was cut: copy or download it again"
-        )
+        raise _BrokenError("the file ends in the middle of this record; it was cut: copy or download it again")
     return {"type": kind, "record": b"".join([*parts, b"\r\n\r\n"]) if wanted else None}
 
 
@@ -177,9 +173,7 @@ def _convert(raw: Raw) -> Outcome:
     except ImportError:
         raise  # no fault of the record
     except Exception as error:  # warcio promises nothing about broken records
-        return Rejected(
-            raw.place, f"the record cannot be read ({type(error).__name__}: {error}); leave it out"
-        )
+        return Rejected(raw.place, f"the record cannot be read ({type(error).__name__}: {error}); leave it out")
 
 
 def _page(data: bytes, place: str) -> Outcome:

@@ -49,9 +49,7 @@ def _convert(raw: Raw) -> Outcome:
     try:
         head, _, text = raw.data.decode().partition("\n")
     except UnicodeDecodeError as error:
-        return Rejected(
-            raw.place, f"invalid UTF-8 at byte {error.start} of the block; extract the file again"
-        )
+        return Rejected(raw.place, f"invalid UTF-8 at byte {error.start} of the block; extract the file again")
     found = {key: html.unescape(value) for key, value in _ATTRIBUTE.findall(head)}
     if not found.get("title") or not found.get("id"):
         return Rejected(raw.place, f'found {head[:80]!r}, wanted <doc id="..." url="..." title="...">')

@@ -167,9 +167,7 @@ def _show(wikitext: str, names: Collection[str]) -> str:
     if not any(mark in wikitext for mark in ("{", "[")):
         return wikitext
     nested = _well_nested(_THREE_BRACES.sub("", _without_addresses(wikitext)))
-    return "".join(
-        _shown(mwparserfromhell.parse(_LIST_MARK.sub("", nested), skip_style_tags=True).nodes, names)
-    )
+    return "".join(_shown(mwparserfromhell.parse(_LIST_MARK.sub("", nested), skip_style_tags=True).nodes, names))
 
 
 def _without_addresses(text: str) -> str:
@@ -188,9 +186,7 @@ def _well_nested(text: str) -> str:
         at = found.end()
         if mark in _CLOSING:
             if len(open_marks) == _DEPTH_LIMIT:
-                raise ValueError(
-                    f"brackets are nested deeper than {_DEPTH_LIMIT}; correct the page or leave it out"
-                )
+                raise ValueError(f"brackets are nested deeper than {_DEPTH_LIMIT}; correct the page or leave it out")
             open_marks.append((_CLOSING[mark], len(parts)))
             parts.append(_APART.get(mark, mark))
         elif any(mark == closing for closing, _ in open_marks):
@@ -248,13 +244,9 @@ def _shown_link(link: Any, names: Collection[str]) -> str:
 
 # Templates that stand inside sentences. Of others nothing is shown: most are boxes, notes and pronunciations.
 _SHOWN_ARGUMENT = {
-    **dict.fromkeys(
-        ("abbr", "angbr", "big", "blockquote", "center", "cquote", "ill", "interlanguage link"), 1
-    ),
+    **dict.fromkeys(("abbr", "angbr", "big", "blockquote", "center", "cquote", "ill", "interlanguage link"), 1),
     **dict.fromkeys(("ipa", "keypress", "linktext", "nihongo", "nobold", "nobr", "nowrap", "pull quote"), 1),
-    **dict.fromkeys(
-        ("quotation", "quote", "sc", "small", "smallcaps", "smaller", "sub", "sup", "val", "vr"), 1
-    ),
+    **dict.fromkeys(("quotation", "quote", "sc", "small", "smallcaps", "smaller", "sub", "sup", "val", "vr"), 1),
     **dict.fromkeys(("lang", "script"), 2),
 }
 _FORMATTED_NUMBER = re.compile(r"formatnum: ?([\d,. ]+)")
