@@ -14,7 +14,7 @@ STAMP := $(VENV)/setup.stamp
 STARTED := $(VENV)/setup.started
 ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help setup run test lint audit faults manifests podman bench golden
+.PHONY: help setup run test lint audit faults manifests podman bench golden docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r target text; do
@@ -34,20 +34,36 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 		echo "Install it (apt-get install python$$version-venv) or put uv on the PATH; then call make again." >&2
 		exit 2
 	fi
-	echo "realmops: setting up $(VENV) with $(EXTRAS), once: uv takes under a minute, pip says nothing for some 4 minutes"
+	echo "realmops: setting up $(VENV) with $(EXTRAS), once; uv takes about a minute"
 	# A set-up that was killed may have left half a package behind, which pip and uv take for a whole one.
 	if [ -e $(STARTED) ]; then rm -rf $(VENV); fi
 	mkdir -p $(VENV)
 	touch $(STARTED)
 	if [ -n "$$uv" ]; then
-		links=$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}
-		options=()
-		for link in $$links; do options+=(--find-links "$$link"); done
-		install=("$$uv" pip install --quiet --python $(VENV)/bin/python "$${options[@]}")
 		"$$uv" venv --quiet --allow-existing --no-python-downloads --python "$$(command -v $(PYTHON))" $(VENV)
 	else
-		install=($(VENV)/bin/python -m pip install -qq --disable-pip-version-check)
 		$(PYTHON) -m venv $(VENV)
+		if $(VENV)/bin/python -m pip install -q --disable-pip-version-check --constraint constraints.txt uv; then
+			uv=$(VENV)/bin/uv
+		fi
+	fi
+	if [ -n "$$uv" ]; then
+		# uv does not read what pip is configured with. Its own variables, where they are set, come first.
+		settings=$$({ $(VENV)/bin/python -m pip config list || $(PYTHON) -m pip config list; } 2>/dev/null || true)
+		take() {
+			local value=$${!2:-$$(sed -En "s/^(global|install)\.$$3='(.*)'$$/\2/p" <<<"$$settings" | tail -n 1)}
+			value=$${value//\\n/ } value=$${value# }
+			if [ -z "$${!1:-}" ] && [ -n "$$value" ]; then export "$$1=$${value// /$${4:- }}"; fi
+		}
+		take UV_DEFAULT_INDEX PIP_INDEX_URL index-url
+		take UV_EXTRA_INDEX_URL PIP_EXTRA_INDEX_URL extra-index-url
+		take UV_FIND_LINKS PIP_FIND_LINKS find-links ,
+		take SSL_CERT_FILE PIP_CERT cert
+		export UV_INDEX_STRATEGY=$${UV_INDEX_STRATEGY:-unsafe-best-match}  # of all indexes, as pip does
+		install=("$$uv" pip install --python $(VENV)/bin/python)
+	else
+		echo "realmops: uv cannot be installed; pip takes some 4 minutes" >&2
+		install=($(VENV)/bin/python -m pip install --disable-pip-version-check)
 	fi
 	if ! "$${install[@]}" --constraint constraints.txt --editable '.[$(EXTRAS)]'; then
 		rm -f $(STARTED)
@@ -116,3 +132,7 @@ bench: setup  ## every benchmark, one table; make bench NAME=... runs one, ARGS=
 golden: setup  ## write tests/fixtures/golden.json again after an intended change of the data or its order
 	@$(ACTIVATE)
 	OMP_NUM_THREADS=1 python tests/test_golden.py
+
+docs: setup  ## write docs/commands.md and docs/options.md again after a change of the command line or of params.yaml
+	@$(ACTIVATE)
+	python scripts/reference_pages.py

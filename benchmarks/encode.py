@@ -63,7 +63,7 @@ class Ours:
         from realmops.bert import load_bert
         from realmops.corpus.pretrained import read_encoder_vocabulary
         from realmops.corpus.vocabulary import build_tokenizer
-        from realmops.model.joins import SpecialTokens
+        from realmops.model.sequences import SpecialTokens
 
         self.bert = load_bert(folder, 0.0)[0].eval()
         self.tokenizer = build_tokenizer(*read_encoder_vocabulary(folder))
@@ -73,7 +73,7 @@ class Ours:
         """[CLS] text [SEP] of each, cut as the peer cuts."""
         import numpy as np
 
-        from realmops.model.joins import join_query
+        from realmops.model.sequences import join_query
 
         encoded = self.tokenizer.encode_batch(documents, add_special_tokens=False)
         return [join_query(np.array(e.ids, dtype=np.int64), self.special, LIMIT) for e in encoded]

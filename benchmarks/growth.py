@@ -98,9 +98,10 @@ def chain(root: Path) -> dict[str, float]:
     from realmops.corpus.questions import read_questions
     from realmops.corpus.snapshot import Snapshot
     from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule
+    from realmops.index.embeddings import embed_corpus
     from realmops.index.mips import Exact, search
     from realmops.model.files import load_models
-    from realmops.stages.common import embed_corpus, question_queries, rank
+    from realmops.stages.common import question_queries, rank
 
     stage("sample", root)
     found = {}

@@ -1,5 +1,6 @@
 """What each part of the training is worth on real text: one table of variants over seeds, through the command line.
 
+    python scripts/public_data.py squad ner    # the files that the preset squad names, into data/public
     python benchmarks/real_text.py --preset squad --seeds 3 --out runs/real_text
 
 ``untouched`` is the encoder as it came, ``warmed`` has the inverse cloze task behind it, ``realm`` is the run as params
@@ -23,9 +24,9 @@ from seeds import difference
 from whole_run import measure
 
 from realmops import config
-from realmops.evaluate.compare import FIRST_HITS, read_results
+from realmops.commands.ablate import folder_of, is_made, put_link
+from realmops.evaluate.predictions import FIRST_HITS, read_results
 from realmops.stages import STAGES, fingerprint
-from realmops.stages.ablation import folder_of, is_made, put_link
 from realmops.stages.runner import inputs_of
 
 CHANGES: Mapping[str, tuple[str, ...]] = {

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from realmops.commands.ablate import Ablation, ablate, folder_of
 from realmops.console import Console
 from realmops.evaluate.compare import correct, read_paired
 from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap
-from realmops.stages.ablation import Ablation, ablate, folder_of
 
 
 def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Step:
         import torch
 
         from realmops import config
-        from realmops.stages.common import keep_freed_memory
+        from realmops.bert import keep_freed_memory
         from realmops.train.optimiser import BertAdamW, Group, Schedule
         from realmops.train.pretrain import Realm
 
@@ -100,7 +100,7 @@ class Step:
     def _sequences(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Queries, documents and joined pairs, each as wordpieces and segments."""
         from realmops.index.embed import document_sequences, query_sequences
-        from realmops.model.joins import join_reader
+        from realmops.model.sequences import join_reader
 
         snapshot, special = self.realm.snapshot, self.realm.special
         documents = document_sequences(snapshot, [p for row in self.candidates for p in row])

@@ -20,6 +20,6 @@ def evaluate(
         manifest: what was made, and where.
         metrics: its figures.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.run_stage("evaluate", options, root, manifest.path, metrics.path, metrics.log_metric)
+    tasks.run_stage("evaluate", options, root, manifest, metrics)

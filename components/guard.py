@@ -12,6 +12,6 @@ def guard(key: str, run: str, endpoint: str):
         run: id of the pipeline's run.
         endpoint: of the Kubeflow Pipelines API; nothing is done where it is empty.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.guard(key, run, endpoint)
+    tasks.guard(key, run, endpoint)

@@ -22,6 +22,6 @@ def ict(
         manifest: what was made, and where.
         metrics: its figures.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.run_stage("ict", options, root, manifest.path, metrics.path, metrics.log_metric, processes)
+    tasks.run_stage("ict", options, root, manifest, metrics, processes)

@@ -32,14 +32,13 @@ def pretrain(
         manifest: what was made, and where.
         metrics: its figures.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.pretrain(
+    tasks.pretrain(
         options,
         root,
-        manifest.path,
-        metrics.path,
-        metrics.log_metric,
+        manifest,
+        metrics,
         owner=owner,
         deployment=deployment,
         builders=builders,

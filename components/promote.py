@@ -22,6 +22,6 @@ def promote(
         after: the manifest of the evaluation.
         metrics: whether the run is the champion (1 or 0), and by how much it is better.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.promote(options, root, model, margin, metrics.path, metrics.log_metric)
+    tasks.promote(options, root, model, margin, metrics)

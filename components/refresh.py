@@ -18,6 +18,6 @@ def refresh(
         changes: the answers that are others now.
         metrics: passages and answers that changed, and exact match before and after.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.refresh(options, root, changes.path, metrics.path, metrics.log_metric)
+    tasks.refresh(options, root, changes, metrics)

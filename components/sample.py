@@ -18,6 +18,6 @@ def sample(
         manifest: what was made, and where.
         metrics: its figures.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.run_stage("sample", options, root, manifest.path, metrics.path, metrics.log_metric)
+    tasks.run_stage("sample", options, root, manifest, metrics)

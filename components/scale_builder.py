@@ -12,6 +12,6 @@ def scale_builder(deployment: str, root: str, owner: str):
         root: folder of the run on the shared volume.
         owner: id of the pipeline's run.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.lower_builders(deployment, root, owner)
+    tasks.lower_builders(deployment, root, owner)

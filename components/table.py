@@ -28,8 +28,6 @@ def table(
         page: the table with its curves.
         metrics: exact match of each variant.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.table(
-        variants, project, presets, settings, seeds, out, rows.path, page.path, metrics.path, metrics.log_metric
-    )
+    tasks.table(variants, project, presets, settings, seeds, out, rows, page, metrics)

@@ -26,6 +26,6 @@ def variant(
         limits: of this pod, said in its log.
         metrics: exact match and recall, means over seeds.
     """
-    from realmops import kfp_entry
+    from realmops.cluster import tasks
 
-    kfp_entry.variant(name, project, presets, settings, seeds, out, limits, metrics.path, metrics.log_metric)
+    tasks.variant(name, project, presets, settings, seeds, out, limits, metrics)

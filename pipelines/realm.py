@@ -76,38 +76,21 @@ def train(
         endpoint: where the pods ask for those; empty to ask nowhere.
     """
     root = f"{runs}/{run}"
-
     pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
-    placed = pods.placed
+    placed, given = pods.placed, {"options": options, "root": root}
     this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     alone = placed(guard(key=key, run=this, endpoint=endpoint))
     last = placed(scale_builder(deployment=deployment, root=root, owner=this))
     with dsl.ExitHandler(last, name="builders-are-given-back"):
-        made = placed(sample(options=options, root=root)).after(alone)
-        made = placed(snapshot(options=options, root=root, after=made.outputs["manifest"]))
-        made = placed(tag(options=options, root=root, after=made.outputs["manifest"]), trains=True)
-        made = placed(
-            ict(options=options, root=root, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True
+        made = placed(sample(**given)).after(alone)
+        made = placed(snapshot(**given, after=made.outputs["manifest"]))
+        made = placed(tag(**given, after=made.outputs["manifest"]), trains=True)
+        made = placed(ict(**given, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True)
+        raised = {"owner": this, "deployment": deployment, "builders": builders, "wait_seconds": wait_seconds}
+        trained = pretrain(
+            **given, **raised, processes=nproc_per_node, limits=pods.limits, after=made.outputs["manifest"]
         )
-        made = placed(
-            pretrain(
-                options=options,
-                root=root,
-                owner=this,
-                deployment=deployment,
-                builders=builders,
-                wait_seconds=wait_seconds,
-                processes=nproc_per_node,
-                limits=pods.limits,
-                after=made.outputs["manifest"],
-            ),
-            trains=True,
-        )
-        made = placed(
-            finetune(options=options, root=root, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True
-        )
-        made = placed(evaluate(options=options, root=root, after=made.outputs["manifest"]), trains=True)
-        placed(
-            promote(options=options, root=root, model=model, margin=margin, after=made.outputs["manifest"]),
-            trains=True,
-        )
+        made = placed(trained, trains=True)
+        made = placed(finetune(**given, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True)
+        made = placed(evaluate(**given, after=made.outputs["manifest"]), trains=True)
+        placed(promote(**given, model=model, margin=margin, after=made.outputs["manifest"]), trains=True)

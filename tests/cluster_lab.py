@@ -19,6 +19,17 @@ NAMESPACE, DEPLOYMENT = "lab", "realmops-index-builder"
 SCALE = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{DEPLOYMENT}/scale"
 
 
+class Output:
+    """What KFP gives a task for an output: a file and, for metrics, a place to show them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.shown: dict[str, float] = {}
+
+    def log_metric(self, metric: str, value: float) -> None:
+        self.shown[metric] = value
+
+
 class Lab:
     """One Deployment: ``replicas`` as they were asked for, one after another."""
 

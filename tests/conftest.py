@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tiny import World
+    from small_world import World
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported first
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -66,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Twelve documents, their snapshot and spans."""
-    from tiny import build_world
+    from small_world import build_world
 
     folder: Path = tmp_path_factory.mktemp("tiny")
     return build_world(folder)
@@ -75,8 +75,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 @pytest.fixture(scope="session")
 def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An empty MLflow database to copy: making one takes seconds."""
-    from realmops.tracking import _mlflow_client
+    from realmops.tracking.client import mlflow_client
 
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    _mlflow_client(f"sqlite:///{database}").search_experiments()
+    mlflow_client(f"sqlite:///{database}").search_experiments()
     return database

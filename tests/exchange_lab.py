@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realmops.index.builder import Builder, Work, run_builder
+from realmops.index.builder import Builder, BuilderWork, run_builder
 from realmops.index.exchange import Exchange
 from realmops.index.files import SPARE_ROOM, Clock, Files
+from realmops.index.process import end_with
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version
 
@@ -273,7 +274,7 @@ def merge(weights: Version, parts: Any) -> tuple[dict[str, bytes], dict[str, Any
     return {"rows.bin": rows, "params.bin": weights.files["params.bin"]}, {"recall": 1.0}
 
 
-WORK = Work(ROWS, PART_ROWS, embedder, merge)
+WORK = BuilderWork(ROWS, PART_ROWS, embedder, merge)
 
 
 def check_index(index: Version) -> None:
@@ -372,9 +373,10 @@ def main() -> None:
     """``exchange_lab.py trainer|builder <root> <n>``: a process that SIGKILLs itself at operation n."""
     role, root, dying = sys.argv[1], Path(sys.argv[2]), Dying(int(sys.argv[3]))
     if role == "builder":
-        parent = os.getppid() if len(sys.argv) > 4 else None
+        if len(sys.argv) > 4:
+            end_with(os.getppid())
         code = run_builder(
-            root, IDENTITY, WORK, name=sys.argv[4] if len(sys.argv) > 4 else "0", parent_pid=parent,
+            root, IDENTITY, WORK, name=sys.argv[4] if len(sys.argv) > 4 else "0",
             poll=0.02, grace=0.0, files=Files(dying), on_status=lambda message: print(message, flush=True),
         )  # fmt: skip
         sys.exit(code)

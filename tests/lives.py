@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from exchange_lab import end_of, forked
-from toy import Quiet, Values
+from small_project import Quiet, Values
 
 from realmops.config import load
+from realmops.index.builder_process import run_index_builder
 from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag
-from realmops.stages.builder import run_index_builder
 from realmops.stages.runner import run_stage
 
 LOADED = (sample, snapshot, tag, ict, pretrain, finetune, evaluate)  # once, for all lives

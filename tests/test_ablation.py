@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import toy
+import small_project
 
+from realmops.commands.ablate import Ablation, tabulate
 from realmops.evaluate.ablation import (
-    Outcome,
     Row,
     Variant,
+    VariantOutcome,
     as_csv,
     as_markdown,
     cells,
@@ -34,13 +35,12 @@ from realmops.evaluate.ablation import (
     table_rows,
     utility_chart,
 )
-from realmops.evaluate.charts import Series
-from realmops.evaluate.openqa import read_predictions
+from realmops.evaluate.predictions import read_predictions
+from realmops.journal import Series
 from realmops.stages import STAGES
-from realmops.stages.ablation import Ablation, tabulate
 from realmops.stages.runner import tracking_folder
-from realmops.tracking import _mlflow_client, default_uri
-from realmops.views import experiment_tags
+from realmops.tracking.client import default_uri, mlflow_client
+from realmops.tracking.mlflow_views import experiment_tags
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -49,11 +49,11 @@ NAMES = {"realm": "REALM", "baseline": "Baseline", "never_run": "Never run"}
 VARIANTS = {name: Variant(title, "words") for name, title in NAMES.items()}
 
 
-def outcome(variant: str, seed: int, correct: str, recall: float, age: float = 1.0) -> Outcome:
+def outcome(variant: str, seed: int, correct: str, recall: float, age: float = 1.0) -> VariantOutcome:
     """``correct`` has a 1 for each question that was answered."""
     utility = Series("retrieval_utility", [0, 1, 2], [seed, 2.0 * seed, 3.0])
     right = np.array([c == "1" for c in correct])
-    return Outcome(variant, seed, right, recall, {"index_staleness_steps": age}, utility)
+    return VariantOutcome(variant, seed, right, recall, {"index_staleness_steps": age}, utility)
 
 
 OUTCOMES = [
@@ -66,20 +66,25 @@ OUTCOMES = [
 
 def test_means_and_differences_by_hand() -> None:
     realm, baseline = table_rows(OUTCOMES, VARIANTS, reference="realm")
-    assert (realm.em, realm.recall_at_5, realm.em_difference, realm.seeds) == (0.5, pytest.approx(0.6), 0.0, 2)
-    assert (baseline.em, baseline.recall_at_5) == (0.25, pytest.approx(0.3))
-    assert baseline.em_difference == pytest.approx(-0.25), "two of eight questions"
+    assert (realm.em.mean, realm.recall_at_5.mean, realm.em_difference.mean, realm.seeds) == (
+        0.5,
+        pytest.approx(0.6),
+        0.0,
+        2,
+    )
+    assert (baseline.em.mean, baseline.recall_at_5.mean) == (0.25, pytest.approx(0.3))
+    assert baseline.em_difference.mean == pytest.approx(-0.25), "two of eight questions"
     assert baseline.recall_difference == pytest.approx(-0.3), "(-.1 - .5) / 2"
     assert baseline.questions == 8
-    assert (realm.em_low, realm.em_high) == (0.25, 0.75), "of two seeds, one or the other twice"
-    assert baseline.em_difference_low < -0.25 < baseline.em_difference_high <= 0.0
-    assert baseline.p_better == pytest.approx(0.5 * (6 / 8) ** 8, abs=0.01), "half of the ties"
+    assert (realm.em.low, realm.em.high) == (0.25, 0.75), "of two seeds, one or the other twice"
+    assert baseline.em_difference.low < -0.25 < baseline.em_difference.high <= 0.0
+    assert baseline.em_difference.p_better == pytest.approx(0.5 * (6 / 8) ** 8, abs=0.01), "half of the ties"
 
 
 def test_a_difference_takes_the_seeds_that_both_have() -> None:
     _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", 1.0)], VARIANTS, reference="realm")
     assert (baseline.seeds, baseline.questions) == (3, 8)
-    assert baseline.em_difference == pytest.approx(-0.25)
+    assert baseline.em_difference.mean == pytest.approx(-0.25)
     with pytest.raises(ValueError, match="baseline and realm have no seed in common"):
         table_rows([OUTCOMES[0], outcome("baseline", 5, "1", 1.0)], VARIANTS, reference="realm")
 
@@ -105,7 +110,7 @@ def test_what_a_variant_does_not_have_is_left_open() -> None:
     realm, baseline = table_rows([*guessed, closed], VARIANTS, reference="realm")
     assert (realm.masked_accuracy, cells(realm)[4]) == (0.5, "0.500")
     assert (cells(baseline)[3], cells(baseline)[4]) == ("–", "–")
-    assert baseline.em_difference == -0.75
+    assert baseline.em_difference.mean == -0.75
 
 
 def test_curves_are_means_over_seeds() -> None:
@@ -134,8 +139,8 @@ def test_the_page_needs_no_network_and_escapes() -> None:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ablated")
-    toy.write_project(folder, tracking={"enabled": True})
-    shutil.copytree(toy.PARAMS.parent / "pipelines", folder / "pipelines")
+    small_project.write_project(folder, tracking={"enabled": True})
+    shutil.copytree(small_project.PARAMS.parent / "pipelines", folder / "pipelines")
     (folder / "nothing.yaml").write_text("{}\n")
     return folder
 
@@ -144,7 +149,7 @@ def ablate(project: Path, *more: str | Path) -> tuple[int, str, str]:
     words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml"]
     words += ["--out", project / "out"]
     variables = {name: "" for name in os.environ if name.startswith("MLFLOW_")}
-    done = toy.run_command(*words, "--jobs", "2", *more, **variables)
+    done = small_project.run_command(*words, "--jobs", "2", *more, **variables)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -176,7 +181,7 @@ def test_what_variants_share_is_trained_once(project: Path) -> None:
 
 def mlflow_runs(project: Path) -> dict[str, Run]:
     """The runs as MLflow gives them, by name."""
-    client = _mlflow_client(default_uri(tracking_folder(project / "out")))
+    client = mlflow_client(default_uri(tracking_folder(project / "out")))
     return {run.info.run_name: run for run in client.search_runs(["1"])}
 
 
@@ -230,7 +235,7 @@ def test_the_ablations_own_run_shows_the_reference_and_the_table(project: Path) 
     assert parent.data.metrics == {name: realm.data.metrics[name] for name in parent.data.metrics}
     assert {"em", "recall_at_5", "zero_shot_recall_at_5", "index_staleness_steps"} <= parent.data.metrics.keys()
     assert parent.data.tags["mlflow.note.content"] == (project / "out" / "table.md").read_text()
-    steps = [line["time"] for line in toy.journal(project / "out/realm/seed-0/models/ict")]
+    steps = [line["time"] for line in small_project.journal(project / "out/realm/seed-0/models/ict")]
     assert parent.info.start_time == realm.info.start_time == int(steps[0] * 1000)
     assert realm.info.end_time >= int(steps[-1] * 1000)
 
@@ -276,9 +281,9 @@ def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(proje
 def test_killed_its_stages_end_with_it_and_the_next_call_goes_on(project: Path, tmp_path: Path) -> None:
     words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", tmp_path]
     words += ["--variant", "realm", "--set", "pretrain.steps=60", "--set", "tracking.enabled=false"]
-    killed = subprocess.Popen(toy.command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen(small_project.command(*words), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     work = "store/pretrain-*/.realmops/work/*/metrics.jsonl"
-    toy.wait_for(lambda: any(path.read_text().count("\n") > 9 for path in tmp_path.glob(work)), 120)
+    small_project.wait_for(lambda: any(path.read_text().count("\n") > 9 for path in tmp_path.glob(work)), 120)
     killed.kill()
     killed.wait()
     (lock,) = tmp_path.glob("store/pretrain-*/.realmops/pretrain.lock")
@@ -291,15 +296,15 @@ def test_killed_its_stages_end_with_it_and_the_next_call_goes_on(project: Path, 
                 return False
             return True
 
-    toy.wait_for(free, 60)
+    small_project.wait_for(free, 60)
     assert not list(tmp_path.glob("store/pretrain-*/models/pretrain"))
     (begun,) = tmp_path.glob(work)
     kept = begun.read_text().splitlines()[:8]
     taken = begun.read_text().count("\n")
     assert 9 < taken < 60
-    done = toy.run_command(*words)
+    done = small_project.run_command(*words)
     assert done.returncode == 0, done.stderr
-    steps = toy.journal(tmp_path / "realm/seed-0/models/pretrain")
+    steps = small_project.journal(tmp_path / "realm/seed-0/models/pretrain")
     assert [line["step"] for line in steps] == list(range(60))
     assert [line["time"] for line in steps[:8]] == [json.loads(line)["time"] for line in kept], "not trained again"
 
@@ -323,7 +328,7 @@ def test_a_table_of_what_is_there_trains_nothing_and_takes_no_result_of_other_se
     def tabulated(*settings: str) -> tuple[list[Row], list[str]]:
         presets, settings = [str(project / "nothing.yaml")], ("tracking.enabled=false", *settings)
         what = Ablation(project / "params.yaml", presets, settings, ["realm", "per_token"], [0], out)
-        return tabulate(what, report=toy.Quiet())
+        return tabulate(what, report=small_project.Quiet())
 
     rows, missing = tabulated()
     assert [row.variant for row in rows] == ["realm"]
@@ -344,7 +349,7 @@ def test_two_calls_at_once_train_a_stage_once(project: Path) -> None:
     words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", out]
     words += ["--variant", "realm", "--set", "tracking.enabled=false"]
     streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    calls = [subprocess.Popen(toy.command(*words), **streams) for _ in range(2)]
+    calls = [subprocess.Popen(small_project.command(*words), **streams) for _ in range(2)]
     told = [call.communicate(timeout=250)[1] for call in calls]
     assert [call.returncode for call in calls] == [0, 0], told
     assert re.search(r"waiting for .*/claim, which .*, process \d+ holds, since 0 s", told[0] + told[1])

@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import toy
+import small_project
 
 from realmops.artifacts import read_json, write_manifest
+from realmops.commands.alignments import align
+from realmops.commands.explain.sentence import explain_sentence
+from realmops.commands.update import of_pipeline
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
-from realmops.stages import masked
-from realmops.stages.alignments import align
-from realmops.stages.update import of_pipeline
 
 Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy.trained_project(tmp_path_factory.mktemp("alignments")) / "root"
+    return small_project.trained_project(tmp_path_factory.mktemp("alignments")) / "root"
 
 
 def read(path: Path) -> dict[int, list[Row]]:
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[int, list[Row]]:
 
 @pytest.fixture(scope="module")
 def found(root: Path) -> dict[int, list[Row]]:
-    result = toy.cli("alignments", "--root", root)
+    result = small_project.cli("alignments", "--root", root)
     assert result.exit_code == 0, result.output
     assert f"{root / 'alignments.parquet'}: spans=22, rows=" in result.stdout
     return read(root / "alignments.parquet")
@@ -70,7 +70,7 @@ def test_probabilities_are_those_of_the_explanation(root: Path, found: dict[int,
         assert rows[-1]["utility"] == 0
     compared = 0
     for rows in found.values():
-        explained = masked.explain(rows[0]["sentence"], root, of_pipeline(root), answer=rows[0]["span"])
+        explained = explain_sentence(rows[0]["sentence"], root, of_pipeline(root), rows[0]["span"])
         if [c.passage_id for c in explained.candidates[:-1]] != [row["aligned_passage_id"] for row in rows[:-1]]:
             continue  # `explain` does not know the sentence's own passage
         compared += 1
@@ -93,7 +93,7 @@ def test_the_source_is_no_candidate_and_what_holds_the_span_is_marked(root: Path
 
 
 def test_a_draw_is_a_part_of_all_and_the_same_again(root: Path, found: dict[int, list[Row]], tmp_path: Path) -> None:
-    report = toy.Quiet()
+    report = small_project.Quiet()
     metrics = [align(root, tmp_path / name, limit=5, report=report) for name in ("a", "b")]
     assert metrics[0] == metrics[1]
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -119,7 +119,7 @@ def changed(root: Path, folder: Path, **options: Any) -> Path:
 
 
 def test_without_a_null_document_there_is_no_utility(root: Path, tmp_path: Path) -> None:
-    align(changed(root, tmp_path, null_document=False), tmp_path / "out.parquet", limit=4, report=toy.Quiet())
+    align(changed(root, tmp_path, null_document=False), tmp_path / "out.parquet", limit=4, report=small_project.Quiet())
     for rows in read(tmp_path / "out.parquet").values():
         assert len(rows) == 3
         assert all(row["utility"] is None and row["aligned_passage_id"] for row in rows)
@@ -132,7 +132,7 @@ def test_sentences_come_from_the_text_that_was_masked(root: Path, found: dict[in
     for name in ("snapshot", "spans"):
         shutil.copytree(root / "data" / name / "corpus", tmp_path / "data" / name / "warmup")
     shutil.rmtree(tmp_path / "data/spans/corpus")
-    align(tmp_path, tmp_path / "out.parquet", limit=None, report=toy.Quiet())
+    align(tmp_path, tmp_path / "out.parquet", limit=None, report=small_project.Quiet())
     assert read(tmp_path / "out.parquet") == found
 
 
@@ -148,18 +148,18 @@ def test_written_whole_or_not_at_all(root: Path, tmp_path: Path, monkeypatch: py
             raise OSError(28, "No space left on device")
         return contains_answer(*arguments)
 
-    monkeypatch.setattr("realmops.stages.alignments.contains_answer", fails_late)
+    monkeypatch.setattr("realmops.commands.alignments.contains_answer", fails_late)
     with pytest.raises(OSError, match="No space"):
-        align(root, out, limit=None, report=toy.Quiet())
+        align(root, out, limit=None, report=small_project.Quiet())
     assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
     assert out.read_bytes() == b"earlier"
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_done(root: Path, tmp_path: Path) -> None:
     for out in (tmp_path, tmp_path / "gone" / "out.parquet"):
-        refused = toy.cli("alignments", "--root", root, "--out", out)
+        refused = small_project.cli("alignments", "--root", root, "--out", out)
         assert refused.exit_code == 2
         assert f"{out} cannot be written: name a file in a folder that exists" in refused.output
-    refused = toy.cli("alignments", "--root", tmp_path)
+    refused = small_project.cli("alignments", "--root", tmp_path)
     assert refused.exit_code == 2
     assert "it is no finished pretrain; run the stage that makes it" in refused.output

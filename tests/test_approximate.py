@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import section
+from small_world import section
 from torch import Tensor
 
 from realmops.index import approximate

@@ -15,39 +15,39 @@ SOURCE = Path(__file__).parents[1] / "src"
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
     ("__init__",),
-    ("artifacts", "config", "encoders", "bert"),
+    ("artifacts", "config", "encoders", "bert", "journal"),
     ("corpus",),
     ("model",),
     ("index",),
-    ("train", "evaluate"),
-    ("tracking", "views", "stages"),
-    ("console", "cluster", "retraining", "submit", "kfp_entry", "serving", "cli", "__main__"),
+    ("train", "baselines", "evaluate"),
+    ("tracking", "stages"),
+    ("commands",),
+    ("console", "cluster", "cli", "__main__"),
 )
 # Within a row, left may be imported by right: only these.
 WITHIN_A_ROW = {
-    ("views", "tracking"),
     ("artifacts", "config"),
     ("artifacts", "bert"),
     ("config", "bert"),
     ("encoders", "bert"),
+    ("train", "baselines"),
+    ("train", "evaluate"),
+    ("baselines", "evaluate"),
     ("tracking", "stages"),
+    ("console", "cluster"),
     ("console", "cli"),
-    ("cluster", "kfp_entry"),
-    ("console", "kfp_entry"),
     ("cluster", "cli"),
-    ("cluster", "submit"),
-    ("retraining", "submit"),
-    ("submit", "kfp_entry"),
-    ("submit", "cli"),
     ("cli", "__main__"),
 }
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
-CORE = {"artifacts", "config", "encoders", "bert", "corpus", "model", "index", "train", "evaluate"}
+CORE = {"artifacts", "config", "encoders", "bert", "journal", "corpus", "model", "index", "train", "evaluate"}
 # `realmops --help` and every DVC stage's start pay for what these import on top, directly or through others.
-LIGHT_UNITS = ("cli", "config", "encoders", "stages", "tracking", "views")
+LIGHT_UNITS = ("cli", "config", "encoders", "stages", "tracking")
 LIGHT_LIBRARIES = {"click", "yaml"}
 IN_ONE_MODULE = ("mlflow", "faiss", "kfp", "kubernetes")
-MODEL_CODE = "realmops.serving"  # imported by nothing: MLflow copies it into the registered model and runs the copy
+MODEL_CODE = (
+    "realmops.commands.pyfunc"  # imported by nothing: MLflow copies it into the registered model and runs the copy
+)
 RESTRICTED_LOADER = "realmops.encoders"  # reads the .bin files of others, with weights_only
 PICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
@@ -138,7 +138,7 @@ def test_imports_point_down() -> None:
         ("model", "corpus", True),
         ("corpus", "model", False),
         ("train", "evaluate", False),
-        ("evaluate", "train", False),
+        ("evaluate", "train", True),
         ("bert", "artifacts", True),
         ("artifacts", "bert", False),
         ("stages", "tracking", True),
@@ -155,7 +155,7 @@ def test_the_rule_itself(importer: str, target: str, allowed: bool) -> None:
 def test_imported_in_one_module(name: str) -> None:
     importers = {found.importer for found in IMPORTS if library(found) == name}
     if name == "mlflow":
-        importers -= {MODEL_CODE}
+        importers = {module for module in importers - {MODEL_CODE} if unit(module) != "tracking"}
     assert len(importers) <= 1, f"{name} is imported by {sorted(importers)}; keep one"
 
 

@@ -10,12 +10,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import toy
+import small_project
 from click.testing import Result
 from conftest import Told
 from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
-from toy import cli, litter, run_command, toy_values, trained_project, write_params, write_project
+from small_project import cli, litter, run_command, toy_values, trained_project, write_params, write_project
 
 from realmops.config import notes
 from realmops.stages import STAGES
@@ -455,7 +455,7 @@ def test_pre_training_on_a_full_disk_goes_on_when_there_is_room(trained: Path, t
         subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
         process = run_command("run", "pretrain", *words, "--root", disk / "root")
         assert process.returncode == 0, process.stderr
-        assert len(toy.journal(disk / "root/models/pretrain")) == 5
+        assert len(small_project.journal(disk / "root/models/pretrain")) == 5
     told("pre-training on a tmpfs that becomes full", 1, "a message, then goes on")
 
 
@@ -463,7 +463,7 @@ def test_a_file_that_may_not_grow_is_refused(trained: Path, tmp_path: Path) -> N
     """The same for people who may not mount: a limit on the size of files."""
     link_inputs(trained, "ict", tmp_path / "root")
     process = subprocess.run(
-        toy.command("run", "ict", "--params", trained / "params.yaml", "--root", tmp_path / "root"),
+        small_project.command("run", "ict", "--params", trained / "params.yaml", "--root", tmp_path / "root"),
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, 8 << 10)),

@@ -15,7 +15,7 @@ import whole_run
 from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
 from generated import encoder_flops
 from seeds import difference
-from toy import cli, write_project
+from small_project import cli, write_project
 
 from realmops.bert import BertConfig
 

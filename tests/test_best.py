@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import small_project
 import torch
-import toy
 from safetensors.torch import load_file
-from tiny import World, section, tiny_models
+from small_world import World, section, tiny_models
 
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.model.retriever import Mixture
-from realmops.stages import pretrain as module
-from realmops.stages.pretrain import Best
+from realmops.train import held_out as module
+from realmops.train.held_out import BestModels
 from realmops.train.pretrain import Example, Examples, Realm
 
 # ---- the best so far
@@ -30,9 +30,9 @@ def figures(hit: float, log_p: float) -> dict[str, float]:
 
 
 @pytest.fixture
-def offered(world: World, tmp_path: Path) -> tuple[Best, Callable[..., None]]:
+def offered(world: World, tmp_path: Path) -> tuple[BestModels, Callable[..., None]]:
     """The best of a folder, and how models of a step are offered, whose weights are full of its number."""
-    best = Best(tmp_path / "best", "a" * 64)
+    best = BestModels(tmp_path / "best", "a" * 64)
 
     def offer(step: int, found: Mapping[str, float]) -> None:
         retriever, reader = tiny_models(world, copying={"copies": True, "apart": True})
@@ -46,7 +46,9 @@ def offered(world: World, tmp_path: Path) -> tuple[Best, Callable[..., None]]:
     return best, offer
 
 
-def test_the_likeliest_of_those_that_find_no_less_than_the_start(offered: tuple[Best, Callable[..., None]]) -> None:
+def test_the_likeliest_of_those_that_find_no_less_than_the_start(
+    offered: tuple[BestModels, Callable[..., None]],
+) -> None:
     best, offer = offered
     for step, found, expected in (
         (0, figures(0.5, -3.0), 0),
@@ -74,7 +76,7 @@ def test_the_likeliest_of_those_that_find_no_less_than_the_start(offered: tuple[
 
 
 def test_a_kill_between_the_new_and_the_old_leaves_the_new(
-    offered: tuple[Best, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
+    offered: tuple[BestModels, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best, offer = offered
     offer(0, figures(0.5, -3.0))
@@ -94,7 +96,7 @@ def test_a_kill_between_the_new_and_the_old_leaves_the_new(
         with pytest.raises(Killed):
             offer(4, figures(0.6, -2.0))
     assert len(list(best.folder.iterdir())) == 2
-    again = Best(best.folder, "a" * 64)
+    again = BestModels(best.folder, "a" * 64)
     assert again.step == 4
     assert again.figures == {**figures(0.6, -2.0), "start_hit_at_5": 0.5}
     offer(4, figures(0.6, -2.0))
@@ -103,7 +105,7 @@ def test_a_kill_between_the_new_and_the_old_leaves_the_new(
     assert [path.name for path in best.folder.iterdir()] == ["step-00000008"]
 
 
-def test_where_nothing_is_held_out_the_last_are_the_best(offered: tuple[Best, Callable[..., None]]) -> None:
+def test_where_nothing_is_held_out_the_last_are_the_best(offered: tuple[BestModels, Callable[..., None]]) -> None:
     best, offer = offered
     for step in (0, 4, 8):
         offer(step, {"recall_at_5": 1.0 - step / 10})
@@ -159,15 +161,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project up to ict."""
     folder = tmp_path_factory.mktemp("best")
-    toy.write_project(folder, **OPTIONS)
+    small_project.write_project(folder, **OPTIONS)
     for name in ("snapshot", "tag", "ict"):
-        toy.stage(name, toy.toy_values(**OPTIONS), folder, folder / "root")
+        small_project.stage(name, small_project.toy_values(**OPTIONS), folder, folder / "root")
     return folder
 
 
-def run(project: Path, report: toy.Quiet | None = None, **changes: Any) -> dict[str, Any]:
-    values = toy.toy_values(**{**OPTIONS, "pretrain": {**OPTIONS["pretrain"], **changes}})
-    return toy.stage("pretrain", values, project, project / "root", report)
+def run(project: Path, report: small_project.Quiet | None = None, **changes: Any) -> dict[str, Any]:
+    values = small_project.toy_values(**{**OPTIONS, "pretrain": {**OPTIONS["pretrain"], **changes}})
+    return small_project.stage("pretrain", values, project, project / "root", report)
 
 
 def files(project: Path) -> dict[str, bytes]:
@@ -184,9 +186,9 @@ def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
 ) -> None:
     """The likelihood is made to be best at step 4, of those measured; killed behind that, and at the very end."""
     best_at, dies_at, measured, drawn = 4, [-1], list[int](), list[Example]()
-    usual_offer, usual_draw = Best.offer, Examples.draw
+    usual_offer, usual_draw = BestModels.offer, Examples.draw
 
-    def offer(self: Best, step: int, found: dict[str, float], *models: Any) -> None:
+    def offer(self: BestModels, step: int, found: dict[str, float], *models: Any) -> None:
         measured.append(step)
         if step == dies_at[0]:
             raise Killed
@@ -197,14 +199,14 @@ def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
         drawn.append(usual_draw(self, rng))
         return drawn[-1]
 
-    monkeypatch.setattr(Best, "offer", offer)
+    monkeypatch.setattr(BestModels, "offer", offer)
     monkeypatch.setattr(Examples, "draw", draw)
-    report = toy.Quiet()
+    report = small_project.Quiet()
     metrics = run(project, report)
     assert measured == [0, 4, 6, 8], "the weights of step 2 are those of the delay"
     assert metrics["best_step"] == 4
     assert [line for line in report.said if line.startswith("the models of step 4 are handed on")]
-    expected, lines = files(project), toy.journal(project / "root/models/pretrain")
+    expected, lines = files(project), small_project.journal(project / "root/models/pretrain")
     assert len(expected) == 3
     assert json.loads(expected["model.json"])["mixture"]["lexical"] == 8.0, "fitted to questions alone"
     assert sum("crop_loss" in line for line in lines) == 6
@@ -218,7 +220,7 @@ def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
     assert len(drawn) > 16
     assert not held & {(e.passage, e.original.tobytes()) for e in drawn}
 
-    toy.stage("ict", toy.toy_values(**OPTIONS), project, project / "root")
+    small_project.stage("ict", small_project.toy_values(**OPTIONS), project, project / "root")
     work = project / "root/models/pretrain"
     for path in work.glob("*"):
         path.unlink()
@@ -228,13 +230,13 @@ def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
     dies_at[0] = -1
     run(project)
     assert files(project) == expected
-    again = toy.journal(project / "root/models/pretrain")
-    assert toy.without_clock(again) == toy.without_clock(lines)
+    again = small_project.journal(project / "root/models/pretrain")
+    assert small_project.without_clock(again) == small_project.without_clock(lines)
 
 
 def test_harm_is_not_handed_on(project: Path) -> None:
     """With a rate that ruins everything the start's models come out, bit for bit, and that is said."""
-    report = toy.Quiet()
+    report = small_project.Quiet()
     metrics = run(project, report, retriever_learning_rate=3.0, reader_learning_rate=3.0)
     assert metrics["best_step"] == 0
     [said] = [line for line in report.said if "handed on" in line]

@@ -32,14 +32,14 @@ from exchange_lab import (
 )  # fmt: skip
 from safetensors.torch import save
 
-from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, Work, run_builder
+from realmops.index import process
+from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
+from realmops.index.builder_process import EMBEDDINGS, Follower, assign, builder_name, merge
+from realmops.index.embeddings import embeddings_in
 from realmops.index.exchange import Exchange, part_name
 from realmops.index.files import Files
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version, version_name
-from realmops.stages import builder as stage
-from realmops.stages.builder import EMBEDDINGS, Follower, assign, builder_name, merge
-from realmops.stages.common import embeddings_in
 
 PARAMS = {"params.bin": b"p" * 32}
 
@@ -48,7 +48,7 @@ def trainer_on(files: Files, adopt: Any = "fixed_lag", root: Path = ROOT) -> Tra
     return Trainer(Exchange.open(root, IDENTITY, files=files, clock=StillClock(), grace=0.0), Policy(adopt))
 
 
-def counting(embedded: list[tuple[int, int]]) -> Work:
+def counting(embedded: list[tuple[int, int]]) -> BuilderWork:
     """The toy work, and a record of the rows that were embedded."""
 
     def recording(weights: Any) -> Any:
@@ -58,19 +58,19 @@ def counting(embedded: list[tuple[int, int]]) -> Work:
 
         return rows
 
-    return Work(ROWS, PART_ROWS, recording, WORK.merge)
+    return BuilderWork(ROWS, PART_ROWS, recording, WORK.merge)
 
 
-def builder_with(work: Work, files: Files, name: str = "0") -> Builder:
+def builder_with(work: BuilderWork, files: Files, name: str = "0") -> Builder:
     exchange = Exchange.open(ROOT, IDENTITY, f"builder-{name}", files=files, clock=StillClock(), grace=0.0)
     return Builder(exchange, work, on_status=lambda message: None)
 
 
 def test_ranges_cover_all_rows_once() -> None:
-    assert Work(5, 3, embedder, WORK.merge).ranges() == [(0, 3), (3, 5)]
-    assert Work(6, 3, embedder, WORK.merge).ranges() == [(0, 3), (3, 6)]
+    assert BuilderWork(5, 3, embedder, WORK.merge).ranges() == [(0, 3), (3, 5)]
+    assert BuilderWork(6, 3, embedder, WORK.merge).ranges() == [(0, 3), (3, 6)]
     with pytest.raises(ValueError, match="rows and part_rows must be above 0, not 5 and 0"):
-        Work(5, 0, embedder, WORK.merge)
+        BuilderWork(5, 0, embedder, WORK.merge)
 
 
 def test_an_index_says_what_it_was_made_of() -> None:
@@ -173,7 +173,7 @@ def test_builders_begin_at_different_parts_and_skip_what_is_there() -> None:
     files, embedded = MemoryFiles(), []
     trainer_on(files).publish_weights(0, PARAMS, {})
     work = counting(embedded)
-    small = Work(8, 1, work.embedder, lambda weights, parts: ({f"{a}": f["rows.bin"] for a, _, f in parts}, {}))
+    small = BuilderWork(8, 1, work.embedder, lambda weights, parts: ({f"{a}": f["rows.bin"] for a, _, f in parts}, {}))
     first = {}
     for name in ("0", "1", "2"):
         volume = MemoryFiles()
@@ -268,7 +268,7 @@ def test_another_identity_ends_with_2_and_a_fault_in_the_embedding_with_1() -> N
     def broken(weights: Any) -> Any:
         raise ValueError("weights of another shape")
 
-    assert run_builder(ROOT, IDENTITY, Work(5, 3, broken, WORK.merge), files=files, clock=StillClock()) == FAULT
+    assert run_builder(ROOT, IDENTITY, BuilderWork(5, 3, broken, WORK.merge), files=files, clock=StillClock()) == FAULT
 
 
 def test_a_finished_run_ends_the_builder_with_0_until_a_new_trainer_takes_over() -> None:
@@ -308,14 +308,14 @@ def test_a_builder_that_ends_with_a_fault_is_started_again_after_a_longer_pause_
 ) -> None:
     now, started = 0, list[int]()
 
-    def start(words: list[str]) -> Any:
+    def start(words: list[str], **how: Any) -> Any:
         began = now
         started.append(began)
         ended: Callable[[], int | None] = lambda: FAULT if now >= began + lives else None  # noqa: E731
-        return SimpleNamespace(poll=ended, terminate=lambda: None, wait=lambda: FAULT)
+        return SimpleNamespace(poll=ended, terminate=lambda: None, wait=lambda seconds: FAULT)
 
-    monkeypatch.setattr(stage, "subprocess", SimpleNamespace(Popen=start))
-    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start))
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now))
     assign(tmp_path / "assignment.json", tmp_path / "exchange", tmp_path / "corpus", "run")
     follower = Follower(tmp_path / "assignment.json", None)
     for now in range(100):  # noqa: B007  # `start` reads it

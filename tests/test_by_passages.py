@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import MemoryCheckpoints, MemoryJournal, World, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import MemoryCheckpoints, MemoryJournal, World, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
 from realmops.bert import Packed
@@ -18,8 +18,8 @@ from realmops.config import Finetune
 from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed
 from realmops.index.mips import Exact
-from realmops.model.joins import join_query
 from realmops.model.retriever import Retriever
+from realmops.model.sequences import join_query
 from realmops.train import passages as module
 from realmops.train.loop import Context
 from realmops.train.parallel import Team

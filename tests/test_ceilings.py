@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from asked import QUESTIONS, TEXTS
+from four_passages import QUESTIONS, TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

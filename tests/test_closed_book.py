@@ -16,29 +16,22 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load, load_file, save_file
-from tiny import (
+from small_project import QUESTIONS
+from small_world import (
     DOCUMENTS,
     MemoryCheckpoints,
     MemoryJournal,
     World,
     build_world,
+    section,
     tiny_context,
     tiny_optimiser,
     write_documents,
 )
 from torch import Tensor
-from toy import QUESTIONS
 
 from realmops.artifacts import atomic_folder
-from realmops.bert import Bert, BertConfig, save_bert
-from realmops.config import ClosedBookOptions
-from realmops.corpus.answers import normal_form
-from realmops.corpus.formats import sources
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.encoders import T5, encoder_files
-from realmops.train.closed_book import (
+from realmops.baselines.t5 import (
     FILE,
     HIDDEN_SHARE,
     SENTINELS,
@@ -48,11 +41,19 @@ from realmops.train.closed_book import (
     pretrain,
     span_corruption,
 )
+from realmops.bert import Bert, BertConfig, save_bert
+from realmops.config import ClosedBookOptions
+from realmops.corpus.answers import normal_form
+from realmops.corpus.formats import sources
+from realmops.corpus.questions import Question
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.encoders import T5, encoder_files
 from realmops.train.finetune import finetune_steps
 from realmops.train.loop import TENSORS
 
 ASKED = [Question(str(n), question, (answer,)) for n, (question, answer) in enumerate(QUESTIONS["train"])]
-FP32 = torch.float32
+FP32, CPU = torch.float32, torch.device("cpu")
 MARKS = np.array([900, 901, 902, 903])
 
 
@@ -219,10 +220,15 @@ def test_special_names_in_a_text_are_text(world: World) -> None:
 # ---- learning and answering
 
 
+def test_options_tell_readers_of_passages_from_those_that_read_none() -> None:
+    assert section("finetune", reader="pretrain").reads_passages
+    assert not section("finetune", reader="t5").reads_passages
+
+
 def test_it_learns_questions_by_heart(learned: ClosedBook) -> None:
     answers = learned.answer(ASKED, batch_size=4)
-    assert [text for text, _ in answers] == [q.answers[0].lower() for q in ASKED]
-    assert all(np.log(0.5) < log_p < 0 for _, log_p in answers)
+    assert [answer.text for answer in answers] == [q.answers[0].lower() for q in ASKED]
+    assert all(np.log(0.5) < answer.said_log_p < 0 for answer in answers)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -231,7 +237,7 @@ def test_an_answer_is_the_most_likely_piece_each_time(learned: ClosedBook, world
     model = learned if trained else small(world.snapshot, answer_wordpieces=3)
     answers = model.answer(ASKED, batch_size=4)
     ended = 0
-    for question, (text, log_p) in zip(ASKED, answers, strict=True):
+    for question, answer in zip(ASKED, answers, strict=True):
         ids = torch.from_numpy(model.question(question.question))[None]
         written, total = [model.padding], 0.0
         with torch.no_grad():
@@ -241,8 +247,8 @@ def test_an_answer_is_the_most_likely_piece_each_time(learned: ClosedBook, world
                 total += float(logits_V.double().log_softmax(-1)[best])
                 written.append(best)
         ended += model.end in written
-        assert text == model.text(written)
-        assert log_p == pytest.approx(total, abs=1e-4)
+        assert answer.text == model.text(written)
+        assert answer.said_log_p == pytest.approx(total, abs=1e-4)
     assert ended == len(ASKED) if trained else ended < len(ASKED)
 
 
@@ -390,7 +396,7 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(world: World, tmp_p
 
 def test_a_saved_model_gives_the_same_answers(world: World, learned: ClosedBook, tmp_path: Path) -> None:
     learned.save(tmp_path)
-    again = ClosedBook.load(tmp_path, world.snapshot)
+    again = ClosedBook.open(tmp_path, world.snapshot, CPU)
     assert again.answer(ASKED, batch_size=4) == learned.answer(ASKED, batch_size=4)
     assert again.net.config.dropout_rate == 0.0
     assert not list(tmp_path.glob("*.bin"))
@@ -402,7 +408,7 @@ def test_a_model_of_another_vocabulary_is_refused(world: World, learned: ClosedB
     assert values.pop("vocabulary_hash") == world.snapshot.vocabulary_hash
     (tmp_path / FILE).write_text(json.dumps({**values, "vocabulary_hash": "0" * 64}))
     with pytest.raises(ValueError, match=r"trained with the vocabulary 000000000000, the snapshot has [0-9a-f]{12};"):
-        ClosedBook.load(tmp_path, world.snapshot)
+        ClosedBook.open(tmp_path, world.snapshot, CPU)
 
 
 def test_a_t5_of_transformers_with_its_own_tokenizer(world: World, tmp_path: Path) -> None:
@@ -421,10 +427,10 @@ def test_a_t5_of_transformers_with_its_own_tokenizer(world: World, tmp_path: Pat
     assert model.sentinels.tolist() == tokenizer.convert_tokens_to_ids(list(SENTINELS))
     finetune(tiny_context(), model, ASKED, chosen, tiny_optimiser())
     answers = model.answer(ASKED, batch_size=6)
-    assert [text for text, _ in answers] == [q.answers[0] for q in ASKED], "capitals and all"
+    assert [answer.text for answer in answers] == [q.answers[0] for q in ASKED], "capitals and all"
     (tmp_path / "saved").mkdir()
     model.save(tmp_path / "saved")
-    assert ClosedBook.load(tmp_path / "saved", world.snapshot).answer(ASKED, batch_size=6) == answers
+    assert ClosedBook.open(tmp_path / "saved", world.snapshot, CPU).answer(ASKED, batch_size=6) == answers
 
 
 def t5_of_version_1_1(folder: Path) -> Path:
@@ -447,7 +453,7 @@ def test_an_output_layer_of_its_own_stays_apart(world: World, tmp_path: Path) ->
     assert torch.equal(model.net.shared.weight, weights["shared.weight"].float())
     (tmp_path / "saved").mkdir()
     model.save(tmp_path / "saved")
-    again = ClosedBook.load(tmp_path / "saved", world.snapshot)
+    again = ClosedBook.open(tmp_path / "saved", world.snapshot, CPU)
     assert again.answer(ASKED, batch_size=6) == model.answer(ASKED, batch_size=6)
     assert not again.net.config.scale_decoder_outputs
 
@@ -549,6 +555,6 @@ def test_it_is_silent(world: World, tmp_path: Path, capfd: pytest.CaptureFixture
     model = small(world.snapshot, init=str(folder))
     model.answer(ASKED, batch_size=4)
     model.save(tmp_path / "saved")
-    ClosedBook.load(tmp_path / "saved", world.snapshot).answer(ASKED, batch_size=4)
+    ClosedBook.open(tmp_path / "saved", world.snapshot, CPU).answer(ASKED, batch_size=4)
     assert capfd.readouterr() == ("", "")
     assert transformers.logging.get_verbosity() == transformers.logging.ERROR, "its handler is older than capfd"

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_project import Quiet, cli, stage, toy_values, write_json_lines, write_project
+from small_world import World, build_world
 from test_finetune import open_qa
-from tiny import World, build_world
-from toy import Quiet, cli, stage, toy_values, write_json_lines, write_project
 
 from realmops.artifacts import read_manifest
 from realmops.corpus.cloze import Sources, clause, cloze_questions, noisy, numbers, question_word, split
 from realmops.corpus.masking import passages_with
 from realmops.corpus.questions import Question, json_line, read_questions
-from realmops.evaluate.compare import read_results
+from realmops.evaluate.predictions import read_results
 from realmops.model.retriever import Mixture
-from realmops.stages.retrievers import fit_to_questions
 from realmops.train.ict import sentences_with_spans
+from realmops.train.mixture import fit_to_questions
 from realmops.train.windows import lessons_of
 
 # All that can be asked of the twelve documents: words of the sentence without the span, the span, and the passages with
@@ -208,7 +208,7 @@ def test_weights_are_fitted_without_the_own_passage(world: World, monkeypatch: p
     def fit_mixture(dense: object, words: object, there: torch.Tensor, correct: torch.Tensor) -> None:
         seen["there"], seen["correct"] = int(there.sum()), int(correct.sum())
 
-    monkeypatch.setattr("realmops.stages.retrievers.fit_mixture", fit_mixture)
+    monkeypatch.setattr("realmops.train.mixture.fit_mixture", fit_mixture)
     model = open_qa(world)
     assert isinstance(fit_to_questions(model, [BORN]), Mixture)
     assert seen == {"there": 12, "correct": 4}

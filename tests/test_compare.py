@@ -1,4 +1,4 @@
-"""Two runs against each other, and what an answer rests on, from files of predictions written here."""
+"""Two runs against each other, and what a question fails at, from files of predictions written here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_openqa import PREDICTION
-from toy import cli
+from small_project import cli
+from test_predictions import PREDICTION
 
 from realmops.evaluate.compare import compare, read_paired, sentence
-from realmops.evaluate.explain import FAILED_AT, chosen, explained, failed_at, failure_shares, overview
-from realmops.evaluate.openqa import paired_bootstrap, write_predictions
+from realmops.evaluate.openqa import paired_bootstrap
+from realmops.evaluate.predictions import write_predictions
 
 
 def results(folder: Path, right: list[bool], first: int = 0, first_hit: int = 0) -> Path:
@@ -69,98 +69,10 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
     assert told in result.stderr
     result = cli("compare", ours, tmp_path)
     assert result.exit_code == 2
-    assert "predictions.parquet does not exist; run 'realmops evaluate' there first" in result.stderr
+    assert "predictions.parquet does not exist; run 'realmops run evaluate' there first" in result.stderr
 
 
-def test_predictions_of_another_version_are_refused(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"question_id": ["q0"], "em": [True]}), tmp_path / "predictions.parquet")
-    result = cli("compare", tmp_path, tmp_path)
-    assert result.exit_code == 2
-    assert "holds no predictions of this version" in result.stderr
-    (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
-    assert "holds no predictions of this version" in cli("explain", "--root", tmp_path).stderr
-
-
-# ---- explanations
-
-
-@pytest.mark.parametrize(
-    ("correct", "in_corpus", "retrieved", "choosable", "name"),
-    [
-        (True, False, False, False, "correct"),
-        (False, False, False, False, "not_in_corpus"),
-        (False, True, False, False, "not_retrieved"),
-        (False, True, True, False, "too_long"),
-        (False, True, True, True, "reader"),
-    ],
-)
-def test_the_first_ceiling_counts(correct: bool, in_corpus: bool, retrieved: bool, choosable: bool, name: str) -> None:
-    found = failed_at(correct=correct, in_corpus=in_corpus, retrieved=retrieved, choosable=choosable)
-    assert found == name
-    assert found in FAILED_AT
-
-
-def test_failures_are_counted() -> None:
-    shares = failure_shares(["correct", "reader", "reader", "too_long"])
-    assert shares == {
-        "failed_at_not_in_corpus": 0,
-        "failed_at_not_retrieved": 0,
-        "failed_at_too_long": 0.25,
-        "failed_at_reader": 0.5,
-    }
-
-
-WRONG = replace(
-    PREDICTION,
-    question_id="q2",
-    prediction="north",
-    em=False,
-    char_start=33,
-    char_end=38,
-    span_score=2.0,
-    passage_spans=("north", None),
-    passage_scores=(2.0, None),
-    failed_at="reader",
-)
-
-
-def test_an_explanation_has_passages_scores_and_the_failure() -> None:
-    assert list(explained(WRONG)) == [
-        "q2  Where was Ada Vell born?",
-        "  wanted: Tor Hollow",
-        "  answer: north  (score 2.00)",
-        "  failed at: reader (the reader could choose an answer and chose another span)",
-        "  best right span: Tor Hollow  (score 1.50)",
-        "  first passage with an answer: number 1",
-        "   p(z|x)   score  passage, its best span",
-        "  > 0.750    2.00  Ada Vell [p7]: north",
-        "    0.250       -  Tor Hollow [p2]: (none)",
-    ]
-
-
-def test_questions_are_chosen_by_id_and_failure() -> None:
-    rows = [PREDICTION, WRONG]
-    assert chosen(rows, (), ()) == rows
-    assert chosen(rows, ("q1",), ()) == [PREDICTION]
-    assert chosen(rows, (), ("reader", "too_long")) == [WRONG]
-    assert chosen(rows, ("q1",), ("reader",)) == []
-    with pytest.raises(ValueError, match="no question 'q9' among 2; the first is 'q1'"):
-        chosen(rows, ("q9",), ())
-    with pytest.raises(ValueError, match="fails at 'luck'; choose correct, not_in_corpus"):
-        chosen(rows, (), ("luck",))
-    assert list(overview(rows))[:2] == ["2 questions", "      1  50.0%  correct: the answer is right"]
-
-
-def test_the_command_explains_what_is_asked_for(tmp_path: Path) -> None:
-    results(tmp_path / "results", [True, False, False, False])
-    text = cli("explain", "--root", tmp_path, "--failed-at", "reader", "--limit", "2").stdout
-    assert [line.split()[0] for line in text.splitlines() if "Where was" in line] == ["q1", "q2"]
-    assert "1 more; --limit, --question and --failed-at choose others" in text
-    assert "q3  Where" in cli("explain", "--root", tmp_path, "--question", "q3").stdout
-    assert cli("explain", "--root", tmp_path, "--question", "q9").exit_code == 2
+# ---- failures
 
 
 def test_the_bootstrap_of_runs_is_that_of_questions() -> None:

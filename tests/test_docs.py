@@ -1,8 +1,9 @@
-"""Documentation that can fail: what the program offers and what the texts say are compared."""
+"""Documentation that can fail: what the program offers and what the pages say are compared."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -14,19 +15,34 @@ import pytest
 import yaml
 
 import realmops
+from realmops import config
 from realmops.cli import main
+from realmops.corpus import formats, questions
 from realmops.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "k8s" / "README.md",
+        ROOT / "benchmarks" / "LOG.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
+README, WALK, DATA, EXPERIMENTS = (
+    PAGES[f"{name}.md"] for name in ("README", "docs/walk", "docs/data", "docs/experiments")
+)
 PARAMS: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 PIPELINE = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 PATH_SUFFIXES = {"", ".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".jsonl", ".sh"}
+README_LINES = 150
+FIGURES = 6
 
 
 def stage_names() -> list[str]:
-    return [stage.name for stage in (STAGES.values() if isinstance(STAGES, dict) else STAGES)]
+    return [stage.name for stage in STAGES.values()]
 
 
 def commands(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
@@ -47,37 +63,253 @@ OPTIONS = [
 ]
 
 
+def fenced_blocks(text: str) -> list[str]:
+    return re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
 def code(text: str) -> list[str]:
     """What stands in `single backticks` and, line by line, in fenced blocks."""
-    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    inline = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
-    return [*inline, *(line for block in fenced for line in block.splitlines())]
+    inline = re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    lines = [line for block in fenced_blocks(text) for line in block.replace("\\\n", " ").splitlines()]
+    return [*(" ".join(piece.split()) for piece in inline), *lines]
+
+
+def prose(text: str) -> str:
+    """What is left without code."""
+    return re.sub(r"`[^`]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def documented(words: str) -> bool:
-    """Whether some code in the texts has ``words`` as whole words."""
+    """Whether some code in the pages has ``words`` as whole words."""
     whole = re.compile(rf"(?<![\w-]){re.escape(words)}(?![\w-])")
-    return any(whole.search(piece) for text in TEXTS.values() for piece in code(text))
+    return any(whole.search(piece) for text in PAGES.values() for piece in code(text))
+
+
+# Commands and options
+
+
+def test_every_page_is_read() -> None:
+    """Guards the tests below against a page whose code is not found."""
+    assert {"README.md", "docs/walk.md", "docs/data.md", "docs/operate.md", "docs/results.md"} <= set(PAGES)
+    assert all(code(PAGES[name]) for name in PAGES)
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_command_is_documented(name: str) -> None:
+    assert documented(name), f"`{name}` stands in none of {sorted(PAGES)}"
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_every_option_is_documented(name: str, option: str) -> None:
+    assert documented(option), f"{option} of `{name}` stands in none of {sorted(PAGES)}"
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_every_option_has_help(name: str, option: str) -> None:
+    [parameter] = [p for p in COMMANDS[name].params if option in [*p.opts, *p.secondary_opts]]
+    assert isinstance(parameter, click.Option)
+    assert parameter.help, f"{option} of `{name}` has no help"
+
+
+def command_lines(text: str) -> list[str]:
+    """The calls of ``realmops`` in a text's code, without comments."""
+    pieces = [re.sub(r"\s#\s.*| &$", "", piece) for piece in code(text)]
+    found = [re.search(r"(?:^|\$\(|-m )(realmops [^)]*)", piece) for piece in pieces]
+    return [match[1].strip() for match in found if match]
+
+
+def wrong_with(line: str) -> str:
+    """Why the command line would refuse a call; empty where it would not. Words in capitals stand for anything."""
+    words = [word for word in shlex.split(line)[1:] if word != "..."]
+    command: click.Command = main
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        if words[0] not in command.commands:
+            return f"no command {words[0]}"
+        command = command.commands[words.pop(0)]
+    try:
+        values, rest, _ = command.make_parser(click.Context(command)).parse_args(words)
+    except click.UsageError as error:
+        return error.format_message()
+    if rest:
+        return f"nothing takes {rest}"
+    stage = values.get("stage")
+    if isinstance(stage, str) and stage not in {*STAGES, "all", "STAGE"}:
+        return f"no stage {stage}"
+    presets = [name for name in values.get("presets") or () if not name.isupper()]
+    settings = [setting for setting in values.get("settings") or () if not setting.isupper()]
+    try:
+        config.load(
+            ROOT / "params.yaml",
+            presets=[config.preset_path(name, ROOT / "params.yaml") for name in presets],
+            settings=settings,
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"docs/commands.md"}))  # which shows usage, not calls
+def test_every_documented_call_is_one_that_the_command_line_takes(page: str) -> None:
+    lines = command_lines(PAGES[page])
+    wrong = [f"{line}: {problem}" for line in lines if (problem := wrong_with(line))]
+    assert not wrong, f"{page}:\n" + "\n".join(wrong)
+    assert lines or page in ("benchmarks/LOG.md", "docs/options.md")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("realmops run all --preset squad --set tag.steps=3", ""),
+        ("realmops run STAGE --preset NAME --set SECTION.KEY=VALUE", ""),
+        ("realmops run train", "no stage"),
+        ("realmops retrain", "no command"),
+        ("realmops run ict --steps 3", "No such option"),
+        ("realmops report now", "nothing takes"),
+        ("realmops run ict --preset sqad", "none of the presets"),
+        ("realmops run ict --set ict.step=3", "ict.step"),
+        ("realmops run ict --set ict.steps=few", "whole number"),
+        ("realmops explain --question", "requires an argument"),
+    ],
+)
+def test_a_call_that_is_refused_is_seen(line: str, problem: str) -> None:
+    found = wrong_with(line)
+    assert problem in found
+    assert bool(found) is bool(problem)
+
+
+def test_calls_are_found_in_code() -> None:
+    text = (
+        "`realmops run\ntag`\n```\na=$(realmops params --kfp) # x\nrealmops report  # then\n```\nand realmops is prose"
+    )
+    assert command_lines(text) == ["realmops run tag", "realmops params --kfp", "realmops report"]
+
+
+def scripts_called(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The project's scripts that a text calls, with their options."""
+    for piece in code(text):
+        if match := re.search(r"python ((?:benchmarks|scripts)/\S+\.py)(.*)", piece):
+            yield match[1], re.findall(r"(?<!\S)--[a-z-]+", match[2].split(" # ")[0])
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_scripts_that_are_called_take_these_options(page: str) -> None:
+    common = (ROOT / "benchmarks" / "against.py").read_text(encoding="utf-8")
+    for script, options in scripts_called(PAGES[page]):
+        source = (ROOT / script).read_text(encoding="utf-8") + common
+        assert [option for option in options if f'"{option}"' not in source] == [], script
+
+
+# Options of params.yaml, presets, formats
+
+
+@pytest.mark.parametrize("section", sorted(PARAMS))
+def test_every_section_of_params_is_explained(section: str) -> None:
+    """In the walk's table of sections: a row that starts with the name and goes on with words."""
+    row = re.search(rf"^\| `{section}` \| .*\w", WALK, re.MULTILINE)
+    assert row, f"no row for `{section}` in docs/walk.md"
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_option_named_exists(page: str) -> None:
+    named = [re.match(r"([a-z_]+)\.([a-z_]+)(?![\w./(])", piece) for piece in code(PAGES[page])]
+    pairs = [(match[1], match[2]) for match in named if match and match[1] in PARAMS]
+    suffixes = {suffix.removeprefix(".") for suffix in PATH_SUFFIXES} | {"safetensors", "npy", "parquet"}
+    wrong = [f"{s}.{key}" for s, key in pairs if key not in PARAMS[s] and key not in suffixes]
+    assert not wrong, f"{page} names {wrong}"
+
+
+def test_every_preset_has_a_row_and_every_row_a_preset() -> None:
+    table = EXPERIMENTS[EXPERIMENTS.index("| preset |") :].split("\n\n")[0]
+    named = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "pipelines" / "presets").glob("*.yaml"))
+
+
+def rows_of(text: str, head: str) -> list[str]:
+    """The first column of a table, in order."""
+    table = text[text.index(head) :].split("\n\n")[0]
+    return re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("head", "known"),
+    [
+        ("| format | files | a document is |", list(formats.FORMATS)),
+        ("| format | file |", list(questions.FORMATS)),
+    ],
+)
+def test_every_format_is_explained(head: str, known: list[str]) -> None:
+    assert rows_of(DATA, head) == known
+
+
+# The pages' shape
+
+
+def test_readme_is_one_page() -> None:
+    assert len(README.splitlines()) <= README_LINES
+
+
+def test_readme_has_each_stage_with_its_folder_and_each_figure_with_its_command() -> None:
+    stages = README[README.index("| stage |") :].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` .*\| `([\w/]+)` \|$", stages, re.MULTILINE) == [
+        (stage.name, stage.folder) for stage in STAGES.values()
+    ]
+    rows = README[README.index("| what | figure | command | processor |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) == FIGURES
+    for row in rows:
+        what, figure, command, processor = (cell.strip() for cell in row.strip("|").split("|"))
+        assert re.fullmatch(r"`[^`]+`", command), row
+        assert what and re.search(r"\d", figure) and processor, row  # noqa: PT018
+
+
+def test_readme_has_a_line_for_every_room_of_the_code() -> None:
+    [tree] = [block for block in fenced_blocks(README) if block.startswith("src/realmops/\n")]
+    named = re.findall(r"^  ([\w.]+)/? +\S", tree, re.MULTILINE)
+    source = ROOT / "src" / "realmops"
+    there = [p.name for p in source.iterdir() if (p.is_dir() or p.suffix == ".py") and not p.name.startswith("_")]
+    assert sorted(named) == sorted(there)
+
+
+def test_the_walk_follows_the_pipeline() -> None:
+    """One heading per stage, in the order of dvc.yaml and STAGES."""
+    names = stage_names()
+    headings = re.findall(r"^#+ \d+\. `(\w+)`", WALK, re.MULTILINE)
+    assert headings == names
+    assert [name for name in PIPELINE["stages"] if name in names] == names
+
+
+# Paths and links
 
 
 def named_paths(text: str) -> list[str]:
-    """Repository paths that the code and the links of a text name."""
+    """Repository paths that the code of a text names."""
     pieces = [word.strip(",;:()'\"") for piece in code(text) for word in piece.split()]
-    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
     looks_like_one = re.compile(r"\.?[A-Za-z0-9_][\w.-]*(/[\w.-]+)*/?")
-    found = {
-        piece
-        for piece in pieces
-        if looks_like_one.fullmatch(piece)
-        and Path(piece).suffix in PATH_SUFFIXES
-        and (Path(piece).suffix or (ROOT / piece.split("/")[0]).exists())
-        and ("/" in piece or Path(piece).suffix)
-    }
-    return sorted({*found, *links})
+    return sorted(
+        {
+            piece
+            for piece in pieces
+            if looks_like_one.fullmatch(piece)
+            and Path(piece).suffix in PATH_SUFFIXES
+            and (Path(piece).suffix or (ROOT / piece.split("/")[0]).exists())
+            and ("/" in piece or Path(piece).suffix)
+        }
+    )
+
+
+def links(text: str) -> list[str]:
+    """Where a text's links and pictures inside the project lead."""
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose(text)) if "://" not in link]
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    without_code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", without_code, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def written_by_stages() -> list[str]:
-    """Outputs, metrics and plots of dvc.yaml: named in the README, absent from a fresh clone."""
+    """Outputs, metrics and plots of dvc.yaml: named in the pages, absent from a fresh clone."""
     entries = [
         entry
         for stage in PIPELINE["stages"].values()
@@ -95,47 +327,48 @@ def is_written_by_a_run(path: str) -> bool:
     )
 
 
-def exists(path: str) -> bool:
-    """In the repository, or (as the texts abbreviate) below src/realmops."""
-    return (ROOT / path).exists() or (ROOT / "src" / "realmops" / path).exists()
+def exists(path: str, page: str) -> bool:
+    """In the repository, beside the page, or (as the texts abbreviate) below src/realmops or in a stage's folder."""
+    starts = (ROOT, (ROOT / page).parent, ROOT / "src" / "realmops", ROOT / "src" / "realmops" / "corpus")
+    return path in WRITTEN or any((start / path).exists() for start in starts)
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_is_documented(name: str) -> None:
-    assert documented(name), f"`{name}` stands in none of {sorted(TEXTS)}"
+# Names of files that runs write or people bring, which the pages say without their folder.
+WRITTEN = {"manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"}
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_every_option_is_documented(name: str, option: str) -> None:
-    assert documented(option), f"{option} of `{name}` stands in none of {sorted(TEXTS)}"
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_path_named_exists(page: str) -> None:
+    missing = [path for path in named_paths(PAGES[page]) if not (exists(path, page) or is_written_by_a_run(path))]
+    assert not missing, f"{page} names {missing}"
 
 
-@pytest.mark.parametrize(("name", "option"), OPTIONS)
-def test_every_option_has_help(name: str, option: str) -> None:
-    [parameter] = [p for p in COMMANDS[name].params if option in [*p.opts, *p.secondary_opts]]
-    assert isinstance(parameter, click.Option)
-    assert parameter.help, f"{option} of `{name}` has no help"
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_link_leads_somewhere(page: str) -> None:
+    wrong = []
+    for link in links(PAGES[page]):
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        path.resolve().relative_to(ROOT)  # a link out of the project is an error
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text(encoding="utf-8"))):
+            wrong.append(link)
+    assert not wrong, f"{page} links to {wrong}"
 
 
-@pytest.mark.parametrize("section", sorted(PARAMS))
-def test_every_section_of_params_is_explained(section: str) -> None:
-    """In the README's table of sections: a row that starts with the name and goes on with words."""
-    row = re.search(rf"^\| `{section}` \| .*\w", README, re.MULTILINE)
-    assert row, f"no row for `{section}` in README.md"
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_no_page_names_a_file_outside_the_project(page: str) -> None:
+    """Neither another folder beside it nor somebody's home."""
+    outside = re.findall(r"(?<![\w/])(?:\.\./)+\w[\w/]*|(?<!\w)/(?:home|work|tmp|root|Users)/\S*", PAGES[page])
+    inside = [p for p in outside if p.startswith("..") and ((ROOT / page).parent / p).resolve().is_relative_to(ROOT)]
+    assert [path for path in outside if path not in inside] == []
 
 
-def test_the_walk_follows_the_pipeline() -> None:
-    """One heading per stage, in the order of dvc.yaml and STAGES."""
-    names = stage_names()
-    headings = re.findall(r"^#+ \d+\. `(\w+)`", README, re.MULTILINE)
-    assert headings == names
-    assert [name for name in PIPELINE["stages"] if name in names] == names
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_page_of_docs_is_reached_from_the_readme(page: str) -> None:
+    assert page == "README.md" or page in {*links(README), *("benchmarks/LOG.md", "k8s/README.md", "docs/real-text.md")}
 
 
-@pytest.mark.parametrize("text", sorted(TEXTS))
-def test_every_path_named_exists(text: str) -> None:
-    missing = [path for path in named_paths(TEXTS[text]) if not (exists(path) or is_written_by_a_run(path))]
-    assert not missing, f"{text} names {missing}"
+# The Makefile, the version, the pins
 
 
 def makefile_targets() -> list[str]:
@@ -146,12 +379,18 @@ def makefile_targets() -> list[str]:
     return targets
 
 
-def test_every_make_target_is_in_help_and_in_the_texts() -> None:
+def test_every_make_target_is_in_help_and_in_the_pages() -> None:
     shown = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     listed = re.findall(r"^  make (\S+) +\S", shown, re.MULTILINE)
     assert listed == makefile_targets()
     for target in listed:
-        assert documented(f"make {target}"), f"`make {target}` stands in none of {sorted(TEXTS)}"
+        assert documented(f"make {target}"), f"`make {target}` stands in none of {sorted(PAGES)}"
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_every_make_target_named_exists(page: str) -> None:
+    named = [match[1] for piece in code(PAGES[page]) if (match := re.match(r"make ([a-z][a-z-]*)", piece))]
+    assert set(named) <= set(makefile_targets())
 
 
 def test_the_version_stands_once() -> None:
@@ -174,7 +413,7 @@ def test_constraints_pin_one_version_each_and_name_no_address() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("see `src/realmops/config.py` and [x](LICENSE)", ["LICENSE", "src/realmops/config.py"]),
+        ("see `src/realmops/config.py` and [x](LICENSE)", ["src/realmops/config.py"]),
         ("```\nrealmops run tag --set tag.steps=3\n```", []),
         ("`README.md`, `gone.py`", ["README.md", "gone.py"]),
         ("[web](https://example.org/a.py) and `a/b`", []),
@@ -182,3 +421,11 @@ def test_constraints_pin_one_version_each_and_name_no_address() -> None:
 )
 def test_paths_are_found(text: str, expected: list[str]) -> None:
     assert named_paths(text) == expected
+
+
+def test_links_and_anchors_are_found() -> None:
+    assert links("[a](b.md#c-d) [e](https://f) `[g](h)` ![i](j.png)") == ["b.md#c-d", "j.png"]
+    assert anchors("# The retriever's tower\n```\n# no heading\n```\n## 1. `tag`, again") == {
+        "the-retrievers-tower",
+        "1-tag-again",
+    }

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from toy import cli, stage, trained_project
+from small_project import cli, stage, trained_project
 
 from realmops.index.exchange import Exchange
 from realmops.stages import STAGES
-from realmops.stages.exchange import ExchangeSource
+from realmops.train.exchange import ExchangeSource
 
 
 def doctor(root: Path, *more: str | Path) -> list[str]:
@@ -56,7 +56,7 @@ def test_doctor_on_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_doctor_names_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.stages.doctor.PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr("realmops.commands.doctor.PACKAGES", ("torch", "no-such-package"))
     assert "  no-such-package: not installed" in doctor(tmp_path)
 
 

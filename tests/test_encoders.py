@@ -15,8 +15,8 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from tiny import section
-from toy import Quiet, stage, toy_values, write_project
+from small_project import Quiet, stage, toy_values, write_project
+from small_world import section
 from transformers import BertTokenizerFast
 
 from realmops.bert import Bert, BertConfig, MaskedWordHead, load_bert, save_bert

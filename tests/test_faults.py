@@ -127,7 +127,7 @@ def states(folder: Path) -> Iterator[tuple[int, dict[str, bytes]]]:
 
 @pytest.mark.parametrize("kind", [*ERRORS, "short"])
 def test_an_error_of_the_disk_at_any_write_of_a_checkpoint(tmp_path: Path, kind: str, told: Told) -> None:
-    from realmops.stages.common import FolderCheckpoints
+    from realmops.train.checkpoints import FolderCheckpoints
 
     at = 0
     while True:
@@ -154,7 +154,7 @@ def test_an_error_of_the_disk_at_any_write_of_a_checkpoint(tmp_path: Path, kind:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the failed writer left open
 @pytest.mark.parametrize("kind", [*ERRORS, "short"])
 def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: str, told: Told) -> None:
-    from tiny import write_documents
+    from small_world import write_documents
 
     from realmops.corpus.formats import sources
     from realmops.corpus.snapshot_writer import write_snapshot
@@ -372,8 +372,8 @@ def test_damage_to_a_version_in_the_exchange(tmp_path: Path, kind: str, told: To
 
 
 def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path, told: Told) -> None:
-    from realmops.evaluate.report import read_journal
-    from realmops.stages.builder import Follower, assign
+    from realmops.index.builder_process import Follower, assign
+    from realmops.journal import read_journal
 
     exchange = exchange_with_everything(tmp_path / "e")
     for role, holder in (("trainer", "trainer"), ("builder", "builder-0")):
@@ -401,25 +401,25 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path, to
     ],
 )
 def test_an_assignment_that_nobody_of_ours_wrote_is_passed_over(tmp_path: Path, content: bytes) -> None:
-    from realmops.stages.builder import Follower
+    from realmops.index.builder_process import Follower
 
     (tmp_path / "assignment.json").write_bytes(content)
     follower = Follower(tmp_path / "assignment.json", None)
     follower.look()
-    assert follower._process is None
+    assert follower._builder is None
     (tmp_path / "assignment.json").unlink()
     (tmp_path / "assignment.json").symlink_to("/dev/zero")
     follower.look()
-    assert follower._process is None
+    assert follower._builder is None
 
 
 @pytest.fixture
 def stage_folders(world: Any, tmp_path: Path) -> dict[str, Path]:
     """What stages hand over, one folder of each kind of file."""
-    from tiny import tiny_models
+    from small_world import tiny_models
 
     from realmops.model.files import save_models
-    from realmops.stages.common import FolderCheckpoints
+    from realmops.train.checkpoints import FolderCheckpoints
 
     models = tmp_path / "models"
     models.mkdir()
@@ -483,10 +483,11 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
 
     from realmops.corpus.snapshot import Snapshot
     from realmops.encoders import read_weights
-    from realmops.evaluate.openqa import read_predictions
+    from realmops.evaluate.predictions import read_predictions
+    from realmops.index.builder_process import Follower
+    from realmops.index.embeddings import load_index
     from realmops.model.files import load_models, retriever_from_files
-    from realmops.stages.builder import Follower
-    from realmops.stages.common import FolderCheckpoints, load_index
+    from realmops.train.checkpoints import FolderCheckpoints
     from realmops.train.loop import STATE, TENSORS, _restore
 
     mark, planted = tmp_path / "mark", 0
@@ -647,7 +648,7 @@ def test_an_exchange_on_a_volume_that_is_too_small_goes_on_when_it_has_grown(tol
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project of which everything before pre-training is done."""
     import yaml
-    from toy import stage, write_project
+    from small_project import stage, write_project
 
     folder = tmp_path_factory.mktemp("project")
     values = yaml.safe_load(write_project(folder).read_text())
@@ -673,7 +674,7 @@ def look_at(process: int) -> tuple[float, int]:
 
 @pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
 def test_pre_training_of_fifty_times_the_length_is_flat_in_memory_files_and_disk(prepared: Path, told: Told) -> None:
-    from toy import command
+    from small_project import command
 
     steps, root = 50 * 12, prepared / "long"
     shutil.copytree(prepared / "root", root)
@@ -716,13 +717,13 @@ def test_pre_training_killed_on_both_sides_ends_with_the_same_bytes(prepared: Pa
 
 
 def test_mlflow_listens_on_loopback_unless_told_otherwise(told: Told) -> None:
-    """Nothing of ours listens; the commands of the README that do are MLflow's, with its own default."""
+    """Nothing of ours listens; the documented commands that do are MLflow's, with its own default."""
     import mlflow.cli
 
     [host] = [option for option in mlflow.cli.cli.commands["server"].params if option.name == "host"]
     assert host.default == "127.0.0.1"
     root = Path(__file__).parents[1]
-    for path in (root / "README.md", *(root / "src").rglob("*.py")):
+    for path in (root / "README.md", *(root / "docs").glob("*.md"), *(root / "src").rglob("*.py")):
         for words in ("0.0.0.0", "HTTPServer", ".bind(", ".listen("):
             assert words not in path.read_text(encoding="utf-8"), path
     told("mlflow server without --host", 1, "listens on 127.0.0.1")

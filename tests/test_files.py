@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from exchange_lab import MemoryFiles, StillClock
+from exchange_lab import MemoryFiles
 
 from realmops.index import files as layer
-from realmops.index.files import Ages, Files
+from realmops.index.files import Files
 
 INDEX = Path(layer.__file__).parent
 
@@ -97,18 +97,6 @@ def test_no_other_module_of_the_exchange_touches_the_volume() -> None:
                     "exists",
                     "glob",
                 )
-
-
-def test_age_counts_from_when_a_change_was_seen_by_ones_own_clock() -> None:
-    clock = StillClock()
-    ages = Ages(clock)
-    assert ages.age("a", 1) == 0
-    clock.now = 5.0
-    assert ages.age("a", 1) == 5
-    assert ages.age("b", 1) == 0
-    assert ages.age("a", 2) == 0
-    clock.now = 7.0
-    assert ages.age("a", 2) == 2
 
 
 def attempt(files: Files, step: tuple[str, tuple[Any, ...]], top: Path) -> object:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
 from realmops.bert import Packed
@@ -19,7 +19,7 @@ from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed
 from realmops.index.mips import Exact
 from realmops.model.files import add_spans
-from realmops.model.joins import join_query, join_reader
+from realmops.model.sequences import join_query, join_reader
 from realmops.train.finetune import OpenQa, finetune, finetune_steps
 
 FP32 = torch.float32

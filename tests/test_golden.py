@@ -20,8 +20,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from tiny import section, tiny_context, tiny_optimiser
-from toy import stage, toy_values, write_params
+from small_project import stage, toy_values, write_params
+from small_world import section, tiny_context, tiny_optimiser
 
 from realmops.artifacts import digest_of, seed_for
 from realmops.bert import Packed
@@ -31,7 +31,7 @@ from realmops.index.mips import Exact
 from realmops.model import reader as reader_module
 from realmops.model.files import build_models
 from realmops.train import ict
-from realmops.train.pretrain import Examples, Index, pretrain
+from realmops.train.pretrain import Examples, Index, Realm, pretrain
 
 GOLDEN = Path(__file__).parent / "fixtures" / "golden.json"
 SEED = 0
@@ -146,7 +146,8 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
         context = tiny_context(stream="pretrain", seed=SEED)
         options = section("pretrain", **PRETRAIN, masking="salient")
         examples = Examples(snapshot, spans, options)
-        arguments = (context, retriever, reader, snapshot, examples, tiny_optimiser(), Source())
+        realm = Realm(retriever, reader, snapshot, options, context.dtype)
+        arguments = (context, realm, examples, tiny_optimiser(), Source())
         pretrain(*arguments, evaluate=lambda index: {}, warn=lambda message: None)
     found["pretrain"] = seen.summary()
     return found

@@ -16,10 +16,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from tiny import World, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor, nn
 
+import realmops.baselines
 import realmops.train
+from realmops.baselines import path
+from realmops.baselines import t5 as closed_book
+from realmops.baselines.path import PathRetriever
+from realmops.baselines.t5 import ClosedBook
 from realmops.bert import BertConfig
 from realmops.config import ClosedBookOptions
 from realmops.corpus.conll import TaggedSentence
@@ -29,13 +34,11 @@ from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact
 from realmops.model.files import add_spans, build_bert
 from realmops.model.retriever import HEADS, HYBRID_START, Retriever
-from realmops.train import closed_book, finetune, ict, passages, path, pretrain, tagger, windows
-from realmops.train.closed_book import ClosedBook
+from realmops.train import finetune, ict, passages, pretrain, tagger, windows
 from realmops.train.finetune import OpenQa
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import BertAdamW, Group
 from realmops.train.passages import Positives
-from realmops.train.path import PathRetriever
 from realmops.train.pretrain import Examples, Index
 from realmops.train.tagger import Tagger, tag_names, train_tagger
 
@@ -112,12 +115,12 @@ def realm(
     changes = {"batch_size": 4, "candidates": 4, "retriever_delay": 0, "masking": "salient", "crop_weight": crop_weight}
     chosen = section("pretrain", **changes, marginal=marginal, null_document=True, **LENGTHS)
     examples = Examples(world.snapshot, world.spans, chosen)
-    rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
     if hybrid:
         retriever.mixture = HYBRID_START
-        rest["words"] = Bm25.of(world.snapshot)
-    source = Indexed(world)
-    pretrain.pretrain(tiny_context(), retriever, reader, world.snapshot, examples, tiny_optimiser(), source, **rest)
+    words = Bm25.of(world.snapshot) if hybrid else None
+    joined = pretrain.Realm(retriever, reader, world.snapshot, chosen, torch.float32, words)
+    rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
+    pretrain.pretrain(tiny_context(), joined, examples, tiny_optimiser(), Indexed(world), **rest)
 
 
 def answers(
@@ -278,7 +281,8 @@ def test_the_loss_sees_every_number_that_is_trained(
 
 
 def test_every_training_is_looked_at() -> None:
-    names = [found.name for found in pkgutil.iter_modules(realmops.train.__path__) if found.name != "loop"]
-    modules = [importlib.import_module(f"realmops.train.{name}") for name in names]
+    packages = (realmops.train, realmops.baselines)
+    names = [f"{one.__name__}.{found.name}" for one in packages for found in pkgutil.iter_modules(one.__path__)]
+    modules = [importlib.import_module(name) for name in names if name != "realmops.train.loop"]
     looked_at = {module for module, _, _ in TRAININGS.values()}
     assert {module for module in modules if getattr(module, "fit", None) is fit} == looked_at

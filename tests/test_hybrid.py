@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tiny import World, section, tiny_models
+from small_world import World, section, tiny_models
 from torch import Tensor
 
 from realmops.index.hybrid import LEAST, Hybrid, fit_mixture, words_share
@@ -17,7 +17,7 @@ from realmops.index.mips import Exact
 from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Mixture
 from realmops.train.pretrain import Candidates, Examples, Index
 
-# "rains" stands in passages 3 and 11 of tiny.py's world, "painter" in 2, "zebra" nowhere
+# "rains" stands in passages 3 and 11 of small_world.py's world, "painter" in 2, "zebra" nowhere
 RAINS, PAINTER, UNKNOWN = "Where is it that it rains?", "a painter", "zebra"
 
 

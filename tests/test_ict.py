@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
 from realmops.bert import Packed

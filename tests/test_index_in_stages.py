@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_project
 import torch
-import toy
-from tiny import DOCUMENTS, write_documents
+from small_world import DOCUMENTS, write_documents
 
+from realmops.commands.explain.question import open_run
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.approximate import Approximate
-from realmops.stages import STAGES, asked
-from realmops.stages.common import INDEX, RECIPE, load_passages
-from realmops.stages.exchange import ExchangeSource
-from realmops.stages.update import of_pipeline
+from realmops.index.embeddings import INDEX, RECIPE, load_passages
+from realmops.stages import STAGES
+from realmops.train.exchange import ExchangeSource
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.
 COPIES = 21
@@ -34,10 +34,10 @@ def numbered(count: int) -> tuple[Any, ...]:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with the stages before pretrain done under ``root``."""
     folder = tmp_path_factory.mktemp("index")
-    toy.write_project(folder, **OPTIONS)
+    small_project.write_project(folder, **OPTIONS)
     write_documents(folder / "documents.jsonl", numbered(COPIES))
     for name in ("snapshot", "tag", "ict"):
-        toy.stage(name, toy.toy_values(**OPTIONS), folder, folder / "root")
+        small_project.stage(name, small_project.toy_values(**OPTIONS), folder, folder / "root")
     return folder
 
 
@@ -45,7 +45,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(project: Path) -> Path:
     """All stages done."""
     for name in ("pretrain", "finetune", "evaluate"):
-        toy.stage(name, toy.toy_values(**OPTIONS), project, project / "root")
+        small_project.stage(name, small_project.toy_values(**OPTIONS), project, project / "root")
     return project / "root"
 
 
@@ -55,7 +55,7 @@ def metrics(root: Path, name: str) -> dict[str, Any]:
 
 
 def test_every_generation_is_journaled_with_its_recall(root: Path) -> None:
-    lines = toy.journal(root / "models/pretrain")
+    lines = small_project.journal(root / "models/pretrain")
     recall = {line["step"]: line["index_recall"] for line in lines if "index_recall" in line}
     assert sorted(recall) == [0, 6, 10], "steps 0, 4 and 8 were published, adopted 2 steps later"
     assert all(0.1 <= value <= 1.0 for value in recall.values())
@@ -79,15 +79,17 @@ def test_a_killed_training_ends_with_the_same_weights(
     killed = project / "killed"
     for name in ("snapshot", "tag", "ict"):
         shutil.copytree(root / STAGES[name].folder, killed / STAGES[name].folder)
-    values = toy.toy_values(**OPTIONS)
+    values = small_project.toy_values(**OPTIONS)
     with monkeypatch.context() as patch:
         patch.setattr(ExchangeSource, "at_step", at_step)
         with pytest.raises(Stopped):
-            toy.stage("pretrain", values, project, killed)
-    toy.stage("pretrain", values, project, killed)
+            small_project.stage("pretrain", values, project, killed)
+    small_project.stage("pretrain", values, project, killed)
     for file in ("retriever.safetensors", "reader.safetensors"):
         assert (killed / "models/pretrain" / file).read_bytes() == (root / "models/pretrain" / file).read_bytes()
-    calm, again = (toy.without_clock(toy.journal(folder / "models/pretrain")) for folder in (root, killed))
+    calm, again = (
+        small_project.without_clock(small_project.journal(folder / "models/pretrain")) for folder in (root, killed)
+    )
     assert again == calm
 
 
@@ -101,17 +103,18 @@ def test_fine_tuning_writes_what_the_index_was_and_found(root: Path) -> None:
 
 
 def test_evaluation_and_questions_use_the_same_index(root: Path) -> None:
-    model, _ = asked.finetuned(root, of_pipeline(root))
+    run = open_run(root)
+    model = run.model
     assert isinstance(model.passages, Approximate)
     assert asdict(model.passages.recipe) == json.loads((root / "models/finetune" / RECIPE).read_text())
     assert 0.0 < metrics(root, "evaluate")["index_recall"] <= 1.0
-    [found] = asked.explain(["Who wrote The Cold Sea?"], root, of_pipeline(root))
+    found = run.explain("Who wrote The Cold Sea?")
     assert len(found.candidates) == 5
 
 
 def test_an_updated_corpus_is_searched_by_an_index_of_that_type(project: Path, root: Path) -> None:
     write_documents(project / "documents.jsonl", numbered(COPIES + 4))
-    assert toy.cli("update", "--params", project / "params.yaml", "--root", root).exit_code == 0
+    assert small_project.cli("update", "--params", project / "params.yaml", "--root", root).exit_code == 0
     [folder] = (root / "updates").iterdir()
     snapshot = Snapshot.open(folder / "snapshot/corpus")
     assert len(snapshot) == 12 * (COPIES + 4)
@@ -122,9 +125,9 @@ def test_an_updated_corpus_is_searched_by_an_index_of_that_type(project: Path, r
 
 
 def test_a_recall_out_of_reach_ends_pre_training_with_one_message(project: Path, root: Path) -> None:
-    values = toy.toy_values(**{**OPTIONS, "index": {"type": "ivf", "target_recall": 1.0}})
+    values = small_project.toy_values(**{**OPTIONS, "index": {"type": "ivf", "target_recall": 1.0}})
     with pytest.raises(ValueError, match=r"ivf finds 0\.\d+ of the exact top 10 .* index.target_recall is 1.0; lower"):
-        toy.stage("pretrain", values, project, root)
+        small_project.stage("pretrain", values, project, root)
     assert not list((root / "models").glob(".*")), "nothing half-written is left"
     assert (root / "models/pretrain" / "retriever.safetensors").is_file(), "and what was there stays"
     assert not (root / "models/pretrain" / INDEX).exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import stage, write_project
+from small_project import stage, write_project
 from yaml import safe_load
 
 from realmops.artifacts import atomic_folder

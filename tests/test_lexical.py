@@ -1,8 +1,7 @@
-"""Retrievers by words: BM25, DrQA's TF-IDF by hand, links between passages, and the expansion over them."""
+"""BM25: its scores by hand and against bm25s', its search, its files."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -11,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from asked import TEXTS
-from tiny import World, build_snapshot, build_world, write_texts
+from four_passages import TEXTS
+from small_world import World, build_snapshot, write_texts
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.index import lexical
-from realmops.index.lexical import LINKED_SHARE, Bm25, Graph, TfIdf, rank, titled_texts, top
+from realmops.index.lexical import Bm25, rank, titled_texts, top
 from realmops.index.lexical_writer import write_bm25
-from realmops.index.links import Links
 
 QUERIES = ("Which ferry crosses lakes?", "Where was Anna Berg born?", "Jon Vik and Jon Vik in Bergen", "Zebra Oslo")
 
@@ -29,12 +27,6 @@ def indexed(folder: Path, texts: Sequence[str], block_wordpieces: int = 512) -> 
     assert snapshot.column("text") == list(texts)
     write_bm25(folder / lexical.FOLDER, snapshot)
     return Bm25.of(snapshot)
-
-
-def linked_corpus(folder: Path, records: list[dict[str, object]], block_wordpieces: int = 48) -> Snapshot:
-    path = folder / "documents.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return build_snapshot(folder, path, block_wordpieces)
 
 
 class Theirs:
@@ -199,74 +191,11 @@ def test_an_index_of_another_corpus_and_none_are_refused(world: World, four: Bm2
 
 @pytest.mark.parametrize("query", ["", "the", "zebra quagga"])
 def test_a_query_without_known_words_ranks_nothing_above_anything(four: Bm25, query: str) -> None:
-    for retriever in (four, TfIdf(TEXTS)):
-        assert retriever.scores(query).tolist() == [0.0] * 4
-        assert rank(retriever, [query], 3).tolist() == [[0, 1, 2]]
+    assert four.scores(query).tolist() == [0.0] * 4
+    assert rank(four, [query], 3).tolist() == [[0, 1, 2]]
 
 
 def test_of_equal_scores_the_first_passage_comes_first() -> None:
     scores = np.array([1, 3, 1, 2, 3, 1], np.float32)
     assert top(scores, 5).tolist() == [1, 4, 3, 0, 2]
     assert top(scores, 9).tolist() == [1, 4, 3, 0, 2, 5]
-
-
-def test_tf_idf_is_drqas_formula() -> None:
-    """Three words of which one stands in one of five texts twice, with one pair; idf below 0 counts as 0."""
-    texts = ["red ships sail", "red boats", "green boats sail sail", "boats sink", "nothing floats"]
-    found = TfIdf(texts).scores("boats sail")
-    idf = {n: math.log((5 - n + 0.5) / (n + 0.5)) for n in (1, 2, 3)}
-    assert idf[3] < 0
-    sail, pair = math.log(2) ** 2 * idf[2] ** 2, math.log(2) ** 2 * idf[1] ** 2
-    twice = math.log(2) * math.log(3) * idf[2] ** 2
-    assert found.tolist() == pytest.approx([sail, 0.0, twice + pair, 0.0, 0.0], rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("lexical"))
-
-
-def test_titles_in_texts_are_links_in_both_directions(world: World) -> None:
-    """Passage 8 says Bergen (3) and Karl Lund (2); Jon Vik, its title, stands in 9 and 10."""
-    links = Links(world.snapshot)
-    assert links.of(8).tolist() == [2, 3, 9, 10]
-    assert links.of(9).tolist() == [8]
-    assert 8 in links.of(2)
-    assert 8 in links.of(3)
-    assert links.of(11).tolist() == [3], 'Rain: "It rains in Bergen"; rains is another word'
-
-
-def test_links_that_documents_carry_come_before_titles(tmp_path: Path) -> None:
-    records: list[dict[str, object]] = [
-        {"title": "A", "text": "Nothing about it.", "links": ["C (film)", "Unknown"]},
-        {"title": "B", "text": "This names A in words."},
-        {"title": "C", "text": "A third text."},
-    ]
-    links = Links(linked_corpus(tmp_path, records))
-    assert [links.of(p).tolist() for p in range(3)] == [[2], [], [0]]
-
-
-def test_passages_of_one_document_are_linked_and_all_of_a_linked_one(tmp_path: Path) -> None:
-    long = "One river runs here. Two bridges cross it. Three mills stand there."
-    records: list[dict[str, object]] = [{"title": "Vale", "text": long}, {"title": "Sun", "text": "Seen from Vale."}]
-    snapshot = linked_corpus(tmp_path, records, block_wordpieces=18)
-    assert len(snapshot) > 2
-    links, last = Links(snapshot), len(snapshot) - 1
-    assert links.of(0).tolist() == list(range(1, last + 1))
-    assert links.of(last).tolist() == list(range(last))
-
-
-def test_a_corpus_without_links_has_none(tmp_path: Path) -> None:
-    records: list[dict[str, object]] = [{"title": "", "text": "One text."}, {"title": "", "text": "Two texts."}]
-    assert Links(linked_corpus(tmp_path, records)).of(0).tolist() == []
-
-
-def test_the_graph_adds_a_share_of_the_best_linked_seed(world: World) -> None:
-    bm25, links = Bm25.of(world.snapshot), Links(world.snapshot)
-    query = "Who built The Star?"
-    own, found = bm25.scores(query), Graph(bm25, links).scores(query)
-    for passage in range(12):
-        linked = [own[other] for other in range(12) if passage in links.of(other)]
-        assert found[passage] == pytest.approx(own[passage] + LINKED_SHARE * max(linked, default=0.0))
-    assert own[9] == own.max(), "The Star"
-    assert found[8] == pytest.approx(own[8] + LINKED_SHARE * own[9]), "Jon Vik is named in it"

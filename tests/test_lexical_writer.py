@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import DOCUMENTS, World, build_snapshot, build_world, write_texts
-from toy import cli, trained_project
+from small_project import cli, trained_project
+from small_world import DOCUMENTS, World, build_snapshot, build_world, write_texts
 
 from realmops.artifacts import write_manifest
 from realmops.corpus.snapshot import Snapshot

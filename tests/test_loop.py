@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load
-from tiny import MemoryCheckpoints, MemoryJournal, tiny_context, tiny_optimiser
+from small_world import MemoryCheckpoints, MemoryJournal, tiny_context, tiny_optimiser
 from torch import Tensor, nn
 
 from realmops.train.loop import STATE, TENSORS, fit

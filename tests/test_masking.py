@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import World, build_world, section
+from small_world import World, build_world, section
 
 from realmops.corpus import masking
 from realmops.corpus.masking import mask_positions, recurring

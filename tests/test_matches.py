@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import World, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
 
 from realmops.bert import FORM_STEP, Packed
 from realmops.corpus.forms import Form, form_of, forms_of
 from realmops.corpus.questions import Question
 from realmops.index.start import start_matches
 from realmops.model.files import add_spans, load_models, save_models
-from realmops.model.joins import SpecialTokens, join_reader
 from realmops.model.matches import SIZES, UNITS, Matches
 from realmops.model.reader import Reader, log_token_of_pairs
+from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.train.finetune import OpenQa
 from realmops.train.ict import train_reader
 from realmops.train.pretrain import Examples, Realm

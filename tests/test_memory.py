@@ -41,23 +41,23 @@ def main(folder: Path) -> None:
     import torch
     from exchange_lab import end_of, forked
     from safetensors.torch import save
-    from tiny import section
+    from small_world import section
 
-    from realmops.index.builder import Builder, Work
+    from realmops.bert import keep_freed_memory
+    from realmops.index.builder import Builder, BuilderWork
+    from realmops.index.builder_process import EMBEDDINGS, merge
     from realmops.index.exchange import Exchange
     from realmops.index.mips import Exact
-    from realmops.index.trainer import Trainer
+    from realmops.index.trainer import Policy, Trainer
     from realmops.model.files import build_models, retriever_files
-    from realmops.stages.builder import EMBEDDINGS, merge
-    from realmops.stages.common import keep_freed_memory
-    from realmops.stages.exchange import ExchangeSource, Refresh
+    from realmops.train.exchange import ExchangeSource, Refresh
 
     keep_freed_memory()
     card = {"passages": PASSAGES, "embedding_width": WIDTH}
     bert = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
     retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), section("reader"), 100, seed=0)
     trainer = Trainer(Exchange.open(folder, card, grace=0.0))
-    refresh = Refresh(10**6, 2, 1, "fixed_lag", 0, "external", "auto", 1)
+    refresh = Refresh(10**6, 2, 1, 0, "external", "auto", 1, Policy())
     source = ExchangeSource(trainer, refresh, "", torch.device("cpu"), lambda embedding_PE, _: Exact(embedding_PE))
 
     def embedder(weights: Any) -> Callable[[int, int], dict[str, bytes]]:
@@ -68,7 +68,7 @@ def main(folder: Path) -> None:
 
     def build() -> int:
         exchange = Exchange.open(folder, card, "builder-0", grace=0.0)
-        assert measured("build", Builder(exchange, Work(PASSAGES, PART_ROWS, embedder, merge)).build_next)
+        assert measured("build", Builder(exchange, BuilderWork(PASSAGES, PART_ROWS, embedder, merge)).build_next)
         return 0
 
     for step in (0, 2):

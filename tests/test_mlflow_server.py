@@ -17,12 +17,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-import toy
+import small_project
 from manifests import K8S, as_started, find, render
-from toy import wait_for
+from small_project import wait_for
 
 from realmops.config import read_yaml
-from realmops.tracking import _mlflow_client
+from realmops.tracking.client import mlflow_client
 
 
 class Server:
@@ -117,11 +117,11 @@ def test_a_training_that_loses_the_server_loses_no_point(
     for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.address)
-    params = toy.write_project(tmp_path, ict={"steps": 60}, tracking={"enabled": True})
+    params = small_project.write_project(tmp_path, ict={"steps": 60}, tracking={"enabled": True})
     for name in ("snapshot", "tag"):
-        toy.stage(name, read_yaml(params), tmp_path, tmp_path)
+        small_project.stage(name, read_yaml(params), tmp_path, tmp_path)
     training = subprocess.Popen(
-        toy.command("run", "ict", "--params", params, "--root", tmp_path), stderr=subprocess.PIPE, text=True
+        small_project.command("run", "ict", "--params", params, "--root", tmp_path), stderr=subprocess.PIPE, text=True
     )
     try:
         [journal] = wait_for(lambda: list((tmp_path / ".realmops" / "work").glob("ict-*/metrics.jsonl")), 120, training)
@@ -134,7 +134,7 @@ def test_a_training_that_loses_the_server_loses_no_point(
     _, said = training.communicate(timeout=250)
     assert training.returncode == 0, said
     assert said.count("warning: MLflow tracking") == 1
-    lines = toy.journal(tmp_path / "models" / "ict")
+    lines = small_project.journal(tmp_path / "models" / "ict")
     wanted = {
         (f"ict/{name}", line["step"], value, int(line["time"] * 1000))
         for line in lines
@@ -144,9 +144,9 @@ def test_a_training_that_loses_the_server_loses_no_point(
     assert 0 < server.points() < len(wanted), "some points were sent before the server died, and some were not"
 
     server.start()
-    sent = toy.cli("sync", "--root", tmp_path)
+    sent = small_project.cli("sync", "--root", tmp_path)
     assert sent.exit_code == 0, sent.output
-    client = _mlflow_client(server.address)
+    client = mlflow_client(server.address)
     [run] = client.search_runs([client.get_experiment_by_name("realmops").experiment_id])
     names = {name for name, *_ in wanted}
     found = [
@@ -157,4 +157,4 @@ def test_a_training_that_loses_the_server_loses_no_point(
     assert sorted(found) == sorted(wanted)
     assert run.info.status == "FINISHED"
     assert {name for name in run.data.metrics if name.startswith("ict/")} == names
-    assert toy.cli("sync", "--root", tmp_path).output == "0 points and files sent\n"
+    assert small_project.cli("sync", "--root", tmp_path).output == "0 points and files sent\n"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toy
+import small_project
 import yaml
-from toy import Quiet, cli, stage, toy_values, write_project
+from small_project import Quiet, cli, stage, toy_values, write_project
 
 from realmops import cli as command_line
 from realmops import config
@@ -299,8 +299,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_stage_reads_every_section_that_it_declares(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for the section of a reader that reads no passages, where that is not the reader."""
     for name, one in STAGES.items():
-        assert run_recorded(name, project, tmp_path, monkeypatch) == set(one.sections), name
+        read = run_recorded(name, project, tmp_path, monkeypatch)
+        assert read == set(one.sections) - {"closed_book"}, name
 
 
 def test_a_section_that_is_not_declared_cannot_be_read(
@@ -339,7 +341,7 @@ def test_every_file_that_a_stage_reads_counts_for_what_is_made_from_it(
         assert started == {name for name, one in STAGES.items() if same & set(one.files)}, key
 
 
-def path_of(values: toy.Values, key: str) -> str:
+def path_of(values: small_project.Values, key: str) -> str:
     section, _, option = key.partition(".")
     return str(values[section][option])
 

@@ -1,25 +1,12 @@
-"""Exact match, its intervals, the closed-book floor and the predictions' file."""
+"""Exact match, its intervals and the closed-book floor."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from realmops.corpus.questions import Question
-from realmops.evaluate.openqa import (
-    Prediction,
-    bootstrap_interval,
-    closed_book_floor,
-    paired_bootstrap,
-    read_predictions,
-    score_predictions,
-    write_first_hits,
-    write_predictions,
-)
+from realmops.evaluate.openqa import bootstrap_interval, closed_book_floor, paired_bootstrap, score_predictions
 
 QUESTIONS = [
     Question("q1", "Where was Ada Vell born?", ("Tor Hollow", "Torhollow")),
@@ -30,8 +17,7 @@ QUESTIONS = [
 
 
 def test_exact_match_counts_normal_forms() -> None:
-    predictions = {"q1": "torhollow!", "q2": "Moors", "q3": "in 1871", "q4": ""}
-    score = score_predictions(QUESTIONS, predictions, seed=0)
+    score = score_predictions(QUESTIONS, ["torhollow!", "Moors", "in 1871", ""], seed=0)
     assert score.correct.tolist() == [True, True, False, False]
     assert score.em.mean == 0.5
     assert 0 <= score.em.low < 0.5 < score.em.high <= 1
@@ -43,14 +29,9 @@ def test_exact_match_counts_normal_forms() -> None:
 
 def test_f1_of_expressions_is_exact_match_by_the_same_rule() -> None:
     year = Question("q", "When?", (r"18\d\d",), is_regex=True)
-    said = {"q": "in 1871"}
+    said = ["in 1871"]
     assert score_predictions([year], said, seed=0, rule="regex_search").f1_Q.tolist() == [1.0]
     assert score_predictions([year], said, seed=0, rule="regex_match").f1_Q.tolist() == [0.0]
-
-
-def test_a_missing_prediction_is_named() -> None:
-    with pytest.raises(ValueError, match="3 of 4 questions have no prediction, the first is 'q2'"):
-        score_predictions(QUESTIONS, {"q1": "Tor Hollow"}, seed=0)
 
 
 def test_bootstrap_interval_is_the_binomial_one() -> None:
@@ -95,51 +76,3 @@ def test_closed_book_floor_is_the_most_frequent_training_answer() -> None:
 def test_closed_book_floor_counts_a_question_once_and_breaks_ties_by_name() -> None:
     training = [Question("a", "?", ("Zoe", "zoe", "The Zoe")), Question("b", "?", ("Abe",))]
     assert closed_book_floor(training, training) == ("abe", 0.5)
-
-
-PREDICTION = Prediction(
-    question_id="q1",
-    question="Where was Ada Vell born?",
-    prediction="Tor Hollow",
-    answers=("Tor Hollow",),
-    em=True,
-    f1=1.0,
-    passage_ids=("p7", "p2"),
-    titles=("Ada Vell", "Tor Hollow"),
-    p_z=(0.75, 0.25),
-    evidence="Vell came from Tor Hollow in the north.",
-    evidence_rank=0,
-    char_start=15,
-    char_end=25,
-    span_score=1.5,
-    passage_spans=("Tor Hollow", None),
-    passage_scores=(1.5, None),
-    gold_span="Tor Hollow",
-    gold_score=1.5,
-    first_hit=0,
-    failed_at="correct",
-)
-
-
-def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
-    path = tmp_path / "predictions.parquet"
-    nothing = replace(PREDICTION, prediction="", em=False, f1=0.25, char_start=0, char_end=0)
-    write_predictions(path, [PREDICTION, nothing])
-    assert read_predictions(path) == [PREDICTION, nothing]
-    assert [file.name for file in tmp_path.iterdir()] == ["predictions.parquet"]
-
-
-def test_first_hits_are_a_column_for_each_retriever(tmp_path: Path) -> None:
-    ranks = {"": np.array([0, 3, 100, 99]), "bm25_": np.array([100, 100, 1, 0])}
-    write_first_hits(tmp_path / "hits.parquet", QUESTIONS, ranks, 100)
-    assert pq.read_table(tmp_path / "hits.parquet").to_pydict() == {
-        "question_id": ["q1", "q2", "q3", "q4"],
-        "first_hit": [0, 3, -1, 99],
-        "bm25_first_hit": [-1, -1, 1, 0],
-    }
-
-
-def test_a_prediction_that_is_not_cut_from_its_evidence_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="or Hollow"):
-        write_predictions(tmp_path / "p.parquet", [replace(PREDICTION, char_start=16)])
-    assert not list(tmp_path.iterdir())

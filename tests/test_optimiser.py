@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 
-FULL = Schedule(steps=1, warmup=0)  # at step 0 the whole learning rate
+FULL = Schedule(steps=1, ramp=0)  # at step 0 the whole learning rate
 
 
 class Values(nn.Module):
@@ -64,7 +64,7 @@ def test_thirty_steps_against_the_formula() -> None:
         g = torch.randn(7, generator=generator, dtype=torch.float64)
         values.matrix.grad, values.vector.grad = g[:4].view(2, 2).clone(), g[4:].clone()
         factor = (step + 1) / 5 if step < 5 else (30 - step) / 25
-        optimiser.step(step, Schedule(steps=30, warmup=5))
+        optimiser.step(step, Schedule(steps=30, ramp=5))
         for i in range(7):
             m[i] = 0.9 * m[i] + (1 - 0.9) * g[i].item()
             v[i] = 0.999 * v[i] + (1 - 0.999) * g[i].item() ** 2
@@ -110,7 +110,7 @@ def test_a_group_that_begins_later_stays_and_does_not_count() -> None:
     late, early = Values([[1.0]], [1.0]), Values([[1.0]], [1.0])
     groups = [Group("late", late, 0.1, begin=3), Group("early", early, 0.1)]
     optimiser = BertAdamW(groups, weight_decay=0.1, clip=1.0)
-    schedule = Schedule(steps=10, warmup=0)
+    schedule = Schedule(steps=10, ramp=0)
     late.set_gradients([[1e6]], [1e6])
     early.set_gradients([[0.6]], [0.8])
     assert optimiser.step(2, schedule) == pytest.approx(1.0)
@@ -128,7 +128,7 @@ def test_each_group_has_its_rate_and_a_shared_parameter_counts_once() -> None:
     assert optimiser.names == ["a.matrix", "a.vector", "b.matrix"]
     first.set_gradients([[0.5]], [0.5])
     second.matrix.grad = torch.tensor([[0.5]], dtype=torch.float64)
-    optimiser.step(1, Schedule(steps=2, warmup=0))  # half the learning rate
+    optimiser.step(1, Schedule(steps=2, ramp=0))  # half the learning rate
     length = 0.5 * 0.05 / (math.sqrt(0.00025) + 1e-6)
     assert first.matrix.item() == pytest.approx(1 - 0.1 * length)
     assert second.matrix.item() == pytest.approx(1 - 0.3 * length)
@@ -148,15 +148,15 @@ def test_a_parameter_without_a_gradient_stays() -> None:
 
 def test_schedule_by_hand() -> None:
     """10 steps, 2 of warm-up: up by halves, then down by eighths; the step behind the last would be 0."""
-    schedule = Schedule(steps=10, warmup=2)
+    schedule = Schedule(steps=10, ramp=2)
     found = [schedule.factor(step) for step in range(11)]
     assert found == pytest.approx([0.5, 1.0, 1.0, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8, 0.0])
-    assert Schedule(steps=4, warmup=0).factor(0) == 1.0
+    assert Schedule(steps=4, ramp=0).factor(0) == 1.0
 
 
 def test_a_late_beginner_warms_up_to_the_others_line() -> None:
     """Begun at step 4: half of the others' 6/8, then all of their 5/8, and on with them."""
-    schedule = Schedule(steps=10, warmup=2)
+    schedule = Schedule(steps=10, ramp=2)
     found = [schedule.factor(step, begin=4) for step in range(10)]
     assert found == pytest.approx([0.0] * 4 + [3 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8])
 
@@ -198,7 +198,7 @@ def walked(steps: int, begin: int = 0, *, eps: float = 1e-6) -> tuple[Tensor, Te
         gradient = torch.randn(2, 2, generator=generator, dtype=torch.float64)
         values.matrix.grad, theirs.grad = gradient.clone(), gradient.clone()
         if step >= begin:
-            ours.step(step, Schedule(steps=10**15, warmup=0))
+            ours.step(step, Schedule(steps=10**15, ramp=0))
             adamw.step()
     return values.matrix.detach(), theirs.detach()
 

@@ -15,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_project
 import torch
 import torch.distributed as dist
-import toy
+from cluster_lab import Output
 from safetensors.torch import load_file
-from tiny import World, tiny_models
+from small_world import World, tiny_models
 from torch import Tensor
 
-from realmops import config, kfp_entry, tracking
+from realmops import config
+from realmops.cluster import tasks
 from realmops.index.mips import Exact
+from realmops.journal import Journal
 from realmops.model.retriever import Retriever
 from realmops.stages import JOURNAL, STAGES, Job, common, parse_sections, tag
+from realmops.stages import finetune as stages_finetune
 from realmops.stages.runner import inputs_of
 from realmops.train.parallel import Team, join
 from realmops.train.pretrain import Index, SharedSource
@@ -61,7 +65,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "optimiser": {"bias_correction": True},
 }
 # What holds torch and oneDNN to less than the processor has, by what torch calls that; least first. The options of
-# toy.py hold the precision: run.precision=auto asks the processor, whatever these say.
+# small_project.py hold the precision: run.precision=auto asks the processor, whatever these say.
 LESSER = {
     "DEFAULT": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -76,7 +80,7 @@ def torchrun(processes: int, *arguments: str | Path) -> list[str]:
 def run(project: Path, root: Path, stage: str, processes: int, **variables: str) -> str:
     """Run a stage, or all of them; what was said."""
     arguments = ["run", stage, "--params", project / "params.yaml", "--root", root]
-    words = torchrun(processes, *arguments) if processes > 1 else toy.command(*arguments)
+    words = torchrun(processes, *arguments) if processes > 1 else small_project.command(*arguments)
     environment = {**os.environ, **variables}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=250)
     assert done.returncode == 0, done.stderr
@@ -98,7 +102,7 @@ def same_models(project: Path, model: str) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project that was run by one process, and by two."""
     folder = tmp_path_factory.mktemp("together")
-    toy.write_project(folder, **TOGETHER)
+    small_project.write_project(folder, **TOGETHER)
     run(folder, folder / "one", "all", 1)
     run(folder, folder / "two", "all", 2)
     return folder
@@ -114,7 +118,7 @@ def test_two_processes_learn_what_one_learns(trained: Path, model: str) -> None:
 def otherwise(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The corpus of the first project with other options, by one process and by two."""
     folder = tmp_path_factory.mktemp("otherwise")
-    toy.write_project(folder, **OTHERWISE)
+    small_project.write_project(folder, **OTHERWISE)
     for name, processes in (("one", 1), ("two", 2)):
         shutil.copytree(trained / "one/data", folder / name / "data")
         for stage in ("ict", "pretrain", "finetune"):
@@ -126,7 +130,7 @@ def otherwise(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_learn_what_one_learns_otherwise(otherwise: Path, model: str) -> None:
     """Crops, a reader apart, words beside embeddings, batches of passages, windows; no batch divides evenly."""
     same_models(otherwise, model)
-    one, two = (toy.journal(otherwise / root / "models" / model) for root in ("one", "two"))
+    one, two = (small_project.journal(otherwise / root / "models" / model) for root in ("one", "two"))
     for line, other in zip(one, two, strict=True):
         names = [name for name in line if name.endswith("loss") and name not in ("crop_loss", "span_loss")]
         assert names
@@ -163,7 +167,7 @@ def test_two_processes_learn_what_one_learns_on_a_lesser_processor(trained: Path
 
 def test_one_journal_is_written_and_its_loss_is_that_of_the_whole_batch(trained: Path) -> None:
     for model in ("ict", "pretrain", "finetune"):
-        one, two = (toy.journal(trained / root / "models" / model) for root in ("one", "two"))
+        one, two = (small_project.journal(trained / root / "models" / model) for root in ("one", "two"))
         for line, other in zip(one, two, strict=True):
             assert line["step"] == other["step"]
             names = [name for name in line if name in ("loss", "reader_loss")]
@@ -175,7 +179,7 @@ def test_one_journal_is_written_and_its_loss_is_that_of_the_whole_batch(trained:
 
 
 def test_nothing_is_left_of_those_that_helped(trained: Path) -> None:
-    assert toy.litter(trained / "two") == []
+    assert small_project.litter(trained / "two") == []
     assert not list((trained / "two/.realmops").rglob("*.safetensors"))
 
 
@@ -184,7 +188,7 @@ def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> 
     shutil.copytree(trained / "two", root, ignore=shutil.ignore_patterns("pretrain", "finetune"))
     arguments = ["run", "pretrain", "--params", trained / "params.yaml", "--root", root]
     process = subprocess.Popen(torchrun(2, *arguments), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    toy.wait_for(lambda: list(root.glob(".realmops/work/*/exchange/checkpoints/v-*")), 100)
+    small_project.wait_for(lambda: list(root.glob(".realmops/work/*/exchange/checkpoints/v-*")), 100)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(workers[1]), signal.SIGKILL)
     assert process.wait(100) != 0
@@ -197,13 +201,12 @@ def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> 
 
 def test_a_pod_starts_the_processes_that_it_is_told_to(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = json.dumps(config.load(trained / "params.yaml"))
-    shown: dict[str, float] = {}
-    files = [str(trained / name) for name in ("manifest", "metrics")]
-    kfp_entry.run_stage("ict", options, str(trained / "two"), *files, shown.__setitem__, processes=2)
-    assert shown == json.loads((trained / "metrics").read_text())
+    manifest, metrics = Output(trained / "manifest"), Output(trained / "metrics")
+    tasks.run_stage("ict", options, str(trained / "two"), manifest, metrics, processes=2)
+    assert metrics.shown == json.loads((trained / "metrics").read_text())
     assert "ict: nothing to do" in capfd.readouterr().err
     with pytest.raises(SystemExit) as error:
-        kfp_entry.run_stage("ict", options, str(trained / "nowhere"), *files, shown.__setitem__, processes=2)
+        tasks.run_stage("ict", options, str(trained / "nowhere"), manifest, metrics, processes=2)
     assert error.value.code == 1
 
 
@@ -223,16 +226,16 @@ def test_those_that_helped_write_and_answer_nothing(
 ) -> None:
     name = next(iter(changes))
     helper = Team(1, 1)  # waits for nobody
-    for module in (common, tag):
+    for module in (common, tag, stages_finetune):
         monkeypatch.setattr(module, "team", lambda: helper)
-    values = toy.toy_values(**changes)
+    values = small_project.toy_values(**changes)
     inputs = inputs_of(STAGES[name], values, trained, trained / "one")
     out, work = tmp_path / "out", tmp_path / "work"
     out.mkdir()
     work.mkdir()
-    with tracking.Journal(work / JOURNAL, name) as journal:
+    with Journal(work / JOURNAL, name) as journal:
         sections = parse_sections(STAGES[name], values)
-        assert STAGES[name].run(Job(sections, inputs, out, work, journal, toy.Quiet())) == {}
+        assert STAGES[name].run(Job(sections, inputs, out, work, journal, small_project.Quiet())) == {}
     assert not list(out.iterdir())
     assert [file.name for file in work.iterdir()] == [JOURNAL]
 
@@ -299,10 +302,10 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_more_processes_than_gpus_are_refused(one_of_two: list[str], tmp_path: Path) -> None:
-    values = toy.toy_values(run={"device": "cuda"})
+    values = small_project.toy_values(run={"device": "cuda"})
     wanted = r"started 2 processes on this machine, .* torch finds 1; .*--nproc-per-node=1, or set run.device=cpu"
     with pytest.raises(ValueError, match=wanted):
-        toy.stage("ict", values, tmp_path, tmp_path / "root")
+        small_project.stage("ict", values, tmp_path, tmp_path / "root")
     assert one_of_two == []
     assert not list(tmp_path.iterdir())
 
@@ -328,4 +331,4 @@ def test_a_batch_too_small_for_all_is_refused(trained: Path, monkeypatch: pytest
     monkeypatch.setattr(common, "team", lambda: Team(0, 5))
     shutil.copytree(trained / "one/data", trained / "five/data")
     with pytest.raises(ValueError, match=r"ict.batch_size is 4 and the corpus has .*: 5 processes cannot share that"):
-        toy.stage("ict", toy.toy_values(**TOGETHER), trained, trained / "five")
+        small_project.stage("ict", small_project.toy_values(**TOGETHER), trained, trained / "five")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import (
+from small_world import (
     MemoryCheckpoints,
     MemoryJournal,
     World,
@@ -21,11 +21,11 @@ from tiny import (
     tiny_optimiser,
 )
 
+from realmops.baselines import path as paths
+from realmops.baselines.path import PathLesson, PathRetriever, train_paths
 from realmops.config import Finetune
 from realmops.corpus.questions import Question
 from realmops.index.lexical import top
-from realmops.train import path as paths
-from realmops.train.path import Lesson, PathRetriever, train_paths
 
 FP32 = torch.float32
 # The Star names Jon Vik; that he built ships in Bergen stands in his own passage.
@@ -89,7 +89,7 @@ def test_the_loss_is_that_of_both_steps(world: World) -> None:
         state = step(read[lesson.starts[lesson.first]], begin)
         second = minus_log_p(state, [end, *(read[p] for p in lesson.linked)], lesson.right_next)
         assert float(model.loss([lesson])) == pytest.approx(first + second, rel=1e-4)
-        other: Lesson = replace(lesson, linked=lesson.linked[:1], right_next=np.array([True, False]))
+        other: PathLesson = replace(lesson, linked=lesson.linked[:1], right_next=np.array([True, False]))
         both = (float(model.loss([lesson])) + float(model.loss([other]))) / 2
         assert float(model.loss([lesson, other])) == pytest.approx(both, rel=1e-4)
 

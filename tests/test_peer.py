@@ -16,7 +16,7 @@ from torch import Tensor
 
 from realmops.bert import Bert, BertConfig, MaskedWordHead, Packed, import_state
 from realmops.model import likelihood
-from realmops.model.reader import Reader, SpanHead, enumerate_spans
+from realmops.model.reader import Bodies, Reader, SpanHead, enumerate_spans
 from realmops.model.retriever import Embedder, Retriever
 
 FIXTURE = Path(__file__).parent / "fixtures" / "peer_realm.safetensors"
@@ -129,8 +129,13 @@ def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: BertConfig) 
         rows.append(start + at)
         targets.append(label_BL[n // count].numpy()[at])
         places.append(n * longest + np.arange(len(at)))
+    sequence_N = torch.arange(len(batch)).repeat_interleave(torch.tensor([len(at) for at in rows]))
     log_token_N = reader(peer, "encoder", config).log_token(
-        batch, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets))
+        batch,
+        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate(targets)),
+        Bodies.of(batch.starts[:-1], batch.starts[1:], torch.device("cpu")),
+        sequence_N,
     )
     flat = torch.zeros(size * count * longest).index_copy(0, torch.from_numpy(np.concatenate(places)), log_token_N)
     per_token_B = likelihood.log_marginal_per_token(

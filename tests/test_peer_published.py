@@ -16,18 +16,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_project import Quiet, Values, cli, stage, toy_values, write_json_lines, write_project
 from torch import Tensor
-from toy import Quiet, Values, cli, stage, toy_values, write_json_lines, write_project
 
 from realmops.artifacts import read_json, read_manifest
 from realmops.bert import Packed
+from realmops.commands.published import import_published
 from realmops.corpus.snapshot import Snapshot
+from realmops.index.embeddings import embed_corpus, load_index
 from realmops.index.mips import search
 from realmops.model.files import load_models
-from realmops.model.joins import SpecialTokens, join_query, join_reader
 from realmops.model.reader import enumerate_spans
-from realmops.stages.common import embed_corpus, load_index
-from realmops.stages.published import import_published
+from realmops.model.sequences import SpecialTokens, join_query, join_reader
 
 PEER = Path(__file__).parent / "fixtures" / "peer_published"
 ANSWERS: dict[str, str] = json.loads((PEER / "expected.json").read_text())

@@ -19,10 +19,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import small_project
 import torch
-import toy
 from safetensors.numpy import load_file
-from toy import (
+from small_project import (
     Quiet,
     cli,
     command,
@@ -37,17 +37,19 @@ from toy import (
 )
 
 from realmops.artifacts import read_manifest
+from realmops.baselines.links import Graph, Links
+from realmops.baselines.tfidf import TfIdf
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.openqa import read_predictions
+from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.retrieval import first_hit_ranks
+from realmops.index.builder_process import assign, run_index_builder
 from realmops.index.embed import embed, query_sequences
-from realmops.index.lexical import Bm25, Graph, TfIdf, rank, titled_texts
-from realmops.index.links import Links
+from realmops.index.embeddings import embed_corpus, load_index
+from realmops.index.lexical import Bm25, rank, titled_texts
 from realmops.model.files import load_models
 from realmops.stages import STAGES, Job, ict
-from realmops.stages.builder import assign, run_index_builder
-from realmops.stages.common import embed_corpus, load_index, question_queries
+from realmops.stages.common import question_queries
 
 HERE = Path(__file__).parent
 EXCHANGED = ("models/pretrain/retriever.safetensors", "models/pretrain/reader.safetensors")
@@ -75,7 +77,7 @@ METRICS = {
 
 
 FP32 = torch.float32
-TEST = [Question(f"test-{n}", asked, (answer,)) for n, (asked, answer) in enumerate(toy.QUESTIONS["test"])]
+TEST = [Question(f"test-{n}", asked, (answer,)) for n, (asked, answer) in enumerate(small_project.QUESTIONS["test"])]
 
 
 def settings(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -84,18 +86,20 @@ def settings(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 # The embedded corpus with everything on, by the command line as people call it
-EMBEDDED = {name: keys for name, keys in toy.SMALL.items() if name not in ("snapshot", "questions", "tag")}
-EMBEDDED |= {"tag": {"steps": 10}, "bert": {**toy.SMALL["bert"], "vocabulary": 600}}
-EMBEDDED |= {"pretrain": {**toy.SMALL["pretrain"], "shard_rows": 200, "retriever_delay": 0}}
+EMBEDDED = {name: keys for name, keys in small_project.SMALL.items() if name not in ("snapshot", "questions", "tag")}
+EMBEDDED |= {"tag": {"steps": 10}, "bert": {**small_project.SMALL["bert"], "vocabulary": 600}}
+EMBEDDED |= {"pretrain": {**small_project.SMALL["pretrain"], "shard_rows": 200, "retriever_delay": 0}}
 
 
 def run_embedded(root: Path, name: str = "all", *more: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run_command("run", name, "--params", toy.PARAMS, "--root", root, *settings(EMBEDDED), *more, **variables)
+    return run_command(
+        "run", name, "--params", small_project.PARAMS, "--root", root, *settings(EMBEDDED), *more, **variables
+    )
 
 
 def embedded(root: Path, name: str, *more: str) -> str:
     """The same in this process; what it printed."""
-    result = cli("run", name, "--params", toy.PARAMS, "--root", root, *settings(EMBEDDED), *more)
+    result = cli("run", name, "--params", small_project.PARAMS, "--root", root, *settings(EMBEDDED), *more)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -212,7 +216,7 @@ def test_new_fine_tuning_is_done_without_the_stages_before(finished: Path, tmp_p
     ).read_bytes()
 
 
-# Options that take another way, on the documents of ``tiny``; the index builder is a thread of this process
+# Options that take another way, on the documents of ``small_world``; the index builder is a thread of this process
 
 
 @contextlib.contextmanager
@@ -236,7 +240,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def pretrain_beside(project: Path, root: Path, values: toy.Values, report: Quiet | None = None) -> dict[str, Any]:
+def pretrain_beside(
+    project: Path, root: Path, values: small_project.Values, report: Quiet | None = None
+) -> dict[str, Any]:
     values["pretrain"] |= {"builder": "external", "exchange": str(root / "exchange")}
     with builder_beside(root / "exchange", root / "data/snapshot/corpus"):
         return stage("pretrain", values, project, root, report)
@@ -245,7 +251,7 @@ def pretrain_beside(project: Path, root: Path, values: toy.Values, report: Quiet
 def test_another_text_than_the_corpus_can_be_masked(project: Path, tmp_path: Path) -> None:
     """The paper's CC-News setting: X is masked, Z is read."""
     news = [{"title": "News", "text": f"The mayor of {town} spoke in 1961."} for town in ("Oslo", "Bergen", "Fjell")]
-    toy.write_json_lines(tmp_path / "news.jsonl", news)
+    small_project.write_json_lines(tmp_path / "news.jsonl", news)
     root = tmp_path / "root"
     changes = {"snapshot": {"use_warmup": True, "warmup": str(tmp_path / "news.jsonl")}, "tag": {"method": "dates"}}
     values = toy_values(**changes, pretrain={"examples": "warmup", "masked_sentences": 3})
@@ -270,7 +276,7 @@ def copy_of(project: Path, root: Path, *folders: str) -> Path:
 
 @pytest.fixture(scope="module")
 def usual(project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The journal of a run with the options of ``toy``."""
+    """The journal of a run with the options of ``small_project``."""
     root = copy_of(project, tmp_path_factory.mktemp("usual"), "data", "models/ict")
     pretrain_beside(project, root, toy_values())
     return without_clock(journal(root / "models/pretrain"))
@@ -447,7 +453,7 @@ def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_
     book = {"steps": 3, "batch_size": 2, "epochs": 2, "checkpoint_every": 2}
     values = toy_values(finetune={"reader": "t5"}, closed_book=book)
     tuned = stage("finetune", values, project, root)
-    assert tuned["questions"] == len(toy.QUESTIONS["train"])
+    assert tuned["questions"] == len(small_project.QUESTIONS["train"])
     steps = journal(root / "models/finetune")
     assert [line["step"] for line in steps] == list(range(3 + 2 * 3))
     assert ["corrupted_loss" in line for line in steps] == [True] * 3 + [False] * 6
@@ -457,7 +463,7 @@ def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_
     assert all(p.passage_ids == () and p.evidence_rank == -1 and -math.inf < p.span_score < 0 for p in predictions)
     shown = cli("explain", "--root", root)
     assert shown.exit_code == 0, shown.output
-    params = toy.write_params(tmp_path / "params.yaml", values)
+    params = small_project.write_params(tmp_path / "params.yaml", values)
     refused = cli("update", "--params", params, "--root", root)
     assert refused.exit_code == 2
     assert "answers without reading (finetune.reader is t5)" in refused.output

@@ -19,16 +19,17 @@ from typing import Any
 
 import cluster_lab
 import pytest
-import toy
+import small_project
 import yaml
-from cluster_lab import DEPLOYMENT, Lab
+from cluster_lab import DEPLOYMENT, Lab, Output
 
-from realmops import artifacts, cluster, kfp_entry
-from realmops.evaluate.openqa import read_predictions, write_predictions
+from realmops import artifacts
+from realmops.cluster import builders, tasks
+from realmops.evaluate.predictions import read_predictions, write_predictions
+from realmops.index.builder_process import assign
 from realmops.index.exchange import Fenced
+from realmops.index.lease import claimed
 from realmops.stages import STAGES
-from realmops.stages.builder import assign
-from realmops.stages.claims import claimed
 
 ROOT = Path(__file__).parents[1]
 PIPELINES = ("train", "ablations", "refresh")
@@ -51,7 +52,7 @@ components.load_component_from_file(sys.argv[1])(**json.loads(sys.argv[3]))
 
 
 def called(path: Path) -> tuple[str, str]:
-    """The function of kfp_entry that a component calls, and its first argument when that is a text."""
+    """The function of ``tasks`` that a component calls, and its first argument when that is a text."""
     (function,) = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     call = function.body[-1].value  # type: ignore[attr-defined]
     first = call.args[0]
@@ -80,7 +81,7 @@ def test_a_component_that_drifts_is_seen(tmp_path: Path) -> None:
         if path.stem == "tag":
             text = text.replace('run_stage("tag"', 'run_stage("ict"')
         if path.stem == "table":
-            text = text.replace("kfp_entry.table", "kfp_entry.variant")
+            text = text.replace("tasks.table", "tasks.variant")
         if path.stem != "ict":
             (tmp_path / path.name).write_text(text)
     assert component_drift(tmp_path) == [
@@ -132,8 +133,8 @@ def test_ablations_train_the_reference_first_then_all_others_of_the_params_then_
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED", "also where a variant failed"
 
 
-def test_readme_names_every_parameter_of_train() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_docs_name_every_parameter_of_train() -> None:
+    text = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
     table = text[text.index("Parameters of `pipelines/train.yaml`:") :].split("\n\n")[1]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(compiled("train")["root"]["inputDefinitions"]["parameters"])
@@ -199,7 +200,7 @@ def api(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         pytest.skip("not run: wants a cluster of yours, KUBECONFIG=FILE pytest -m cluster")
     with serving:
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        yield cluster._api()
+        yield builders._api()
 
 
 def test_scaling_sets_the_replicas(api: tuple[Any, str]) -> None:
@@ -210,15 +211,15 @@ def test_scaling_sets_the_replicas(api: tuple[Any, str]) -> None:
         return found
 
     assert replicas() is None, "0, as the API says it"
-    cluster.scale(DEPLOYMENT, 3)
+    builders.scale(DEPLOYMENT, 3)
     assert replicas() == 3
-    cluster.scale(DEPLOYMENT, 0)
+    builders.scale(DEPLOYMENT, 0)
     assert replicas() is None
 
 
 def test_a_number_below_0_is_refused(api: tuple[Any, str]) -> None:
     with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace {api[1]}, -1 replicas: .*says 422"):
-        cluster.scale(DEPLOYMENT, -1)
+        builders.scale(DEPLOYMENT, -1)
 
 
 @pytest.mark.parametrize("spec", [{"replicas": 2, "replica": 1}, {"replicas": "two"}])
@@ -254,12 +255,12 @@ def test_who_may_scale_the_builders_may_do_nothing_else(api: tuple[Any, str]) ->
     assert not allowed("get", "secrets", group="")
     assert not allowed("list", "pods", group="")
     with pytest.raises(ValueError, match=r"Deployment mlflow .* may not scale it"):
-        cluster.scale("mlflow", 1)
+        builders.scale("mlflow", 1)
 
 
 def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) -> None:
-    cluster.scale(DEPLOYMENT, 3)
-    cluster.scale(DEPLOYMENT, 0)
+    builders.scale(DEPLOYMENT, 3)
+    builders.scale(DEPLOYMENT, 0)
     assert lab.replicas == [3, 0]
     assert lab.requests == [("PATCH", cluster_lab.SCALE)] * 2
 
@@ -271,47 +272,47 @@ def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) 
 def test_a_cluster_that_refuses_is_explained(lab: Lab, status: int, message: str) -> None:
     lab.status = status
     with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace lab, 2 replicas: .*{message}"):
-        cluster.scale(DEPLOYMENT, 2)
+        builders.scale(DEPLOYMENT, 2)
 
 
 def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "TIME_OUT", (5, 0.1))
+    monkeypatch.setattr(builders, "TIME_OUT", (5, 0.1))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         cluster_lab.write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {}, cluster_lab.NAMESPACE)
         with pytest.raises(TimeoutError, match=r"API server does not answer: .*Read timed out"):
-            cluster.scale(DEPLOYMENT, 1)
+            builders.scale(DEPLOYMENT, 1)
 
 
 def test_without_a_cluster_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"no cluster to speak to .*leave the name of the builders"):
-        cluster.scale(DEPLOYMENT, 1)
+        builders.scale(DEPLOYMENT, 1)
 
 
 def test_builders_that_never_live_end_the_wait(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sign that was there before and does not change is of a builder that is gone."""
-    monkeypatch.setattr(cluster, "LOOK_SECONDS", 0.01)
-    assignment = tmp_path / "builder" / "assignment.json"
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.01)
+    root, assignment = tmp_path / "runs/one", tmp_path / "builder" / "assignment.json"
     (assignment.parent / "alive").mkdir(parents=True)
     (assignment.parent / "alive" / "gone.json").write_text("{}")
     said: list[str] = []
     with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*kubectl describe deployment {DEPLOYMENT}"):
-        cluster.raise_builders(DEPLOYMENT, 2, assignment, tmp_path / "exchange", tmp_path, "run", 0.2, said.append)
+        builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 2, "run", 0.2, said.append)
     assert lab.replicas == [2]
     assert said == ["waiting for index builders: 0 of 2 live after 0 s"]
     named = json.loads(assignment.read_text())
     assert named["exchange"] == str(tmp_path / "exchange")
-    assert named["snapshot"] == str(tmp_path / "data/snapshot/corpus")
+    assert named["snapshot"] == str(root / "data/snapshot/corpus")
 
 
 def pretrained(tmp_path: Path, run: str, wait_seconds: int = 100) -> None:
     """The component, in a pod of a run that has the name and the id ``run``."""
-    values = toy.toy_values()
-    root, shown = tmp_path / "runs" / run, str(tmp_path / f"{run}.json")
-    kfp_entry.pretrain(
-        json.dumps(values), str(root), shown, shown, lambda name, value: None, owner=run, deployment=DEPLOYMENT,
+    values = small_project.toy_values()
+    root, shown = tmp_path / "runs" / run, Output(tmp_path / f"{run}.json")
+    tasks.pretrain(
+        json.dumps(values), str(root), shown, shown, owner=run, deployment=DEPLOYMENT,
         builders=0, wait_seconds=wait_seconds, processes=1, limits="",
     )  # fmt: skip
 
@@ -320,7 +321,7 @@ def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_it
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The second run comes when the first has raised the builders and not yet made its exchange."""
-    assignment, served = tmp_path / cluster.ASSIGNMENT, list[str]()
+    assignment, served = tmp_path / builders.ASSIGNMENT, list[str]()
 
     def train(*_: Any) -> None:
         if not served:
@@ -329,7 +330,7 @@ def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_it
         served.append(json.loads(assignment.read_text())["owner"])
 
     monkeypatch.setattr("realmops.stages.runner.inputs_of", lambda *_: {})
-    monkeypatch.setattr(kfp_entry, "_run", train)
+    monkeypatch.setattr(tasks, "_run", train)
     pretrained(tmp_path, "first")
     told = capfd.readouterr().err
     assert f"index builders of {assignment.parent} are another run's, whose end did not come in 0 s" in told
@@ -341,15 +342,15 @@ def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_it
 
 
 def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: Path) -> None:
-    assignment, waits, said = tmp_path / cluster.ASSIGNMENT, threading.Event(), list[str]()
+    assignment, waits, said = tmp_path / builders.ASSIGNMENT, threading.Event(), list[str]()
 
     def say(message: str) -> None:
         said.append(message)
         waits.set()
 
     assign(assignment, tmp_path / "first", tmp_path / "corpus", "first")
-    last = threading.Thread(target=cluster.lower_builders, args=(DEPLOYMENT, assignment, tmp_path, "first", say))
-    with claimed(assignment.parent / cluster.SCALING, say):
+    last = threading.Thread(target=builders.give_back, args=(DEPLOYMENT, tmp_path / "runs/one", "first", say))
+    with claimed(assignment.parent / builders.SCALING, say):
         last.start()
         assert waits.wait(60)
         assign(assignment, tmp_path / "second", tmp_path / "corpus", "second")
@@ -367,14 +368,14 @@ def test_an_exchange_goes_with_its_builders_once_its_pre_training_is_done(
     lab: Lab, tmp_path: Path, made: str | None, owner: str, left: list[str]
 ) -> None:
     """``made`` is the exchange that the finished pre-training used, ``owner`` the run that has raised the builders."""
-    root, assignment = tmp_path / "runs/one", tmp_path / cluster.ASSIGNMENT
+    root, assignment = tmp_path / "runs/one", tmp_path / builders.ASSIGNMENT
     (root / "exchange/ours/run/v-000000").mkdir(parents=True)
     folder = root / STAGES["pretrain"].folder
     folder.mkdir(parents=True)
     if made:
         artifacts.write_manifest(folder, "pretrain", sections={"pretrain": {"exchange": str(root / made)}})
     assign(assignment, root / "exchange/ours", tmp_path / "corpus", owner)
-    kfp_entry.lower_builders(DEPLOYMENT, str(root), "us")
+    tasks.lower_builders(DEPLOYMENT, str(root), "us")
     assert [path.name for path in (root / "exchange").iterdir()] == left
     assert lab.replicas == ([0] if owner == "us" else [])
 
@@ -398,18 +399,22 @@ def test_what_a_person_can_mend_ends_a_task_with_one_line(
     def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(kfp_entry, "_run", fail)
+    monkeypatch.setattr(tasks, "_run", fail)
     with pytest.raises(SystemExit) as caught:
-        kfp_entry.run_stage("ict", json.dumps(toy.toy_values()), str(tmp_path), "", "", lambda name, value: None)
+        tasks.run_stage(
+            "ict", json.dumps(small_project.toy_values()), str(tmp_path), Output(tmp_path), Output(tmp_path)
+        )
     assert caught.value.code == code
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"realmops: {told}")
 
 
 def test_a_fault_of_ours_ends_a_task_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kfp_entry, "_run", lambda *_: [].pop())
+    monkeypatch.setattr(tasks, "_run", lambda *_: [].pop())
     with pytest.raises(IndexError):
-        kfp_entry.run_stage("ict", json.dumps(toy.toy_values()), str(tmp_path), "", "", lambda name, value: None)
+        tasks.run_stage(
+            "ict", json.dumps(small_project.toy_values()), str(tmp_path), Output(tmp_path), Output(tmp_path)
+        )
 
 
 # The compiled pipelines, run here: tasks as processes, the Deployment's replica as a process that follows
@@ -418,16 +423,16 @@ def test_a_fault_of_ours_ends_a_task_with_its_traceback(tmp_path: Path, monkeypa
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
-    toy.write_project(folder)
+    small_project.write_project(folder)
     shutil.copytree(ROOT / "pipelines", folder / "pipelines")
     return folder
 
 
 def options(project: Path, **changes: dict[str, Any]) -> str:
     """The toy project's options; names of files as a pod sees them."""
-    values = toy.toy_values(**changes)
+    values = small_project.toy_values(**changes)
     values["snapshot"]["documents"] = str(project / "documents.jsonl")
-    for split in toy.QUESTIONS:
+    for split in small_project.QUESTIONS:
         values["questions"][split] = str(project / f"questions.{split}.jsonl")
     values["tag"] |= {"train": str(project / "tagged.conll"), "dev": str(project / "tagged.conll")}
     return json.dumps(values)
@@ -458,13 +463,13 @@ def outputs(project: Path, task: str, artifact: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def builders(project: Path) -> Iterator[Lab]:
+def deployment(project: Path) -> Iterator[Lab]:
     """The builders' Deployment; a replica is a process."""
     assignment = project / "builder" / "assignment.json"
 
     def replica(number: int) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "HOSTNAME": f"replica-{number}"}
-        return subprocess.Popen(toy.command("index-builder", "--follow", assignment), env=environment)
+        return subprocess.Popen(small_project.command("index-builder", "--follow", assignment), env=environment)
 
     with cluster_lab.serve(Lab(replica), project / "kubeconfig") as lab:
         yield lab
@@ -475,7 +480,7 @@ def train(project: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def failed(project: Path, builders: Lab) -> Path:
+def failed(project: Path, deployment: Lab) -> Path:
     """A run without a file that its last stage wants."""
     missing = (project / "questions.test.jsonl").rename(project / "elsewhere")
     told = train(project, options=options(project))
@@ -495,14 +500,14 @@ def run(project: Path, failed: Path) -> Path:
     return failed
 
 
-def test_train_that_fails_gives_the_builders_back(builders: Lab, failed: Path) -> None:
-    assert builders.replicas == [1, 0], "raised for pretrain, and given back although evaluate failed"
+def test_train_that_fails_gives_the_builders_back(deployment: Lab, failed: Path) -> None:
+    assert deployment.replicas == [1, 0], "raised for pretrain, and given back although evaluate failed"
     assert not (failed / "results").exists()
     assert [*(failed / "exchange").iterdir()] == [], "pre-training is done"
 
 
-def test_train_goes_on_where_it_failed(project: Path, builders: Lab, run: Path) -> None:
-    assert builders.replicas == [1, 0], "pretrain had nothing left to do"
+def test_train_goes_on_where_it_failed(project: Path, deployment: Lab, run: Path) -> None:
+    assert deployment.replicas == [1, 0], "pretrain had nothing left to do"
     measured = json.loads((run / "results/metrics.json").read_text())
     (figures,) = outputs(project, "evaluate", "metrics")
     assert json.loads(figures)["em"] == measured["em"]
@@ -516,11 +521,10 @@ def test_train_goes_on_where_it_failed(project: Path, builders: Lab, run: Path) 
 
 def promoted(root: Path, project: Path, margin: float = 0.0) -> dict[str, float]:
     """What the component shows of a promotion."""
-    shown: dict[str, float] = {}
-    values = options(project, tracking={"enabled": True})
-    kfp_entry.promote(values, str(root), "toy", margin, str(root / "shown.json"), shown.__setitem__)
-    assert shown == json.loads((root / "shown.json").read_text())
-    return shown
+    metrics = Output(root / "shown.json")
+    tasks.promote(options(project, tracking={"enabled": True}), str(root), "toy", margin, metrics)
+    assert metrics.shown == json.loads((root / "shown.json").read_text())
+    return metrics.shown
 
 
 def copied(run: Path, name: str, *, right: bool) -> Path:
@@ -588,7 +592,7 @@ def test_refresh_embeds_what_changed_and_shows_the_answers(project: Path, run: P
     (shown,) = outputs(project, "refresh", "changes")
     assert [row[0] for row in rows_of(shown)] == [change["question"] for change in changed]
     again = project / "again.md"
-    kfp_entry.refresh(json.dumps(values), str(run), str(again), str(project / "none.json"), lambda name, value: None)
+    tasks.refresh(json.dumps(values), str(run), Output(again), Output(project / "none.json"))
     assert again.read_text() == "The passages are those of before.\n"
 
 
@@ -638,9 +642,9 @@ def test_a_variant_that_cannot_be_is_one_line(
     project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, Any], told: str
 ) -> None:
     given = {"name": "realm", "project": str(project), "presets": "[]", "settings": "[]", "seeds": 1}
-    given |= {"out": str(tmp_path / "out"), "limits": "", "metrics": "", **change}
+    given |= {"out": str(tmp_path / "out"), "limits": "", "metrics": Output(tmp_path), **change}
     with pytest.raises(SystemExit) as caught:
-        kfp_entry.variant(**given, log_metric=lambda name, value: None)
+        tasks.variant(**given)
     assert caught.value.code == 2
     limits, line = capfd.readouterr().err.splitlines()
     assert limits == "limits of this pod: "

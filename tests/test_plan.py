@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toy
-from tiny import section
+import small_project
+from small_world import section
 
+from realmops.commands.plan.scales import Measured, Scale, notes, scale, scales_of
 from realmops.corpus.snapshot import Snapshot
-from realmops.stages.plan import Measured, Scale, notes, scale, scales_of
 
 MEASURED = Measured(
     device="cpu",
@@ -113,15 +113,15 @@ def test_the_notes_say_what_was_scaled_and_what_does_not_fit() -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Params and documents, and a snapshot under ``root``."""
     folder = tmp_path_factory.mktemp("plan")
-    toy.write_project(folder, snapshot={"block_wordpieces": 30})
-    values = toy.toy_values(snapshot={"block_wordpieces": 30})
-    toy.stage("snapshot", values, folder, folder / "root")
+    small_project.write_project(folder, snapshot={"block_wordpieces": 30})
+    values = small_project.toy_values(snapshot={"block_wordpieces": 30})
+    small_project.stage("snapshot", values, folder, folder / "root")
     return folder
 
 
 def planned(project: Path, root: Path, *options: str) -> dict[str, Any]:
     params = project / "params.yaml"
-    result = toy.cli("plan", "--params", params, "--root", root, "--seconds", "1", "--json", *options)
+    result = small_project.cli("plan", "--params", params, "--root", root, "--seconds", "1", "--json", *options)
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -143,7 +143,13 @@ def test_lengths_are_those_of_the_snapshot(project: Path) -> None:
         scale(one["passages"], one["index_type"], 4, Measured(**measured)).__dict__ for one in found["scales"]
     ]
     assert sorted(p.name for p in project.iterdir()) == sorted(
-        ["documents.jsonl", "params.yaml", "root", "tagged.conll", *(f"questions.{s}.jsonl" for s in toy.QUESTIONS)]
+        [
+            "documents.jsonl",
+            "params.yaml",
+            "root",
+            "tagged.conll",
+            *(f"questions.{s}.jsonl" for s in small_project.QUESTIONS),
+        ]
     ), "nothing is written"
 
 
@@ -158,7 +164,7 @@ def test_without_a_snapshot_the_lengths_are_assumed_and_said_to_be(project: Path
 
 def test_the_table_has_a_column_for_each_size(project: Path) -> None:
     arguments = ("--root", project / "root", "--seconds", "1", "--passages", "2000000", "--passages", "30000000")
-    result = toy.cli("plan", "--params", project / "params.yaml", *arguments)
+    result = small_project.cli("plan", "--params", project / "params.yaml", *arguments)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     [head] = [line for line in lines if " passages " in line and "2 M" in line]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pods
 import pytest
-import toy
+import small_project
 from manifests import K8S, Object, find, render
 from pods import Podman
-from toy import Values, wait_for
+from small_project import Values, wait_for
 
 from realmops.index.exchange import Exchange, weights_of
 from realmops.stages import STAGES
@@ -27,10 +27,14 @@ LIMIT = 180.0  # seconds for what takes a few on a machine that does nothing els
 OPTIONS = {"pretrain": {"steps": 24, "refresh_every": 4, "shard_rows": 1}}
 # No API server answers here: the Deployment has its replica already.
 TRAIN = f"""import sys
-from realmops import cluster, kfp_entry
-cluster.scale = lambda deployment, replicas: print("replicas", replicas)
-kfp_entry.pretrain(
-    sys.argv[1], "/realmops/runs/one", "/tmp/manifest.json", "/tmp/figures.json", print,
+from realmops.cluster import builders, tasks
+builders.scale = lambda deployment, replicas: print("replicas", replicas)
+class Output:
+    log_metric = staticmethod(print)
+    def __init__(self, path):
+        self.path = path
+tasks.pretrain(
+    sys.argv[1], "/realmops/runs/one", Output("/tmp/manifest.json"), Output("/tmp/figures.json"),
     owner="this run", deployment="{DEPLOYMENT}", builders=1, wait_seconds=60, processes=1, limits="those of the test",
 )
 """
@@ -69,7 +73,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
 
 @pytest.fixture(scope="module")
 def values() -> Values:
-    return toy.toy_values(**OPTIONS)
+    return small_project.toy_values(**OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +83,9 @@ def volume(podman: Podman, rendered: list[Object], values: Values) -> Path:
     place = Path(podman("volume", "inspect", "realmops-data", "--format", "{{.Mountpoint}}").strip())
     root = place / "runs" / "one"
     root.mkdir(parents=True)
-    toy.write_project(root)
+    small_project.write_project(root)
     for name in ("snapshot", "tag", "ict"):
-        toy.stage(name, values, root, root)
+        small_project.stage(name, values, root, root)
     pods.give_to_group(place, 10001)
     return place
 
@@ -141,7 +145,7 @@ def test_the_probes_of_the_manifest_hold_in_the_pod(podman: Podman, builder: Obj
 @pytest.mark.usefixtures("builder")
 def test_the_image_knows_its_commit_where_no_git_is(podman: Podman) -> None:
     code = (
-        "from pathlib import Path; from realmops.tracking import provenance_tags; "
+        "from pathlib import Path; from realmops.tracking.run import provenance_tags; "
         "print(provenance_tags(Path('/app'), corpus_hash='', params_hash='')['realmops.git_commit'])"
     )
     assert podman("exec", BUILDER, "python", "-c", code).strip() == pods.COMMIT
@@ -197,9 +201,9 @@ def test_a_training_in_pods_goes_on_after_kill_9_of_either_as_if_nothing_had_bee
     assert podman.logs(BUILDER).count("published the index") >= 2
 
     project = tmp_path / "undisturbed"
-    toy.write_project(project.parent)
+    small_project.write_project(project.parent)
     for name in ("snapshot", "tag", "ict", "pretrain"):
-        toy.stage(name, values, project.parent, project)
+        small_project.stage(name, values, project.parent, project)
     for file in (project / STAGES["pretrain"].folder).glob("*.safetensors"):
         assert (root / STAGES["pretrain"].folder / file.name).read_bytes() == file.read_bytes(), file.name
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import (
+from small_world import (
     MemoryCheckpoints,
     MemoryJournal,
     World,
@@ -29,9 +29,9 @@ from realmops.config import Pretrain
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.mips import Exact
 from realmops.index.staleness import generation_in_use
-from realmops.model.joins import join_document, join_query, join_reader
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
+from realmops.model.sequences import join_document, join_query, join_reader
 from realmops.train import pretrain as module
 from realmops.train.pretrain import (
     COLLAPSE_WINDOW,
@@ -490,9 +490,7 @@ def run(
 
     pretrain(
         tiny_context(checkpoints=checkpoints or MemoryCheckpoints(), journal=journal, progress=progress),
-        retriever,
-        reader,
-        world.snapshot,
+        Realm(retriever, reader, world.snapshot, chosen, FP32),
         Examples(world.snapshot, world.spans, chosen),
         tiny_optimiser(),
         source,

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import Result
-from toy import QUESTIONS, cli, trained_project, write_json_lines
+from small_project import QUESTIONS, cli, trained_project, write_json_lines
 
-from realmops import artifacts, tracking
-from realmops.evaluate.openqa import Prediction, read_predictions, write_predictions
-from realmops.stages.promote import DIGEST_TAG, read_candidate
-from realmops.tracking import CHAMPION, Registry
+from realmops import artifacts
+from realmops.commands.promote import DIGEST_TAG, read_run
+from realmops.evaluate.predictions import Prediction, read_predictions, write_predictions
+from realmops.tracking import sender
+from realmops.tracking.client import default_uri, mlflow_client
+from realmops.tracking.registry import CHAMPION, Registry
 
 UNTRACKED = ("--set", "tracking.enabled=false")
 TEST = [{"id": f"t{n}", "question": q, "answers": [a]} for n, (q, a) in enumerate(QUESTIONS["test"] * 5)]
@@ -41,7 +43,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(sys, "executable", "/bin/true")  # the child process that sends ends at once
         for name in ("finetune", "evaluate"):
             assert run(folder, "run", name).exit_code == 0
-    assert tracking.sync(mlflow_folder(folder)).problems == ()
+    assert sender.sync(mlflow_folder(folder)).problems == ()
     return folder
 
 
@@ -50,7 +52,7 @@ def mlflow_folder(project: Path) -> Path:
 
 
 def database(project: Path) -> str:
-    return tracking.default_uri(mlflow_folder(project))
+    return default_uri(mlflow_folder(project))
 
 
 def run(project: Path, *words: str | Path) -> Result:
@@ -87,7 +89,7 @@ def champion(project: Path, name: str) -> tuple[int, dict[str, str]] | None:
 
 
 def versions(project: Path, name: str) -> int:
-    client = tracking._mlflow_client(database(project))
+    client = mlflow_client(database(project))
     return len(client.search_model_versions(f"name = '{name}'"))
 
 
@@ -95,7 +97,7 @@ def versions(project: Path, name: str) -> int:
 
 
 def test_the_first_run_becomes_the_champion_and_stays_it(project: Path) -> None:
-    candidate = read_candidate(project, project / "root")
+    candidate = read_run(project, project / "root")
     result = promote(project, "first")
     assert result.exit_code == 0, result.output
     assert "models:/first/1 is the champion: EM 0.000 by exact_match on 10 questions" in result.stdout
@@ -112,7 +114,7 @@ def test_the_first_run_becomes_the_champion_and_stays_it(project: Path) -> None:
 
 def test_the_version_belongs_to_the_run_that_was_tracked(project: Path) -> None:
     assert promote(project, "lineage").exit_code == 0
-    client = tracking._mlflow_client(database(project))
+    client = mlflow_client(database(project))
     version = client.get_model_version("lineage", "1")
     logged = client.get_run(version.run_id)
     metrics = artifacts.read_json(project / "root/results/metrics.json")
@@ -141,7 +143,7 @@ def test_a_run_is_promoted_that_is_better_by_the_margin_and_the_interval(
     answered(another, ours)
     if theirs == ours:  # other weights, as good
         assert run(another, "run", "finetune", "--set", "finetune.epochs=1", *UNTRACKED).exit_code == 0
-        assert run(another, "evaluate", "--set", "finetune.epochs=1", *UNTRACKED).exit_code == 0
+        assert run(another, "run", "evaluate", "--set", "finetune.epochs=1", *UNTRACKED).exit_code == 0
         answered(another, ours)
     result = promote(another, name, "--margin", margin)
     assert result.exit_code == (0 if promoted else 1), result.output
@@ -165,24 +167,24 @@ def test_other_questions_are_refused_by_their_digest(project: Path, another: Pat
     write_json_lines(another / "questions.test.jsonl", [{**record, "answers": ["Oslo"]} for record in TEST])
     stale = promote(another, "questions")
     assert stale.exit_code == 2
-    assert "other question files than those that are there now; run 'realmops evaluate' first" in stale.stderr
-    assert run(another, "evaluate", *UNTRACKED).exit_code == 0
+    assert "other question files than those that are there now; run 'realmops run evaluate' first" in stale.stderr
+    assert run(another, "run", "evaluate", *UNTRACKED).exit_code == 0
     answered(another, 10)
     result = promote(another, "questions")
     assert result.exit_code == 1
     assert "measured on other questions" in result.stderr
     assert before is not None
-    for digest in (before[1]["realmops.evaluation_digest"], read_candidate(another, another / "root").evaluation):
+    for digest in (before[1]["realmops.evaluation_digest"], read_run(another, another / "root").evaluation):
         assert f"evaluation {digest[:12]}: 10 by exact_match" in result.stderr
     assert champion(project, "questions") == before
 
 
 def test_the_same_questions_in_another_form_are_the_same_evaluation(another: Path) -> None:
-    before = read_candidate(another, another / "root").evaluation
+    before = read_run(another, another / "root").evaluation
     records = [dict(reversed(record.items())) for record in reversed(TEST)]
     write_json_lines(another / "questions.test.jsonl", records)
-    assert run(another, "evaluate", *UNTRACKED).exit_code == 0
-    assert read_candidate(another, another / "root").evaluation == before
+    assert run(another, "run", "evaluate", *UNTRACKED).exit_code == 0
+    assert read_run(another, another / "root").evaluation == before
 
 
 def test_a_model_that_was_trained_since_is_not_promoted_with_old_results(another: Path) -> None:
@@ -218,8 +220,8 @@ def test_a_call_that_was_stopped_before_the_alias_goes_on(
 
 def cli_uncaught(project: Path, name: str) -> None:
     """Promote with what click would swallow."""
+    from realmops.commands.promote import promote
     from realmops.config import load
-    from realmops.stages.promote import promote
 
     values = load(project / "params.yaml", presets=[], settings=[])
     promote(values, project=project, root=project / "root", name=name, margin=0.0, copy=False)
@@ -240,7 +242,7 @@ def test_a_champion_that_came_meanwhile_stays(project: Path, another: Path, monk
 
 
 def test_a_champion_of_somebody_else_is_left_alone(project: Path) -> None:
-    client = tracking._mlflow_client(database(project))
+    client = mlflow_client(database(project))
     client.create_registered_model("theirs")
     client.create_model_version("theirs", (project / "root").as_uri())
     client.set_registered_model_alias("theirs", CHAMPION, "1")
@@ -252,7 +254,7 @@ def test_a_champion_of_somebody_else_is_left_alone(project: Path) -> None:
 def test_changed_predictions_of_the_champion_are_not_compared_with(project: Path, another: Path) -> None:
     answered(another, 0)
     assert promote(another, "forged").exit_code == 0
-    client = tracking._mlflow_client(database(project))
+    client = mlflow_client(database(project))
     stored = Path(client.get_model_version_download_uri("forged", "1").removeprefix("file://"))
     (stored / "artifacts/predictions.parquet").write_bytes(b"PAR1")
     answered(another, 10)
@@ -352,13 +354,13 @@ def test_the_trace_shows_what_was_retrieved(project: Path, server: str, predicti
 
 def test_the_model_is_code_and_holds_no_pickle(project: Path, server: str) -> None:
     assert promote(project, "code").exit_code == 0
-    client = tracking._mlflow_client(server)
+    client = mlflow_client(server)
     folder = Path(client.get_model_version_download_uri("code", "1").removeprefix("file://"))
     flavor = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]["python_function"]
-    assert Path(flavor["model_code_path"]).name == "serving.py"
+    assert Path(flavor["model_code_path"]).name == "pyfunc.py"
     assert "python_model" not in flavor
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    assert {"serving.py", "artifacts/manifest.json", "artifacts/predictions.parquet"} <= set(files)
+    assert {"pyfunc.py", "artifacts/manifest.json", "artifacts/predictions.parquet"} <= set(files)
     assert not [name for name in files if Path(name).suffix in {".pkl", ".pickle", ".joblib", ".pt", ".bin"}]
     assert not [name for name in files if name.endswith((".safetensors", ".npy"))]
 

@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from toy import Quiet, cli, stage, toy_values, trained_project, write_json_lines
+from small_project import Quiet, cli, stage, toy_values, trained_project, write_json_lines
 
 from realmops.artifacts import read_manifest
 from realmops.config import merge
 from realmops.corpus.questions import in_orqa_dev, read_questions
-from realmops.evaluate.compare import read_results
-from realmops.evaluate.explain import FAILED_AT
+from realmops.evaluate.predictions import FAILED_AT, read_results
 
 TREC = "".join(f"{'lfb' if n % 4 == 0 else 't'}{n}\tfactoid\tquestion {n}?\tyear {n}\n" for n in range(100))
 
@@ -129,17 +128,18 @@ def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypa
     assert all(max(p.passage_scores) == p.span_score for p in predictions)  # type: ignore[type-var]
 
 
-def test_evaluate_explains(project: Path, tmp_path: Path) -> None:
-    """The command runs the stage, and then says what the answers rest on."""
+def test_answers_of_an_evaluation_are_explained(project: Path, tmp_path: Path) -> None:
+    """The stage runs, and the command then says what its answers rest on."""
     import yaml
 
     values = toy_values(pretrain={"steps": 0, "builder": "external"}, tracking={"enabled": False})
     (project / "params.yaml").write_text(yaml.safe_dump(values))
     root = project / "root"
     assert cli("run", "finetune", "--params", project / "params.yaml", "--root", root).exit_code == 0
-    result = cli("evaluate", "--params", project / "params.yaml", "--root", root, "--explain", "--limit", "1")
+    measured = cli("run", "evaluate", "--params", project / "params.yaml", "--root", root)
+    assert "evaluate: questions=2, em=" in measured.stdout
+    result = cli("explain", "--root", root, "--limit", "1")
     assert result.exit_code == 0, result.output
-    assert "evaluate: questions=2, em=" in result.stdout
     assert "2 questions\n" in result.stdout
     assert result.stdout.count("wanted:") == 1
     assert "p(z|x)" in result.stdout

@@ -12,19 +12,17 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from realmops.evaluate.charts import Series, line_chart, number, running_mean, ticks
-from realmops.evaluate.openqa import Prediction, write_predictions
+from realmops.evaluate.charts import line_chart, number, running_mean, ticks
+from realmops.evaluate.predictions import Prediction, write_predictions
 from realmops.evaluate.report import (
     compared_rows,
-    compared_table,
+    figure_tables,
     headline_rows,
-    read_journal,
     refresh_steps,
     seconds_rows,
-    series_of,
-    summary_table,
     write_report,
 )
+from realmops.journal import Series
 
 RECORDS = [
     {"stage": "pretrain", "step": 0, "time": 1.0, "loss": 4.0, "refreshed": 1.0, "recall_at_5": 0.5},
@@ -94,24 +92,8 @@ def test_a_long_series_is_smoothed_only_on_request() -> None:
     assert line_chart("Age", "steps", [zigzag], smooth=False).count("<polyline") == 1
 
 
-def test_series_leave_out_what_is_not_finite() -> None:
-    assert series_of(RECORDS, "pretrain", "loss") == Series("loss", [0, 2], [4.0, 2.0])
-    assert refresh_steps(RECORDS) == [0, 2]
-
-
-def test_journal_of_a_running_stage_may_end_within_a_line(tmp_path: Path) -> None:
-    path = journal(tmp_path / "metrics.jsonl", RECORDS)
-    with open(path, "a") as file:
-        file.write('{"stage": "pretr')
-    assert read_journal(path) == RECORDS
-
-
-@pytest.mark.parametrize("line", ["no json", '{"stage": "ict"}', "[1]", '{"stage": "ict", "step": null}'])
-def test_a_damaged_journal_names_its_line(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"stage": "ict", "step": 1}\n' + line + "\n")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*run its stage again"):
-        read_journal(path)
+def test_steps_of_a_new_index_are_those_that_were_logged() -> None:
+    assert refresh_steps(RECORDS, "pretrain") == [0, 2]
 
 
 def test_report_needs_no_network_and_shows_everything(tmp_path: Path) -> None:
@@ -159,9 +141,9 @@ def test_headlines_leave_out_what_no_stage_wrote() -> None:
         ("mean staleness (steps)", "31.2", ""),
     ]
     assert seconds_rows(METRICS) == [
-        ("seconds, pretrain", "90"),
-        ("seconds, evaluate", "10"),
-        ("seconds, all stages", "100"),
+        ("seconds, pretrain", "90", ""),
+        ("seconds, evaluate", "10", ""),
+        ("seconds, all stages", "100", ""),
     ]
     assert headline_rows({}) == []
     assert seconds_rows({}) == []
@@ -189,15 +171,14 @@ def test_retrievers_and_readers_stand_in_one_table(capsys: pytest.CaptureFixture
         ["the same with words", "0.500", "", "", "", ""],
         ["the model", "", "0.750\n0.50 to 1.00", "", "0.250\n0.12 to 0.38", "0.500"],
     ]
-    table = compared_table(COMPARED)
-    assert table is not None
-    Console(width=100).print(table)
+    _, table = figure_tables(COMPARED)
+    Console(width=100).print(table.for_console())
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("a rule over BM25's first passage", "0.50 to 1.00", "recall@20"))
     page = write_report(tmp_path, journals=[], metrics=COMPARED).read_text()
     assert "<td>BM25 (and the model&#x27;s reader)</td><td></td><td></td><td>0.875</td>" in page
     assert compared_rows(METRICS) == []
-    assert compared_table(METRICS) is None
+    assert len(figure_tables(METRICS)) == 1
 
 
 def test_of_expressions_the_table_shows_recall_by_their_own_rule() -> None:
@@ -207,7 +188,7 @@ def test_of_expressions_the_table_shows_recall_by_their_own_rule() -> None:
 
 
 def test_summary_table_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=100).print(summary_table(METRICS))
+    Console(width=100).print(figure_tables(METRICS)[0].for_console())
     printed = capsys.readouterr().out
     assert "EM (test questions)" in printed
     assert "seconds, all stages" in printed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from asked import QUESTIONS, TEXTS
+from four_passages import QUESTIONS, TEXTS
 
 from realmops.corpus.questions import Question
 from realmops.evaluate.retrieval import (

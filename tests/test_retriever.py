@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import World, section, tiny_models
+from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
 from realmops.bert import Bert, BertConfig, Packed, autocast, initialise_small
 from realmops.index.embed import document_sequences, embed
 from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
-from realmops.model.joins import join_document, join_query
 from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection
+from realmops.model.sequences import join_document, join_query
 
 FP32 = torch.float32
 SHAPE = BertConfig(150, 16, 2, 2, 32, 64, 0.0)
@@ -244,17 +243,6 @@ def test_every_form_goes_through_its_files(world: World, form: dict[str, Any]) -
     sequences = document_sequences(world.snapshot, range(12))
     assert torch.equal(embed(again.document, sequences, FP32), embed(retriever.document, sequences, FP32))
     assert embed(again.document, sequences, FP32).shape == (12, again.document.width)
-
-
-def test_files_of_before_there_was_a_choice_are_the_papers_form(world: World) -> None:
-    retriever, _ = tiny_models(world, head="normalised")
-    files = retriever_files(retriever, "c0ffee")
-    description = json.loads(files["model.json"])
-    for key in ("tower", "pooling", "projection", "segments", "temperature"):
-        del description[key]
-    old = retriever_from_files({**files, "model.json": json.dumps(description).encode()})
-    sequences = document_sequences(world.snapshot, range(12))
-    assert torch.equal(embed(old.query, sequences, FP32), embed(retriever.query, sequences, FP32))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=named)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realmops.evaluate.rule import nearest_span
+from realmops.baselines.rule import nearest_span
 
 BRIDGE = "In 1871 the Moor family of Tor Hollow built the Lintel Bridge. It burned in 1902, and Ada Vell wept."
 

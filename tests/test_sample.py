@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,7 @@ import numpy as np
 import pytest
 
 from realmops.corpus import sample
-from realmops.corpus.sample import build_world, write_sample
-from realmops.corpus.sample_templates import RELATIONS
+from realmops.corpus.sample import build_world, relations, write_sample
 
 FILES = (
     "corpus.jsonl.gz",
@@ -82,7 +82,7 @@ def test_the_files_hold_what_the_counts_say(written: tuple[Path, dict[str, Any]]
     }
     assert 2000 <= counts["documents"] <= 2500
     assert 2000 <= counts["warmup_documents"] <= 2500
-    assert counts["relations"] == len(RELATIONS) == 40
+    assert counts["relations"] == len(relations()) == 40
     assert 700 <= counts["questions"]["train"] <= 1000
     assert 270 <= counts["questions"]["dev"] <= 330
     assert 500 <= counts["questions"]["test"] <= 600
@@ -332,3 +332,11 @@ def test_a_parameter_out_of_range_is_named(tmp_path: Path, change: dict[str, Any
     with pytest.raises(ValueError, match=message):
         write_sample(tmp_path, **{**DEFAULTS, **change})
     assert not list(tmp_path.iterdir())
+
+
+def test_the_language_is_installed_with_the_package() -> None:
+    root = Path(sample.__file__).parents[3]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["realmops"]
+    assert Path(sample.__file__).with_name(sample.LANGUAGE) in {
+        path for pattern in listed for path in (root / "src/realmops").glob(pattern)
+    }

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import DOCUMENTS
-from toy import QUESTIONS, stage, toy_values, write_project
+from small_project import QUESTIONS, stage, toy_values, write_project
+from small_world import DOCUMENTS
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from realmops.config import parse_section

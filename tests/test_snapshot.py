@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import labels_of
+from small_world import labels_of
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus.formats import sources
@@ -329,7 +329,7 @@ def test_sources_are_counted_one_by_one(tmp_path: Path) -> None:
         ("c.jsonl.gz", 1, 1, {}),
         ("z/empty.jsonl", 0, 0, {}),
     ]
-    assert [found.extra(i) for i in range(3)] == ["", "", '{"n":1,"url":"x"}']
+    assert found.column("extra") == ["", "", '{"n":1,"url":"x"}']
 
 
 # Kills

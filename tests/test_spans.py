@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import labels_of
+from small_world import labels_of
 
 from realmops.corpus.spans import Spans, SpansWriter, token_spans
 

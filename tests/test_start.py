@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.sparse import csr_matrix
-from tiny import DOCUMENTS, World, section, tiny_models
+from small_world import DOCUMENTS, World, section, tiny_models
 
 from realmops.bert import Packed
 from realmops.index import start
@@ -22,8 +22,8 @@ from realmops.index.start import (
     start_from_passages,
 )
 from realmops.model.files import build_models
-from realmops.model.joins import join_query
 from realmops.model.retriever import Bag, Embedder, Retriever
+from realmops.model.sequences import join_query
 
 FP32 = torch.float32
 

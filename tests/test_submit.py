@@ -16,17 +16,18 @@ from typing import Any
 
 import kfp_lab
 import pytest
-import toy
+import small_project
 import yaml
 from click.testing import Result
 from cluster_lab import DEPLOYMENT
 from kfp_lab import KfpLab
 from test_pipelines import file_of, options
 
-from realmops import cluster, kfp_entry, retraining, submit
 from realmops.artifacts import canonical_json
+from realmops.cluster import builders, submit, tasks
+from realmops.cluster.key import GIVEN, PLACEMENT, digests_of_files, key_of
+from realmops.cluster.submit import Pipeline
 from realmops.config import load
-from realmops.submit import Pipeline
 
 COMPILED = file_of("train")
 ROOT = COMPILED.parents[1]
@@ -48,7 +49,7 @@ print([process.exitcode for process in processes])
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """The toy project with the compiled pipeline where it is looked for."""
-    toy.write_project(tmp_path)
+    small_project.write_project(tmp_path)
     (tmp_path / "pipelines").mkdir()
     shutil.copy(COMPILED, tmp_path / "pipelines" / "train.yaml")
     return tmp_path
@@ -68,7 +69,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
 
 
 def submitted(project: Path, *words: str) -> Result:
-    return toy.cli("submit", "--params", project / "params.yaml", *words)
+    return small_project.cli("submit", "--params", project / "params.yaml", *words)
 
 
 def arguments_of(run: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
 def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> None:
     def with_arguments(name: str, *arguments: str) -> str:
         pipeline = Pipeline.read(file_of(name))
-        return retraining.key_of({}, {}, pipeline.documents, pipeline.parsed(arguments))
+        return key_of({}, {}, pipeline.documents, pipeline.parsed(arguments))
 
     assert len({with_arguments("ablations", *more) for more in ((), ("seeds=5",), ('variants=["realm"]',))}) == 3
     assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")
@@ -125,7 +126,7 @@ def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> N
 
 def test_every_parameter_of_placement_is_one_of_a_pipeline() -> None:
     known = {name for one in ("train", "ablations", "refresh") for name in Pipeline.read(file_of(one)).parameters}
-    assert known >= retraining.PLACEMENT | retraining.GIVEN
+    assert known >= PLACEMENT | GIVEN
 
 
 def test_an_empty_lock_of_dvc_records_nothing(project: Path) -> None:
@@ -133,24 +134,24 @@ def test_an_empty_lock_of_dvc_records_nothing(project: Path) -> None:
     assert key(project)
     values = load(project / "params.yaml")
     values["snapshot"]["documents"] = "/volume/documents.jsonl"
-    _, [note] = retraining.digests_of_files(values, project)
+    _, [note] = digests_of_files(values, project)
     assert "is not here, and DVC has no digest of it" in note
 
 
 def test_files_that_other_options_make_superfluous_are_not_in_the_key(project: Path) -> None:
     values = load(project / "params.yaml")
-    files, notes = retraining.digests_of_files(values, project)
+    files, notes = digests_of_files(values, project)
     assert files.keys() == {"snapshot.documents", "questions.train", "questions.dev", "questions.test"}
     assert notes == []
     values["tag"]["method"] = "tagger"
     values["questions"]["dev"] = "data/sample/questions.dev.jsonl.gz"  # made by a stage
-    files, _ = retraining.digests_of_files(values, project)
+    files, _ = digests_of_files(values, project)
     assert files.keys() == {"snapshot.documents", "questions.train", "questions.test", "tag.train", "tag.dev"}
 
 
 def test_of_a_file_that_is_elsewhere_dvc_knows_the_digest(project: Path) -> None:
     values = load(project / "params.yaml")
-    for split in toy.QUESTIONS:
+    for split in small_project.QUESTIONS:
         (project / f"questions.{split}.jsonl").unlink()
     values["snapshot"]["documents"] = "/volume/documents.jsonl"
     values["questions"]["dev"] = "questions/dev.jsonl"
@@ -158,7 +159,7 @@ def test_of_a_file_that_is_elsewhere_dvc_knows_the_digest(project: Path) -> None
     (project / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", **lock}))
     for name, digest in (("documents.jsonl", "2" * 32), ("questions", "3" * 32 + ".dir")):
         (project / f"{name}.dvc").write_text(yaml.safe_dump({"outs": [{"path": name, "md5": digest}]}))
-    files, notes = retraining.digests_of_files(values, project)
+    files, notes = digests_of_files(values, project)
     assert files == {
         "snapshot.documents": "2" * 32,
         "questions.train": "1" * 32,
@@ -307,7 +308,7 @@ def test_another_key_gets_its_own_run(project: Path, lab: KfpLab) -> None:
 
 def test_who_comes_after_one_that_was_killed_makes_the_run(project: Path, lab: KfpLab) -> None:
     lab.hold = asked = threading.Event()
-    words = toy.command("submit", "--params", project / "params.yaml", "--once")
+    words = small_project.command("submit", "--params", project / "params.yaml", "--once")
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as killed:
         assert asked.wait(100)
         killed.kill()
@@ -443,16 +444,16 @@ def test_a_younger_run_of_the_same_key_ends_itself(
     submitted(project, "--argument", "image=realmops:2")
     key, other = (arguments_of(run)["key"] for run in lab.runs[1:])
     with pytest.raises(SystemExit) as ended:
-        kfp_entry.guard(key, younger["run_id"], lab.url)
+        tasks.guard(key, younger["run_id"], lab.url)
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines() == [
         f"realmops: this run ends itself: the run {older['display_name']} ({older['run_id']}, RUNNING) "
         f"has the same key {key[:16]} and is older"
     ]
-    kfp_entry.guard(key, older["run_id"], lab.url)
-    kfp_entry.guard(other, lab.runs[2]["run_id"], lab.url)
+    tasks.guard(key, older["run_id"], lab.url)
+    tasks.guard(other, lab.runs[2]["run_id"], lab.url)
     older["state"] = "FAILED"
-    kfp_entry.guard(key, younger["run_id"], lab.url)
+    tasks.guard(key, younger["run_id"], lab.url)
 
 
 def test_of_two_runs_of_one_second_the_lower_id_stays(project: Path, lab: KfpLab) -> None:
@@ -460,20 +461,20 @@ def test_of_two_runs_of_one_second_the_lower_id_stays(project: Path, lab: KfpLab
     older["created_at"] = younger["created_at"]
     stays, ends = sorted((older["run_id"], younger["run_id"]))
     key = arguments_of(older)["key"]
-    kfp_entry.guard(key, stays, lab.url)
+    tasks.guard(key, stays, lab.url)
     with pytest.raises(SystemExit):
-        kfp_entry.guard(key, ends, lab.url)
+        tasks.guard(key, ends, lab.url)
 
 
 def test_a_run_without_a_key_or_an_endpoint_asks_nobody(lab: KfpLab) -> None:
-    kfp_entry.guard("", "run", lab.url)
-    kfp_entry.guard("key", "run", "")
+    tasks.guard("", "run", lab.url)
+    tasks.guard("key", "run", "")
     assert lab.requests == []
 
 
 def test_a_run_that_cannot_ask_goes_on(lab: KfpLab, capsys: pytest.CaptureFixture[str]) -> None:
-    kfp_entry.guard("key", "unknown", lab.url)
-    kfp_entry.guard("key", "run", "http://127.0.0.1:9")
+    tasks.guard("key", "unknown", lab.url)
+    tasks.guard("key", "run", "http://127.0.0.1:9")
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("warning: this run goes on without knowing whether an older one has the same key: ")
     assert "does not answer" in second
@@ -481,15 +482,15 @@ def test_a_run_that_cannot_ask_goes_on(lab: KfpLab, capsys: pytest.CaptureFixtur
 
 def test_builders_are_given_back_by_the_run_that_raised_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scaled: list[int] = []
-    monkeypatch.setattr(cluster, "scale", lambda deployment, replicas: scaled.append(replicas))
+    monkeypatch.setattr(builders, "scale", lambda deployment, replicas: scaled.append(replicas))
     root = tmp_path / "runs" / "one"
-    kfp_entry.lower_builders(DEPLOYMENT, str(root), "first")
+    tasks.lower_builders(DEPLOYMENT, str(root), "first")
     assert scaled == [], "nobody has raised them"
-    cluster.raise_builders(DEPLOYMENT, 0, tmp_path / cluster.ASSIGNMENT, tmp_path / "exchange", root, "first", 1, print)
-    kfp_entry.lower_builders(DEPLOYMENT, str(root), "second")
-    kfp_entry.lower_builders("", str(root), "first")
+    builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 0, "first", 1, print)
+    tasks.lower_builders(DEPLOYMENT, str(root), "second")
+    tasks.lower_builders("", str(root), "first")
     assert scaled == [0]
-    kfp_entry.lower_builders(DEPLOYMENT, str(root), "first")
+    tasks.lower_builders(DEPLOYMENT, str(root), "first")
     assert scaled == [0, 0]
 
 
@@ -504,8 +505,7 @@ def test_wait_says_once_what_shows_why_a_task_cannot_start(monkeypatch: pytest.M
     class Looked:
         def run(self, run_id: str) -> Any:
             task, state = looks.pop(0)
-            tasks = [SimpleNamespace(display_name="ict", state=task)]
-            details = SimpleNamespace(task_details=tasks)
+            details = SimpleNamespace(task_details=[SimpleNamespace(display_name="ict", state=task)])
             return SimpleNamespace(run_details=details, state=state, display_name="r", run_id=run_id, error=None)
 
     said: list[str] = []
@@ -525,7 +525,7 @@ def test_wait_tells_of_each_task_and_of_the_end_of_a_run_that_ends_itself(projec
     where = ["--argument", f"runs={project / 'runs'}", "--argument", f"endpoint={lab.url}"]
     submitted(project, *where)
     kfp_lab.earlier(lab.runs[0], 60)
-    assignment = project / cluster.ASSIGNMENT
+    assignment = project / builders.ASSIGNMENT
     assignment.parent.mkdir()
     assignment.write_text(json.dumps({"owner": lab.runs[0]["run_id"]}))
     lab.state = None
@@ -552,7 +552,7 @@ def test_kfp_run_create_makes_a_run_that_trains(project: Path, lab: KfpLab) -> N
     params = project / "toy.json"
     params.write_text(options(project))
     arguments = {
-        "options": toy.cli("params", "--kfp", "--params", params).stdout.strip(),
+        "options": small_project.cli("params", "--kfp", "--params", params).stdout.strip(),
         "run": "one",
         "runs": project / "trained",
         "deployment": "",

@@ -1,4 +1,4 @@
-"""The journal, and its way to MLflow: a real local database, and a stand-in server that goes away."""
+"""The way of a journal to MLflow: a real local database, and a stand-in server that goes away."""
 
 from __future__ import annotations
 
@@ -17,74 +17,23 @@ from typing import Any
 
 import pytest
 from conftest import Told
-from toy import wait_for
+from small_project import wait_for
 
-from realmops import tracking
-from realmops.tracking import (
-    Dataset,
-    Journal,
-    Run,
-    Tracker,
-    as_table,
-    flat_params,
-    git_commit,
-    keep_finished,
-    provenance_tags,
-    sync,
-)
+from realmops.journal import Journal
+from realmops.tracking.client import default_uri, mlflow_client
+from realmops.tracking.mlflow_views import as_table
+from realmops.tracking.run import TrackedDataset, TrackedRun, flat_params, git_commit, provenance_tags
+from realmops.tracking.sender import SyncReport, sync
+from realmops.tracking.spool import unsent
+from realmops.tracking.tracker import Tracker, keep_finished
 
-RUN = Run("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
+RUN = TrackedRun("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
 
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MLFLOW_")] + ["DVC_EXP_NAME"]:
         monkeypatch.delenv(name, raising=False)
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# The journal
-
-
-def test_journal_writes_one_line_a_step(tmp_path: Path) -> None:
-    with Journal(tmp_path / "run" / "metrics.jsonl", "ict") as journal:
-        journal.log(1, loss=2.5)
-        journal.log(2, loss=float("nan"), refreshes=3)
-    first, second = lines(journal.path)
-    assert time.time() - first.pop("time") < 60
-    assert first == {"stage": "ict", "step": 1, "loss": 2.5}
-    assert (second["loss"], second["refreshes"]) == (None, 3)
-
-
-def test_journal_resumes_at_a_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Journal(path, "ict") as journal:
-        journal.log(1, loss=3.0)
-        position = journal.position()
-        journal.log(2, loss=2.0)
-    with Journal(path, "ict") as journal:
-        journal.truncate(position)
-        journal.log(2, loss=1.0)
-    assert [(line["step"], line["loss"]) for line in lines(path)] == [(1, 3.0), (2, 1.0)]
-
-
-def test_journal_cuts_off_the_unfinished_line_of_a_killed_process(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"stage": "ict", "step": 1, "time": 0, "loss": 3.0}\n{"stage": "ict", "st')
-    with Journal(path, "ict") as journal:
-        journal.log(2, loss=2.0)
-    assert [line["step"] for line in lines(path)] == [1, 2]
-
-
-def test_journal_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with (
-        Journal(tmp_path / "metrics.jsonl", "ict") as journal,
-        pytest.raises(ValueError, match=r"metrics.jsonl.*900"),
-    ):
-        journal.truncate(900)
 
 
 # What a run says about itself
@@ -159,7 +108,7 @@ def test_one_run_holds_every_stage(
     monkeypatch.setenv("DVC_EXP_NAME", "wild-card")
     for stage, params in (("ict", RUN.params), ("pretrain", {"pretrain": {"k": 8}})):
         path = tmp_path / stage / "metrics.jsonl"
-        run = Run(RUN.key, params, RUN.tags)
+        run = TrackedRun(RUN.key, params, RUN.tags)
         with Journal(path, stage) as journal, Tracker(path, stage, run, folder) as tracker:
             journal.log(1, loss=2.0)
             journal.log(2, loss=1.0)
@@ -220,7 +169,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 # Datasets, files and views
 
-CORPUS = Dataset("corpus", "c0" * 32, "corpus.jsonl", "corpus")
+CORPUS = TrackedDataset("corpus", "c0" * 32, "corpus.jsonl", "corpus")
 ROWS = [{"question": "Who?", "em": True}, {"question": "Where?", "em": False}]
 
 
@@ -233,7 +182,7 @@ def keep_one(tmp_path: Path, folder: Path, **files: bytes) -> None:
     path = tmp_path / "whole.jsonl"
     records = [{"stage": "ict", "step": step, "time": time, "loss": 3.0} for step, time in ((1, 7.5), (2, 8))]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    run = Run("0ver", {"seed": 7}, RUN.tags, name="over", datasets=[CORPUS], began=7.5)
+    run = TrackedRun("0ver", {"seed": 7}, RUN.tags, name="over", datasets=[CORPUS], began=7.5)
     keep_finished(run, [path], {"em": 0.25}, {f"{name}.md": text for name, text in files.items()}, 8.0, folder)
 
 
@@ -242,7 +191,9 @@ def test_datasets_and_files_reach_the_run_once(tmp_path: Path, folder: Path) -> 
     report = tmp_path / "report.html"
     for stage in ("finetune", "evaluate"):
         report.write_text(f"<p>{stage}</p>")
-        run = Run("5eed", RUN.params, RUN.tags, datasets=[CORPUS, Dataset("questions.test", "7e57", "q.jsonl", "test")])
+        run = TrackedRun(
+            "5eed", RUN.params, RUN.tags, datasets=[CORPUS, TrackedDataset("questions.test", "7e57", "q.jsonl", "test")]
+        )
         with (
             Journal(tmp_path / f"{stage}.jsonl", stage) as journal,
             Tracker(journal.path, stage, run, folder) as tracker,
@@ -251,9 +202,9 @@ def test_datasets_and_files_reach_the_run_once(tmp_path: Path, folder: Path) -> 
             if stage == "evaluate":
                 tracker.finish({"em": 0.5}, {"report.html": report, "predictions.table.json": as_table(ROWS)})
     report.unlink()  # the stage's folder was moved away
-    assert sync(folder) == tracking.SyncReport(5, ()), "two losses, em, two files"
-    assert sync(folder) == tracking.SyncReport(0, ())
-    client = tracking._mlflow_client(tracking.default_uri(folder))
+    assert sync(folder) == SyncReport(5, ()), "two losses, em, two files"
+    assert sync(folder) == SyncReport(0, ())
+    client = mlflow_client(default_uri(folder))
     [run_found] = client.search_runs(["1"])
     inputs = [(i.dataset.name, i.dataset.digest, i.tags[0].value) for i in run_found.inputs.dataset_inputs]
     assert sorted(inputs) == [("corpus", "c0" * 18, "corpus"), ("questions.test", "7e57", "test")]
@@ -273,7 +224,7 @@ def test_a_run_that_is_over_is_sent_with_its_own_times_and_figures_first(
 ) -> None:
     monkeypatch.setenv("DVC_EXP_NAME", "one name for all variants")
     keep_one(tmp_path, folder, table=b"| em |")
-    assert sync(folder) == tracking.SyncReport(4, ())
+    assert sync(folder) == SyncReport(4, ())
     [(run_id, *found)] = query(folder, "SELECT run_uuid, name, status, start_time, end_time FROM runs")
     assert found == ["over", "FINISHED", 7500, 8000]
     assert query(folder, "SELECT key FROM latest_metrics ORDER BY rowid") == [("em",), ("ict/loss",)]
@@ -283,7 +234,7 @@ def test_a_run_that_is_over_is_sent_with_its_own_times_and_figures_first(
 def test_a_run_kept_again_is_sent_again_only_when_it_changed(tmp_path: Path, folder: Path) -> None:
     for text, sent in ((b"| 1 |", 4), (b"| 1 |", 0), (b"| 2 |", 2)):
         keep_one(tmp_path, folder, table=text)
-        assert sync(folder) == tracking.SyncReport(sent, ())
+        assert sync(folder) == SyncReport(sent, ())
         [(status, run_id)] = query(folder, "SELECT status, run_uuid FROM runs")
         assert status == "FINISHED"
         assert files_of(folder, run_id) == {"table.md": text}
@@ -292,7 +243,7 @@ def test_a_run_kept_again_is_sent_again_only_when_it_changed(tmp_path: Path, fol
 
 
 def test_an_experiment_that_is_there_gets_our_views_and_keeps_its_own(tmp_path: Path, folder: Path) -> None:
-    client = tracking._mlflow_client(tracking.default_uri(folder))
+    client = mlflow_client(default_uri(folder))
     client.create_experiment("realmops", tags={"mlflow.sharedViewState.realmops-runs": "mine", "team": "a"})
     keep_one(tmp_path, folder)
     assert sync(folder).problems == ()
@@ -420,14 +371,14 @@ def test_600_of_600_points_survive_an_outage_and_lost_answers(
 
     path.unlink()  # the stage's folder was moved away
     server.fault = lambda number: "none"
-    [waiting] = tracking.unsent(tmp_path / "t")
+    [waiting] = unsent(tmp_path / "t")
     assert waiting.endswith(".jsonl")
-    assert sync(tmp_path / "t") == tracking.SyncReport(300, ())
-    assert tracking.unsent(tmp_path / "t") == []
+    assert sync(tmp_path / "t") == SyncReport(300, ())
+    assert unsent(tmp_path / "t") == []
     assert sorted(step for _, step, _, _ in server.points) == list(range(600))
     assert server.runs == 1
     assert server.statuses[-1] == "FINISHED"
-    assert sync(tmp_path / "t") == tracking.SyncReport(0, ())
+    assert sync(tmp_path / "t") == SyncReport(0, ())
     told("MLflow away, or its answers lost: points", 600, "each there once")
 
 
@@ -435,7 +386,7 @@ def test_600_of_600_points_survive_an_outage_and_lost_answers(
 @pytest.mark.parametrize("away", ["api", "mlflow-artifacts", "log-inputs"])
 def test_datasets_and_files_survive_an_outage(tmp_path: Path, server: StandIn, away: str) -> None:
     server.refused = away
-    run = Run("5eed", RUN.params, datasets=[CORPUS])
+    run = TrackedRun("5eed", RUN.params, datasets=[CORPUS])
     report = tmp_path / "report.html"
     report.write_text("<p>1</p>")
     path = tmp_path / "m.jsonl"
@@ -456,7 +407,7 @@ def test_datasets_and_files_survive_an_outage(tmp_path: Path, server: StandIn, a
     assert server.statuses[-1] == "FINISHED"
     server.refused = "log-"
     server.files.clear()
-    assert sync(tmp_path / "t") == tracking.SyncReport(0, ())
+    assert sync(tmp_path / "t") == SyncReport(0, ())
     assert server.files == {}
 
 
@@ -468,7 +419,7 @@ def test_a_given_run_is_used_and_its_parameters_stay(
     server.params = {"seed": "of the launcher"}
     with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
         journal.log(1, loss=1.0)
-    assert sync(tmp_path / "t") == tracking.SyncReport(1, ())
+    assert sync(tmp_path / "t") == SyncReport(1, ())
     assert [(name, step, value) for name, step, value, _ in server.points] == [("ict/loss", 1, 1.0)]
     assert server.params == {"seed": "of the launcher", "ict.batch": "32", "ict.lr": "0.0005"}
     assert server.runs == 0

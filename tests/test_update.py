@@ -14,16 +14,16 @@ import torch
 from click.testing import Result
 from rich.console import Console
 from safetensors.torch import load_file
-from tiny import DOCUMENTS, World, tiny_models
-from toy import cli, trained_project
+from small_project import cli, trained_project
+from small_world import DOCUMENTS, World, tiny_models
 
 from realmops.artifacts import write_manifest
+from realmops.commands.update import CHANGES, changed_answers, changes_markdown, changes_table, newest_state
 from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.openqa import Prediction
+from realmops.evaluate.predictions import Prediction
+from realmops.index import embeddings
 from realmops.index.embed import document_sequences
-from realmops.stages import common
-from realmops.stages.common import embed_changed, embed_corpus
-from realmops.stages.update import CHANGES, changed_answers, changes_markdown, changes_table, standing
+from realmops.index.embeddings import embed_changed, embed_corpus
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 
@@ -58,8 +58,8 @@ def test_what_is_new_is_read_some_at_a_time(world: World, monkeypatch: pytest.Mo
         read.append(len(rows))
         return document_sequences(snapshot, rows)
 
-    monkeypatch.setattr(common, "document_sequences", sequences)
-    monkeypatch.setattr(common, "_ROWS", 4)
+    monkeypatch.setattr(embeddings, "document_sequences", sequences)
+    monkeypatch.setattr(embeddings, "_ROWS", 4)
     row_P = np.full(12, -1)
     row_P[[2, 7]] = 1, 0
     earlier, embedded = torch.arange(16.0).view(2, 8), list[int]()
@@ -105,7 +105,7 @@ def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -
     assert metrics["questions"] == 2
     assert (folder / "results/report.html").is_file()
 
-    again = run(project, "snapshot", "--update")
+    again = run(project, "update")
     assert again.exit_code == 0, again.output
     assert "nothing to do" in again.stderr
 
@@ -123,7 +123,7 @@ def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pyte
 
     rewrite(project, [{"title": "Fresh", "text": f"A page about {killed}."}])
     with monkeypatch.context() as patched:
-        patched.setattr(f"realmops.stages.update.{killed}", dies)
+        patched.setattr(f"realmops.commands.update.{killed}", dies)
         assert run(project, "update").exit_code != 0
     [work] = (project / "root/.realmops/work").glob("update-*")
     if killed == "_embed":  # and again while it cleared up
@@ -135,12 +135,12 @@ def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pyte
 
 def test_an_update_that_is_being_written_is_not_the_newest(project: Path) -> None:
     root = project / "root"
-    before = standing(root)
+    before = newest_state(root)
     shutil.copytree(before.snapshot.parent, root / "updates" / f".0123456789ab.{'0' * 32}")
     manifest = json.loads((before.snapshot.parent / "manifest.json").read_text())
     fields = {key: manifest[key] for key in ("model", "corpus_hash")}
     write_manifest(root / "updates" / f".0123456789ab.{'0' * 32}", "update", number=99, **fields)
-    assert standing(root) == before
+    assert newest_state(root) == before
     shutil.rmtree(root / "updates" / f".0123456789ab.{'0' * 32}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import (
+from small_world import (
     MemoryCheckpoints,
     MemoryJournal,
     World,
@@ -25,8 +25,8 @@ from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed
 from realmops.index.mips import Exact
 from realmops.model.files import add_spans
-from realmops.model.joins import join_reader
 from realmops.model.retriever import Mixture
+from realmops.model.sequences import join_reader
 from realmops.train import windows as module
 from realmops.train.finetune import OpenQa
 from realmops.train.loop import Context
@@ -34,7 +34,7 @@ from realmops.train.parallel import Team
 from realmops.train.windows import (
     HARDEST,
     NEGATIVES_FROM,
-    Lesson,
+    WindowLesson,
     draw_windows,
     lessons_of,
     place_window,
@@ -190,7 +190,7 @@ def test_question_and_window_fit_the_reader(long_world: World) -> None:
 # ---- the loss
 
 
-def slow_loss(world: World, model: OpenQa, lesson: Lesson, windows: list[module.Window]) -> float:
+def slow_loss(world: World, model: OpenQa, lesson: WindowLesson, windows: list[module.Window]) -> float:
     """-log of the share of the right spans, one window and one span at a time."""
     spans, special = model.reader.spans, world.special
     assert spans is not None

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SCHEMA = 2
 UNSEALED = 1  # the schema of manifests that do not name their own digest; still read
@@ -108,6 +108,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def try_lock(file: IO[Any] | int, kind: int = fcntl.LOCK_EX) -> bool | None:
+    """Take a lock on an open file; False while another process has it, None on a volume without locks."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+
+
 def link_or_copy(source: str | Path, target: str | Path) -> None:
     """Give a file a second name, the one that a symbolic link leads to; copy it where the disk knows no links."""
     try:
@@ -129,8 +140,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     stage.mkdir()
     handle = os.open(stage, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a volume without locks: there nobody takes the folder for abandoned either
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try_lock(handle, fcntl.LOCK_SH)  # without locks nobody takes the folder for abandoned either
         yield stage
         for path in sorted(stage.rglob("*")):
             if path.is_file():
@@ -166,7 +176,8 @@ def _remove_abandoned(final: Path) -> None:
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not try_lock(handle):
+                    continue
                 if folder.suffix == ".old" and not final.exists():
                     os.rename(folder, final)
                 shutil.rmtree(folder, ignore_errors=True)

@@ -11,10 +11,11 @@ D width, H heads, V vocabulary, N chosen positions.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from realmops.config import RunOptions
 from realmops.encoders import CONFIG, read_config, read_weights
 
 BATCH_WORDPIECES = {"cpu": 1024, "cuda": 4096}  # padded; on a CPU what stays in a core's cache
@@ -95,7 +97,7 @@ _ONLY = {
 
 
 @dataclass(frozen=True)
-class Group:
+class PaddedGroup:
     """Sequences that attention pads together: ``size`` times ``longest`` padded rows from ``first`` on."""
 
     first: int
@@ -128,7 +130,7 @@ class Packed:
         self.positions_T = torch.from_numpy(position_T)
         self.first_B = torch.from_numpy(self.starts[:-1])
         first_row_B = np.empty(len(self.lengths), dtype=np.int64)
-        self.groups: list[Group] = []
+        self.groups: list[PaddedGroup] = []
         self.padded_rows = 0
         for rows in _attended_together(self.lengths):
             lengths_G = self.lengths[rows]
@@ -137,7 +139,7 @@ class Packed:
             padding = None
             if lengths_G.min() < longest:
                 padding = torch.arange(longest)[None, :] >= torch.from_numpy(lengths_G)[:, None]
-            self.groups.append(Group(self.padded_rows, size, longest, padding))
+            self.groups.append(PaddedGroup(self.padded_rows, size, longest, padding))
             self.padded_rows += size * longest
         self.padded_row_T = torch.from_numpy(np.repeat(first_row_B, self.lengths) + position_T)
         self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
@@ -197,22 +199,13 @@ def _like_lengths(lengths: Sequence[int], power: int, limit: int) -> Iterator[li
             start = end
 
 
-class _Pad(torch.autograd.Function):
-    """Rows of a packed tensor to their places in a padded one; its gradient is the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, rows_T: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(rows_T)
-        return x_TD.new_zeros(count, x_TD.shape[1]).index_copy_(0, rows_T, x_TD)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (rows_T,) = ctx.saved_tensors
-        return grads[0].index_select(0, rows_T), None, None
+def _pad(x_TD: Tensor, rows_T: Tensor, count: int) -> Tensor:
+    """Rows of a packed tensor to their places in a padded one."""
+    return x_TD.new_zeros(count, x_TD.shape[1]).index_copy_(0, rows_T, x_TD)
 
 
 class _Unpad(torch.autograd.Function):
-    """The inverse of :class:`_Pad`."""
+    """The inverse of :func:`_pad`; no two rows share a place, so that gradients are copied and not added up."""
 
     @staticmethod
     def forward(ctx: Any, x_PD: Tensor, rows_T: Tensor) -> Tensor:
@@ -224,12 +217,7 @@ class _Unpad(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (rows_T,) = ctx.saved_tensors
         grad_TD = grads[0]
-        return grad_TD.new_zeros(ctx.count, grad_TD.shape[1]).index_copy_(0, rows_T, grad_TD), None
-
-
-def _pad(x_TD: Tensor, rows_T: Tensor, count: int) -> Tensor:
-    padded: Tensor = _Pad.apply(x_TD, rows_T, count)  # type: ignore[no-untyped-call]
-    return padded
+        return _pad(grad_TD, rows_T, ctx.count), None
 
 
 def _unpad(x_PD: Tensor, rows_T: Tensor) -> Tensor:
@@ -269,7 +257,7 @@ class _Layer(nn.Module):
         y_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
         return y_PD if batch.in_place else _unpad(y_PD, batch.padded_row_T)
 
-    def _attend_group(self, qkv_PD: Tensor, group: Group) -> Tensor:
+    def _attend_group(self, qkv_PD: Tensor, group: PaddedGroup) -> Tensor:
         qkv_GLD = qkv_PD.view(group.size, group.longest, 3, self.heads, -1)
         q_GHLD, k_GHLD, v_GHLD = qkv_GLD.permute(2, 0, 3, 1, 4).unbind(0)
         padding = None if group.is_padding_GL is None else group.is_padding_GL[:, None, None, :]
@@ -378,6 +366,12 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if capable else torch.float32
+
+
+def device_and_dtype(run: RunOptions) -> tuple[torch.device, torch.dtype]:
+    """Where ``run.device`` and ``run.precision`` let models work, and in which numbers."""
+    device = resolve_device(run.device)
+    return device, resolve_precision(run.precision, device)
 
 
 @contextmanager
@@ -514,3 +508,20 @@ def save_bert(folder: Path, bert: Bert, head: MaskedWordHead | None = None) -> N
 
     (folder / "config.json").write_text(json.dumps(bert.config.to_json(), indent=1) + "\n")
     (folder / "model.safetensors").write_bytes(save(export_state(bert, head)))
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+def tune_process(threads: int) -> None:
+    """What every process that works with models wants, once."""
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next: fresh pages for every tensor cost more than its use."""
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # larger tensors go back at once, or memory would grow without end
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)

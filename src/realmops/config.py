@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import typing
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 LARGEST_FILE = 1 << 20
+CLOSED_BOOK = ("t5",)  # of finetune.reader: those that read no passages
 
 
 @dataclass(frozen=True)
-class Run:
+class Range:
+    """The numbers that a field takes; a field without a range takes those above 0."""
+
+    least: int | None = None  # None: more than 0
+    most: float = math.inf
+
+
+Count = Annotated[int, Range(least=0)]
+Amount = Annotated[float, Range(least=0)]
+Share = Annotated[float, Range(least=0, most=1)]
+Part = Annotated[float, Range(most=1)]  # a share that is not 0
+
+
+@dataclass(frozen=True)
+class RunOptions:
     """Options of every stage."""
 
-    seed: int
+    seed: Count
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["auto", "fp32", "bf16"]
     threads: int
@@ -38,18 +52,18 @@ class BertOptions:
     heads: int
     intermediate: int
     positions: int
-    dropout: float
+    dropout: Share
 
 
 @dataclass(frozen=True)
 class Sample:
     """The embedded corpus."""
 
-    seed: int
+    seed: Count
     subjects: int
     warmup_worlds: int
-    test_share: float
-    dev_share: float
+    test_share: Part
+    dev_share: Part
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,7 @@ class SnapshotOptions:
     block_wordpieces: int
     whole_documents: bool
     wikipedia_titles: bool
-    broken_share: float
+    broken_share: Share
     workers: int
 
 
@@ -85,10 +99,10 @@ class Tag:
     train: str
     dev: str
     dates: bool
-    steps: int
+    steps: Count
     batch_size: int
     learning_rate: float
-    hidden: float
+    hidden: Share
     wordpieces: int
 
 
@@ -99,7 +113,7 @@ class RetrieverOptions:
     tower: Literal["bert", "bag"]
     pooling: Literal["auto", "cls", "mean"]
     projection: Literal["orthogonal", "identity", "pca", "random"]
-    embedding_width: int
+    embedding_width: Count
     head: Literal["paper", "release", "normalised", "cosine"]
     temperature: float
     segments: Literal["auto", "one", "two"]
@@ -121,7 +135,7 @@ class IndexOptions:
     """How passages are searched."""
 
     type: Literal["auto", "exact", "ivf", "hnsw", "pq"]
-    target_recall: float
+    target_recall: Part
 
 
 @dataclass(frozen=True)
@@ -130,17 +144,17 @@ class Ict:
 
     task: Literal["cloze", "crop"]
     crops: int
-    steps: int
+    steps: Count
     batch_size: int
     learning_rate: float
     query_wordpieces: int
-    removal: float
+    removal: Share
     neighbours: int
-    reader_steps: int
+    reader_steps: Count
     reader_batch_size: int
     reader_learning_rate: float
     reader_wordpieces: int
-    reader_random_masks: float
+    reader_random_masks: Share
     checkpoint_every: int
 
 
@@ -148,12 +162,12 @@ class Ict:
 class Pretrain:
     """REALM pre-training and its exchange with the index builder."""
 
-    steps: int
+    steps: Count
     batch_size: int
     candidates: int
     retriever_learning_rate: float
     reader_learning_rate: float
-    retriever_delay: int
+    retriever_delay: Count
     query_wordpieces: int
     reader_wordpieces: int
     examples: Literal["corpus", "warmup"]
@@ -162,9 +176,9 @@ class Pretrain:
     marginal: Literal["joint", "per_token"]
     null_document: bool
     exclude_trivial: bool
-    crop_weight: float
+    crop_weight: Amount
     refresh_every: int
-    lag: int
+    lag: Count
     adopt: Literal["fixed_lag", "as_soon_as_ready"]
     query_encoder: Literal["snapshot", "fresh"]
     max_staleness_steps: int
@@ -173,9 +187,14 @@ class Pretrain:
     builder_timeout: float
     exchange: str
     shard_rows: int
-    staleness_queries: int
-    collapse_share: float
-    masked_sentences: int
+    staleness_queries: Count
+    collapse_share: Share
+    masked_sentences: Count
+
+    @property
+    def documents(self) -> int:
+        """Passages among the candidates of an example, the null document left out."""
+        return self.candidates - int(self.null_document)
 
 
 @dataclass(frozen=True)
@@ -186,11 +205,11 @@ class Finetune:
     reader: Literal["pretrain", "ict", "t5"]
     span_loss: Literal["marginal", "hard_em", "per_passage"]
     retriever_training: Literal["queries", "passages"]
-    retriever_epochs: float
+    retriever_epochs: Amount
     retriever_batch_size: int
-    retriever_refresh_every: int
+    retriever_refresh_every: Count
     reader_training: Literal["passages", "windows"]
-    epochs: float
+    epochs: Amount
     batch_size: int
     retriever_learning_rate: float
     reader_learning_rate: float
@@ -204,19 +223,24 @@ class Finetune:
     span_width: int
     checkpoint_every: int
 
+    @property
+    def reads_passages(self) -> bool:
+        """Whether the reader answers from passages, and not from its weights alone."""
+        return self.reader not in CLOSED_BOOK
+
 
 @dataclass(frozen=True)
 class ClosedBookOptions:
     """A T5 that answers without reading (``finetune.reader: t5``)."""
 
     init: str
-    steps: int
+    steps: Count
     batch_size: int
     learning_rate: float
-    epochs: float
-    passage_wordpieces: int
-    question_wordpieces: int
-    answer_wordpieces: int
+    epochs: Amount
+    passage_wordpieces: Annotated[int, Range(least=8)]
+    question_wordpieces: Annotated[int, Range(least=2)]
+    answer_wordpieces: Annotated[int, Range(least=2)]
     checkpoint_every: int
 
 
@@ -224,18 +248,18 @@ class ClosedBookOptions:
 class Optimiser:
     """BERT's AdamW."""
 
-    weight_decay: float
+    weight_decay: Amount
     clip: float
     bias_correction: bool
-    warmup_share: float
-    warmup_min: int
+    warmup_share: Share
+    warmup_min: Count
 
 
 @dataclass(frozen=True)
 class Evaluate:
     """Evaluation."""
 
-    bootstrap: int
+    bootstrap: Count
     bm25: bool
 
 
@@ -247,67 +271,25 @@ class Tracking:
     experiment: str
 
 
-@dataclass(frozen=True)
-class Config:
-    """All sections of params.yaml."""
-
-    run: Run
-    bert: BertOptions
-    sample: Sample
-    snapshot: SnapshotOptions
-    questions: QuestionFiles
-    tag: Tag
-    retriever: RetrieverOptions
-    reader: ReaderOptions
-    index: IndexOptions
-    ict: Ict
-    pretrain: Pretrain
-    finetune: Finetune
-    closed_book: ClosedBookOptions
-    optimiser: Optimiser
-    evaluate: Evaluate
-    tracking: Tracking
-
-
-SECTIONS: dict[str, type] = {f.name: typing.get_type_hints(Config)[f.name] for f in dataclasses.fields(Config)}
-
-# what a number must satisfy beside its type: section.key -> (smallest, largest)
-_POSITIVE = {
-    "steps": 0,
-    "epochs": 0,
-    "reader_steps": 0,
-    "retriever_delay": 0,
-    "retriever_epochs": 0,
-    "retriever_refresh_every": 0,
-    "lag": 0,
-    "staleness_queries": 0,
-    "seed": 0,
-    "hidden": 0,
-    "weight_decay": 0,
-    "warmup_share": 0,
-    "warmup_min": 0,
-    "dropout": 0,
-    "removal": 0,
-    "reader_random_masks": 0,
-    "collapse_share": 0,
-    "broken_share": 0,
-    "bootstrap": 0,
-    "masked_sentences": 0,
-    "crop_weight": 0,
-    "embedding_width": 0,
+SECTIONS: dict[str, type] = {
+    "run": RunOptions,
+    "bert": BertOptions,
+    "sample": Sample,
+    "snapshot": SnapshotOptions,
+    "questions": QuestionFiles,
+    "tag": Tag,
+    "retriever": RetrieverOptions,
+    "reader": ReaderOptions,
+    "index": IndexOptions,
+    "ict": Ict,
+    "pretrain": Pretrain,
+    "finetune": Finetune,
+    "closed_book": ClosedBookOptions,
+    "optimiser": Optimiser,
+    "evaluate": Evaluate,
+    "tracking": Tracking,
 }
-_AT_MOST_ONE = {
-    "target_recall",
-    "hidden",
-    "test_share",
-    "dev_share",
-    "dropout",
-    "removal",
-    "reader_random_masks",
-    "collapse_share",
-    "broken_share",
-    "warmup_share",
-}
+"""All sections of params.yaml, in its order."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -426,9 +408,6 @@ def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
                 f"{name} is {values[section][key]}, but the encoder has bert.positions={positions}; "
                 "lower the one or raise the other"
             )
-    for name, least in (("question_wordpieces", 2), ("answer_wordpieces", 2), ("passage_wordpieces", 8)):
-        if values["closed_book"][name] < least:
-            raise ValueError(f"closed_book.{name} is {values['closed_book'][name]}; it must be at least {least}")
     if values["reader"]["apart"] and not values["reader"]["copies"]:
         raise ValueError(
             "reader.apart is true and reader.copies false: what is read apart is joined by the copy head alone; set "
@@ -511,18 +490,20 @@ def check_names(values: Mapping[str, Any], source: str) -> None:
 def parse_section(name: str, values: Mapping[str, Any], source: str = "params") -> Any:
     """One section as its dataclass; ValueError names a key that is unknown, missing, of a wrong type or range."""
     section = SECTIONS[name]
-    hints = typing.get_type_hints(section)
+    hints = typing.get_type_hints(section, include_extras=True)
     for key in values:
         if key not in hints:
             raise ValueError(f"{source}: unknown key {name}.{key}; its keys are {', '.join(hints)}")
     for key in hints:
         if key not in values:
             raise ValueError(f"{source}: the key {name}.{key} is missing; take it from the project's params.yaml")
-    checked = {key: _checked(values[key], hint, f"{source}: {name}.{key}", key) for key, hint in hints.items()}
-    return section(**checked)
+    return section(**{key: _checked(values[key], hint, f"{source}: {name}.{key}") for key, hint in hints.items()})
 
 
-def _checked(value: Any, hint: Any, where: str, key: str) -> Any:
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    bounds = Range()
+    if typing.get_origin(hint) is Annotated:
+        hint, bounds = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         if value not in allowed:
@@ -538,13 +519,11 @@ def _checked(value: Any, hint: Any, where: str, key: str) -> Any:
     if hint in (int, float):
         if not math.isfinite(value):
             raise ValueError(f"{where} is {value}; a finite number is wanted")
-        smallest = _POSITIVE.get(key)
-        if (value < smallest) if smallest is not None else (value <= 0):
-            raise ValueError(
-                f"{where} is {value}; it must be {'more than 0' if smallest is None else f'at least {smallest}'}"
-            )
-        if key in _AT_MOST_ONE and value > 1:
-            raise ValueError(f"{where} is {value}; it must be at most 1")
+        if value < bounds.least if bounds.least is not None else value <= 0:
+            least = "more than 0" if bounds.least is None else f"at least {bounds.least}"
+            raise ValueError(f"{where} is {value}; it must be {least}")
+        if value > bounds.most:
+            raise ValueError(f"{where} is {value}; it must be at most {bounds.most}")
     return value
 
 

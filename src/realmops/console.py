@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOSPC
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PLAIN_SECONDS = 10.0
 
@@ -35,27 +39,44 @@ class Console:
         print(f"{name}: {', '.join(shown)}", flush=True)
 
 
+def show(text: str | Table, columns: int) -> None:
+    """Print a text as it is, or a table as wide as the terminal; elsewhere than on a terminal so many columns wide."""
+    if isinstance(text, str):
+        print(text, flush=True)
+        return
+    from rich.console import Console as Screen
+
+    Screen(width=None if Screen().is_terminal else columns).print(text)
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does: half-written files are removed, child processes stopped."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+
 @contextmanager
 def explained_errors() -> Iterator[None]:
     """Errors that a person can mend end the process with one message; exit code 2, of a TimeoutError 1."""
     try:
         yield
     except (ValueError, TimeoutError) as error:
-        print(f"realmops: {error}", file=sys.stderr, flush=True)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+        _end(f" {error}", 2 if isinstance(error, ValueError) else 1)
     except RuntimeError as error:
         from realmops.index.exchange import ExchangeError
 
         if not isinstance(error, ExchangeError):
             raise
-        print(f"realmops: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _end(f" {error}")
     except OSError as error:
         path = error.filename2 or error.filename
         name = f" {path}:" if path else ""
         advice = " Make room and run the same command again: it goes on where it was." if error.errno == ENOSPC else ""
-        print(f"realmops:{name} {error.strerror or error}.{advice}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _end(f"{name} {error.strerror or error}.{advice}")
+
+
+def _end(message: str, code: int = 2) -> None:
+    print(f"realmops:{message}", file=sys.stderr, flush=True)
+    sys.exit(code)
 
 
 def _bar(label: str, total: int, unit: str) -> Callable[[int], None]:

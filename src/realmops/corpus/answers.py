@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.corpus.characters import character_class
-
 MATCH_SECONDS = 1.0  # of processor time, for one expression in one text
 LONGEST_EXPRESSION = 10_000  # characters
 BETWEEN = b"\xff"  # occurs in no UTF-8
@@ -190,11 +188,9 @@ def answer_token_spans(
 ) -> list[tuple[int, int]]:
     """(first, end) wordpieces of every occurrence of an answer in a passage, in order.
 
-    Only occurrences that begin and end where a wordpiece does: the text cut by the span's characters is then
-    the text found, less blanks around it. Longer ones than ``max_wordpieces`` are left out.
-
-    Args:
-        chars: [t, 2] start and end character of each wordpiece in the text.
+    ``chars`` [t, 2] are start and end character of each wordpiece in the text.  Only occurrences that begin and end
+    where a wordpiece does: the text cut by the span's characters is then the text found, less blanks around it.
+    Longer ones than ``max_wordpieces`` are left out.
     """
     spans_of = _rule(rule)
     found = sorted({_trimmed(text, span) for answer in answers for span in spans_of(text, answer)})
@@ -234,7 +230,8 @@ def _tokens(text: str) -> Sequence[tuple[str, int, int]]:
 
 
 @cache
-def _unicode_token() -> re.Pattern[str]:
+def _unicode_token() -> Any:
     """Runs of the Unicode categories L, M and N, else one character of neither Z nor C."""
-    words = character_class("L", "M", "N")
-    return re.compile(f"[{words}]+|[^{words}{character_class('Z', 'C')}]")
+    import regex
+
+    return regex.compile(r"[\p{L}\p{M}\p{N}]+|[^\p{L}\p{M}\p{N}\p{Z}\p{C}]")

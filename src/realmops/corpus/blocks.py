@@ -9,6 +9,8 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from realmops.corpus.compressed import open_plain
+
 _LARGEST = 16 << 20  # bytes of one record
 
 
@@ -23,11 +25,7 @@ def read_records(path: Path) -> Iterator[bytes]:
             "made from, blocks.tfr and titles.tfr of enwiki-20181220 (ORQA's published data), or bring the passages "
             'as JSON lines {"title": ..., "text": ...} in the same order'
         )
-    try:
-        file = open(path, "rb")  # noqa: SIM115 (closed below)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    with file:
+    with open_plain(path) as file:
         for number in itertools.count(1):
             head = file.read(12)
             if not head:

@@ -1,13 +1,11 @@
 """Questions made from the corpus: a salient span is taken out of its sentence, and it is the answer.
 
-Only spans that stand in another passage too are taken.  The reader learns from the passage with the sentence, as a
-person's question has its words from the passage that answers it; learning from the other passages taught it half as
-much.  Questions for dev and test are harder: there the passages with the sentence do not count as evidence
+Only spans that stand in another passage too are taken.  The reader learns from the passage with the sentence; learning
+from the others taught it half as much.  For dev and test the passages with the sentence do not count as evidence
 (``Question.not_in``), so that the answer has to be found elsewhere.
 
-A question is a question word and the clause without the span, in disorder: either half first, words left out, the
-others moved by a place or two (the noisy clozes of Lewis et al. 2019).  Without that noise the reader learns to lay two
-equal texts side by side.  Numbers are asked for beside the salient spans.
+A question is a question word and the clause without the span, in disorder (the noisy clozes of Lewis et al. 2019): else
+the reader learns to lay two equal texts side by side.  Numbers are asked for beside the salient spans.
 """
 
 from __future__ import annotations

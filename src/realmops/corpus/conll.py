@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
+
+from realmops.corpus.compressed import DAMAGE, open_compressed
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,11 @@ class TaggedSentence:
 
 
 def read_conll(path: Path) -> list[TaggedSentence]:
-    """Sentences of a CoNLL file (plain or .gz): first column the token, last column the tag.
+    """Sentences of a CoNLL file (plain, .gz or .bz2): first column the token, last column the tag.
 
-    UNER's numbered lines (number, token, tag, annotator) are read too.
-
-    IO, IOB1 and IOB2 tags all become IOB2.  ``-DOCSTART-`` lines, and lines that start with ``# `` in front
-    of a sentence, are skipped.  ValueError names the file and line of what cannot be read.
+    UNER's numbered lines (number, token, tag, annotator) are read too. IO, IOB1 and IOB2 tags all become IOB2.
+    ``-DOCSTART-`` lines, and lines that start with ``# `` in front of a sentence, are skipped.  ValueError names the
+    file and line of what cannot be read.
     """
     sentences = list(_sentences(path))
     if not any(tag != "O" for s in sentences for tag in s.tags):
@@ -33,17 +34,14 @@ def read_conll(path: Path) -> list[TaggedSentence]:
 
 
 def _sentences(path: Path) -> Iterator[TaggedSentence]:
-    import gzip
-
     if not path.is_file():
         raise ValueError(
             f"{path} does not exist; set tag.train and tag.dev to CoNLL files, or tag.method to dates or given"
         )
-    opener = gzip.open if path.suffix == ".gz" else open
     rows: list[tuple[int, list[str]]] = []
     commented = False
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with open_compressed(path) as (raw, _), TextIOWrapper(raw, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 columns = line.split()
                 if not columns or columns[0] == "-DOCSTART-":
@@ -54,7 +52,7 @@ def _sentences(path: Path) -> Iterator[TaggedSentence]:
                     commented = True
                 else:
                     rows.append((number, columns))
-    except (UnicodeDecodeError, EOFError, OSError, zlib.error) as error:
+    except (UnicodeDecodeError, *DAMAGE) as error:
         raise ValueError(f"{path} cannot be read as UTF-8 text: {error}") from None
     if rows:
         yield _sentence(path, rows, commented)

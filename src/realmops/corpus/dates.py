@@ -1,12 +1,9 @@
 """The date expression: salient spans beside those of a named-entity tagger (REALM, section 3.4).
 
-Found are days (12 May 1999, May 12th, 2004-05-12, 12/05/1999), months with a year, years 1000 to 2100 and
-ranges of them, years with an era (44 BC), decades (1990s, the '90s) and centuries (19th century). A bare
-number of four digits is a year only where its neighbours allow it: "in 1999", "(1999)" or "1999." but not
-"1999 people", "ISO 1999", "$1999", "1999.1" or "555-1999".
-
-Every pattern has a bounded length and no nested repetition, and neighbours are looked up in a window of fixed
-size: time is linear in the text.
+Found are days (12 May 1999, May 12th, 2004-05-12, 12/05/1999), months with a year, years 1000 to 2100 and ranges of
+them, years with an era (44 BC), decades (1990s, the '90s) and centuries (19th century). A bare number of four digits is
+a year only where its neighbours allow it: "in 1999" or "(1999)" but not "1999 people", "ISO 1999" or "$1999".
+Every pattern has a bounded length and no nested repetition: time is linear in the text.
 """
 
 from __future__ import annotations
@@ -62,25 +59,19 @@ def _words(text: str) -> frozenset[str]:
 
 # After one of these a number is a name, an amount or a place in a book.
 _NO_YEAR_BEFORE = _words(
-    "$ € £ ¥ approximately almost exactly nearly over roughly another some these those only no. no nos."
-    " number"
-    " numbers page pages p. pp. chapter section sections line lines item items article vol. volume model type"
-    " version v v. code area route highway flight room port lot rfc iso din psalm boeing"
+    "$ € £ ¥ approximately almost exactly nearly over roughly another some these those only no. no nos. number "
+    "numbers page pages p. pp. chapter section sections line lines item items article vol. volume model type "
+    "version v v. code area route highway flight room port lot rfc iso din psalm boeing"
 )
 _VERSION_BEFORE = _words("version versions v v. release build ip firmware")
 _YEAR_BEFORE = _words(
     "in since until till during circa c. ca. year years early late mid spring summer autumn fall winter"
 )
 _UNITS = _words(
-    "people men women persons inhabitants residents soldiers troops students households families"
-    " workers hours"
-    " hrs minutes seconds days weeks months years times dollars euros pounds francs marks yen cents"
-    " metres meters"
-    " miles kilometres kilometers feet ft yards acres hectares m km cm mm kg g lb lbs tons tonnes mph"
-    " hp kw mw"
-    " watts volts hz mhz ghz mb gb kb percent per species copies words votes points items units million"
-    " billion"
-    " thousand"
+    "people men women persons inhabitants residents soldiers troops students households families workers hours hrs "
+    "minutes seconds days weeks months years times dollars euros pounds francs marks yen cents metres meters miles "
+    "kilometres kilometers feet ft yards acres hectares m km cm mm kg g lb lbs tons tonnes mph hp kw mw watts volts "
+    "hz mhz ghz mb gb kb percent per species copies words votes points items units million billion thousand"
 )
 # What is counted stands in the plural; these words in -s may follow a year all the same.
 _NO_PLURAL = _words("as census class focus has his is its process series this was")

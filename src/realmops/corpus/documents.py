@@ -124,9 +124,12 @@ def document_of(record: dict[str, Any], place: str) -> Document:
     text = check_text(require(record, "text", place), "text", place)
     given = record.get("id")
     identifier = None if given is None else check_id(given, place)
-    spans = tuple(_span(span, len(text), place) for span in _span_list(record, place))
+    spans = record.get("spans", [])
+    if not isinstance(spans, list):
+        raise ValueError(f"{place}: 'spans' is {type(spans).__name__}, wanted a list of [start, end, label]")
+    given_spans = tuple(_span(span, len(text), place) for span in spans)
     others = {key: value for key, value in record.items() if key not in _OWN_KEYS}
-    return Document(title, text, identifier, spans, place, extra_of(others, place))
+    return Document(title, text, identifier, given_spans, place, _extra(others, place))
 
 
 def outcome_of(record: dict[str, Any], place: str) -> Outcome:
@@ -138,7 +141,7 @@ def outcome_of(record: dict[str, Any], place: str) -> Outcome:
     return document if document.text.strip() else Dropped(place, "empty_text")
 
 
-def extra_of(others: dict[str, Any], place: str) -> str:
+def _extra(others: dict[str, Any], place: str) -> str:
     """Other columns as a canonical JSON object: what JSON has not becomes text, bytes and NaN null."""
     if not others:
         return ""
@@ -207,13 +210,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
-
-
-def _span_list(record: dict[str, Any], place: str) -> list[Any]:
-    spans = record.get("spans", [])
-    if not isinstance(spans, list):
-        raise ValueError(f"{place}: 'spans' is {type(spans).__name__}, wanted a list of [start, end, label]")
-    return spans
 
 
 def _span(span: Any, length: int, place: str) -> tuple[int, int, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 
 class GrowingFile:
@@ -50,13 +50,11 @@ class FlatArray(GrowingFile):
     The header is written again with the true length by ``close``: numpy leaves room in it for the first axis.
     """
 
-    def __init__(
-        self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...] = (), size: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = (), size: int | None = None) -> None:
         super().__init__(path, size)
-        self._dtype = dtype
+        self._dtype: np.dtype[Any] = np.dtype(dtype)
         self._row_shape = row_shape
-        self._row_bytes = dtype.itemsize * int(np.prod(row_shape))
+        self._row_bytes = self._dtype.itemsize * int(np.prod(row_shape))
         self._header_bytes = len(self._header(0))
         if size is None:
             self.write(self._header(0))
@@ -94,7 +92,7 @@ class FlatOffsets(FlatArray):
     """Row borders int64 [P + 1] under construction: entry i to entry i + 1 are the rows of item i."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
-        super().__init__(path, np.dtype(np.int64), (), size)
+        super().__init__(path, np.int64, size=size)
         if size is None:
             self._last = 0
             self.append(np.zeros(1, np.int64))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from realmops.corpus.documents import Outcome, Raw, Rejected
 from realmops.corpus.formats import FORMATS, Source
@@ -24,15 +23,7 @@ _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
 
 Records = list[tuple[str, list[Raw | Rejected]]]  # by the name of their format
-Made = TypeVar("Made", covariant=True)
 T = TypeVar("T")
-
-
-class Work(Protocol[Made]):
-    """What a worker does with the records of a batch."""
-
-    def __call__(self, records: Records, /) -> Made:
-        """Work on one batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +89,15 @@ def convert(records: Records) -> list[Outcome]:
 
 @contextmanager
 def workers_in_order(
-    workers: int, sources: Sequence[Source], make: Callable[..., Work[T]], *arguments: Any
+    workers: int, sources: Sequence[Source], make: Callable[..., Callable[[Records], T]], *arguments: Any
 ) -> Iterator[Callable[[Iterable[Batch]], Iterator[tuple[Batch, T]]]]:
     """A function that works on batches in order: here with one worker, else in processes of their own.
 
-    Each process makes its own ``Work`` by ``make(*arguments)``.
+    Each process makes its own by ``make(*arguments)``: a function of the records of a batch.
     """
     if workers == 1:
-        with _one_thread():
-            work = make(*arguments)
-            yield lambda stream: ((batch, work(_records(sources, batch))) for batch in stream)
+        work = make(*arguments)
+        yield lambda stream: ((batch, work(_records(sources, batch))) for batch in stream)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make, arguments)) as pool:
@@ -122,12 +112,11 @@ def _records(sources: Sequence[Source], batch: Batch) -> Records:
     return [(sources[number].format.name, records) for number, records in batch.runs]
 
 
-_work: Work[Any] | None = None
+_work: Callable[[Records], Any] | None = None
 
 
-def _start_worker(make: Callable[..., Work[Any]], arguments: tuple[Any, ...]) -> None:
+def _start_worker(make: Callable[..., Callable[[Records], Any]], arguments: tuple[Any, ...]) -> None:
     global _work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work = make(*arguments)
 
 
@@ -148,18 +137,3 @@ def _in_order(
             yield done, future.result()
     for done, future in waiting:
         yield done, future.result()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep ``tokenizers`` from starting a thread per core: the number of workers is the user's choice."""
-    key = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(key)
-    os.environ[key] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[key]
-        else:
-            os.environ[key] = before

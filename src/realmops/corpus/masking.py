@@ -20,11 +20,7 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mask_positions(
-    scheme: str,
-    rng: np.random.Generator,
-    salient: tuple[int, int],
-    is_continuation: np.ndarray,
-    limit: int,
+    scheme: str, rng: np.random.Generator, salient: tuple[int, int], is_continuation: np.ndarray, limit: int
 ) -> np.ndarray:
     """Sorted positions to mask, at least one and at most ``limit``, under one of the schemes.
 

@@ -1,10 +1,8 @@
 """Documents cut into passages: greedy blocks of whole sentences (ORQA, Lee et al. 2019, section 4).
 
-Sentences come from ``sentencex`` (Wikimedia's splitter, MIT). Of five splitters tried on 22 short texts with
-abbreviations, initials, decimals and quotes, and on Wikipedia paragraphs for speed (one core), it was right
-most often and fastest: sentencex 20 right and 42 MB/s, nupunkt 19 and 4.0, pysbd 18 and 0.12, syntok 17 and
-0.64, blingfire 17 and 9.3. The tokenizer itself does 2 to 3 MB/s, so that a slower splitter would double the
-cost of ingestion. ``tests/test_passages.py`` keeps the 20.
+Sentences come from ``sentencex`` (Wikimedia's splitter). Of five splitters tried on 22 short texts and on Wikipedia
+paragraphs it was right most often and fastest, and faster than the tokenizer: sentencex 20 right and 42 MB/s, nupunkt
+19 and 4.0, pysbd 18 and 0.12, syntok 17 and 0.64, blingfire 17 and 9.3. ``tests/test_passages.py`` keeps the 20.
 """
 
 from __future__ import annotations
@@ -13,12 +11,11 @@ import hashlib
 import itertools
 import re
 import sys
-import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
+import regex
 import sentencex
 from numpy.typing import NDArray
 
@@ -28,6 +25,7 @@ from realmops.corpus.tokenizer import CachedTokenizer
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 
+_MARKS = regex.compile(r"\p{Mn}+")  # accents that stand on the character before
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
 SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
@@ -50,20 +48,13 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class PassageBatch:
-    """The passages of some documents.
-
-    Attributes:
-        ids: [T] body wordpieces of all passages, one after another.
-        chars: [T, 2] start and end of each wordpiece in its passage's text.
-        sentences: [S, 2] first and end wordpiece, relative to the passage's body.
-        titles: the title's wordpieces of each document.
-    """
+    """The passages of some documents."""
 
     passages: list[Passage]
-    ids: Ints
-    chars: Ints
-    sentences: Ints
-    titles: list[list[int]]
+    ids: Ints  # [T] body wordpieces of all passages, one after another
+    chars: Ints  # [T, 2] start and end of each wordpiece in its passage's text
+    sentences: Ints  # [S, 2] first and end wordpiece, relative to the passage's body
+    titles: list[list[int]]  # the title's wordpieces of each document
 
     def documents(self) -> list[int]:
         """The documents that have passages, in order."""
@@ -148,7 +139,6 @@ def cut_passages(
     """The passages of a batch of documents, wordpieces and offsets included.
 
     Without ``block_wordpieces`` each document is one passage.
-
     Every text is tokenised once, whole; characters of all texts are counted on in one line, so that one
     search finds the wordpieces of all sentences.
     """
@@ -166,12 +156,8 @@ def cut_passages(
         rows = range(first_row, first_row + counts[index])
         first_row = rows.stop
         lengths = [sentence_tokens[row][1] - sentence_tokens[row][0] for row in rows]
-        blocks = (
-            [(0, len(lengths))][: len(lengths)]
-            if block_wordpieces is None
-            else pack_sentences(lengths, len(title_ids[document.title]), block_wordpieces)
-        )
-        for first, end in blocks:
+        room = sys.maxsize if block_wordpieces is None else block_wordpieces
+        for first, end in pack_sentences(lengths, len(title_ids[document.title]), room):
             low, high = rows.start + first, rows.start + end - 1
             start, stop = sentence_chars[low][0] - bases[index], sentence_chars[high][1] - bases[index]
             passages.append(
@@ -200,18 +186,11 @@ def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> Non
     line = " ".join(document.text for document in documents)
     if line.isascii() or not len(chars):
         return
-    is_mark = _is_mark()[np.frombuffer(line.encode("utf-32-le"), np.uint32)]
-    border = np.flatnonzero(np.diff(is_mark, prepend=False, append=False))
-    start, stop = np.append(border[::2], len(line)), np.append(border[1::2], len(line))
+    marks = [match.span() for match in _MARKS.finditer(line)]
+    start, stop = np.array([*marks, (len(line), len(line))]).T
     ends = chars[:, 1].copy()
     run = np.searchsorted(start, ends)
     chars[:, 1] = np.where(start[run] == ends, stop[run], ends)
-
-
-@cache
-def _is_mark() -> NDArray[np.bool_]:
-    """For each character of Unicode whether it is an accent that stands on the character before."""
-    return np.array([unicodedata.category(chr(code)) == "Mn" for code in range(sys.maxunicode + 1)])
 
 
 def _sentences(

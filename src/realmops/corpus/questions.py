@@ -1,25 +1,24 @@
 """Questions with their answers, in the forms in which question sets are published.
 
 ``FORMATS`` names the forms; every complaint is a ValueError that begins with the file and, where there is one,
-the line.  Names that end in .gz are read as gzip.
+the line.  Names that end in .gz or .bz2 are unpacked.
 """
 
 from __future__ import annotations
 
 import ast
-import gzip
 import json
 import re
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import digest_of
 from realmops.corpus.answers import check_expression
+from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 from realmops.corpus.documents import check_id, check_text, read_json_lines, require
 
 AUTO = "auto"
@@ -28,7 +27,9 @@ LARGEST_LITERAL = 1 << 16  # characters of a list in DPR's files
 _HEAD = 1 << 16
 _BOM = b"\xef\xbb\xbf"
 _SQUAD_HEAD = re.compile(rb'\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:')
-_TARGET_TOKEN = re.compile(r'\s*(?:([()])|"((?:[^"\\]|\\.)*)"|([^\s()"]+))', re.DOTALL)
+_DESCRIPTION = re.compile(r'\(\s*description(?:\s*"((?:[^"\\]|\\.)*)"|\s+([^\s()"]+))\s*\)\s*', re.DOTALL)
+_TARGET = re.compile(rf"\s*\(\s*list\s*((?:{_DESCRIPTION.pattern})*)\)\s*", re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +126,8 @@ def in_orqa_dev(question: str) -> bool:
 
 def json_line(question: Question) -> bytes:
     """A question in the form ``jsonl``."""
-    record: dict[str, Any] = {
-        "id": question.id,
-        "question": question.question,
-        "answers": list(question.answers),
-    }
-    if question.passage_id is not None:
-        record["passage_id"] = question.passage_id
-    if question.is_regex:
-        record["is_regex"] = True
-    if question.not_in:
-        record["not_in"] = list(question.not_in)
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+    said = {name: value for name, value in asdict(question).items() if value not in (None, False, ())}
+    return json.dumps(said, ensure_ascii=False).encode() + b"\n"
 
 
 def _question(record: _Record, copies: Counter[str]) -> Question:
@@ -287,16 +278,10 @@ def _detected(path: Path) -> str:
 def _content(path: Path, limit: int | None = None) -> bytes:
     """A whole file, unpacked; its first bytes with ``limit``."""
     try:
-        with gzip.open(path, "rb") if path.name.endswith(".gz") else open(path, "rb") as file:
-            content: bytes = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
-    except EOFError:
-        raise ValueError(f"{path}: the gzip file ends in the middle; it was cut: copy or download it again") from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}: no valid gzip data ({error}); copy the file again, or take .gz off its name if it is plain text"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+        with open_compressed(path) as (file, _):
+            content = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
+    except DAMAGE as error:
+        raise ValueError(f"{path}: {damage(error, path)}") from None
     if len(content) > LARGEST_CONTENT:
         raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it, or give JSON lines")
     return content
@@ -368,24 +353,7 @@ def _literal(text: str, place: str) -> list[Any]:
 
 def _descriptions(target: str, place: str) -> list[str]:
     """The names in ``(list (description "A B") (description C))``."""
-    problem = f'{place}: targetValue is {target[:100]!r}, wanted (list (description "...") ...); correct it'
-    tokens: list[tuple[str, str]] = []
-    position, end = 0, len(target.rstrip())
-    while position < end:
-        found = _TARGET_TOKEN.match(target, position)
-        if found is None:
-            raise ValueError(problem)
-        mark, quoted, word = found.groups()
-        value = re.sub(r"\\(.)", r"\1", quoted, flags=re.DOTALL) if quoted is not None else word
-        tokens.append((mark, "") if mark else ("", value))
-        position = found.end()
-    if tokens[:2] != [("(", ""), ("", "list")] or tokens[-1:] != [(")", "")] or len(tokens[2:-1]) % 4:
-        raise ValueError(problem)
-    names = []
-    for start in range(2, len(tokens) - 1, 4):
-        match tokens[start : start + 4]:
-            case [("(", ""), ("", "description"), ("", name), (")", "")]:
-                names.append(name)
-            case _:
-                raise ValueError(problem)
-    return names
+    whole = _TARGET.fullmatch(target)
+    if whole is None:
+        raise ValueError(f'{place}: targetValue is {target[:100]!r}, wanted (list (description "...") ...); correct it')
+    return [word or _ESCAPED.sub(r"\1", quoted) for quoted, word in _DESCRIPTION.findall(whole[1])]

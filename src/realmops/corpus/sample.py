@@ -1,9 +1,10 @@
 """The embedded corpus: an encyclopedia of an invented world, its questions and typed entity spans.
 
-A world is a list of entities and a list of facts (subject, relation, object). Every fact is told in three or
-four documents in different words: in the subject's article and in the object's, or in that of a neighbour
-when the object is a date or a number. Questions use words that the fact's own sentences avoid where they can,
-and filler sentences use the words of questions without the answer, so that matching words is not enough.
+A world is a list of entities and a list of facts (subject, relation, object); ``sample_language.yaml`` has the words
+for them. Every fact is told in three or four documents in different words: in the subject's article and in the
+object's, or in that of a neighbour when the object is a date or a number. Questions use words that the fact's own
+sentences avoid where they can, and filler sentences use the words of questions without the answer, so that matching
+words is not enough.
 """
 
 from __future__ import annotations
@@ -11,38 +12,25 @@ from __future__ import annotations
 import gzip
 import io
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from string import Formatter
 from typing import Any, TypeVar
 
 import numpy as np
+import yaml
 
 from realmops.artifacts import canonical_json, seed_for
-from realmops.corpus.sample_templates import (
-    ADJECTIVES,
-    CITY_KINDS,
-    ENDINGS,
-    MEN,
-    MONTHS,
-    NOUNS,
-    OCCUPATIONS,
-    ORGANISATIONS,
-    QUALIFIERS,
-    RELATIONS,
-    SYLLABLES,
-    WOMEN,
-    WORKS,
-    Relation,
-)
 
+LANGUAGE = "sample_language.yaml"
 SUBJECTS_MIN, SUBJECTS_MAX = 60, 800
 NER_SENTENCES = {"train": 2000, "dev": 400}
 
-# Parts of the subjects by type; lakes and regions come on top, they have no facts of their own.
-_PERSON, _CITY, _ORGANISATION, _WORK, _PRIZE = 0.37, 0.2, 0.18, 0.16, 0.025
+# Parts of the subjects by type, the rest are landmarks; lakes and regions come on top, without facts of their own.
+_PARTS = {"person": 0.37, "city": 0.2, "organisation": 0.18, "work": 0.16, "prize": 0.025}
 _LABELS = {"person": "PER", "organisation": "ORG", "work": "MISC", "prize": "MISC"}
 _FOURTH_TELLING = 0.25
 _SAME_SPLIT = 0.65
@@ -67,6 +55,23 @@ _CHARTER_YEARS = (1150, 1700)
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One relation and every way of telling it; ``sample_language.yaml`` says what its fields mean."""
+
+    name: str
+    subjects: tuple[str, ...]
+    objects: tuple[str, ...]
+    share: float
+    forward: tuple[str, ...]
+    questions: tuple[str, ...]
+    fillers: tuple[str, ...]
+    inverse: tuple[str, ...] = ()
+    inverse_questions: tuple[str, ...] = ()
+    window: tuple[int, int] | None = None
+    symmetric: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Sentence:
 
 
 @dataclass(frozen=True)
-class Passage:
+class Paragraph:
     title: str
     sentences: tuple[Sentence, ...]
 
@@ -125,11 +130,11 @@ class Passage:
         return " ".join(sentence.text for sentence in self.sentences)
 
 
-@dataclass
+@dataclass(frozen=True)
 class World:
-    entities: list[Entity] = field(default_factory=list)
-    facts: list[Fact] = field(default_factory=list)
-    passages: list[Passage] = field(default_factory=list)
+    entities: list[Entity]
+    facts: list[Fact]
+    passages: list[Paragraph]
 
 
 def write_sample(
@@ -137,11 +142,10 @@ def write_sample(
 ) -> dict[str, Any]:
     """Write the embedded corpus into an existing stage folder; the same arguments give the same bytes.
 
-    `subjects` is the number of entities with facts (300 give about 2,350 documents), `warmup_worlds` the
-    number of other worlds of that size in warmup.jsonl.gz (at 300 subjects there are names for 7),
-    `test_share` and `dev_share` are parts of the subjects (0.37 and 0.21 give about 560 and 300 questions and
-    leave 780 for training). The entity that a question names belongs to the question's split, and so does the
-    fact's subject. Returns counts. Raises ValueError naming the parameter that is out of range.
+    `subjects` is the number of entities with facts (300 give about 2,350 documents), `warmup_worlds` that of other
+    worlds of that size in warmup.jsonl.gz (at 300 subjects there are names for 7), `test_share` and `dev_share` are
+    parts of the subjects. The entity that a question names belongs to the question's split, and so does the fact's
+    subject. Returns counts. Raises ValueError naming the parameter that is out of range.
     """
     _check(subjects, warmup_worlds, test_share, dev_share)
     used: set[str] = set()
@@ -154,11 +158,9 @@ def write_sample(
     warmup = [world(used, "warmup", number) for number in range(warmup_worlds)]
     questions = _questions(target, np.random.default_rng(seed_for(seed, "sample", "questions")))
 
+    others = [line for number, other in enumerate(warmup) for line in _documents(other, f"warmup{number}")]
     _write_lines(folder / "corpus.jsonl.gz", _documents(target, "doc"))
-    _write_lines(
-        folder / "warmup.jsonl.gz",
-        [line for number, other in enumerate(warmup) for line in _documents(other, f"warmup{number}")],
-    )
+    _write_lines(folder / "warmup.jsonl.gz", others)
     for split, asked in questions.items():
         _write_lines(folder / f"questions.{split}.jsonl.gz", asked)
     for part, sentences in ner.items():
@@ -192,38 +194,41 @@ def _check(subjects: int, warmup_worlds: int, test_share: float, dev_share: floa
 def build_world(seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None) -> World:
     """One world; names already in `used` are avoided and the new ones added to it."""
     rng = np.random.default_rng(seed)
-    world = World()
     names = _Names(rng, subjects, set() if used is None else used)
-    world.entities = _entities(names, rng, subjects, test_share, dev_share)
-    world.facts = _facts(world.entities, rng)
-    world.passages = _passages(world, rng)
-    return world
+    entities = _entities(names, rng, subjects, test_share, dev_share)
+    facts = _facts(entities, rng)
+    return World(entities, facts, _passages(entities, facts, rng))
 
 
-# --- entities -----------------------------------------------------------------------------------------
+@cache
+def _language() -> dict[str, Any]:
+    """The names, kinds and relations of all worlds, as people write them."""
+    language: dict[str, Any] = yaml.load(Path(__file__).with_name(LANGUAGE).read_bytes(), yaml.CSafeLoader)
+    return language
+
+
+@cache
+def relations() -> tuple[Relation, ...]:
+    """The relations of all worlds."""
+    found = []
+    for name, said in _language()["relations"].items():
+        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in said.items()}
+        found.append(Relation(name, **fields))
+    return tuple(found)
 
 
 class _Names:
     """Draws names that occur in no world drawn before it with the same `used`.
 
-    Most names have two parts, each shared with other names of the world, so that only both together tell
-    who or what is meant. Worlds draw their parts from the same small pools.
+    Most names have two parts, each shared with other names of the world: only both together tell who is meant.
     """
 
     def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
         self._rng = rng
         self._used = used
-        syllables = {
-            pool: [head + tail for head in heads for tail in tails] for pool, (heads, tails) in SYLLABLES.items()
-        }
         self._pools: dict[str, Sequence[str]] = {
-            **syllables,
-            "qualifier": QUALIFIERS,
-            "woman": WOMEN,
-            "man": MEN,
-            "adjective": ADJECTIVES,
-            "noun": NOUNS,
-            "ending": ENDINGS,
+            pool: parts.split() if isinstance(parts, str) else _joined(parts["heads"], parts["tails"])
+            for pool, parts in _language()["name_parts"].items()
         }
         self._parts = {
             pool: _shuffled(rng, parts)[: max(6, subjects // _SUBJECTS_PER_PART.get(pool, 1))]
@@ -246,60 +251,26 @@ class _Names:
         )
 
 
+def _joined(heads: str, tails: str) -> list[str]:
+    return [head + tail for head in heads.split() for tail in tails.split()]
+
+
 def _entities(
     names: _Names, rng: np.random.Generator, subjects: int, test_share: float, dev_share: float
 ) -> list[Entity]:
     """All entities of a world, type by type, each type split by the shares."""
-    people, cities, organisations, works, prizes = (
-        round(subjects * part) for part in (_PERSON, _CITY, _ORGANISATION, _WORK, _PRIZE)
-    )
-    landmarks = subjects - people - cities - organisations - works - prizes
+    counts = {type_: round(subjects * part) for type_, part in _PARTS.items()}
+    counts["landmark"] = subjects - sum(counts.values())
+    counts |= {"region": max(3, counts["city"] // 4), "lake": max(3, counts["landmark"] // 4)}
     entities: list[Entity] = []
-
-    def add(count: int, draw: Callable[[int, str], Entity]) -> None:
-        for number, split in enumerate(_splits(count, rng, test_share, dev_share)):
-            entities.append(draw(number, split))
-
-    def person(number: int, split: str) -> Entity:
-        woman = number % 2 == 0
-        occupation = OCCUPATIONS[number // 2 % len(OCCUPATIONS)]
-        pronouns = ("she", "her") if woman else ("he", "his")
-        name = names.new("{woman} {family}" if woman else "{man} {family}")
-        return Entity(name, "", "person", occupation, int(rng.integers(1780, 1891)), pronouns, split)
-
-    def thing(
-        name: str, type_: str, kind: str, split: str, years: tuple[int, int] = (0, 1), article: bool = False
-    ) -> Entity:
-        return Entity(name, "the " if article else "", type_, kind, int(rng.integers(*years)), ("it", "its"), split)
-
-    def organisation(number: int, split: str) -> Entity:
-        kind = list(ORGANISATIONS)[number % len(ORGANISATIONS)]
-        ending, article = ORGANISATIONS[kind]
-        return thing(names.new(f"{{brand}} {ending}"), "organisation", kind, split, (1800, 1921), article)
-
-    def city(number: int, split: str) -> Entity:
-        name = names.new("{city}" if number % 3 == 0 else "{qualifier} {town}")
-        return thing(name, "city", CITY_KINDS[number % len(CITY_KINDS)], split)
-
-    def landmark(number: int, split: str) -> Entity:
-        kind = ("mountain", "river", "bridge")[number % 3]
-        if kind == "mountain":
-            return thing(names.new("Mount {landmark}"), kind, kind, split)
-        name = names.new(f"{{landmark}} {kind.capitalize()}")
-        return thing(name, kind, kind, split, (1810, 1941), article=True)
-
-    add(people, person)
-    titles = ("The {adjective} {noun}", "{noun} of {ending}")
-    add(cities, city)
-    add(organisations, organisation)
-    add(works, lambda n, split: thing(names.new(*titles), "work", WORKS[n % len(WORKS)], split, (1830, 1941)))
-    add(landmarks, landmark)
-    add(
-        prizes,
-        lambda n, split: thing(names.new("{brand} Prize"), "prize", "prize", split, (1830, 1921), True),
-    )
-    add(max(3, cities // 4), lambda n, split: thing(names.new("{region}"), "region", "region", split))
-    add(max(3, landmarks // 4), lambda n, split: thing(names.new("Lake {landmark}"), "lake", "lake", split))
+    for type_, forms in _language()["entities"].items():
+        for number, split in enumerate(_splits(counts[type_], rng, test_share, dev_share)):
+            form = forms[number % len(forms)]
+            kind = form["kinds"][number // len(forms) % len(form["kinds"])]
+            name = names.new(*form["names"])
+            year = int(rng.integers(*form["years"])) if "years" in form else 0
+            she, her = form.get("pronouns", ("it", "its"))
+            entities.append(Entity(name, "the " if "article" in form else "", type_, kind, year, (she, her), split))
     return entities
 
 
@@ -309,14 +280,11 @@ def _splits(count: int, rng: np.random.Generator, test_share: float, dev_share: 
     return [splits[index] for index in rng.permutation(count)]
 
 
-# --- facts --------------------------------------------------------------------------------------------
-
-
 def _facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
     facts: list[Fact] = []
     mentions: Counter[str] = Counter()
-    partners: dict[str, list[str]] = {entity.name: [] for entity in entities}
-    for relation in RELATIONS:
+    partners: dict[str, list[str]] = defaultdict(list)
+    for relation in relations():
         paired: set[str] = set()
         for subject in entities:
             if not subject.is_a(relation.subjects) or rng.random() >= relation.share:
@@ -370,7 +338,7 @@ def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> F
         year = int(rng.integers(*_CHARTER_YEARS))
         answers = (str(year),)
     elif form == "day":
-        year, month, day = subject.year, _pick(rng, MONTHS), int(rng.integers(1, 29))
+        year, month, day = subject.year, _pick(rng, _language()["months"]), int(rng.integers(1, 29))
         answers = (f"{day} {month} {year}", f"{month} {day}, {year}")
     else:
         assert form == "year", form
@@ -378,9 +346,6 @@ def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> F
         year = subject.year + int(rng.integers(relation.window[0], relation.window[1] + 1))
         answers = (str(year),)
     return Fact(relation, subject, None, answers, year)
-
-
-# --- sentences ----------------------------------------------------------------------------------------
 
 
 def _render(template: str, fact: Fact, number: int, rng: np.random.Generator) -> Sentence:
@@ -431,17 +396,13 @@ def _with_pronoun(sentence: Sentence, subject: Entity) -> Sentence:
     return replace(sentence, text=text, spans=spans)
 
 
-# --- passages -----------------------------------------------------------------------------------------
-
-
 class _Fillers:
     """Hands out sentences about a subject that tell no fact, each at most once."""
 
-    def __init__(self, world: World, rng: np.random.Generator) -> None:
+    def __init__(self, facts: Sequence[Fact], rng: np.random.Generator) -> None:
         self._rng = rng
-        self._queues: dict[str, list[tuple[Fact, str]]] = {entity.name: [] for entity in world.entities}
-        for index in rng.permutation(len(world.facts)):
-            fact = world.facts[index]
+        self._queues: defaultdict[str, list[tuple[Fact, str]]] = defaultdict(list)
+        for fact in _shuffled(rng, facts):
             for template in rng.permutation(list(fact.relation.fillers)):
                 self._queues[fact.subject.name].append((fact, str(template)))
 
@@ -453,39 +414,40 @@ class _Fillers:
         return _render(template, fact, -1, self._rng)
 
 
-def _passages(world: World, rng: np.random.Generator) -> list[Passage]:
+def _passages(entities: Sequence[Entity], facts: Sequence[Fact], rng: np.random.Generator) -> list[Paragraph]:
     """Two sentences each, grouped by article (title), in the order of the entities."""
-    own, visits, guests = _tellings(world, rng)
-    fillers = _Fillers(world, rng)
-    articles: dict[str, list[Passage]] = {}
-    for entity in world.entities:
+    own, visits, guests = _tellings(facts, rng)
+    fillers = _Fillers(facts, rng)
+    articles: dict[str, list[Paragraph]] = {}
+    for entity in entities:
         articles[entity.name] = [
-            Passage(entity.name, _lengthened(pair, fillers))
+            Paragraph(entity.name, _lengthened(pair, fillers))
             for pair in _visit_pairs(visits[entity.name], guests, fillers, rng)
         ]
-    for entity in world.entities:
+    for entity in entities:
         sentences = own[entity.name] + guests[entity.name]
         for _ in sentences:
             if rng.random() < _OWN_FILLER and (filler := fillers.next(entity.name)):
                 sentences.append(filler)
-        about = [
-            Passage(entity.name, (first, *(_maybe_pronoun(later, entity, rng) for later in rest)))
-            for first, *rest in (
-                _lengthened(pair, fillers) for pair in _own_pairs(sentences, entity.name, fillers, rng)
-            )
-        ]
+        if len(sentences) % 2 and (filler := fillers.next(entity.name)):
+            sentences.append(filler)
+        about = []
+        for pair in _distinct_pairs(sentences, fillers, rng):
+            first, *rest = _lengthened(pair, fillers)
+            rest = [_with_pronoun(later, entity) if rng.random() < _PRONOUN else later for later in rest]
+            about.append(Paragraph(entity.name, (first, *rest)))
         articles[entity.name] = about + articles[entity.name]
-    return [passage for entity in world.entities for passage in articles[entity.name]]
+    return [passage for entity in entities for passage in articles[entity.name]]
 
 
 def _tellings(
-    world: World, rng: np.random.Generator
+    facts: Sequence[Fact], rng: np.random.Generator
 ) -> tuple[dict[str, list[Sentence]], dict[str, list[Sentence]], dict[str, list[Sentence]]]:
     """Sentences that tell facts: for the subject's article, for the object's, for a neighbour's."""
-    own: dict[str, list[Sentence]] = {entity.name: [] for entity in world.entities}
-    visits: dict[str, list[Sentence]] = {entity.name: [] for entity in world.entities}
-    guests: dict[str, list[Sentence]] = {entity.name: [] for entity in world.entities}
-    for number, fact in enumerate(world.facts):
+    own: dict[str, list[Sentence]] = defaultdict(list)
+    visits: dict[str, list[Sentence]] = defaultdict(list)
+    guests: dict[str, list[Sentence]] = defaultdict(list)
+    for number, fact in enumerate(facts):
         elsewhere = 1 + int(rng.random() < _FOURTH_TELLING)
         templates = _shuffled(rng, fact.relation.forward)
         tell = [_render(template, fact, number, rng) for template in templates]
@@ -515,14 +477,6 @@ def _visit_pairs(
     return pairs + _distinct_pairs(alone, fillers, rng)
 
 
-def _own_pairs(
-    sentences: list[Sentence], name: str, fillers: _Fillers, rng: np.random.Generator
-) -> list[tuple[Sentence, ...]]:
-    if len(sentences) % 2 and (filler := fillers.next(name)):
-        sentences = [*sentences, filler]
-    return _distinct_pairs(sentences, fillers, rng)
-
-
 def _distinct_pairs(
     sentences: list[Sentence], fillers: _Fillers, rng: np.random.Generator
 ) -> list[tuple[Sentence, ...]]:
@@ -532,30 +486,19 @@ def _distinct_pairs(
     pairs: list[tuple[Sentence, ...]] = []
     while left:
         first = left.pop(0)
-        match = next((index for index, other in enumerate(left) if not _alike(first, other)), None)
+        words, fact = first.template, first.fact
+        apart = (i for i, other in enumerate(left) if other.template != words and not other.fact == fact >= 0)
+        match = next(apart, None)
         second = left.pop(match) if match is not None else fillers.next(first.subject)
         pairs.append((first,) if second is None else (first, second))
     return pairs
-
-
-def _alike(one: Sentence, other: Sentence) -> bool:
-    return one.template == other.template or one.fact == other.fact >= 0
 
 
 def _lengthened(sentences: tuple[Sentence, ...], fillers: _Fillers) -> tuple[Sentence, ...]:
     """A short pair with a filler as its third sentence."""
     words = sum(len(_TOKEN.findall(sentence.text)) for sentence in sentences)
     filler = fillers.next(sentences[-1].subject) if words <= _SHORT_WORDS else None
-    if filler is None:
-        return sentences
-    return (*sentences, filler)
-
-
-def _maybe_pronoun(sentence: Sentence, subject: Entity, rng: np.random.Generator) -> Sentence:
-    return _with_pronoun(sentence, subject) if rng.random() < _PRONOUN else sentence
-
-
-# --- questions ----------------------------------------------------------------------------------------
+    return sentences if filler is None else (*sentences, filler)
 
 
 def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
@@ -564,23 +507,16 @@ def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[st
     objects = Counter((fact.relation.name, fact.object.name) for fact in world.facts if fact.object)
     asked: dict[str, list[dict[str, Any]]] = {"train": [], "dev": [], "test": []}
 
-    def ask(fact: Fact, wordings: Sequence[str], count: int, about: Entity, answers: tuple[str, ...]) -> None:
-        for wording in wordings[:count]:
-            text = wording.format_map(_values(fact))
-            asked[about.split].append(
-                {
-                    "question": text,
-                    "answers": list(answers),
-                    "subject": about.name,
-                    "relation": fact.relation.name,
-                }
-            )
+    def ask(fact: Fact, wordings: Sequence[str], about: Entity, answers: tuple[str, ...]) -> None:
+        for wording in wordings:
+            line = {"question": wording.format_map(_values(fact)), "answers": list(answers)}
+            asked[about.split].append({**line, "subject": about.name, "relation": fact.relation.name})
 
     for number, fact in enumerate(world.facts):
         train = fact.subject.split == "train"
         count = 2 if train and rng.random() < _SECOND_TRAIN_QUESTION else 1
         wordings = _hardest_first(fact.relation.questions, told[number], rng)
-        ask(fact, wordings, count, fact.subject, fact.answers)
+        ask(fact, wordings[:count], fact.subject, fact.answers)
         if (
             fact.object
             and fact.relation.inverse_questions
@@ -588,7 +524,7 @@ def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[st
             and objects[fact.relation.name, fact.object.name] == 1
         ):
             wordings = _hardest_first(fact.relation.inverse_questions, told[number], rng)
-            ask(fact, wordings, 1, fact.object, (fact.subject.name,))
+            ask(fact, wordings[:1], fact.object, (fact.subject.name,))
     return {
         split: [{"id": f"{split}-{number:04d}", **line} for number, line in enumerate(_shuffled(rng, lines))]
         for split, lines in asked.items()
@@ -612,9 +548,6 @@ def _hardest_first(wordings: Sequence[str], told: set[str], rng: np.random.Gener
 def _stems(text: str) -> list[str]:
     """Long words cut to five letters, enough to see that painted and painter are alike."""
     return [word[:5] for word in _TOKEN.findall(text.lower()) if len(word) > 3]
-
-
-# --- files --------------------------------------------------------------------------------------------
 
 
 def _documents(world: World, prefix: str) -> list[dict[str, Any]]:

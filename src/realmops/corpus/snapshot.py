@@ -40,7 +40,7 @@ class Snapshot:
     """A snapshot folder, memory-mapped; passages go by their number 0 .. P-1.
 
     Files:
-        passages.parquet: passage_id, document_id, title, text, extra.
+        passages.parquet: passage_id, document_id, title, text, extra (the document's other columns as JSON, or empty).
         tokens.npy: uint16 (int32 for a vocabulary over 65,536) [T], wordpieces of all bodies;
             token_offsets.npy int64 [P + 1]; token_chars.npy int32 [T, 2], characters in the passage's text.
         title_tokens.npy, title_offsets.npy: the same for the titles.
@@ -98,10 +98,6 @@ class Snapshot:
     def texts(self, indexes: Iterable[int]) -> dict[int, str]:
         """The texts of many passages in any order: each part of the file that holds some is read once."""
         return {index: self.text(index) for index in sorted(set(indexes))}
-
-    def extra(self, index: int) -> str:
-        """The document's other columns as a JSON object; empty where there are none."""
-        return self._value("extra", index)
 
     def column(self, name: str) -> list[str]:
         """One of passage_id, document_id, title, text, extra for all passages, in memory."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -54,6 +54,7 @@ _RECORDS_BETWEEN_CHECKS = 1000
 _REJECTS_SHOWN = 10
 _DATABASE_KIB = 64 << 10
 _PLACE = "place"  # of documents with an id of their own; needed as long as documents come in
+File = TypeVar("File", bound=GrowingFile)
 _SCHEMA = pa.schema([(name, pa.string()) for name in (*TEXT_COLUMNS, _PLACE)])
 
 
@@ -82,21 +83,17 @@ def write_snapshot(
     Wrap it in ``artifacts.atomic_folder``: after an error the folder holds rubbish.
 
     Args:
-        work: a folder of this snapshot alone, on the same disk, for what grows. After a kill the same call goes
-            on from it and ends with the same bytes; it is the caller's to remove, but for bad input, after
-            which it is gone.
-        vocabulary: WordPieces in the order of their ids (``train_vocabulary`` makes one).
+        work: a folder of this snapshot alone, on the same disk, for what grows. After a kill the same call goes on from
+            it and ends with the same bytes; the caller removes it, but for bad input, after which it is gone.
         block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
-        casing: what the tokenizer does to capitals and accents.
         whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
         drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
         language: code of the language for the sentence splitter.
         broken_share: of the records; so many may be broken and are left out.
-        workers: processes that convert and tokenise; with 1 it happens in this process, on one thread.
+        workers: processes that convert and tokenise; with 1 it happens in this process.
         progress: called with the number of bytes read of the sources' files since the last call.
 
-    Raises ValueError when more of the records are broken, naming the first ten with file and line, and when
-    nothing is left to retrieve.
+    Raises ValueError when more records are broken, naming the first ten, and when nothing is left to retrieve.
     """
     if block_wordpieces <= SPECIAL_TOKENS_PER_DOCUMENT:
         raise ValueError(
@@ -139,16 +136,13 @@ class _Cutter:
         outcomes = [self._admit(outcome) for outcome in convert(records)]
         documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
         batch = self._cut(documents)
-        used = {passage.document for passage in batch.passages}
+        used = [documents[index] for index in batch.documents()]
         if len(used) < len(documents):
-            number = itertools.count()
-            outcomes = [
-                Dropped(outcome.place, "no_wordpieces")
-                if isinstance(outcome, Document) and next(number) not in used
-                else outcome
-                for outcome in outcomes
-            ]
-            batch = self._cut([documents[index] for index in sorted(used)])
+            kept = {id(document) for document in used}
+            for number, outcome in enumerate(outcomes):
+                if isinstance(outcome, Document) and id(outcome) not in kept:
+                    outcomes[number] = Dropped(outcome.place, "no_wordpieces")
+            batch = self._cut(used)
         return outcomes, batch
 
     def _cut(self, documents: Sequence[Document]) -> PassageBatch:
@@ -177,13 +171,10 @@ class _Counts:
     def add(self, outcome: Outcome) -> None:
         """Count one record."""
         self.records += 1
-        match outcome:
-            case Document():
-                self.documents += 1
-            case Rejected():
-                self.rejected += 1
-            case Dropped(reason=reason):
-                self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if isinstance(outcome, Dropped):
+            self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
+        self.documents += isinstance(outcome, Document)
+        self.rejected += isinstance(outcome, Rejected)
 
 
 class _Writer:
@@ -199,24 +190,21 @@ class _Writer:
         self._broken_share = broken_share
         state = _restored(work)
         sizes: dict[str, int] = state.get("bytes", {})
+        self._files: dict[str, GrowingFile] = {}
 
-        def array(name: str, dtype: type, row_shape: tuple[int, ...] = ()) -> FlatArray:
-            return FlatArray(work / name, np.dtype(dtype), row_shape, sizes.get(name))
-
-        def offsets(name: str) -> FlatOffsets:
-            return FlatOffsets(work / name, sizes.get(name))
+        def growing(name: str, kind: Callable[..., File], *shape: Any) -> File:
+            self._files[name] = file = kind(work / name, *shape, size=sizes.get(name))
+            return file
 
         wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
-        self._tokens = array("tokens.npy", wordpiece)
-        self._token_chars = array("token_chars.npy", np.int32, (2,))
-        self._token_offsets = offsets("token_offsets.npy")
-        self._title_tokens = array("title_tokens.npy", wordpiece)
-        self._title_offsets = offsets("title_offsets.npy")
-        self._sentences = array("sentences.npy", np.int32, (3,))
-        self._sentence_offsets = offsets("sentence_offsets.npy")
-        self._texts, self._rejects, self._told = (
-            GrowingFile(work / name, sizes.get(name)) for name in (_TEXTS, REJECTS, SOURCES)
-        )
+        self._tokens = growing("tokens.npy", FlatArray, wordpiece)
+        self._token_chars = growing("token_chars.npy", FlatArray, np.int32, (2,))
+        self._token_offsets = growing("token_offsets.npy", FlatOffsets)
+        self._title_tokens = growing("title_tokens.npy", FlatArray, wordpiece)
+        self._title_offsets = growing("title_offsets.npy", FlatOffsets)
+        self._sentences = growing("sentences.npy", FlatArray, np.int32, (3,))
+        self._sentence_offsets = growing("sentence_offsets.npy", FlatOffsets)
+        self._texts, self._rejects, self._told = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
         (work / GIVEN_SPANS).mkdir(exist_ok=True)
         self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
         self._spans_given: bool = state.get("spans_given", False)
@@ -229,19 +217,6 @@ class _Writer:
         for rows in self._written() if state else ():
             self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
         self._synced = time.monotonic()
-
-    def _arrays(self) -> dict[str, GrowingFile]:
-        return {
-            "tokens.npy": self._tokens,
-            "token_chars.npy": self._token_chars,
-            "token_offsets.npy": self._token_offsets,
-            "title_tokens.npy": self._title_tokens,
-            "title_offsets.npy": self._title_offsets,
-            "sentences.npy": self._sentences,
-            "sentence_offsets.npy": self._sentence_offsets,
-            REJECTS: self._rejects,
-            SOURCES: self._told,
-        }
 
     def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
         """Count what became of a batch's records and add its passages; ValueError for too many broken ones."""
@@ -267,7 +242,7 @@ class _Writer:
         vocabulary = vocabulary_hash(self._vocabulary)
         (folder / "vocab.txt").write_bytes(vocabulary_bytes(self._vocabulary))
         self.close()
-        for name in self._arrays():
+        for name in sorted(self._files.keys() - {_TEXTS}):
             link_or_copy(self._work / name, folder / name)
         if self._spans_given:
             self._spans.close(corpus_hash=corpus, vocabulary_hash=vocabulary, source="the corpus")
@@ -288,7 +263,7 @@ class _Writer:
 
     def close(self) -> None:
         """Close every file and remove the scratch database."""
-        for file in (*self._arrays().values(), self._texts):
+        for file in self._files.values():
             file.close()
         self._spans.abandon()
         self._seen.close()
@@ -406,9 +381,8 @@ class _Writer:
 
     def _checkpoint(self) -> None:
         """Make everything so far durable, and write down where to go on."""
-        files = {**self._arrays(), _TEXTS: self._texts}
         state = {
-            "bytes": {name: file.sync() for name, file in files.items()},
+            "bytes": {name: file.sync() for name, file in self._files.items()},
             "spans": self._spans.sync(),
             "spans_given": self._spans_given,
             "source": self.source,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -30,12 +29,9 @@ def token_spans(
 ) -> list[tuple[int, int, int] | None]:
     """(sentence, first token, end token) for each (start, end) in characters of one passage's text.
 
-    Every wordpiece that shares a character with the span belongs to it. None for a span without wordpieces,
+    ``chars`` [t, 2] are the characters of each wordpiece, ``sentences`` [s, 2] the first and end wordpiece of each
+    sentence. Every wordpiece that shares a character with the span belongs to it. None for a span without wordpieces,
     for one that does not lie inside one sentence, and for one that reaches over the passage's wordpieces.
-
-    Args:
-        chars: [t, 2] characters of each wordpiece.
-        sentences: [s, 2] first and end wordpiece of each sentence.
     """
     if not char_spans or not len(chars):
         return [None] * len(char_spans)
@@ -44,11 +40,11 @@ def token_spans(
     end = np.searchsorted(chars[:, 0], bounds[:, 1], side="left")
     sentence = np.searchsorted(sentences[:, 1], first, side="right")
     within = (bounds[:, 0] >= chars[0, 0]) & (bounds[:, 1] <= chars[-1, 1]) & (first < end)
-    found: list[tuple[int, int, int] | None] = []
     columns = (array.tolist() for array in (sentence, first, end, within))
-    for row, low, high, inside in zip(*columns, strict=True):
-        found.append((row, low, high) if inside and high <= sentences[row, 1] else None)
-    return found
+    return [
+        (row, low, high) if inside and high <= sentences[row, 1] else None
+        for row, low, high, inside in zip(*columns, strict=True)
+    ]
 
 
 class SpansWriter:
@@ -60,12 +56,13 @@ class SpansWriter:
 
     def __init__(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
-        sizes = dict.fromkeys(("spans", "labels", "offsets")) if state is None else state["bytes"]
-        self._spans = FlatArray(folder / "spans.npy", np.dtype(np.int32), (len(COLUMNS),), sizes["spans"])
-        self._labels = FlatArray(folder / "span_labels.npy", np.dtype(np.uint8), (), sizes["labels"])
-        self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes["offsets"])
-        self._names: dict[str, int] = {} if state is None else {n: i for i, n in enumerate(state["names"])}
-        self._dropped: int = 0 if state is None else state["dropped"]
+        state = state or {"bytes": {}, "names": [], "dropped": 0}
+        sizes = state["bytes"]
+        self._spans = FlatArray(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
+        self._labels = FlatArray(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
+        self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes.get("offsets"))
+        self._names = {name: number for number, name in enumerate(state["names"])}
+        self._dropped: int = state["dropped"]
 
     def sync(self) -> dict[str, Any]:
         """Make everything so far durable; returns the state to go on from, as JSON values."""
@@ -73,22 +70,11 @@ class SpansWriter:
         sizes = {name: file.sync() for name, file in files.items()}
         return {"bytes": sizes, "names": list(self._names), "dropped": self._dropped}
 
-    def add(
-        self,
-        spans: Sequence[tuple[int, int, str]],
-        chars: Ints,
-        sentences: Ints,
-        first_sentence: int,
-    ) -> int:
+    def add(self, spans: Sequence[tuple[int, int, str]], chars: Ints, sentences: Ints, first_sentence: int) -> int:
         """Add the next passage's spans (character start, character end, label); returns how many were kept.
 
-        Kept are those that lie inside one sentence, once each; the rest is counted as dropped. A passage
-        without spans must be added too.
-
-        Args:
-            chars: [t, 2] characters of the passage's wordpieces.
-            sentences: [s, 2] first and end wordpiece of its sentences.
-            first_sentence: the row of sentences.npy of the passage's first sentence.
+        Kept are those that lie inside one sentence, once each (``token_spans``); the rest is counted as dropped. A
+        passage without spans must be added too. ``first_sentence`` is the row of its first one in sentences.npy.
         """
         located = token_spans([(start, end) for start, end, _ in spans], chars, sentences)
         rows = sorted(
@@ -134,9 +120,7 @@ class SpansWriter:
     def __enter__(self) -> SpansWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.abandon()
 
     def _label(self, name: str) -> int:
@@ -152,11 +136,8 @@ class SpansWriter:
 class Spans:
     """A spans folder, memory-mapped.
 
-    Attributes:
-        rows: int32 [N, 6], columns ``COLUMNS``, sorted by passage and first token; tokens are relative to the
-            passage's body, characters to its text.
-        label_ids: uint8 [N], index into ``labels``.
-        offsets: int64 [P + 1], rows of each passage.
+    ``rows`` [N, 6] are sorted by passage and first token; tokens are relative to the passage's body, characters to its
+    text.  ``label_ids`` [N] are indexes into ``labels``, ``offsets`` [P + 1] the rows of each passage.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:

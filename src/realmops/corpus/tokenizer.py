@@ -29,17 +29,11 @@ Longs = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Wordpieces:
-    """Texts as wordpieces, as if they stood on one line with a blank between each and the next.
+    """Texts as wordpieces, as if they stood on one line with a blank between each and the next."""
 
-    Attributes:
-        ids: [T] places in the vocabulary.
-        chars: [T, 2] start and end on that line.
-        bases: [N] where each text starts on it.
-    """
-
-    ids: Ints
-    chars: Longs
-    bases: Longs
+    ids: Ints  # [T] places in the vocabulary
+    chars: Longs  # [T, 2] start and end on that line
+    bases: Longs  # [N] where each text starts on it
 
     def by_text(self) -> list[list[int]]:
         """The ids of each text."""
@@ -47,7 +41,7 @@ class Wordpieces:
         return [self.ids[a:b].tolist() for a, b in itertools.pairwise([*borders, len(self.ids)])]
 
 
-class _Numbers(dict[str, int]):
+class _ChunkNumbers(dict[str, int]):
     """The number of each chunk, by first appearance."""
 
     def __missing__(self, chunk: str) -> int:
@@ -101,7 +95,7 @@ class CachedTokenizer:
         self._chars = np.concatenate([self._chars, chars - np.repeat(base, count)[:, None]])
 
     def _forget(self) -> None:
-        self._numbers = _Numbers()
+        self._numbers = _ChunkNumbers()
         nothing = np.empty(0, np.int64)
         self._first, self._count, self._size = nothing, nothing, nothing
         self._ids, self._chars = np.empty(0, np.int32), np.empty((0, 2), np.int64)

@@ -30,6 +30,7 @@ from realmops.corpus.ingest import Progress, Records, batches, convert, workers_
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WORD_LIMIT = 100
 _SAMPLE_BYTES = 256 << 20
+_DISTINCT_LIMIT = 4_000_000  # words in memory
 _PREFIX = "##"
 _Pair = tuple[str, str]
 
@@ -50,7 +51,6 @@ def train_vocabulary(
     *,
     size: int,
     min_count: int = 2,
-    distinct_limit: int = 4_000_000,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
@@ -58,21 +58,17 @@ def train_vocabulary(
 
     It is learned from all documents while their files have at most 256 MiB together, as they lie on the disk;
     of a larger corpus from so large a share of the records, drawn by a generator with a fixed seed.
-
-    Args:
-        size: pieces at most, special tokens included; fewer when no pair occurs ``min_count`` times any more.
-        min_count: a character or pair that occurs less often becomes no piece.
-        distinct_limit: when more different words than this are in memory, the rarest are forgotten.
-        workers: processes that convert documents and count words; any number gives the same vocabulary.
-        progress: called with the number of bytes read of the sources' files since the last call.
+    It has ``size`` pieces at most, special tokens included; a character or pair that occurs less often than
+    ``min_count`` becomes none. Any number of workers gives the same vocabulary. ``progress`` is called with the number
+    of bytes read of the sources' files since the last call.
     """
-    counts = count_words(sources, distinct_limit, workers, progress)
+    counts = count_words(sources, workers=workers, progress=progress)
     return learn_pieces(bert_words(counts), size=size, min_count=min_count)
 
 
 def count_words(
     sources: Sequence[Source],
-    distinct_limit: int,
+    distinct_limit: int = _DISTINCT_LIMIT,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Counter[str]:
@@ -226,14 +222,11 @@ class _Merges:
 
 def _join(pieces: list[str], pair: _Pair, piece: str) -> list[str]:
     joined: list[str] = []
-    position = 0
-    while position < len(pieces):
-        if position + 1 < len(pieces) and (pieces[position], pieces[position + 1]) == pair:
-            joined.append(piece)
-            position += 2
+    for right in pieces:
+        if joined and (joined[-1], right) == pair:
+            joined[-1] = piece
         else:
-            joined.append(pieces[position])
-            position += 1
+            joined.append(right)
     return joined
 
 

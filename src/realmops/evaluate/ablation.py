@@ -9,15 +9,17 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from html import escape
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from realmops.evaluate.charts import Series, line_chart
-from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap
-from realmops.evaluate.report import page_of, table_of
+from realmops.evaluate.charts import line_chart
+from realmops.evaluate.openqa import Difference, Interval, bootstrap_interval, paired_bootstrap
+from realmops.evaluate.page import page_of, table_of
+from realmops.journal import Series
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class VariantOutcome:
     """One variant trained with one seed. ``correct`` is [Q], in the order of the questions."""
 
     variant: str
@@ -48,22 +50,25 @@ class Row:
     title: str
     uses: str
     seeds: int
-    em: float
-    em_low: float
-    em_high: float
-    recall_at_5: float
-    recall_at_5_low: float
-    recall_at_5_high: float
-    em_difference: float
-    em_difference_low: float
-    em_difference_high: float
-    p_better: float
+    em: Interval
+    recall_at_5: Interval
+    em_difference: Difference
     recall_difference: float
     masked_accuracy: float
     questions: int
 
+    def figures(self) -> dict[str, Any]:
+        """The line flat: an interval as three figures, of the difference also how sure it is."""
+        found: dict[str, Any] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            found |= value.figures(field.name) if isinstance(value, Interval) else {field.name: value}
+            if isinstance(value, Difference):
+                found["p_better"] = value.p_better
+        return found
 
-def table_rows(outcomes: Sequence[Outcome], variants: Mapping[str, Variant], *, reference: str) -> list[Row]:
+
+def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Variant], *, reference: str) -> list[Row]:
     """A row for each variant that has outcomes, in the order of ``variants``.
 
     Intervals of EM and recall are over seeds, that of the difference over the questions of all seeds that both have.
@@ -75,32 +80,22 @@ def table_rows(outcomes: Sequence[Outcome], variants: Mapping[str, Variant], *, 
         found = by_variant[name]
         if not found:
             continue
-        em = bootstrap_interval([o.correct.mean() for o in found.values()], seed=0)
-        recall = bootstrap_interval([o.recall_at_5 for o in found.values()], seed=0)
         both = [(found[seed], other) for seed, other in by_variant[reference].items() if seed in found]
         if not both:
             raise ValueError(f"{name} and {reference} have no seed in common; run {reference} with the same --seeds")
         ours, theirs = (np.concatenate([pair[i].correct for pair in both]).astype(float) for i in (0, 1))
-        difference = paired_bootstrap(ours, theirs, seed=0)
         rows.append(
             Row(
                 name,
                 variant.title,
                 variant.uses,
                 len(found),
-                em.mean,
-                em.low,
-                em.high,
-                recall.mean,
-                recall.low,
-                recall.high,
-                difference.mean,
-                difference.low,
-                difference.high,
-                difference.p_better,
-                float(np.mean([one.recall_at_5 - other.recall_at_5 for one, other in both])),
-                float(np.mean([o.figures.get("masked_accuracy", np.nan) for o in found.values()])),
-                len(ours),
+                em=bootstrap_interval([o.correct.mean() for o in found.values()], seed=0),
+                recall_at_5=bootstrap_interval([o.recall_at_5 for o in found.values()], seed=0),
+                em_difference=paired_bootstrap(ours, theirs, seed=0),
+                recall_difference=float(np.mean([one.recall_at_5 - other.recall_at_5 for one, other in both])),
+                masked_accuracy=float(np.mean([o.figures.get("masked_accuracy", np.nan) for o in found.values()])),
+                questions=len(ours),
             )
         )
     return rows
@@ -122,16 +117,16 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row.title,
         row.uses,
-        f"{row.em:.3f} ({row.em_low:.3f} to {row.em_high:.3f})",
-        _known(row.recall_at_5, f"{row.recall_at_5:.3f} ({row.recall_at_5_low:.3f} to {row.recall_at_5_high:.3f})"),
-        _known(row.masked_accuracy, f"{row.masked_accuracy:.3f}"),
-        f"{row.em_difference:+.3f} ({row.em_difference_low:+.3f} to {row.em_difference_high:+.3f})",
+        _with_interval(row.em, ".3f"),
+        _with_interval(row.recall_at_5, ".3f"),
+        "–" if np.isnan(row.masked_accuracy) else f"{row.masked_accuracy:.3f}",
+        _with_interval(row.em_difference, "+.3f"),
         str(row.seeds),
     )
 
 
-def _known(value: float, shown: str) -> str:
-    return "–" if np.isnan(value) else shown
+def _with_interval(value: Interval, form: str) -> str:
+    return "–" if np.isnan(value.mean) else f"{value.mean:{form}} ({value.low:{form}} to {value.high:{form}})"
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
@@ -143,9 +138,10 @@ def as_markdown(rows: Sequence[Row]) -> str:
 def as_csv(rows: Sequence[Row]) -> str:
     """All figures of the table, unrounded."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(asdict(rows[0])), lineterminator="\n")
+    lines = [row.figures() for row in rows]
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer.writerows(lines)
     return text.getvalue()
 
 
@@ -156,7 +152,7 @@ def mean_series(name: str, series: Sequence[Series]) -> Series:
     return Series(name, steps, [float(np.mean([v[step] for v in values])) for step in steps])
 
 
-def utility_chart(outcomes: Sequence[Outcome], known: Mapping[str, Variant], variants: Sequence[str]) -> str:
+def utility_chart(outcomes: Sequence[VariantOutcome], known: Mapping[str, Variant], variants: Sequence[str]) -> str:
     """Retrieval utility over steps, a line for each variant (the paper's Figure 4); empty without two points."""
     lines = []
     for name in variants:
@@ -166,7 +162,7 @@ def utility_chart(outcomes: Sequence[Outcome], known: Mapping[str, Variant], var
     return line_chart("Retrieval utility", "nats over no document", lines) if lines else ""
 
 
-def staleness_chart(outcomes: Sequence[Outcome], variants: Sequence[str]) -> str:
+def staleness_chart(outcomes: Sequence[VariantOutcome], variants: Sequence[str]) -> str:
     """Zero-shot recall@5 and EM against the mean staleness of the index; empty with fewer than two variants."""
     points = []
     for name in variants:

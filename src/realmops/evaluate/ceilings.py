@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -23,12 +24,34 @@ from realmops.corpus.answers import (
     token_bytes,
 )
 from realmops.corpus.questions import Question
+from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.retrieval import Rows, hits_at
 
 READER_PASSAGES = 5
 # Where these stand in an expression, a match in a passage may be none among other passages.
 _LOOKS_AROUND = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
 
-Rows = NDArray[np.integer[Any]]
+
+def ceilings(
+    snapshot: Snapshot, questions: Sequence[Question], ranked_QK: Rows, ranks_Q: NDArray[np.int64], rule: str
+) -> dict[str, NDArray[np.bool_]]:
+    """What the best reader could reach, by name: which questions are answerable at each narrowing.
+
+    Args:
+        ranks_Q: of the first passage in ``ranked_QK`` that holds an answer, as ``first_hit_ranks`` gives it.
+    """
+
+    def count(text: str) -> int:
+        return len(snapshot.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    texts = (snapshot.text(i) for i in range(len(snapshot)))
+    found = {
+        "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=hits_at(ranks_Q, ranked_QK.shape[1])),
+        "in_top_5": reader_can_answer(questions, ranked_QK, snapshot.text, snapshot.chars, rule=rule),
+    }
+    if not questions[0].is_regex:  # an expression has no length
+        found["short_answer"] = answer_fits_reader(questions, count)
+    return found
 
 
 def answered_in_corpus(
@@ -114,16 +137,11 @@ class _ExpressionFinder:
                 place = expression(answer).first(content, starts[passage + 1])
             return False
 
-        def one_by_one(answer: str) -> bool:
-            return any(contains_answer(text, [answer], self.rule) for text in texts)
-
         def found(answer: str) -> bool:
-            if self.rule != "regex_search" or _LOOKS_AROUND.search(answer) or expression(answer).timed_out:
-                return one_by_one(answer)
-            try:
-                return find(answer)
-            except TimeoutError:
-                return one_by_one(answer)
+            if self.rule == "regex_search" and not _LOOKS_AROUND.search(answer) and not expression(answer).timed_out:
+                with suppress(TimeoutError):
+                    return find(answer)
+            return any(contains_answer(text, [answer], self.rule) for text in texts)
 
         return lambda index: any(map(found, self.answers[index]))
 

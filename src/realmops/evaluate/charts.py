@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
+from realmops.journal import Series
+
 WIDTH, HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 64, 44
 _DOTS_UP_TO = 60
@@ -26,15 +28,6 @@ STYLE = """
 .chart .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .chart .raw { stroke-width: 1; opacity: 0.3; }
 """
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line: ``steps`` ascending, a finite value for each."""
-
-    name: str
-    steps: Sequence[int]
-    values: Sequence[float]
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from realmops.evaluate.openqa import Difference, Prediction, paired_bootstrap, read_predictions
-
-PREDICTIONS = "predictions.parquet"
-FIRST_HITS = "first_hits.parquet"
-RESULTS = "results"
+from realmops.evaluate.openqa import Difference, paired_bootstrap
+from realmops.evaluate.predictions import Prediction, read_results
 
 
 @dataclass(frozen=True)
@@ -27,17 +24,6 @@ class Comparison:
     difference: Difference
 
 
-def results_file(folder: Path) -> Path:
-    """Where the predictions lie of a results folder, or of the folder of a run that holds one."""
-    here = folder / PREDICTIONS
-    return here if here.is_file() else folder / RESULTS / PREDICTIONS
-
-
-def read_results(folder: Path) -> list[Prediction]:
-    """The predictions of a results folder, or of the folder of a run that holds one."""
-    return read_predictions(results_file(folder))
-
-
 def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Prediction]]:
     """The predictions of two runs, in the order of the first.
 
@@ -46,19 +32,15 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
 
     Raises ValueError when they answer different questions.
     """
-    pair = [read_results(folder) for folder in (first, second)]
-    by_id = [{prediction.question_id: prediction for prediction in run} for run in pair]
-    if by_id[0].keys() != by_id[1].keys():
-        only = [
-            [p.question_id for p in run if p.question_id not in other]
-            for run, other in zip(pair, reversed(by_id), strict=True)
-        ]
+    ours, theirs = ({p.question_id: p for p in read_results(folder)} for folder in (first, second))
+    if ours.keys() != theirs.keys():
         raise ValueError(
-            f"{first} and {second} answer different questions ({len(pair[0])} and {len(pair[1])}): "
-            f"{_named(only[0])} only in the first, {_named(only[1])} only in the second; "
+            f"{first} and {second} answer different questions ({len(ours)} and {len(theirs)}): "
+            f"{_named([name for name in ours if name not in theirs])} only in the first, "
+            f"{_named([name for name in theirs if name not in ours])} only in the second; "
             "evaluate both runs on the same questions"
         )
-    return pair[0], [by_id[1][prediction.question_id] for prediction in pair[0]]
+    return list(ours.values()), [theirs[name] for name in ours]
 
 
 def compare(first: Path, second: Path, *, seed: int) -> list[Comparison]:
@@ -70,11 +52,7 @@ def compare(first: Path, second: Path, *, seed: int) -> list[Comparison]:
     }
     return [
         Comparison(
-            measure,
-            len(ours),
-            float(ours.mean()),
-            float(theirs.mean()),
-            paired_bootstrap(ours, theirs, seed=seed),
+            measure, len(ours), float(ours.mean()), float(theirs.mean()), paired_bootstrap(ours, theirs, seed=seed)
         )
         for measure, (ours, theirs) in values.items()
     ]

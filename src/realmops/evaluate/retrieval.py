@@ -1,11 +1,11 @@
-"""Recall@k under each named match rule.
+"""Recall@k under each named match rule, with intervals.
 
 Legend: Q questions, K ranked passages a question. Passages are rows of the snapshot, -1 is no passage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES, contains_answer
 from realmops.corpus.questions import Question, answers_are_expressions
+from realmops.evaluate.openqa import bootstrap_interval
 
 RECALL_AT = (1, 5, 20, 100)
 SHOWN_AT = (1, 5, 20)  # with intervals
@@ -20,12 +21,13 @@ SHOWN_AT = (1, 5, 20)  # with intervals
 Rows = NDArray[np.integer[Any]]
 
 
+def padded(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
+    """Rankings as rows of one length, -1 where the corpus has fewer passages."""
+    return np.array([[*row] + [-1] * (depth - len(row)) for row in ranked])
+
+
 def first_hit_ranks(
-    questions: Sequence[Question],
-    ranked_QK: Rows,
-    text: Callable[[int], str],
-    *,
-    rule: str,
+    questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str], *, rule: str
 ) -> NDArray[np.int64]:
     """Rank (from 0) of the first passage that contains an answer, K where none does.
 
@@ -76,3 +78,14 @@ def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = ""
         for rule, ranks in ranks_Q.items()
         for k in RECALL_AT
     }
+
+
+def recall_intervals(
+    ranks_Q: NDArray[np.int64], rule: str, *, prefix: str, seed: int, resamples: int
+) -> dict[str, float]:
+    """The figures of ``recall_metrics`` that are shown to people, with their intervals."""
+    found: dict[str, float] = {}
+    for k in SHOWN_AT:
+        interval = bootstrap_interval(hits_at(ranks_Q, k), seed=seed, resamples=resamples)
+        found |= interval.figures(f"{prefix}recall_at_{k}_{rule}")
+    return found

@@ -64,12 +64,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def passage_index(
-    embedding_PE: Tensor,
-    options: IndexOptions,
-    device: torch.device,
-    seed: int,
-    queries: Callable[[], Tensor],
-    k: int,
+    embedding_PE: Tensor, options: IndexOptions, device: torch.device, seed: int, queries: Callable[[], Tensor], k: int
 ) -> PassageIndex:
     """An index over embeddings, of the type that the options name or that fits.
 

@@ -8,7 +8,6 @@ store. A builder that is killed loses the part in its hand.
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import zlib
@@ -20,12 +19,12 @@ from typing import Any
 
 from realmops.index.exchange import Exchange, OtherRun, part_name
 from realmops.index.files import Clock, Files
+from realmops.index.process import LONGEST_PAUSE
 from realmops.index.versions import Damaged, Version, Versions
 
 DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes: do not restart, restart, do not restart
 COLLECT_SECONDS = 30.0
 MOST_FAILURES = 5
-LONGEST_PAUSE = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ Merge = Callable[[Version, Parts], tuple[dict[str, bytes], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Work:
+class BuilderWork:
     """What a builder does with weights: ``embedder(weights)`` gives the function that embeds rows."""
 
     rows: int
@@ -58,22 +57,22 @@ class Work:
 
 
 class _Stop(BaseException):
-    """SIGTERM, the parent's death or the end of the run: whatever is in hand is dropped."""
+    """SIGTERM or the end of the run: whatever is in hand is dropped."""
 
 
 class Builder:
     """One builder on an open exchange."""
 
     def __init__(
-        self, exchange: Exchange, work: Work, *, poll: float = 0.5, parent_pid: int | None = None,
+        self, exchange: Exchange, work: BuilderWork, *, poll: float = 0.5,
         on_status: Callable[[str], None] = log.info,
     ) -> None:  # fmt: skip
         self.exchange, self.work, self.poll = exchange, work, poll
-        self._parent_pid, self._on_status, self._said = parent_pid, on_status, ""
+        self._on_status, self._said = on_status, ""
         self._last_collection = float("-inf")
 
     def run(self) -> None:
-        """Build until the trainer has finished or the parent is gone; OSError when the volume fails on."""
+        """Build until the trainer has finished; OSError when the volume fails on."""
         failures = 0
         while True:
             try:
@@ -169,7 +168,6 @@ class Builder:
         store.set_aside(name, str(error))
 
     def _stop_at_the_end(self) -> None:
-        _stop_without(self._parent_pid)
         if finished := self.exchange.finished():
             self._say(f"ends: the trainer has finished ({finished})")
             raise _Stop
@@ -189,14 +187,14 @@ class Builder:
 
 
 def run_builder(
-    root: Path, identity: Mapping[str, Any], work: Work, *, name: str = "0", parent_pid: int | None = None,
+    root: Path, identity: Mapping[str, Any], work: BuilderWork, *, name: str = "0",
     poll: float = 0.5, grace: float = 120.0, on_status: Callable[[str], None] = log.info,
     files: Files | None = None, clock: Clock | None = None,
 ) -> int:  # fmt: skip
     """Build indexes until the trainer finishes; the exit code of the process.
 
-    0: the trainer has finished, SIGTERM came, or the parent process ``parent_pid`` is gone. 1: a fault,
-    worth a restart. 2: the exchange belongs to a run of another identity, or the settings are wrong.
+    0: the trainer has finished, or SIGTERM came. 1: a fault, worth a restart. 2: the exchange belongs to a run of
+    another identity, or the settings are wrong.
     ``name`` is this builder's own among several and the same after a restart.
     """
     clock = clock or Clock()
@@ -209,9 +207,8 @@ def run_builder(
                 exchange = Exchange.open(root, identity, f"builder-{name}", files=files, clock=clock, grace=grace)
             except FileNotFoundError as error:
                 on_status(f"waiting: {error}")
-                _stop_without(parent_pid)
                 clock.sleep(poll)
-        Builder(exchange, work, poll=poll, parent_pid=parent_pid, on_status=on_status).run()
+        Builder(exchange, work, poll=poll, on_status=on_status).run()
     except _Stop:
         pass
     except OtherRun as error:
@@ -221,11 +218,6 @@ def run_builder(
         log.exception("the index builder failed")
         return FAULT
     return DONE
-
-
-def _stop_without(parent_pid: int | None) -> None:
-    if parent_pid is not None and os.getppid() != parent_pid:
-        raise _Stop
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -13,16 +13,20 @@ from torch import Tensor
 
 from realmops.bert import Packed, autocast, length_batches
 from realmops.corpus.snapshot import Snapshot
-from realmops.model.joins import SpecialTokens, join_document, join_query
 from realmops.model.retriever import Tower
+from realmops.model.sequences import SpecialTokens, join_document, join_query
+
+Progress = Callable[[int], None]
+"""Is told how many more units are done."""
+
+
+def untold(done: int) -> None:
+    """The progress that nobody wants to see."""
 
 
 @torch.no_grad()
 def embed(
-    tower: Tower,
-    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
-    dtype: torch.dtype,
-    progress: Callable[[int], None] | None = None,
+    tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, progress: Progress = untold
 ) -> Tensor:
     """Embeddings N x E (fp32, on the CPU) of sequences given as wordpieces and segments.
 
@@ -36,8 +40,7 @@ def embed(
         batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
             out[torch.tensor(rows)] = tower(batch).to("cpu")
-        if progress is not None:
-            progress(len(rows))
+        progress(len(rows))
     tower.train(was_training)
     return out
 

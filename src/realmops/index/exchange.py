@@ -28,33 +28,23 @@ The trainer removes checkpoints and weights, builders remove parts and indexes. 
     indexes      the newest 2, those whose weights are kept, those that a kept checkpoint names, pinned ones
     parts        those of weights that are kept and have no index yet
 
-A trainer of a lower fence acknowledges nothing once a higher one exists, and cannot write over its successor:
-the fence is in every name. Which indexes belong to a trainer's own past is read off its checkpoint, not
-guessed.
+A trainer of a lower fence acknowledges nothing once a higher one exists, and cannot write over its successor: the fence
+is in every name. Which indexes belong to a trainer's own past is read off its checkpoint, not guessed.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from realmops import __version__
-from realmops.artifacts import canonical_json
-from realmops.index.files import SPARE_ROOM, Ages, Clock, Files, free_bytes, modified, writable
-from realmops.index.versions import (
-    MANIFEST_LIMIT,
-    ROLES,
-    Damaged,
-    Version,
-    Versions,
-    check_run,
-)
+from realmops.index.files import SPARE_ROOM, Clock, Files, free_bytes, modified, writable
+from realmops.index.signs import Ages, Sign
+from realmops.index.versions import MANIFEST_LIMIT, ROLES, Damaged, Version, Versions, check_run
 
 CARD = "v-000000"
 KINDS = ("run", "checkpoints", "weights", "parts", "indexes", "finished")
@@ -89,8 +79,9 @@ class Exchange:
         self.files, self.clock = files or Files(), clock or Clock()
         self.grace = grace
         self._ages = Ages(self.clock)
-        self._beats, self._since = 0, self.clock.unix()
-        self._last_beat, self._doing = float("-inf"), ""
+        self._since = self.clock.unix()
+        path = self.root / "alive" / holder.split("-")[0] / f"{holder}.json"
+        self._sign = Sign(path, BEAT_SECONDS, self.files, self.clock)
 
         self.stores = {kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace) for kind in KINDS}
         self.card, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = self.stores.values()
@@ -135,8 +126,7 @@ class Exchange:
         assert self.run is not None
         try:
             check_run(
-                Versions(self.root, "run", None, self.holder, self.files, self.clock).manifest(CARD).run,
-                self.run,
+                Versions(self.root, "run", None, self.holder, self.files, self.clock).manifest(CARD).run, self.run
             )
         except ValueError as error:
             raise OtherRun(
@@ -179,22 +169,13 @@ class Exchange:
 
     def beat(self, doing: str, **fields: Any) -> None:
         """Say what this process does; at most every 2 seconds unless it does something else."""
-        now = self.clock.monotonic()
-        if now - self._last_beat < BEAT_SECONDS and doing == self._doing:
-            return
-        self._last_beat, self._doing, self._beats = now, doing, self._beats + 1
-        sign = {
-            "holder": self.holder, "doing": doing, **fields, "pid": os.getpid(), "host": socket.gethostname(),
-            "beat": self._beats, "since_unix": self._since, "unix": self.clock.unix(), "realmops": __version__,
-        }  # fmt: skip
-        role = self.holder.split("-")[0]
         try:
-            self.files.replace(self.root / "alive" / role / f"{self.holder}.json", canonical_json(sign))
+            self._sign.give(doing, holder=self.holder, since_unix=self._since, realmops=__version__, **fields)
         except OSError as error:  # work goes on without signs of life
             log.warning("no sign of life could be written: %s", error)
 
-    def signs(self, role: str) -> list[tuple[str, float, str]]:
-        """Per holder of a role: its name, the seconds since its sign of life changed, and what it does."""
+    def signs(self, role: str) -> list[tuple[str, float, dict[str, Any]]]:
+        """Per holder of a role: its name, the seconds since its sign of life changed, and that sign."""
         folder = self.root / "alive" / role
         found = []
         for entry in self.files.listdir(folder):
@@ -202,16 +183,17 @@ class Exchange:
                 continue
             try:
                 content = self.files.read(folder / entry, MANIFEST_LIMIT)
-                doing = str(json.loads(content)["doing"])
+                sign = json.loads(content)
+                sign["doing"] = str(sign["doing"])
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
-                content, doing = b"", "its sign of life cannot be read"
-            found.append((entry.removesuffix(".json"), self._ages.age(f"alive {role} {entry}", content), doing))
+                content, sign = b"", {"doing": "its sign of life cannot be read"}
+            found.append((entry.removesuffix(".json"), self._ages.age(f"alive {role} {entry}", content), sign))
         return found
 
     def builders_in_words(self) -> str:
         signs = [
-            f"{holder} ({doing}) last gave a sign of life {seconds:.0f} s ago"
-            for holder, seconds, doing in self.signs("builder")
+            f"{holder} ({sign['doing']}) last gave a sign of life {seconds:.0f} s ago"
+            for holder, seconds, sign in self.signs("builder")
         ]
         return (
             "; ".join(signs)
@@ -312,17 +294,13 @@ def _newest_sound(store: Versions, problems: list[str]) -> Version | None:
 
 def _signs_of(exchange: Exchange, role: str, clock: Clock) -> list[dict[str, Any]]:
     signs = []
-    for holder, _, doing in exchange.signs(role):
-        sign = {"holder": holder, "doing": doing, "running_s": 0.0, "silent_s": 0.0, "ahead_s": 0.0}
-        try:
-            path = exchange.root / "alive" / role / f"{holder}.json"
-            read = json.loads(exchange.files.read(path, MANIFEST_LIMIT))
-            written = modified(path)
+    for holder, _, read in exchange.signs(role):
+        sign = {"holder": holder, "doing": read["doing"], "running_s": 0.0, "silent_s": 0.0, "ahead_s": 0.0}
+        with suppress(OSError, KeyError, TypeError):  # what it does says that it cannot be read
+            written = modified(exchange.root / "alive" / role / f"{holder}.json")
             sign |= {key: read.get(key) for key in ("fence", "realmops")}
             sign |= {"running_s": read["unix"] - read["since_unix"], "silent_s": clock.unix() - written}
             sign |= {"ahead_s": read["unix"] - written}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass  # what it does says that it cannot be read
         signs.append(sign)
     return signs
 

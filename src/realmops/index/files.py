@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from realmops import artifacts
+
 Around = Callable[[str, Path, Callable[[], Any]], Any]
 
 SPARE_ROOM = 1.2  # a file is written only where this many times its size is free
@@ -35,25 +37,6 @@ class Clock:
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
-
-
-class Ages:
-    """How long each thing has looked the same, by the monotonic clock of whoever looks.
-
-    This is the only way in which the exchange judges life and death: file times and the clocks of other
-    machines are not trusted, and what is seen for the first time is new.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._seen: dict[str, tuple[object, float]] = {}
-
-    def age(self, key: str, content: object) -> float:
-        """Seconds since ``content`` of ``key`` was seen to change."""
-        now = self._clock.monotonic()
-        if key not in self._seen or self._seen[key][0] != content:
-            self._seen[key] = (content, now)
-        return now - self._seen[key][1]
 
 
 class Files:
@@ -112,7 +95,7 @@ class Files:
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in a folder durable."""
-        self._around("sync_folder", folder, lambda: _sync_folder(folder))
+        self._around("sync_folder", folder, lambda: artifacts.sync_folder(folder))
 
     def unlink(self, path: Path) -> None:
         self._around("unlink", path, lambda: os.unlink(path))
@@ -157,14 +140,6 @@ def _write_all(handle: int, content: bytes) -> None:
 def _write_and_close(handle: int, content: bytes) -> None:
     try:
         _write_all(handle, content)
-    finally:
-        os.close(handle)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from realmops.index.mips import PassageIndex
 from realmops.model.likelihood import log_sum_correct
@@ -79,7 +80,8 @@ class Hybrid:
                 words_C = torch.from_numpy(self.words.score_of(query, ids) / best_Q[q])
             order = torch.argsort(self.mixture.of(dense_C, words_C), descending=True, stable=True)[:k]
             rows.append((places[order], dense_C[order], words_C[order]))
-        return Found(*(_padded([row[i] for row in rows], k, fill) for i, fill in enumerate((-1, 0.0, 0.0))))
+        columns = zip(zip(*rows, strict=True), (-1, 0.0, 0.0), strict=True)
+        return Found(*(pad_sequence(list(column), batch_first=True, padding_value=fill) for column, fill in columns))
 
 
 def words_share(words: Words | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor) -> Tensor:
@@ -89,14 +91,6 @@ def words_share(words: Words | None, mixture: Mixture, queries: Sequence[str], i
     best_Q1, _ = words.search(queries, 1)
     scores = [words.score_of(query, ids) for query, ids in zip(queries, id_QK.cpu().numpy(), strict=True)]
     return torch.from_numpy(np.stack(scores) / np.maximum(best_Q1, 1e-6)).clamp(0.0, 1.0)
-
-
-def _padded(rows: Sequence[Tensor], k: int, fill: float) -> Tensor:
-    width = min(k, max(len(row) for row in rows))
-    out = rows[0].new_full((len(rows), width), fill)
-    for q, row in enumerate(rows):
-        out[q, : len(row)] = row
-    return out
 
 
 def fit_mixture(dense_QK: Tensor, words_QK: Tensor, there_QK: Tensor, correct_QK: Tensor) -> Mixture | None:

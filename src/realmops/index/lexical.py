@@ -1,4 +1,4 @@
-"""Retrievers by words, which are not trained: BM25, TF-IDF of DrQA, and BM25 with an expansion over links.
+"""Retrieval by words, which is not trained: BM25.
 
 Legend: Q questions, K ranked passages, P passages, W words, N postings (one for each word of each passage), n those of
 one word. Passages go by their number, -1 is none.
@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from realmops.artifacts import read_manifest
 from realmops.corpus.flat import load_flat
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.links import Links
 
 Rows = NDArray[np.int64]
 Scores = NDArray[np.float32]
@@ -28,48 +27,15 @@ KIND = "lexical"
 K1, B = 1.5, 0.75  # how soon more of a word counts no more; how much a passage's length counts
 WORD = re.compile(r"\b\w\w+\b")
 STOP_WORDS = (  # Lucene's
-    "a",
-    "an",
-    "and",
-    "are",
-    "as",
-    "at",
-    "be",
-    "but",
-    "by",
-    "for",
-    "if",
-    "in",
-    "into",
-    "is",
-    "it",
-    "no",
-    "not",
-    "of",
-    "on",
-    "or",
-    "such",
-    "that",
-    "the",
-    "their",
-    "then",
-    "there",
-    "these",
-    "they",
-    "this",
-    "to",
-    "was",
-    "will",
-    "with",
-)
+    "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not",
+    "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was",
+    "will", "with",
+)  # fmt: skip
 _STOPPED = frozenset(STOP_WORDS)
 _NONE = np.empty(0, np.int32)
 _FEW = 1 << 16  # passages that are all scored: to leave some takes longer
 _TOGETHER = 1 << 13  # postings that are weighed at a time: what that takes stays in the processor's cache
 _SURE = 1 - 1e-5  # of a score: sums of single precision differ by their order, but not by so much
-DRQA_BUCKETS = 1 << 24  # of hashed words and pairs of words (Chen et al. 2017)
-SEEDS = 20  # passages whose links are followed
-LINKED_SHARE = 0.5  # of a seed's score, for what it is linked with
 
 
 class Lexical(Protocol):
@@ -321,50 +287,3 @@ class Bm25:
             half = self._half_L.take(self.length_P.take(passage_n[some]))
             weight_n[some] = idf * term_weight(count_n[some], half)
         return weight_n
-
-
-class TfIdf:
-    """DrQA's retriever: words and pairs of words, hashed (Chen et al. 2017, section 3.1).
-
-    The score is the inner product of log(1 + tf) log((P - n + .5) / (n + .5)), n the passages with the pair or word.
-    """
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        from sklearn.feature_extraction.text import HashingVectorizer
-
-        self._vectorizer = HashingVectorizer(
-            stop_words="english", ngram_range=(1, 2), n_features=DRQA_BUCKETS, norm=None, alternate_sign=False
-        )
-        counts: Any = self._vectorizer.transform(texts)
-        buckets, n = np.unique(counts.indices, return_counts=True)
-        idf = np.maximum(np.log((len(texts) - n + 0.5) / (n + 0.5)), 0.0)
-        self._buckets, self._idf = buckets, idf
-        counts.data = np.log1p(counts.data) * idf[np.searchsorted(buckets, counts.indices)]
-        self._weights = counts.tocsc()
-
-    def scores(self, query: str) -> Scores:
-        """The inner product with every passage, [P]."""
-        wanted: Any = self._vectorizer.transform([query])
-        known = np.isin(wanted.indices, self._buckets)
-        buckets = wanted.indices[known]
-        weight = np.log1p(wanted.data[known]) * self._idf[np.searchsorted(self._buckets, buckets)]
-        score_P: Scores = (self._weights[:, buckets] @ weight).astype(np.float32)
-        return score_P
-
-
-class Graph:
-    """BM25 with one step over links between documents, as GraphRetriever expands its paragraphs (Min et al. 2019).
-
-    The score is BM25's plus ``LINKED_SHARE`` of the best of the ``SEEDS`` first passages that a passage is linked with.
-    """
-
-    def __init__(self, bm25: Bm25, links: Links) -> None:
-        self._bm25, self._links = bm25, links
-
-    def scores(self, query: str) -> Scores:
-        """BM25 and what links add, of every passage, [P]."""
-        own_P = self._bm25.scores(query)
-        linked_P = np.zeros_like(own_P)
-        for seed in top(own_P, SEEDS)[::-1]:  # the best seed has the last word
-            linked_P[self._links.of(int(seed))] = own_P[seed]
-        return own_P + LINKED_SHARE * linked_P

@@ -144,7 +144,7 @@ def _count_part(snapshot: Path, job: tuple[Passages, Path]) -> None:
         write_manifest(stage, _PART, key=key)
 
 
-class _Numbers(dict[str, int]):
+class _WordNumbers(dict[str, int]):
     """Words by number, in the order in which they come: first the stop words."""
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class _Numbers(dict[str, int]):
 
 def _counted(texts: Iterator[str], rows: Passages) -> dict[str, NDArray[Any]]:
     """The arrays of a part."""
-    numbers, flat, lengths = _Numbers(), array("i"), array("q")
+    numbers, flat, lengths = _WordNumbers(), array("i"), array("q")
     for text in texts:
         words = split_words(text)
         flat.extend(map(numbers.__getitem__, words))

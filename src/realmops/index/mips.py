@@ -47,12 +47,12 @@ def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tens
     """
     k = min(k, embedding_PE.shape[0])
     if embedding_PE.shape[0] <= _LARGE:
-        return _top(query_QE @ embedding_PE.T, k)
+        return (query_QE @ embedding_PE.T).topk(k, dim=1)
     chunk = max(_CHUNK[embedding_PE.device.type], _GROUPS * k * GROUP)
     best = [_search_groups(query_QE, part_PE, min(k, len(part_PE))) for part_PE in torch.split(embedding_PE, chunk)]
     score = torch.cat([s for s, _ in best], dim=1)
     ids = torch.cat([i + n * chunk for n, (_, i) in enumerate(best)], dim=1)
-    top_QK, place_QK = _top(score, k)
+    top_QK, place_QK = score.topk(k, dim=1)
     return top_QK, ids.gather(1, place_QK)
 
 
@@ -61,16 +61,11 @@ def _search_groups(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tens
     whole = score_QP.shape[1] // GROUP * GROUP
     groups = whole // GROUP
     if groups <= k:
-        return _top(score_QP, k)
+        return score_QP.topk(k, dim=1)
     best_QG = score_QP[:, :whole].view(-1, groups, GROUP).amax(-1)
     group_QK = best_QG.topk(k, dim=1).indices.sort(dim=1).values  # the k best lie in the k groups with the best maxima
     ids = (group_QK[:, :, None] * GROUP + torch.arange(GROUP, device=score_QP.device)).flatten(1)
     rest = torch.arange(whole, score_QP.shape[1], device=score_QP.device).expand(len(score_QP), -1)
     ids = torch.cat([ids, rest], dim=1)
-    top_QK, place_QK = _top(score_QP.gather(1, ids), k)
+    top_QK, place_QK = score_QP.gather(1, ids).topk(k, dim=1)
     return top_QK, ids.gather(1, place_QK)
-
-
-def _top(score_QP: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    score_QK, id_QK = score_QP.topk(k, dim=1)
-    return score_QK, id_QK

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import document_sequences, embed
+from realmops.index.embed import Progress, document_sequences, embed, untold
 from realmops.index.lexical import stems
-from realmops.model.joins import SpecialTokens
 from realmops.model.reader import Reader
 from realmops.model.retriever import Bag, Embedder, Retriever
+from realmops.model.sequences import SpecialTokens
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -31,11 +31,7 @@ _TOGETHER = 4096
 
 
 def start_from_passages(
-    retriever: Retriever,
-    snapshot: Snapshot,
-    dtype: torch.dtype,
-    seed: int,
-    progress: Callable[[str, int], Callable[[int], None]],
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, seed: int, progress: Callable[[str, int], Progress]
 ) -> None:
     """Fill what the towers take from the passages of a snapshot, which is nothing for most; both start equal.
 
@@ -54,9 +50,7 @@ def start_from_passages(
         retriever.document.load_state_dict(tower.state_dict())
 
 
-def start_matches(
-    reader: Reader, snapshot: Snapshot, seed: int, progress: Callable[[str, int], Callable[[int], None]]
-) -> None:
+def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Callable[[str, int], Progress]) -> None:
     """Tell a reader that compares wordpieces how rare they are in the passages, and which have one stem."""
     if reader.matches is None:
         return
@@ -67,9 +61,7 @@ def start_matches(
     reader.matches.learn_words(snapshot.vocabulary, stems(snapshot.vocabulary), special, idf_V)
 
 
-def start_bag(
-    bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Callable[[int], None] | None = None
-) -> None:
+def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = untold) -> None:
     """Word vectors are idf times the right singular vectors of the passages' presence x idf; special wordpieces 0."""
     count_PV = _presence(snapshot, rows, progress)
     idf_V = inverse_document_frequency(np.asarray(count_PV.sum(0)).ravel(), len(rows))
@@ -106,11 +98,7 @@ def latent_directions(matrix_PV: csr_matrix, width: int, seed: int) -> np.ndarra
 
 
 def start_pca(
-    tower: Embedder,
-    snapshot: Snapshot,
-    rows: list[int],
-    dtype: torch.dtype,
-    progress: Callable[[int], None] | None = None,
+    tower: Embedder, snapshot: Snapshot, rows: list[int], dtype: torch.dtype, progress: Progress = untold
 ) -> None:
     """The projection becomes the passages' principal components, its bias puts their mean at 0."""
     assert tower.projection is not None
@@ -154,7 +142,7 @@ def _special(snapshot: Snapshot) -> np.ndarray:
     return np.array([special.cls, special.sep, special.mask, special.unknown, special.padding])
 
 
-def _presence(snapshot: Snapshot, rows: list[int], progress: Callable[[int], None] | None) -> csr_matrix:
+def _presence(snapshot: Snapshot, rows: list[int], progress: Progress) -> csr_matrix:
     """Which passages (title and body) have which wordpieces, P x V of ones; special ones are nowhere."""
     from scipy.sparse import csr_matrix
 
@@ -165,8 +153,7 @@ def _presence(snapshot: Snapshot, rows: list[int], progress: Callable[[int], Non
             chosen = rows[first : first + _TOGETHER]
             for tokens, _ in document_sequences(snapshot, chosen):
                 yield np.setdiff1d(tokens, special).astype(np.int32)
-            if progress is not None:
-                progress(len(chosen))
+            progress(len(chosen))
 
     words = list(found())
     starts = np.concatenate([[0], np.cumsum([len(w) for w in words])])

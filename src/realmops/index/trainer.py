@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from realmops.index.exchange import KEPT, Exchange, ExchangeError, Fenced
-from realmops.index.files import Ages
+from realmops.index.signs import Ages
 from realmops.index.versions import Damaged, Version, Versions, fence_of, step_of, version_name
 
 MESSAGE_SECONDS = 1.0
@@ -36,8 +36,7 @@ class Policy:
 
 
 class Trainer:
-    """A trainer's life on an exchange: takes a fence, restores, checkpoints, publishes weights, adopts
-    indexes.
+    """A trainer's life on an exchange: takes a fence, restores, checkpoints, publishes weights, adopts indexes.
 
     One thread may publish weights while the main thread does the rest. The weights of a step are published
     after the checkpoint of that step (if there is one) and before the next checkpoint.
@@ -127,10 +126,7 @@ class Trainer:
             awaited = self.policy.adopt == "fixed_lag"
             self._publish(self.exchange.weights, step, files, {"step": step, "awaited": awaited, "trainer": dict(meta)})
             kept = sorted(self._awaited) if awaited else sorted(self._awaited)[-(KEPT - 1) :]
-            self._awaited = {
-                **{old: self._awaited[old] for old in kept},
-                step: version_name(self.fence, step),
-            }
+            self._awaited = {**{old: self._awaited[old] for old in kept}, step: version_name(self.fence, step)}
         if not awaited:
             self._collect()
 
@@ -164,8 +160,7 @@ class Trainer:
         return self._adopt(self._wait(lambda: self._load_awaited(name), f"the index of step {step}"))
 
     def newest_index(self, step: int) -> Version | None:
-        """At ``step``: an index newer than the one in use, or None while there is none
-        (``as_soon_as_ready``).
+        """At ``step``: an index newer than the one in use, or None while there is none (``as_soon_as_ready``).
 
         Waits when there is no index at all yet, and when the one in use is too stale and the policy says so.
         """

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import canonical_json, digest_of
-from realmops.index.files import Ages, Clock, Files, memory_bytes
+from realmops.index.files import Clock, Files, memory_bytes
+from realmops.index.signs import Ages
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -93,9 +94,8 @@ def check_run(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
 class Versions:
     """The versions of one kind in the folder ``root/kind``, as seen by one holder.
 
-    ``run`` is the identity that every manifest must carry (None: look only). ``grace`` is how long, in
-    seconds, trash waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine).
-    Safe for several threads.
+    ``run`` is the identity that every manifest must carry (None: look only). ``grace`` is how long, in seconds, trash
+    waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine). Safe for several threads.
     """
 
     def __init__(
@@ -338,8 +338,7 @@ class Versions:
                 self._unpin(folder / pin)
 
     def collect(self, keep: Callable[[], set[str]]) -> None:
-        """Remove every version that nobody has pinned and ``keep()`` does not name, and what dead writers
-        left.
+        """Remove every version that nobody has pinned and ``keep()`` does not name, and what dead writers left.
 
         ``keep`` is asked again before anything is deleted. An error in it ends the collection.
         """

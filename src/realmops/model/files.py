@@ -27,30 +27,11 @@ from realmops.encoders import (
     unused_modules,
 )
 from realmops.model.reader import Reader, SpanHead, initialise_spans
-from realmops.model.retriever import (
-    EMBEDDINGS_ALONE,
-    Bag,
-    Embedder,
-    Mixture,
-    Retriever,
-    Tower,
-    initialise_projection,
-)
+from realmops.model.retriever import Bag, Embedder, Mixture, Retriever, Tower, initialise_projection
 
 MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
-# what descriptions say nothing of that were written when there was no choice
-_PAPERS = {
-    "tower": "bert",
-    "pooling": "cls",
-    "projection": "orthogonal",
-    "segments": "two",
-    "temperature": 1.0,
-    "mixture": asdict(EMBEDDINGS_ALONE),
-    "copies": False,
-    "apart": False,
-}
 
 
 def build_bert(
@@ -59,19 +40,13 @@ def build_bert(
     """The encoder that ``bert.init`` names, with a masked word head; ``warn`` is told when that starts fresh."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
-        config = BertConfig(
-            vocabulary,
-            options.width,
-            options.layers,
-            options.heads,
-            options.intermediate,
-            options.positions,
-            options.dropout,
-        )
         if options.width % options.heads:
             raise ValueError(
                 f"bert.width {options.width} is no multiple of bert.heads {options.heads}; choose such a width"
             )
+        shape = asdict(options) | {"vocabulary": vocabulary}
+        del shape["init"]
+        config = BertConfig(**shape)
         bert, head = Bert(config), MaskedWordHead(config)
         initialise_small(bert, head, generator)
         return bert, head
@@ -118,7 +93,8 @@ def build_models(
     if retriever.tower == "bag":
         query = _build_bag(retriever, vocabulary, generator)
     else:
-        query = _build_embedder(bert, retriever, copy.deepcopy(reader_bert), generator, warn)
+        folder = None if bert.init == "small" else encoder_folder(bert.init)
+        query = _build_embedder(folder, retriever, copy.deepcopy(reader_bert), generator, warn)
     document = query if retriever.share_embedders else copy.deepcopy(query)
     return Retriever(query, document), Reader(
         reader_bert, head, copies=reader.copies, apart=reader.apart, matches=reader.matches
@@ -140,13 +116,13 @@ def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Gene
 
 
 def _build_embedder(
-    options: BertOptions,
+    folder: Path | None,
     retriever: RetrieverOptions,
     bert: Bert,
     generator: torch.Generator,
     warn: Callable[[str], None] | None,
 ) -> Embedder:
-    folder = None if options.init == "small" else encoder_folder(options.init)
+    """``folder`` is the encoder's, None for one that starts from scratch."""
     pooling, segments = retriever.pooling, retriever.segments
     if pooling == "auto":
         own = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
@@ -218,37 +194,35 @@ def _describe_tower(tower: Tower) -> dict[str, Any]:
 
 def _described_tower(description: Mapping[str, Any]) -> Tower:
     """The inverse of :func:`_describe_tower`, without the weights."""
-    found = {**_PAPERS, **description}
-    if found["tower"] == "bag":
-        return Bag(found["vocabulary"], found["embedding_width"], found["temperature"])
-    return Embedder(
-        Bert(BertConfig.from_json(found["bert"], MODEL)),
-        found["embedding_width"],
-        found["head"],
-        pooling=found["pooling"],
-        projection=found["projection"],
-        segments=found["segments"],
-        temperature=found["temperature"],
-    )
+    if description["tower"] == "bag":
+        return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
+    bert = Bert(BertConfig.from_json(description["bert"], MODEL))
+    kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
+    return Embedder(bert, description["embedding_width"], description["head"], **kind)
 
 
-def retriever_state(retriever: Retriever) -> dict[str, Tensor]:
+def _retriever_bytes(retriever: Retriever) -> bytes:
     """The parameters of a retriever; a shared tower is stored once, as the query tower."""
-    state = cpu_state(retriever.query if retriever.shared else retriever)
-    return {f"query.{name}": t for name, t in state.items()} if retriever.shared else state
+    if not retriever.shared:
+        return save_tensors(cpu_state(retriever))
+    return save_tensors({f"query.{name}": tensor for name, tensor in cpu_state(retriever.query).items()})
 
 
 def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, bytes]:
     """A retriever as files for the exchange."""
     description = json.dumps(describe(retriever, None, vocabulary_hash), sort_keys=True)
-    return {MODEL: description.encode(), RETRIEVER: save_tensors(retriever_state(retriever))}
+    return {MODEL: description.encode(), RETRIEVER: _retriever_bytes(retriever)}
 
 
-def parse_retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Retriever:
-    """A retriever from its description and parameters."""
+def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
+    """The inverse of :func:`retriever_files`."""
+    return _retriever(json.loads(files[MODEL]), load_tensors(files[RETRIEVER]))
+
+
+def _retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Retriever:
     towers = [_described_tower(description) for _ in range(1 if description["share_embedders"] else 2)]
     retriever = Retriever(towers[0], towers[-1])
-    retriever.mixture = Mixture(**{**_PAPERS, **description}["mixture"])
+    retriever.mixture = Mixture(**description["mixture"])
     if retriever.shared:
         retriever.query.load_state_dict({name.removeprefix("query."): t for name, t in tensors.items()})
     else:
@@ -256,17 +230,11 @@ def parse_retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor
     return retriever
 
 
-def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
-    """The inverse of :func:`retriever_files`."""
-    return parse_retriever(json.loads(files[MODEL]), load_tensors(files[RETRIEVER]))
-
-
 def save_models(folder: Path, retriever: Retriever, reader: Reader, vocabulary_hash: str) -> None:
     """Write both models into a stage folder."""
-    (folder / MODEL).write_text(
-        json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True) + "\n"
-    )
-    (folder / RETRIEVER).write_bytes(save_tensors(retriever_state(retriever)))
+    description = json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True)
+    (folder / MODEL).write_text(description + "\n")
+    (folder / RETRIEVER).write_bytes(_retriever_bytes(retriever))
     (folder / READER).write_bytes(save_tensors(cpu_state(reader)))
 
 
@@ -277,7 +245,7 @@ def is_hybrid(folder: Path) -> bool:
 
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     """Read both models; ValueError when they were trained with another vocabulary or by another version."""
-    description = {**_PAPERS, **json.loads((folder / MODEL).read_text())}
+    description = json.loads((folder / MODEL).read_text())
     if description["vocabulary_hash"] != vocabulary_hash:
         raise ValueError(
             f"{folder}: trained with the vocabulary {description['vocabulary_hash'][:12]}, the snapshot has "
@@ -285,8 +253,9 @@ def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
         )
     try:
         return _parse_models(folder, description)
-    except RuntimeError as error:  # of load_state_dict
-        reason = " ".join(str(error).split())[:200]
+    except (KeyError, RuntimeError) as error:  # of the description, of load_state_dict
+        said = f"{MODEL} lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(said.split())[:200]
         raise ValueError(
             f"{folder}: its parameters are not those of this version ({reason}); run the stages since ict again with "
             "--force"
@@ -294,7 +263,7 @@ def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
 
 
 def _parse_models(folder: Path, description: Mapping[str, Any]) -> tuple[Retriever, Reader]:
-    retriever = parse_retriever(description, load_tensors((folder / RETRIEVER).read_bytes()))
+    retriever = _retriever(description, load_tensors((folder / RETRIEVER).read_bytes()))
     config = BertConfig.from_json(description["reader"], str(folder / MODEL))
     kind = {name: description[name] for name in ("copies", "apart", "matches")}
     reader = Reader(Bert(config), MaskedWordHead(config), **kind)

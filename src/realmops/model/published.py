@@ -8,11 +8,11 @@ Shape suffixes: P passages, E embedding width, D encoder width, H width of the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
 
 BLOCK_EMBEDDINGS = "block_emb"
-_READERS = ("reader.", "")
 _KINDS = "embedder, scorer, encoder, reader and openqa checkpoints"
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,19 @@ class Published:
         return self._first_tower("query_embedder.", "embedder.", "")
 
     @cached_property
-    def document(self) -> Embedder | None:
-        """The embedder of passages: the scorer's first one, or the only one."""
-        return self._first_tower("embedder.", "query_embedder.", "")
+    def retriever(self) -> Retriever | None:
+        """Both embedders, one where they are equal; that of passages is the scorer's first one, or the only one."""
+        query, document = self.query, self._first_tower("embedder.", "query_embedder.", "")
+        if query is None or document is None:
+            return None
+        theirs = document.state_dict()
+        same = all(torch.equal(tensor, theirs[name]) for name, tensor in query.state_dict().items())
+        return Retriever(document if same else query, document)
 
     @cached_property
     def reader(self) -> Reader | None:
         """The encoder over query and passage with its masked word head, and its span head if it has one."""
-        for prefix in _READERS:
+        for prefix in ("reader.", ""):
             state = self._under(prefix)
             if any(name.startswith("realm.") for name in state) and "cls.dense.weight" not in state:
                 return self._reader(state)
@@ -112,42 +117,31 @@ def read_published(folder: Path) -> Published:
 
 def pretrained_models(folders: Sequence[Published]) -> tuple[Retriever, Reader]:
     """Retriever and reader of REALM's pre-training, each from the first folder that holds it; without a span head."""
-    found = _first(folders, "document", "a retriever (an embedder, a scorer or an openqa folder)")
-    query, document = found.query, found.document
-    assert query is not None
-    assert document is not None
-    retriever = Retriever(document, document) if _equal(query, document) else Retriever(query, document)
-    reader = _first(folders, "reader", "a reader (an encoder or an openqa folder)").reader
-    assert reader is not None
+    retriever = _first(folders, lambda one: one.retriever, "a retriever (an embedder, a scorer or an openqa folder)")
+    reader = _first(folders, lambda one: one.reader, "a reader (an encoder or an openqa folder)")
     reader.spans = None  # of an openqa folder that was not fine-tuned: random numbers
     return retriever, reader
 
 
 def finetuned_models(folders: Sequence[Published], pretrained: Retriever | None) -> tuple[Retriever, Reader]:
     """Query tower and reader after fine-tuning; passages keep the pre-trained tower, where there is one."""
-    query = _first(folders, "query", "a query embedder (an openqa folder)").query
-    reader = _first(folders, "reader", "a reader (a reader or an openqa folder)").reader
-    assert query is not None
-    assert reader is not None
+    query = _first(folders, lambda one: one.query, "a query embedder (an openqa folder)")
+    reader = _first(folders, lambda one: one.reader, "a reader (a reader or an openqa folder)")
     if reader.spans is None:
         raise ValueError(f"{_names(folders)}: the reader has no span head (qa_outputs); name a fine-tuned one")
     return Retriever(query, query if pretrained is None else pretrained.document), reader
 
 
-def _first(folders: Sequence[Published], part: str, what: str) -> Published:
-    for found in folders:
-        if getattr(found, part) is not None:
+def _first(folders: Sequence[Published], part: Callable[[Published], Part | None], what: str) -> Part:
+    for folder in folders:
+        found = part(folder)
+        if found is not None:
             return found
     raise ValueError(f"{_names(folders)}: {what} is missing; name its folder too")
 
 
 def _names(folders: Sequence[Published]) -> str:
     return ", ".join(str(found.folder) for found in folders)
-
-
-def _equal(one: nn.Module, other: nn.Module) -> bool:
-    theirs = other.state_dict()
-    return all(torch.equal(tensor, theirs[name]) for name, tensor in one.state_dict().items())
 
 
 def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead:

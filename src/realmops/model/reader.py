@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from realmops.bert import Bert, MaskedWordHead, Packed
 from realmops.corpus.snapshot import Snapshot
-from realmops.model.joins import SpecialTokens, join_query, join_reader
 from realmops.model.matches import Matches
+from realmops.model.sequences import SpecialTokens, join_query, join_reader
 
 SPAN_NORM_EPS = 1e-5  # of our own span heads; published ones have 1e-3
-
-
 LEAST = 1e-20  # a probability of copying below it counts as this much, so that its logarithm is finite
 
 
@@ -47,10 +45,9 @@ class CopyHead(nn.Module):
     """A pointer from a masked wordpiece to the wordpieces of the document, and the gate that mixes it in.
 
     p(y|z,x) = (1 - g) p_vocabulary(y) + g sum of the attention on the wordpieces of z that are y, as in pointer
-    networks with a generator (See et al. 2017). It is not in REALM's paper: there the reader has to learn to copy, for
-    which a short pre-training is too short, and without it the retriever gets no signal.
-
-    Query and key start as the identity and the gate at one half, so that it copies from the first step.
+    networks with a generator (See et al. 2017). It is not in REALM's paper: a short pre-training is too short for the
+    reader to learn to copy, and without it the retriever gets no signal. Query and key start as the identity and the
+    gate at one half, so that it copies from the first step.
     """
 
     def __init__(self, width: int) -> None:
@@ -64,11 +61,31 @@ class CopyHead(nn.Module):
             self.gate.weight.zero_()
             self.gate.bias.zero_()
 
+    def attention(self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
+        """The attention of each mask on its own sequence's body, M x L; 0 where there is no wordpiece."""
+        first_N = torch.searchsorted(sequence_M, torch.arange(len(bodies.rows_NL), device=sequence_M.device))
+        place_M = torch.arange(len(sequence_M), device=sequence_M.device) - first_N[sequence_M]
+        query_MD, key_TD = self.query(hidden_MD), self.key(hidden_TD)
+        shape = (len(bodies.rows_NL), int(place_M.max()) + 1, query_MD.shape[1])
+        query_NXD = query_MD.new_zeros(shape).index_put((sequence_M, place_M), query_MD)
+        score_NXL = query_NXD @ key_TD[bodies.rows_NL].transpose(1, 2)
+        return _softmax(score_NXL[sequence_M, place_M], bodies.there_NL[sequence_M], key_TD.shape[1])
+
+    def attention_apart(self, hidden_MD: Tensor, z_TD: Tensor, bodies: Bodies) -> Tensor:
+        """The attention of each mask on the body of each document, M x U x L."""
+        score_MT = self.query(hidden_MD) @ self.key(z_TD).T
+        return _softmax(score_MT[:, bodies.rows_NL], bodies.there_NL[None], z_TD.shape[1])
+
     def mixed(self, hidden_MD: Tensor, log_vocabulary_MU: Tensor, p_copy_MU: Tensor) -> Tensor:
         """log p(y|z,x), M x U, from the vocabulary's log probability and the probability of copying y from z."""
         gate_M1 = self.gate(hidden_MD).float()
         log_copy_MU = p_copy_MU.clamp(min=LEAST).log()
         return torch.logaddexp(F.logsigmoid(-gate_M1) + log_vocabulary_MU, F.logsigmoid(gate_M1) + log_copy_MU)
+
+    def words(self, hidden_MD: Tensor, log_vocabulary_MV: Tensor, attention_ML: Tensor, token_ML: Tensor) -> Tensor:
+        """The same of every wordpiece y of the vocabulary, M x V."""
+        p_copy_MV = torch.zeros_like(log_vocabulary_MV).scatter_add(1, token_ML, attention_ML)
+        return self.mixed(hidden_MD, log_vocabulary_MV, p_copy_MV)
 
 
 class Reader(nn.Module):
@@ -98,28 +115,19 @@ class Reader(nn.Module):
         """The wordpieces of a passage as this reader takes them: where it compares, with the form of their words."""
         return snapshot.body(passage) if self.matches is None else snapshot.written(passage)
 
-    def log_token(
-        self,
-        batch: Packed,
-        rows_M: Tensor,
-        targets_M: Tensor,
-        bodies: Bodies | None = None,
-        sequence_M: Tensor | None = None,
-    ) -> Tensor:
+    def log_token(self, batch: Packed, rows_M: Tensor, targets_M: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
         """log p(y_j|z,x) of the wordpieces ``targets_M`` at the packed rows ``rows_M``, length M.
 
-        A reader that copies wants ``bodies``, and ``sequence_M`` to say in which sequence a mask stands, ascending. The
-        head is evaluated at those rows only. Without a body, as with the null document, the vocabulary alone counts.
+        ``sequence_M`` says in which sequence a mask stands, ascending. The head is evaluated at those rows only.
+        Without a body, as with the null document, the vocabulary alone counts.
         """
         hidden_TD = self.encode(batch)
         hidden_MD, targets_M = _rows(hidden_TD, rows_M), targets_M.to(hidden_TD.device)
         log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
         if self.copy is None:
             return log_vocabulary_M
-        assert bodies is not None
-        assert sequence_M is not None
         sequence_M = sequence_M.to(hidden_TD.device)
-        attention_ML = self._attention(hidden_MD, hidden_TD, bodies, sequence_M)
+        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, sequence_M)
         is_target_ML = batch.tokens_T[bodies.rows_NL][sequence_M] == targets_M[:, None]
         p_copy_M1 = (attention_ML * is_target_ML).sum(-1, keepdim=True)
         mixed_M = self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_M1)[:, 0]
@@ -133,8 +141,10 @@ class Reader(nn.Module):
         if self.copy is None:
             return log_vocabulary_MV
         sequence_M = sequence_M.to(hidden_TD.device)
-        attention_ML = self._attention(hidden_MD, hidden_TD, bodies, sequence_M)
-        mixed_MV = self._words(hidden_MD, log_vocabulary_MV, attention_ML, batch.tokens_T[bodies.rows_NL][sequence_M])
+        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, sequence_M)
+        mixed_MV = self.copy.words(
+            hidden_MD, log_vocabulary_MV, attention_ML, batch.tokens_T[bodies.rows_NL][sequence_M]
+        )
         return torch.where(bodies.there_NL.any(-1)[sequence_M][:, None], mixed_MV, log_vocabulary_MV)
 
     def log_token_apart(
@@ -145,7 +155,7 @@ class Reader(nn.Module):
         x_TD, z_TD = self.bert(x), self.bert(z)
         hidden_MD, targets_M = _rows(x_TD, rows_M), targets_M.to(x_TD.device)
         log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
-        attention_MUL = self._attention_apart(hidden_MD, z_TD, bodies)
+        attention_MUL = self.copy.attention_apart(hidden_MD, z_TD, bodies)
         is_target_MUL = z.tokens_T[bodies.rows_NL][None] == targets_M[:, None, None]
         p_copy_MU = (attention_MUL * is_target_MUL).sum(-1)
         return self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_MU), log_vocabulary_M
@@ -156,9 +166,9 @@ class Reader(nn.Module):
         x_TD, z_TD = self.bert(x), self.bert(z)
         hidden_MD = _rows(x_TD, rows_M)
         log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
-        attention_MUL, tokens_UL = self._attention_apart(hidden_MD, z_TD, bodies), z.tokens_T[bodies.rows_NL]
+        attention_MUL, tokens_UL = self.copy.attention_apart(hidden_MD, z_TD, bodies), z.tokens_T[bodies.rows_NL]
         words = [
-            self._words(hidden_MD, log_vocabulary_MV, attention_MUL[:, u], tokens_UL[u].expand(len(hidden_MD), -1))
+            self.copy.words(hidden_MD, log_vocabulary_MV, attention_MUL[:, u], tokens_UL[u].expand(len(hidden_MD), -1))
             for u in range(len(tokens_UL))
         ]
         return torch.stack(words), log_vocabulary_MV
@@ -166,28 +176,6 @@ class Reader(nn.Module):
     def _logits(self, hidden_MD: Tensor) -> Tensor:
         logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word.weight)
         return logits_MV.float()
-
-    def _attention(self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
-        """The attention of each mask on its own sequence's body, M x L; 0 where there is no wordpiece."""
-        assert self.copy is not None
-        first_N = torch.searchsorted(sequence_M, torch.arange(len(bodies.rows_NL), device=sequence_M.device))
-        place_M = torch.arange(len(sequence_M), device=sequence_M.device) - first_N[sequence_M]
-        query_MD, key_TD = self.copy.query(hidden_MD), self.copy.key(hidden_TD)
-        shape = (len(bodies.rows_NL), int(place_M.max()) + 1, query_MD.shape[1])
-        query_NXD = query_MD.new_zeros(shape).index_put((sequence_M, place_M), query_MD)
-        score_NXL = query_NXD @ key_TD[bodies.rows_NL].transpose(1, 2)
-        return _softmax(score_NXL[sequence_M, place_M], bodies.there_NL[sequence_M], key_TD.shape[1])
-
-    def _attention_apart(self, hidden_MD: Tensor, z_TD: Tensor, bodies: Bodies) -> Tensor:
-        """The attention of each mask on the body of each document, M x U x L."""
-        assert self.copy is not None
-        score_MT = self.copy.query(hidden_MD) @ self.copy.key(z_TD).T
-        return _softmax(score_MT[:, bodies.rows_NL], bodies.there_NL[None], z_TD.shape[1])
-
-    def _words(self, hidden_MD: Tensor, log_vocabulary_MV: Tensor, attention_ML: Tensor, token_ML: Tensor) -> Tensor:
-        assert self.copy is not None
-        p_copy_MV = torch.zeros_like(log_vocabulary_MV).scatter_add(1, token_ML, attention_ML)
-        return self.copy.mixed(hidden_MD, log_vocabulary_MV, p_copy_MV)
 
 
 def _rows(hidden_TD: Tensor, rows_M: Tensor) -> Tensor:

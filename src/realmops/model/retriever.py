@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from realmops.bert import Bert, Packed
 
 HEADS = ("paper", "release", "normalised", "cosine")
-POOLINGS = ("cls", "mean")
-PROJECTIONS = ("orthogonal", "identity", "pca", "random")
-SEGMENTS = ("one", "two")
 _SHORTEST = 1e-6  # a vector that is shorter has no direction
 
 
@@ -46,18 +43,14 @@ HYBRID_START = Mixture(1.0, 8.0)  # until it is fitted: what fits a cosine over 
 class Tower(nn.Module):
     """What turns sequences into embeddings B x E, and how their inner products become f(x, z).
 
-    With the head ``cosine`` embeddings have length 1 and f(x, z) is their inner product divided by ``temperature``.
+    ``width`` is E. With the head ``cosine`` embeddings have length 1 and f(x, z) is their inner product divided by
+    ``temperature``.
     """
 
-    def __init__(self, head: str, temperature: float) -> None:
+    def __init__(self, head: str, temperature: float, width: int) -> None:
         super().__init__()
         assert head in HEADS, head
-        self.head, self.temperature = head, temperature
-
-    @property
-    def width(self) -> int:
-        """The embedding width E."""
-        raise NotImplementedError
+        self.head, self.temperature, self.width = head, temperature, width
 
     @property
     def words(self) -> str:
@@ -105,10 +98,7 @@ class Embedder(Tower):
         segments: str = "two",
         temperature: float = 1.0,
     ) -> None:
-        super().__init__(head, temperature)
-        assert pooling in POOLINGS, pooling
-        assert projection in PROJECTIONS, projection
-        assert segments in SEGMENTS, segments
+        super().__init__(head, temperature, embedding_width)
         width = bert.config.width
         assert projection != "identity" or embedding_width == width, (embedding_width, width)
         self.bert, self.pooling, self.start, self.segments = bert, pooling, projection, segments
@@ -117,11 +107,6 @@ class Embedder(Tower):
         self.projection = None if projection == "identity" else nn.Linear(width, embedding_width, bias=has_bias)
         eps = bert.config.layer_norm_eps
         self.norm = nn.LayerNorm(embedding_width, eps=eps) if head in ("release", "normalised") else None
-
-    @property
-    def width(self) -> int:
-        """The embedding width E."""
-        return self.bert.config.width if self.projection is None else self.projection.out_features
 
     @property
     def shifts(self) -> list[nn.Parameter]:
@@ -174,14 +159,9 @@ class Bag(Tower):
     counts_V: Tensor
 
     def __init__(self, vocabulary: int, embedding_width: int, temperature: float) -> None:
-        super().__init__("cosine", temperature)
+        super().__init__("cosine", temperature, embedding_width)
         self.word = nn.Embedding(vocabulary, embedding_width)
         self.register_buffer("counts_V", torch.ones(vocabulary))
-
-    @property
-    def width(self) -> int:
-        """The embedding width E."""
-        return self.word.embedding_dim
 
     @property
     def words(self) -> str:
@@ -204,7 +184,7 @@ def _unit(x_BE: Tensor) -> Tensor:
 
 
 class Retriever(nn.Module):
-    """Query tower and document tower; one and the same where ``share`` is set."""
+    """Query tower and document tower; one and the same where they share their parameters."""
 
     def __init__(self, query: Tower, document: Tower) -> None:
         super().__init__()

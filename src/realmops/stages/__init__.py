@@ -6,16 +6,18 @@ import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from realmops import artifacts, config
-from realmops.tracking import Journal
+from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
 PUBLISHED = "data/published"  # passages that were imported with a checkpoint
 CLOZE = "data/cloze"  # questions that were made from the corpus
 HUB = "hf:"
+Section = TypeVar("Section")
+_NAMES = {kind: name for name, kind in config.SECTIONS.items()}
 
 
 class Report(Protocol):
@@ -41,6 +43,11 @@ class Job:
     work: Path  # outlives a killed process; empty on the first try
     journal: Journal
     report: Report
+
+    def section(self, kind: type[Section]) -> Section:
+        """The options of one section, by their type; KeyError where the stage does not declare it."""
+        options: Section = self.sections[_NAMES[kind]]
+        return options
 
 
 @dataclass(frozen=True)

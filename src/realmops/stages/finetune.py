@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,48 +12,37 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import atomic_folder
-from realmops.config import ClosedBookOptions, Finetune
+from realmops.baselines.path import PathRetriever, train_paths
+from realmops.baselines.rankers import DENSE, ranker_of
+from realmops.baselines.t5 import ClosedBook
+from realmops.bert import device_and_dtype
+from realmops.config import ClosedBookOptions, Finetune, IndexOptions, Optimiser, QuestionFiles, RunOptions
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.openqa import score_predictions
+from realmops.evaluate.openqa import is_right, score_predictions
 from realmops.evaluate.retrieval import RECALL_AT
 from realmops.index.approximate import Approximate, index_type
 from realmops.index.embed import embed, query_sequences
+from realmops.index.embeddings import INDEX, embed_corpus, load_index, passage_embeddings, save_index, save_passages
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact, PassageIndex
+from realmops.index.mips import Exact
 from realmops.index.trainer import Policy
+from realmops.journal import JournalValues
 from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 from realmops.stages import Job
-from realmops.stages.common import (
-    INDEX,
-    JournalValues,
-    context,
-    embed_corpus,
-    load_index,
-    open_snapshot,
-    passage_embeddings,
-    prepare,
-    question_queries,
-    sampled,
-    save_index,
-    save_passages,
-    searchable,
-    warn_of_timeouts,
-)
-from realmops.stages.exchange import Refresh, exchange
-from realmops.stages.retrievers import DENSE, fit_reading, fit_to_questions, ranker_of
-from realmops.train import closed_book
-from realmops.train.closed_book import SAID_TOGETHER, ClosedBook, answered_in_words
+from realmops.stages.common import Course, open_snapshot, question_queries, sampled, searchable, warn_of_timeouts
+from realmops.train.exchange import Refresh, Site, exchange
 from realmops.train.finetune import ANSWERED_TOGETHER, OpenQa, finetune, finetune_steps
 from realmops.train.loop import Context
+from realmops.train.mixture import fit_reading, fit_to_questions
+from realmops.train.parallel import team
 from realmops.train.passages import Positives, passage_steps, train_by_passages
-from realmops.train.path import PathRetriever, train_paths
-from realmops.train.pretrain import IndexSource, SharedSource
-from realmops.train.windows import lessons_of, train_in_windows
+from realmops.train.pretrain import IndexSource
+from realmops.train.windows import WindowLesson, lessons_of, train_in_windows
 
 SHARD_ROWS = 512  # passages that the index builder embeds and commits at a time
 BUILDER_TIMEOUT = 900.0  # seconds to wait for an index
@@ -88,54 +78,28 @@ def _with_query_apart(retriever: Retriever) -> Retriever:
 
 def run(job: Job) -> dict[str, Any]:
     """Fine-tune, write models and passage embeddings; returns losses and exact match on the dev questions."""
-    options: Finetune = job.sections["finetune"]
-    book: ClosedBookOptions = job.sections["closed_book"]
-    seed = job.sections["run"].seed
-    device, dtype = prepare(job.sections["run"])
+    options, seed = job.section(Finetune), job.section(RunOptions).seed
+    device, dtype = device_and_dtype(job.section(RunOptions))
     snapshot = open_snapshot(job)
-    form = job.sections["questions"].format
+    form = job.section(QuestionFiles).format
     questions = read_questions([job.inputs["questions.train"]], format=form)
     held_out = read_questions([job.inputs["questions.dev"]], format=form)
-    if options.reader == "t5":
-        return _closed_book(job, book, snapshot, questions, held_out)
+    if not options.reads_passages:
+        return _closed_book(job, snapshot, questions, held_out)
     retriever, reader = start_models(job, snapshot, options)
     reader.to(device)
+    course = Course(job)
     metrics: dict[str, Any] = {}
-    path, done, end = None, 0, 0
+    path, passages, words = None, None, None
     if options.retriever == "path":
-        path = PathRetriever.start(reader.bert, snapshot, options, dtype, seed)
-        bar = job.report.progress("questions with paths", len(questions))
-        walks = []
-        for question in questions:
-            walks += [walk] if (walk := path.lesson(question)) else []
-            bar(1)
-        metrics["questions_with_path"], done = len(walks), finetune_steps(len(walks), options)
-        surroundings = context(job, "paths", done, "paths", prefix="path_")
-        end = train_paths(surroundings, path, walks, options, job.sections["optimiser"])
+        path, metrics["questions_with_path"] = _learn_paths(course, reader, snapshot, questions, dtype)
     add_spans(reader, options.span_width, seed)
     retriever.to(device)
-    optimiser = job.sections["optimiser"]
-    passages, words = None, None
     if options.retriever in DENSE:
-        index_type(job.sections["index"], len(snapshot), retriever.document.width, device)
+        index_type(job.section(IndexOptions), len(snapshot), retriever.document.width, device)
         words = Bm25.of(snapshot) if retriever.mixture.lexical else None
         if options.retriever_training == "passages":
-            positives = _positives(job, snapshot, questions)
-            metrics["passages_with_questions"] = len(positives.passages)
-            steps = passage_steps(len(positives.passages), options)
-            surroundings = context(job, "retriever", steps, "retriever", prefix="retriever_")
-
-            def learn(surroundings: Context, source: IndexSource | None = None) -> int:
-                return train_by_passages(
-                    surroundings, retriever, snapshot, questions, positives, options, optimiser, source
-                )
-
-            every = options.retriever_refresh_every
-            if every:
-                end = _with_refreshes(job, surroundings, learn, retriever, snapshot, dtype, steps, every)
-            else:
-                end = learn(surroundings)
-            done = steps
+            metrics["passages_with_questions"] = _learn_by_passages(course, retriever, snapshot, questions)
             if options.reader_training == "passages":  # the query tower goes on learning
                 retriever = _with_query_apart(retriever)
             embedding_PE = _embeddings_kept(job, retriever, snapshot, dtype)
@@ -143,28 +107,19 @@ def run(job: Job) -> dict[str, Any]:
             embedding_PE = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
         asked = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
         passages = searchable(job, embedding_PE, retriever.query, asked, options.retriever_candidates)
-    ranker = ranker_of(options, snapshot, path)
+    ranker = ranker_of(options.retriever, snapshot, path)
     model = OpenQa(retriever, reader, snapshot, passages, options, dtype, ranker, words)
     if model.hybrid:
         retriever.mixture = fit_to_questions(model, held_out)
     reader.bert.word.weight.requires_grad_(not options.freeze_words)
     if options.reader_training == "windows":
-        bar = job.report.progress("evidence", len(questions))
-        lessons = lessons_of(model, questions, EVIDENCE, bar)
+        lessons = _lessons(job, model, questions)
         metrics["questions_with_evidence"] = len(lessons)
-        if not lessons:
-            raise ValueError(
-                f"no training question has an answer in its first {EVIDENCE} passages: the reader cannot learn from "
-                "windows; check that questions.train belongs to these documents, or set "
-                "finetune.reader_training=passages"
-            )
-        steps = finetune_steps(len(lessons), options)
-        surroundings = context(job, "finetune", steps, "fine-tuning", first_step=done, journal_start=end)
-        train_in_windows(surroundings, model, lessons, options, optimiser)
+        surroundings = course.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
+        train_in_windows(surroundings, model, lessons, options, job.section(Optimiser))
     else:
-        steps = finetune_steps(len(questions), options)
-        surroundings = context(job, "finetune", steps, "fine-tuning", first_step=done, journal_start=end)
-        finetune(surroundings, model, questions, options, optimiser)
+        surroundings = course.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
+        finetune(surroundings, model, questions, options, job.section(Optimiser))
     if not surroundings.team.leads:
         return {}
     if isinstance(passages, Approximate):
@@ -174,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
     progress = job.report.progress("dev questions", len(held_out))
     answers = model.answer(held_out, ranked=5, batch_size=ANSWERED_TOGETHER, progress=progress)
     if model.hybrid:
-        weight, answers = fit_reading(model, held_out, answers)
+        weight, answers = fit_reading(model, held_out, answers, is_right)
         retriever.mixture = replace(retriever.mixture, reading=weight)
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.say(
@@ -187,7 +142,7 @@ def run(job: Job) -> dict[str, Any]:
         path.save(job.out)
     if passages is not None:
         save_passages(job.out, passages)
-    logged = JournalValues(job)
+    logged = JournalValues(job.journal)
     return {
         **_dev_scores(held_out, [a.text for a in answers], seed),
         "span_loss": logged.mean("span_loss", last=50),
@@ -199,29 +154,65 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def _with_refreshes(
-    job: Job,
-    surroundings: Context,
-    learn: Callable[[Context, IndexSource], int],
-    retriever: Retriever,
-    snapshot: Snapshot,
-    dtype: torch.dtype,
-    steps: int,
-    every: int,
-) -> int:
-    """Train while an index builder beside it embeds all passages again, every so many steps."""
-    device, team = surroundings.device, surroundings.team
+def _learn_paths(
+    course: Course, reader: Reader, snapshot: Snapshot, questions: list[Question], dtype: torch.dtype
+) -> tuple[PathRetriever, int]:
+    """A retriever of paths over links, and how many questions have one to learn from."""
+    job = course.job
+    options = job.section(Finetune)
+    path = PathRetriever.start(reader.bert, snapshot, options, dtype, job.section(RunOptions).seed)
+    bar = job.report.progress("questions with paths", len(questions))
+    walks = []
+    for question in questions:
+        walks += [walk] if (walk := path.lesson(question)) else []
+        bar(1)
+    surroundings = course.context("paths", finetune_steps(len(walks), options), "paths", "path_")
+    course.end = train_paths(surroundings, path, walks, options, job.section(Optimiser))
+    return path, len(walks)
 
-    def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
-        return Exact(embedding_PE.to(device))
 
-    if not team.leads:
-        return learn(surroundings, SharedSource(team, None, passages, device))
-    refresh = Refresh(steps, every, every // 2, "fixed_lag", 0, "child", "auto", SHARD_ROWS)
+def _learn_by_passages(course: Course, retriever: Retriever, snapshot: Snapshot, questions: list[Question]) -> int:
+    """Train all of the retriever; returns how many passages answer a question."""
+    job = course.job
+    options = job.section(Finetune)
+    positives = _positives(job, snapshot, questions)
+    steps = passage_steps(len(positives.passages), options)
+    surroundings = course.context("retriever", steps, "retriever", "retriever_")
+    learned = (questions, positives, options, job.section(Optimiser))
+    with _refreshed(job, surroundings, retriever, snapshot, steps) as (surroundings, source):
+        course.end = train_by_passages(surroundings, retriever, snapshot, *learned, source)
+    return len(positives.passages)
+
+
+def _lessons(job: Job, model: OpenQa, questions: list[Question]) -> list[WindowLesson]:
+    """What the reader learns from in windows; ValueError where no question teaches anything."""
+    lessons = lessons_of(model, questions, EVIDENCE, job.report.progress("evidence", len(questions)))
+    if not lessons:
+        raise ValueError(
+            f"no training question has an answer in its first {EVIDENCE} passages: the reader cannot learn from "
+            "windows; check that questions.train belongs to these documents, or set "
+            "finetune.reader_training=passages"
+        )
+    return lessons
+
+
+@contextmanager
+def _refreshed(
+    job: Job, surroundings: Context, retriever: Retriever, snapshot: Snapshot, steps: int
+) -> Iterator[tuple[Context, IndexSource | None]]:
+    """A training, with a builder beside it where ``finetune.retriever_refresh_every`` wants new indexes."""
+    every = job.section(Finetune).retriever_refresh_every
+    if not every:
+        yield surroundings, None
+        return
     policy = Policy("fixed_lag", None, "wait", BUILDER_TIMEOUT)
-    with exchange(job, snapshot, retriever, refresh, policy, device, dtype, passages) as source:
-        surroundings = replace(surroundings, checkpoints=source)
-        return learn(surroundings, SharedSource(team, source, passages, device) if team.size > 1 else source)
+    refresh = Refresh(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
+    site = Site(job.work, job.section(RunOptions).threads, job.report.say)
+    device = surroundings.device
+    with exchange(
+        surroundings, site, refresh, snapshot, retriever, lambda embedding_PE, _: Exact(embedding_PE.to(device))
+    ) as joined:
+        yield joined
 
 
 def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:
@@ -256,39 +247,26 @@ def _embeddings_kept(job: Job, retriever: Retriever, snapshot: Snapshot, dtype: 
     return load_index(kept, snapshot).clone()
 
 
-def _closed_book(
-    job: Job,
-    options: ClosedBookOptions,
-    snapshot: Snapshot,
-    questions: list[Question],
-    held_out: list[Question],
-) -> dict[str, Any]:
-    """Train and write the T5 that takes the place of retriever and reader; returns loss and dev exact match."""
-    seed, optimiser = job.sections["run"].seed, job.sections["optimiser"]
+def _closed_book(job: Job, snapshot: Snapshot, questions: list[Question], held_out: list[Question]) -> dict[str, Any]:
+    """Train and write a model that takes the place of retriever and reader; returns loss and dev exact match."""
+    options, seed = job.section(ClosedBookOptions), job.section(RunOptions).seed
     shape = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1].bert.config
     model = ClosedBook.build(options, snapshot, shape, seed)
-    usable = answered_in_words(questions)
-    surroundings = context(job, "span_corruption", options.steps, "span corruption", prefix="corrupted_")
-    end = closed_book.pretrain(surroundings, model, snapshot, options, optimiser)
-    steps = finetune_steps(len(usable), options)
-    surroundings = context(job, "closed_book", steps, "fine-tuning", first_step=options.steps, journal_start=end)
-    closed_book.finetune(surroundings, model, usable, options, optimiser)
-    if not surroundings.team.leads:
+    learned = model.train(Course(job), snapshot, questions, options, job.section(Optimiser))
+    if not team().leads:
         return {}
     model.save(job.out)
-    progress = job.report.progress("dev questions", len(held_out))
-    said = model.answer(held_out, batch_size=SAID_TOGETHER, progress=progress)
+    answers = model.answer(held_out, progress=job.report.progress("dev questions", len(held_out)))
     return {
-        **_dev_scores(held_out, [text for text, _ in said], seed),
-        "closed_book_loss": JournalValues(job).mean("loss", last=50),
-        "questions": len(usable),
+        **_dev_scores(held_out, [answer.text for answer in answers], seed),
+        "closed_book_loss": JournalValues(job.journal).mean("loss", last=50),
+        "questions": learned,
     }
 
 
-def _dev_scores(questions: list[Question], texts: list[str], seed: int) -> dict[str, float]:
+def _dev_scores(questions: list[Question], said: list[str], seed: int) -> dict[str, float]:
     """Exact match and F1 on the dev questions."""
-    predictions = {q.id: text for q, text in zip(questions, texts, strict=True)}
-    score = score_predictions(questions, predictions, seed=seed)
+    score = score_predictions(questions, said, seed=seed)
     return {"dev_em": score.em.mean, "dev_f1": score.f1.mean}
 
 

@@ -4,51 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
-from realmops.config import Ict
+from realmops.bert import device_and_dtype
+from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
 from realmops.index.start import start_from_passages, start_matches
+from realmops.journal import JournalValues
 from realmops.model.files import build_models, save_models
 from realmops.model.retriever import HYBRID_START
 from realmops.stages import Job
-from realmops.stages.common import JournalValues, context, open_snapshot, open_spans, prepare
+from realmops.stages.common import Course, open_snapshot, open_spans
 from realmops.train.ict import train_reader, train_retriever
 
 
 def run(job: Job) -> dict[str, Any]:
     """Train both models one after the other and write them; returns the accuracies of the last steps."""
-    options: Ict = job.sections["ict"]
-    run_options = job.sections["run"]
-    device, dtype = prepare(run_options)
+    options = job.section(Ict)
+    run_options = job.section(RunOptions)
+    device, dtype = device_and_dtype(run_options)
     corpus = open_snapshot(job)
     has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
     text = open_snapshot(job, "warmup") if has_warmup else corpus
     spans = open_spans(job, text, text.folder.name)
     size = corpus.tokenizer.get_vocab_size()
+    towers = job.section(RetrieverOptions)
     retriever, reader = build_models(
-        job.sections["bert"], job.sections["retriever"], job.sections["reader"], size, run_options.seed, job.report.warn
+        job.section(BertOptions), towers, job.section(ReaderOptions), size, run_options.seed, job.report.warn
     )
-    if job.sections["retriever"].hybrid:
+    if towers.hybrid:
         retriever.mixture = HYBRID_START
     job.report.say(f"ict: the retriever is {retriever.query.words}")
     retriever.to(device).train()
     start_from_passages(retriever, corpus, dtype, run_options.seed, job.report.progress)
     start_matches(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
-    optimiser = job.sections["optimiser"]
-    surroundings = context(job, "ict", options.steps, "inverse cloze task")
-    end = train_retriever(surroundings, retriever, corpus, options, optimiser)
-    surroundings = context(
-        job,
-        "warm_start",
-        options.reader_steps,
-        "reader's warm start",
-        prefix="reader_",
-        first_step=options.steps,
-        journal_start=end,
-    )
+    optimiser = job.section(Optimiser)
+    course = Course(job)
+    surroundings = course.context("ict", options.steps, "inverse cloze task")
+    course.end = train_retriever(surroundings, retriever, corpus, options, optimiser)
+    surroundings = course.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
     train_reader(surroundings, reader, text, spans, options, optimiser)
     if not surroundings.team.leads:
         return {}
     save_models(job.out, retriever, reader, corpus.vocabulary_hash)
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
-    logged = JournalValues(job)
+    logged = JournalValues(job.journal)
     return {name: logged.mean(name, last=20) for name in names}

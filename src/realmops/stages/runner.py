@@ -6,23 +6,24 @@ import fcntl
 import math
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from realmops import artifacts, tracking
+from realmops import artifacts
+from realmops.config import CLOSED_BOOK
 from realmops.encoders import T5, encoder_files
-from realmops.evaluate.compare import PREDICTIONS
-from realmops.evaluate.openqa import read_predictions, shown_row
+from realmops.evaluate.predictions import PREDICTIONS, read_predictions
+from realmops.journal import Journal
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
+from realmops.tracking.mlflow_views import as_table
+from realmops.tracking.run import TrackedDataset, TrackedRun, provenance_tags
+from realmops.tracking.tracker import Tracker
 
 WORK = ".realmops"
-PARENT_SECONDS = 0.5  # between two looks
 ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
@@ -66,44 +67,24 @@ def run_stage(
         return _run_alone(STAGES[name], values, project, root, report, force)
 
 
-def end_with(parent: int) -> None:
-    """End this process, as SIGTERM does, when it is no longer the child of ``parent``."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 @contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
     """Refuse to run a stage beside itself, as beside one whose ``dvc`` was killed: both would write one journal."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{name}.lock", "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if artifacts.try_lock(file) is False:
             raise ValueError(
                 f"{file.name} is held: another process runs the stage {name} there; wait for it or end it, then run "
                 "the same command again"
-            ) from None
-        except OSError:
-            pass  # a volume without locks
+            )
         yield
 
 
 def is_running(folder: Path, name: str) -> bool:
     """Whether a process holds the lock of a stage, looked at without making one."""
-    try:
-        with open(folder / f"{name}.lock", "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass  # never run, or a volume without locks
-    return False
+    with suppress(OSError), open(folder / f"{name}.lock", "rb") as file:
+        return artifacts.try_lock(file, fcntl.LOCK_SH) is False
+    return False  # never run
 
 
 def _run_alone(
@@ -126,9 +107,9 @@ def _run_alone(
     with ExitStack() as stack:
         stack.callback(_remove_empty, work)
         out = stack.enter_context(artifacts.atomic_folder(final))
-        journal = stack.enter_context(tracking.Journal(work / JOURNAL, name))
+        journal = stack.enter_context(Journal(work / JOURNAL, name))
         tracker = _tracker(stack, journal, name, values, inputs, project, root)
-        metrics = _finite(stage.run(Job(sections, inputs, out, work, journal, report)))
+        metrics = _finite(_worked(stage, values, Job(sections, inputs, out, work, journal, report)))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
@@ -167,10 +148,18 @@ def _help(
         return {}
     with (
         tempfile.TemporaryDirectory(prefix="realmops-") as folder,
-        tracking.Journal(Path(folder) / JOURNAL, stage.name) as journal,
+        Journal(Path(folder) / JOURNAL, stage.name) as journal,
     ):
-        stage.run(Job(sections, inputs, Path(folder), Path(folder), journal, _Silent()))
+        _worked(stage, values, Job(sections, inputs, Path(folder), Path(folder), journal, _Silent()))
     return {}
+
+
+def _worked(stage: Stage, values: Mapping[str, Mapping[str, Any]], job: Job) -> dict[str, Any]:
+    if "run" in stage.sections:
+        from realmops.bert import tune_process
+
+        tune_process(values["run"]["threads"])
+    return stage.run(job)
 
 
 def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
@@ -185,7 +174,7 @@ def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Pa
     inputs |= external_files(stage, values, project, root)
     if "bert" in stage.sections:  # other weights under the same name are another encoder
         inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
-    if "closed_book" in stage.sections and values["finetune"]["reader"] == "t5":
+    if "closed_book" in stage.sections and values["finetune"]["reader"] in CLOSED_BOOK:
         found = encoder_files(values["closed_book"]["init"], T5)
         inputs |= {f"closed_book.init/{name}": path for name, path in found.items()}
     return inputs
@@ -215,36 +204,36 @@ def finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
 
 def _tracker(
     stack: ExitStack,
-    journal: tracking.Journal,
+    journal: Journal,
     name: str,
     values: Mapping[str, Mapping[str, Any]],
     inputs: Mapping[str, Path],
     project: Path,
     root: Path,
-) -> tracking.Tracker | None:
+) -> Tracker | None:
     options = values["tracking"]
     if not options["enabled"] or name in UNTRACKED:
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = artifacts.read_json(corpus / "corpus" / artifacts.MANIFEST)["corpus_hash"] if corpus else ""
     params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
-    tags = tracking.provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
+    tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     run_key = artifacts.digest_of([params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())])
     tags |= {"realmops.kind": "run", "realmops.seed": str(values["run"]["seed"])}
     read = datasets(values, corpus_hash, inputs)
-    run = tracking.Run(run_key, values, tags, experiment=options["experiment"], datasets=read)
-    return stack.enter_context(tracking.Tracker(journal.path, name, run, tracking_folder(root)))
+    run = TrackedRun(run_key, values, tags, experiment=options["experiment"], datasets=read)
+    return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
 
 
 def datasets(
     values: Mapping[str, Mapping[str, Any]], corpus_hash: str, inputs: Mapping[str, Path]
-) -> list[tracking.Dataset]:
+) -> list[TrackedDataset]:
     """What a stage with these inputs has read, under the names that MLflow shows: the corpus and question sets."""
-    found = [tracking.Dataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
+    found = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
     for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
         if path := inputs.get(f"questions.{split}"):
             digest = artifacts.sha256_file(path)
-            found.append(tracking.Dataset(f"questions.{split}", digest, values["questions"][split], context))
+            found.append(TrackedDataset(f"questions.{split}", digest, values["questions"][split], context))
     return found
 
 
@@ -252,9 +241,9 @@ def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
     """What a stage left in its folder for people to look at in MLflow: of ``evaluate`` report and predictions."""
     if name != "evaluate":
         return {}
-    rows = [shown_row(prediction) for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
+    rows = [prediction.shown_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
     found = {file: folder / file for file in (PREDICTIONS, "report.html")}
-    return {**found, "predictions.table.json": tracking.as_table(rows)}
+    return {**found, "predictions.table.json": as_table(rows)}
 
 
 def headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from realmops.stages import Job
 
 def run(job: Job) -> dict[str, Any]:
     """Write corpus, warm-up text, questions and tagged sentences; returns their counts."""
-    options: Sample = job.sections["sample"]
+    options = job.section(Sample)
     return write_sample(
         job.out,
         seed=options.seed,

@@ -25,7 +25,7 @@ _SHOWN = 3  # broken records
 
 def run(job: Job) -> dict[str, Any]:
     """Write ``corpus``, its BM25 index and, where there is a warm-up text, ``warmup``; returns the counts of both."""
-    options: SnapshotOptions = job.sections["snapshot"]
+    options = job.section(SnapshotOptions)
     texts = {"corpus": sources(job.inputs["snapshot.documents"], options.format)}
     if options.use_warmup:
         texts["warmup"] = sources(job.inputs["snapshot.warmup"], "auto")
@@ -40,7 +40,7 @@ def run(job: Job) -> dict[str, Any]:
 def _write(
     job: Job, texts: Mapping[str, Sequence[Source]], vocabulary: Sequence[str], casing: Casing
 ) -> dict[str, Any]:
-    options: SnapshotOptions = job.sections["snapshot"]
+    options = job.section(SnapshotOptions)
     metrics: dict[str, Any] = {"vocabulary": len(vocabulary)}
     for name, found in texts.items():
         folder = job.out / name
@@ -88,13 +88,13 @@ def counts(manifest: dict[str, Any]) -> dict[str, int]:
 
 def _vocabulary(job: Job, found: Sequence[Source]) -> tuple[list[str], Casing]:
     """The encoder's vocabulary; one that is made here is made once, whatever kills come after."""
-    bert: BertOptions = job.sections["bert"]
+    bert = job.section(BertOptions)
     if bert.init != "small":
         return read_encoder_vocabulary(encoder_folder(bert.init))
     path = job.work / VOCABULARY
     if not path.is_file():
         progress = job.report.progress("vocabulary", _bytes(found), "B")
-        workers = job.sections["snapshot"].workers
+        workers = job.section(SnapshotOptions).workers
         pieces = train_vocabulary(found, size=bert.vocabulary, workers=workers, progress=progress)
         write_bytes(path, vocabulary_bytes(pieces))
     return read_vocabulary(path), UNCASED

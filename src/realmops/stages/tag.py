@@ -10,14 +10,15 @@ from typing import Any
 import torch
 
 from realmops.artifacts import seed_for
-from realmops.config import BertOptions, Tag
+from realmops.bert import device_and_dtype
+from realmops.config import BertOptions, Optimiser, RunOptions, Tag
 from realmops.corpus.conll import read_conll
 from realmops.corpus.dates import find_dates
 from realmops.corpus.snapshot import GIVEN_SPANS, Snapshot
 from realmops.corpus.spans import Spans, SpansWriter
 from realmops.model.files import build_bert
 from realmops.stages import Job
-from realmops.stages.common import context, open_snapshot, prepare
+from realmops.stages.common import Course, open_snapshot
 from realmops.train.parallel import team
 from realmops.train.tagger import Tagger, find_entities, predict_words, tag_names, train_tagger
 
@@ -26,7 +27,7 @@ DATE = "DATE"
 
 def run(job: Job) -> dict[str, Any]:
     """Write a spans folder for each snapshot; returns counts and, for a trained tagger, seqeval's F1."""
-    options: Tag = job.sections["tag"]
+    options = job.section(Tag)
     tagger: Tagger | None = None
     metrics: dict[str, Any] = {}
     if options.method == "tagger":
@@ -44,18 +45,18 @@ def run(job: Job) -> dict[str, Any]:
 def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     snapshot = open_snapshot(job)
     training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
-    bert_options: BertOptions = job.sections["bert"]
-    run = job.sections["run"]
+    bert_options = job.section(BertOptions)
+    run = job.section(RunOptions)
     bert, _ = build_bert(bert_options, snapshot.tokenizer.get_vocab_size(), run.seed)
-    device, dtype = prepare(run)
+    device, dtype = device_and_dtype(run)
     tagger = Tagger(bert, tag_names(training))
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed_for(run.seed, "tagger"))
         tagger.output.weight.normal_(0.0, 0.02, generator=generator)
         tagger.output.bias.zero_()
     tagger.to(device)
-    surroundings = context(job, "tag", options.steps, "tagger")
-    train_tagger(surroundings, tagger, training, snapshot.tokenizer, options, job.sections["optimiser"])
+    surroundings = Course(job).context("tag", options.steps, "tagger")
+    train_tagger(surroundings, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
     if not surroundings.team.leads:
         return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
@@ -85,7 +86,7 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
         return {"spans": len(Spans.open(folder).rows)}
     folder.mkdir()
     progress = job.report.progress(f"tags of {snapshot.folder.name}", len(snapshot))
-    dtype = prepare(job.sections["run"])[1]
+    dtype = device_and_dtype(job.section(RunOptions))[1]
     entities: Iterator[list[tuple[int, int, str]]] = (
         find_entities(tagger, snapshot, options, dtype, progress) if tagger else iter([[]] * len(snapshot))
     )

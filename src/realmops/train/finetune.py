@@ -20,13 +20,13 @@ from realmops.corpus.answers import answer_token_spans, contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import embed, query_sequences, text_queries
+from realmops.index.embed import Progress, embed, query_sequences, text_queries, untold
 from realmops.index.hybrid import Found, Hybrid, Words
 from realmops.index.mips import PassageIndex
-from realmops.model.joins import SpecialTokens, join_reader
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.model.reader import Reader, enumerate_spans
 from realmops.model.retriever import Retriever
+from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.train.loop import Context, epoch_rows, fit
 from realmops.train.optimiser import Group
 
@@ -67,6 +67,7 @@ class Answer:
         return self.best.text if self.best else self.said
 
 
+@dataclass(eq=False)
 class OpenQa:
     """Retriever and reader as one question answering model over a corpus whose embeddings are fixed.
 
@@ -74,30 +75,20 @@ class OpenQa:
     is used or learns, and no embeddings are needed.
     """
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        reader: Reader,
-        snapshot: Snapshot,
-        passages: PassageIndex | None,
-        options: Finetune,
-        dtype: torch.dtype,
-        ranker: Ranker | None = None,
-        words: Words | None = None,
-    ) -> None:
-        assert reader.spans is not None, "the reader needs a span head"
-        self.retriever, self.reader, self.snapshot, self.options, self.dtype = (
-            retriever,
-            reader,
-            snapshot,
-            options,
-            dtype,
-        )
-        self.device = reader.bert.word.weight.device
-        self.passages = passages
-        self.ranker, self.words = ranker, words
-        self.special = SpecialTokens.of(snapshot.tokenizer)
-        self.sources = Sources(snapshot)
+    retriever: Retriever
+    reader: Reader
+    snapshot: Snapshot
+    passages: PassageIndex | None
+    options: Finetune
+    dtype: torch.dtype
+    ranker: Ranker | None = None
+    words: Words | None = None
+
+    def __post_init__(self) -> None:
+        assert self.reader.spans is not None, "the reader needs a span head"
+        self.device = self.reader.bert.word.weight.device
+        self.special = SpecialTokens.of(self.snapshot.tokenizer)
+        self.sources = Sources(self.snapshot)
         self._correct: dict[str, dict[int, bool]] = {}
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
@@ -178,37 +169,37 @@ class OpenQa:
         Returns the scores S and, for each, the row (question, rank of the passage, first wordpiece of the
         body, last wordpiece).
         """
-        options = self.options
-        sequences, segments, starts, ends, rows = [], [], [], [], []
-        offset = 0
-        for b, (question, ids) in enumerate(zip(tokens, passages, strict=True)):
-            x = question[: options.query_wordpieces - 2]
-            for rank, passage in enumerate(ids):
-                body = self.reader.document(self.snapshot, passage)
-                sequence, segment, first = join_reader(x, body, self.special, options.reader_wordpieces)
-                length = len(sequence) - 1 - first
-                start, end = enumerate_spans(first, length, options.answer_wordpieces)
-                starts.append(offset + start)
-                ends.append(offset + end)
-                rows.append(
-                    np.column_stack([np.full(len(start), b), np.full(len(start), rank), start - first, end - first])
-                )
-                sequences.append(sequence)
-                segments.append(segment)
-                offset += len(sequence)
-        score_S = self.span_scores(Packed(sequences, segments), np.concatenate(starts), np.concatenate(ends))
-        return score_S, np.concatenate(rows)
+        limit = self.options.query_wordpieces - 2
+        read = [(b, rank, passage) for b, ids in enumerate(passages) for rank, passage in enumerate(ids)]
+        bodies = [self.reader.document(self.snapshot, passage) for _, _, passage in read]
+        score_S, spans = self.score_spans([tokens[b][:limit] for b, _, _ in read], bodies)
+        counts = [len(some) for some in spans]
+        of_pair = np.repeat([[b, rank] for b, rank, _ in read], counts, axis=0)
+        return score_S, np.column_stack([of_pair, np.concatenate(spans)])
 
-    def span_scores(self, batch: Packed, start_S: np.ndarray, end_S: np.ndarray) -> Tensor:
-        """The reader's score of the spans between two packed rows, both inside, length S."""
+    def score_spans(
+        self, questions: Sequence[np.ndarray], bodies: Sequence[np.ndarray]
+    ) -> tuple[Tensor, list[np.ndarray]]:
+        """The reader's scores S of all spans in bodies that are each read behind a question.
+
+        Also, for each body, the rows (first wordpiece of the body, last wordpiece) of its spans.
+        """
         assert self.reader.spans is not None
+        sequences, segments, starts, ends, spans = [], [], [], [], []
+        offset = 0
+        for question, body in zip(questions, bodies, strict=True):
+            sequence, segment, first = join_reader(question, body, self.special, self.options.reader_wordpieces)
+            start, end = enumerate_spans(first, len(sequence) - 1 - first, self.options.answer_wordpieces)
+            starts.append(torch.from_numpy(offset + start))
+            ends.append(torch.from_numpy(offset + end))
+            spans.append(np.column_stack([start - first, end - first]))
+            sequences.append(sequence)
+            segments.append(segment)
+            offset += len(sequence)
         with autocast(self.device, self.dtype):
-            score_S: Tensor = self.reader.spans(
-                self.reader.encode(batch),
-                torch.from_numpy(start_S).to(self.device),
-                torch.from_numpy(end_S).to(self.device),
-            )
-        return score_S
+            hidden_TD = self.reader.encode(Packed(sequences, segments))
+            score_S: Tensor = self.reader.spans(hidden_TD, *(torch.cat(at).to(self.device) for at in (starts, ends)))
+        return score_S, spans
 
     def gold(self, question: Question, passages: Sequence[int]) -> set[tuple[int, int, int]]:
         """(rank, first, last wordpiece) of every span that matches an answer, cut by character offsets."""
@@ -244,17 +235,12 @@ class OpenQa:
         options = self.options
         depth = options.retriever_candidates if self.ranker is None else max(5, options.reader_candidates)
         relevance_BP, id_BP = self.evidence(questions, depth)
-        ids = id_BP.cpu().tolist()
         correct_BP = torch.from_numpy(
-            np.stack([self.is_correct(q, row) for q, row in zip(questions, ids, strict=True)])
+            np.stack([self.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
         )
         early_B = marginal_span_loss(relevance_BP, correct_BP.to(self.device))
-        read = [[p for p in row[: options.reader_candidates] if p >= 0] for row in ids]
-        score_S, rows = self.spans([self.wordpieces(q.question) for q in questions], read)
-        rank_S, question_S = torch.from_numpy(rows[:, 1]).to(self.device), torch.from_numpy(rows[:, 0]).to(self.device)
-        logit_S = score_S + self.retriever.mixture.reading * relevance_BP[question_S, rank_S]
-        is_gold = torch.from_numpy(self._is_gold(rows, questions, read)).to(self.device)
-        span_B, has_gold_B = self._span_loss(logit_S, is_gold, rows, len(questions))
+        _, rows, logit_S, gold_S = self._read(questions, relevance_BP, id_BP)
+        span_B, has_gold_B = self._span_loss(logit_S, torch.from_numpy(gold_S).to(self.device), rows, len(questions))
         metrics = {
             "early_loss": early_B.mean().item(),
             "span_loss": span_B.mean().item(),
@@ -263,6 +249,16 @@ class OpenQa:
             "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
         }
         return (early_B + span_B).mean(), metrics
+
+    def _read(
+        self, questions: Sequence[Question], relevance_BP: Tensor, id_BP: Tensor
+    ) -> tuple[list[list[int]], np.ndarray, Tensor, np.ndarray]:
+        """Read the first passages of each question: these, the rows of their spans, logits, and which are right."""
+        read = [[p for p in row if p >= 0] for row in id_BP[:, : self.options.reader_candidates].tolist()]
+        score_S, rows = self.spans([self.wordpieces(q.question) for q in questions], read)
+        question_S, rank_S = torch.from_numpy(rows[:, :2].T).to(self.device)
+        logit_S = score_S + self.retriever.mixture.reading * relevance_BP[question_S, rank_S]
+        return read, rows, logit_S, self._is_gold(rows, questions, read)
 
     def _span_loss(self, logit_S: Tensor, is_gold: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
         """The loss of each of ``count`` questions by ``finetune.span_loss``, and whether it has a gold span."""
@@ -280,12 +276,7 @@ class OpenQa:
 
     @torch.no_grad()
     def answer(
-        self,
-        questions: Sequence[Question],
-        *,
-        ranked: int,
-        batch_size: int,
-        progress: Callable[[int], None] | None = None,
+        self, questions: Sequence[Question], *, ranked: int, batch_size: int, progress: Progress = untold
     ) -> list[Answer]:
         """Answer questions; ``ranked`` passages of each are returned for recall."""
         self.retriever.eval()
@@ -293,15 +284,10 @@ class OpenQa:
         answers: list[Answer] = []
         for start in range(0, len(questions), batch_size):
             batch = questions[start : start + batch_size]
-            tokens = [self.wordpieces(q.question) for q in batch]
             relevance_BK, id_BK = self.evidence(batch, max(ranked, self.options.reader_candidates))
             relevance_BK = relevance_BK[:, : self.options.reader_candidates]
-            read = [[p for p in row if p >= 0] for row in id_BK[:, : self.options.reader_candidates].tolist()]
-            score_S, rows = self.spans(tokens, read)
-            at_S = torch.from_numpy(rows).to(self.device)
-            prior_S = self.retriever.mixture.reading * relevance_BK[at_S[:, 0], at_S[:, 1]]
-            logit_S = (score_S + prior_S).cpu().numpy()
-            gold_S = self._is_gold(rows, batch, read)
+            read, rows, score_S, gold_S = self._read(batch, relevance_BK, id_BK)
+            logit_S = score_S.cpu().numpy()
             log_prior_BK = relevance_BK.log_softmax(-1).cpu().tolist()
             for b in range(len(batch)):
                 mine = rows[:, 0] == b
@@ -312,8 +298,7 @@ class OpenQa:
                 ranked_ids = id_BK[b, :ranked].tolist()
                 log_prior = log_prior_BK[b][: len(read[b])]
                 answers.append(Answer(best, best_of_passage, gold, read[b], log_prior, ranked_ids))
-            if progress is not None:
-                progress(len(batch))
+            progress(len(batch))
         return answers
 
     def _best(self, chosen_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
@@ -361,11 +346,5 @@ def finetune(
     groups = [Group("reader", model.reader, options.reader_learning_rate)]
     if model.ranker is None:
         groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
-    fit(
-        context,
-        groups,
-        optimiser,
-        step_loss,
-        steps=finetune_steps(len(questions), options),
-        checkpoint_every=options.checkpoint_every,
-    )
+    steps = finetune_steps(len(questions), options)
+    fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=options.checkpoint_every)

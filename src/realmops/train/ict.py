@@ -17,10 +17,10 @@ from realmops.bert import Packed, autocast
 from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
-from realmops.model.joins import SpecialTokens, join_document, join_query
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.reader import Reader, log_token_of_pairs
 from realmops.model.retriever import Retriever
+from realmops.model.sequences import SpecialTokens, join_document, join_query
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 
@@ -98,9 +98,8 @@ def train_retriever(
 ) -> int:
     """The inverse cloze task: softmax of the own passage among all passages of the batch, those of all processes.
 
-    Logs the accuracy for queries that were removed from their passage and for those that were kept.  A batch is made
-    of runs of neighbouring passages (``cloze_batch``).
-    Returns the journal's length at the end.
+    Logs the accuracy for queries that were removed from their passage and for those that were kept. A batch is made of
+    runs of neighbouring passages (``cloze_batch``). Returns the journal's length at the end.
     """
     special, team = SpecialTokens.of(snapshot.tokenizer), context.team
     if min(options.batch_size, len(snapshot)) < team.size:
@@ -129,14 +128,8 @@ def train_retriever(
                 metrics[f"accuracy_{name}"] = float(hit_Q[chosen_Q].mean())
         return in_batch_loss(relevance_QN, own_Q).mean(), metrics
 
-    return fit(
-        context,
-        [Group("retriever", retriever, options.learning_rate)],
-        optimiser,
-        step_loss,
-        steps=options.steps,
-        checkpoint_every=options.checkpoint_every,
-    )
+    groups, every = [Group("retriever", retriever, options.learning_rate)], options.checkpoint_every
+    return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
 
 def sentences_with_spans(snapshot: Snapshot, spans: Spans) -> np.ndarray:
@@ -173,12 +166,7 @@ class Neighbours:
 
 
 def train_reader(
-    context: Context,
-    reader: Reader,
-    snapshot: Snapshot,
-    spans: Spans,
-    options: Ict,
-    optimiser: Optimiser,
+    context: Context, reader: Reader, snapshot: Snapshot, spans: Spans, options: Ict, optimiser: Optimiser
 ) -> None:
     """Masked words over join(x, z), so that the reader starts with a second segment that can be worth reading.
 
@@ -193,9 +181,7 @@ def train_reader(
         """x as it was, which of its wordpieces are masked, and z."""
         passage, first, end, start, stop = rows[rng.integers(len(rows))]
         body = snapshot.body(int(passage))
-        x = body[first:end].copy()
-        limit = options.reader_wordpieces - 3
-        x = x[:limit]
+        x = body[first:end][: options.reader_wordpieces - 3]
         salient = (int(start - first), int(stop - first))
         masked_x = np.zeros(len(x), dtype=bool)
         if salient[0] < len(x):
@@ -226,11 +212,5 @@ def train_reader(
             )
         return -weight * log_token_M.mean(), {"masked": float(len(targets_M))}
 
-    fit(
-        context,
-        [Group("reader", reader, options.reader_learning_rate)],
-        optimiser,
-        step_loss,
-        steps=options.reader_steps,
-        checkpoint_every=options.checkpoint_every,
-    )
+    groups, every = [Group("reader", reader, options.reader_learning_rate)], options.checkpoint_every
+    fit(context, groups, optimiser, step_loss, steps=options.reader_steps, checkpoint_every=every)

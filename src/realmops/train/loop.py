@@ -32,7 +32,7 @@ class Checkpoints(Protocol):
         """Commit a checkpoint of the state after ``step`` steps."""
 
 
-class Journal(Protocol):
+class StepLog(Protocol):
     """The metrics file of a stage."""
 
     def log(self, step: int, **metrics: float) -> None:
@@ -54,12 +54,21 @@ class Context:
     device: torch.device
     dtype: torch.dtype
     checkpoints: Checkpoints
-    journal: Journal
+    journal: StepLog
     progress: Callable[[int], None]
     prefix: str = ""  # of the metrics' names
     first_step: int = 0  # what the journal calls the loop's first step
     journal_start: int = 0  # where the loop's lines begin
     team: Team = ALONE
+
+
+class Course(Protocol):
+    """Trainings one after another, whose lines stand one behind the other in one journal."""
+
+    end: int  # the journal's length behind them; who trains sets it
+
+    def context(self, stream: str, steps: int, label: str, prefix: str = "") -> Context:
+        """The surroundings of the next one."""
 
 
 def fit(
@@ -81,7 +90,8 @@ def fit(
     optimiser = BertAdamW(
         groups, weight_decay=options.weight_decay, clip=options.clip, bias_correction=options.bias_correction
     )
-    schedule = Schedule(steps, int(min(10_000, max(options.warmup_min, options.warmup_share * steps))))
+    ramp = int(min(10_000, max(options.warmup_min, options.warmup_share * steps)))
+    schedule = Schedule(steps, ramp)
     team = context.team
     start, position = _restore(context, optimiser) if team.leads else (0, context.journal_start)
     start = int(team.send_numbers([start], context.device)[0])

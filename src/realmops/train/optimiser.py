@@ -23,25 +23,24 @@ class Group:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then linear decay to 0."""
+    """A linear ramp from 0, then linear decay to 0."""
 
     steps: int
-    warmup: int
+    ramp: int  # steps
 
     def factor(self, step: int, begin: int = 0) -> float:
-        """The factor of a learning rate at ``step`` (from 0); 0 before ``begin``, where a warm-up of its own starts."""
+        """The factor of a learning rate at ``step`` (from 0); 0 before ``begin``, where a ramp of its own starts."""
         if step < begin:
             return 0.0
-        decay = min(1.0, max(0.0, (self.steps - step) / max(1, self.steps - self.warmup)))
-        return min(1.0, (step - begin + 1) / self.warmup) * decay if self.warmup else decay
+        decay = min(1.0, max(0.0, (self.steps - step) / max(1, self.steps - self.ramp)))
+        return min(1.0, (step - begin + 1) / self.ramp) * decay if self.ramp else decay
 
 
 class BertAdamW:
     """Adam with decoupled weight decay and, as BERT was trained, without bias correction unless it is asked for.
 
-    m = 0.9 m + 0.1 g; v = 0.999 v + 0.001 g^2; p -= lr (m / (sqrt(v) + 1e-6) + decay p).
-    No decay for LayerNorm and biases (every parameter of one dimension).  The norm of all gradients
-    together is clipped first.
+    m = 0.9 m + 0.1 g; v = 0.999 v + 0.001 g^2; p -= lr (m / (sqrt(v) + 1e-6) + decay p). No decay for LayerNorm and
+    biases (every parameter of one dimension). The norm of all gradients together is clipped first.
     """
 
     def __init__(

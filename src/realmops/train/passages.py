@@ -139,15 +139,10 @@ def train_by_passages(
         if source is not None and (new := source.at_step(step, retriever)):
             current[:] = [new]
 
-    return fit(
-        context,
-        [Group("retriever", retriever, options.retriever_learning_rate)],
-        optimiser,
-        step_loss,
-        steps=passage_steps(len(positives.passages), options),
-        checkpoint_every=options.checkpoint_every if source is None else options.retriever_refresh_every,
-        at_step=at_step,
-    )
+    groups = [Group("retriever", retriever, options.retriever_learning_rate)]
+    steps = passage_steps(len(positives.passages), options)
+    every = options.checkpoint_every if source is None else options.retriever_refresh_every
+    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every, at_step=at_step)
 
 
 def hard_negatives(

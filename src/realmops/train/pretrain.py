@@ -30,9 +30,9 @@ from realmops.index.hybrid import Hybrid, Words, words_share
 from realmops.index.mips import Exact, PassageIndex
 from realmops.index.staleness import top_k_change
 from realmops.model import likelihood
-from realmops.model.joins import SpecialTokens, join_document, join_query
 from realmops.model.reader import Reader, log_token_of_pairs, log_words_of_pairs, read_apart
 from realmops.model.retriever import Retriever
+from realmops.model.sequences import SpecialTokens, join_document, join_query
 from realmops.train.ict import crop_run, dropped_words, sentences_with_spans
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
@@ -142,24 +142,23 @@ class IndexSource(Protocol):
         """Publish and adopt as the options say; the generation to use from this step on, or None to go on."""
 
 
+@dataclass(frozen=True)
 class SharedSource:
-    """The first process's indexes for all that train together: it alone has the exchange.
+    """The first process's own indexes for all that train together: it alone has the exchange.
 
     Embeddings are sent from host memory to host memory; those of an approximate index need not fit on a GPU.
     """
 
-    def __init__(
-        self,
-        team: Team,
-        source: IndexSource | None,
-        passages: Callable[[Tensor, Retriever], PassageIndex],
-        device: torch.device,
-    ) -> None:
-        self.team, self.source, self.passages, self.device = team, source, passages, device
+    team: Team
+    own: IndexSource | None
+    passages: Callable[[Tensor, Retriever], PassageIndex]
+    device: torch.device
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
         """What the first process's source says."""
-        index = self.source.at_step(step, retriever) if self.source is not None else None
+        index = None if self.own is None else self.own.at_step(step, retriever)
+        if self.team.size == 1:
+            return index
         embedding_PE = index.passages.embedding_PE.cpu() if index else torch.empty(0, 0)
         head = [1, index.step, *embedding_PE.shape, index.published, index.new] if index else [0] * 6
         there, made_at, passages, width, published, new = self.team.send_numbers(head, self.device)
@@ -174,7 +173,7 @@ class SharedSource:
 
 def depth(options: Pretrain) -> int:
     """How many passages are asked for, of which some are trivial."""
-    return options.candidates - int(options.null_document) + 8
+    return options.documents + 8
 
 
 class Candidates:
@@ -182,7 +181,6 @@ class Candidates:
 
     def __init__(self, snapshot: Snapshot, options: Pretrain, words: Words | None = None) -> None:
         self.snapshot, self.options, self.words = snapshot, options, words
-        self.documents = options.candidates - int(options.null_document)
         self.counts = Counter[str]()  # passages that each rule dropped, and examples short of candidates
 
     def retrieve(self, examples: Sequence[Example], query_BE: Tensor, index: Index) -> list[list[int]]:
@@ -190,7 +188,7 @@ class Candidates:
 
         Dropped are the passage of x itself and every passage that contains the unmasked sentence.
         """
-        wanted = self.documents
+        wanted = self.options.documents
         search = Hybrid(index.passages, self.words, index.retriever.mixture, index.retriever.scale)
         ids = search.search(query_BE, [e.words for e in examples], depth(self.options)).id_QK
         result = []
@@ -247,23 +245,21 @@ class Embedded:
     place: dict[int, int]
 
 
+@dataclass(eq=False)
 class Realm:
     """The two models joined: the loss of a batch of masked sentences and what there is to say about it."""
 
-    def __init__(
-        self,
-        retriever: Retriever,
-        reader: Reader,
-        snapshot: Snapshot,
-        options: Pretrain,
-        dtype: torch.dtype,
-        words: Words | None = None,
-    ) -> None:
-        self.retriever, self.reader, self.snapshot, self.options = retriever, reader, snapshot, options
-        self.words = words
-        self.special = SpecialTokens.of(snapshot.tokenizer)
-        self.device, self.dtype = reader.bert.word.weight.device, dtype
-        self.null = join_document(_EMPTY, _EMPTY, self.special, snapshot.block_wordpieces)
+    retriever: Retriever
+    reader: Reader
+    snapshot: Snapshot
+    options: Pretrain
+    dtype: torch.dtype
+    words: Words | None = None
+
+    def __post_init__(self) -> None:
+        self.special = SpecialTokens.of(self.snapshot.tokenizer)
+        self.device = self.reader.bert.word.weight.device
+        self.null = join_document(_EMPTY, _EMPTY, self.special, self.snapshot.block_wordpieces)
 
     def queries(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """[CLS] x [SEP] of masked sentences."""
@@ -274,8 +270,7 @@ class Realm:
 
         Each passage of the batch is embedded once.  The second result marks candidates that do not exist.
         """
-        embedded = self.embed(examples, candidates)
-        return self._log_prior(examples, candidates, embedded)
+        return self._log_prior(examples, candidates, self.embed(examples, candidates))
 
     def embed(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> Embedded:
         """The sentences, and each passage of the batch once, the null document last."""
@@ -308,7 +303,7 @@ class Realm:
     def _rows(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """The candidates' ids as B x K, the null document (-1) last and in the place of those that do not exist."""
         null: list[int | None] = [NULL] if self.options.null_document else []
-        width = max(self.options.candidates - len(null), *(len(row) for row in candidates))
+        width = max(self.options.documents, *(len(row) for row in candidates))
         full = [[*row, *[None] * (width - len(row)), *null] for row in candidates]
         first = next((p for row in candidates for p in row), NULL) if not null else NULL
         missing = torch.tensor([[p is None for p in row] for row in full])
@@ -529,25 +524,21 @@ class CollapseAlarm:
 
 def pretrain(
     context: Context,
-    retriever: Retriever,
-    reader: Reader,
-    snapshot: Snapshot,
+    realm: Realm,
     examples: Examples,
     optimiser: Optimiser,
     source: IndexSource,
     *,
     evaluate: Callable[[Index], dict[str, float]],
     warn: Callable[[str], None],
-    words: Words | None = None,
 ) -> None:
-    """Run REALM pre-training: the examples' words are guessed with passages of ``snapshot``.
+    """Run REALM pre-training: the examples' words are guessed with passages of the realm's snapshot.
 
-    ``evaluate`` gives metrics of every adopted index, logged at its step.  A hybrid retriever wants ``words``; its
-    weights of words and embeddings stay as they are.
+    ``evaluate`` gives metrics of every adopted index, logged at its step.  The weights of words and embeddings of a
+    hybrid retriever stay as they are.
     """
-    options = examples.options
-    realm = Realm(retriever, reader, snapshot, options, context.dtype, words)
-    candidates = Candidates(snapshot, options, words)
+    options, retriever, reader = realm.options, realm.retriever, realm.reader
+    candidates = Candidates(realm.snapshot, options, realm.words)
     alarm = CollapseAlarm(options.collapse_share, warn)
     current: list[Index] = []
     adopted: dict[str, float] = {}
@@ -558,7 +549,7 @@ def pretrain(
             assert current, "the first step needs an index"
             return
         if current and options.staleness_queries and context.team.leads:
-            adopted["top_k_change"] = _change(current[0], new, examples, realm, options, context)
+            adopted["top_k_change"] = _change(current[0], new, examples, realm, context)
         current[:] = [new]
         if new.new and context.team.leads:
             adopted.update(evaluate(new), refreshed=1.0)
@@ -571,7 +562,7 @@ def pretrain(
         batch, weight = context.team.share(drawn, counts)
         searcher = index.retriever if options.query_encoder == "snapshot" else retriever
         asked = drawn if reader.apart else batch  # then what is found for one sentence is a candidate of all
-        query_BE = embed(searcher.query, query_sequences(realm.queries(asked)), context.dtype)
+        query_BE = embed(searcher.query, query_sequences(realm.queries(asked)), realm.dtype)
         found = candidates.retrieve(asked, query_BE, index)
         if reader.apart:
             found = list(context.team.share(candidates.shared(drawn, found))[0])
@@ -590,24 +581,17 @@ def pretrain(
         Group("retriever", retriever, options.retriever_learning_rate, options.retriever_delay),
         Group("reader", reader, options.reader_learning_rate),
     ]
-    fit(
-        context,
-        groups,
-        optimiser,
-        step_loss,
-        steps=options.steps,
-        checkpoint_every=options.refresh_every,
-        at_step=at_step,
-    )
+    every = options.refresh_every
+    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every, at_step=at_step)
 
 
-def _change(old: Index, new: Index, examples: Examples, realm: Realm, options: Pretrain, context: Context) -> float:
+def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: Context) -> float:
     """Share of the top k of sampled queries that the new generation changes."""
     rng = np.random.default_rng(seed_for(context.seed, context.stream, "staleness"))
-    queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(options.staleness_queries)]))
+    queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(realm.options.staleness_queries)]))
     ids: list[Any] = []
     for index in (old, new):
-        query_QE = embed(index.retriever.query, queries, context.dtype)
+        query_QE = embed(index.retriever.query, queries, realm.dtype)
         exact = Exact(index.passages.embedding_PE)
-        ids.append(exact.search(query_QE, options.candidates)[1].cpu().numpy())
+        ids.append(exact.search(query_QE, realm.options.candidates)[1].cpu().numpy())
     return top_k_change(ids[0], ids[1])

@@ -7,7 +7,7 @@ Shape suffixes: T wordpieces of all sentences, D width, L tags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,8 @@ from realmops.bert import Bert, Packed, autocast, length_batches
 from realmops.config import Optimiser, Tag
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.snapshot import Snapshot
-from realmops.model.joins import SpecialTokens
+from realmops.index.embed import Progress, untold
+from realmops.model.sequences import SpecialTokens
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 
@@ -100,14 +101,8 @@ def train_tagger(
         target_T = torch.from_numpy(np.concatenate([e.tags for e in batch])).to(logits_TL.device)
         return F.cross_entropy(logits_TL.float(), target_T), {}
 
-    fit(
-        context,
-        [Group("tagger", tagger, options.learning_rate)],
-        optimiser,
-        step_loss,
-        steps=options.steps,
-        checkpoint_every=max(1, options.steps),
-    )
+    groups = [Group("tagger", tagger, options.learning_rate)]
+    fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=max(1, options.steps))
 
 
 @torch.no_grad()
@@ -139,7 +134,7 @@ def predict_words(
 
 
 def find_entities(
-    tagger: Tagger, snapshot: Snapshot, options: Tag, dtype: torch.dtype, progress: Callable[[int], None] | None = None
+    tagger: Tagger, snapshot: Snapshot, options: Tag, dtype: torch.dtype, progress: Progress = untold
 ) -> Iterator[list[tuple[int, int, str]]]:
     """For each passage, in order, its entities as (character start, end, type), cut at whole words."""
     special = SpecialTokens.of(snapshot.tokenizer)
@@ -167,8 +162,7 @@ def find_entities(
                 found[passage].append((int(chars[first + start, 0]), int(chars[first + stop - 1, 1]), name))
         for passage in passages:
             yield found[passage]
-        if progress is not None:
-            progress(len(passages))
+        progress(len(passages))
 
 
 def _runs(tags: Sequence[str], starts_word: np.ndarray) -> Iterator[tuple[int, int, str]]:

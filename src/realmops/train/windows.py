@@ -9,7 +9,7 @@ Shape suffixes: B questions, S answer spans of all windows, T wordpieces of all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import Packed
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.questions import Question
-from realmops.model.joins import join_reader
+from realmops.index.embed import Progress, untold
 from realmops.model.likelihood import marginal_span_loss
-from realmops.model.reader import enumerate_spans
 from realmops.train.finetune import OpenQa, by_group, finetune_steps
 from realmops.train.loop import Context, epoch_rows, fit
 from realmops.train.optimiser import Group
@@ -44,7 +42,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class WindowLesson:
     """A question, the best passage that answers it with all places of an answer, and the best that do not."""
 
     question: np.ndarray  # wordpieces
@@ -56,12 +54,8 @@ class Lesson:
 
 
 def lessons_of(
-    model: OpenQa,
-    questions: Sequence[Question],
-    depth: int,
-    progress: Callable[[int], None] | None = None,
-    together: int = 64,
-) -> list[Lesson]:
+    model: OpenQa, questions: Sequence[Question], depth: int, progress: Progress = untold, together: int = 64
+) -> list[WindowLesson]:
     """What each question teaches; one whose ``depth`` best passages hold no answer span teaches nothing."""
     model.retriever.eval()
     lessons = []
@@ -72,12 +66,11 @@ def lessons_of(
         for question, ids, relevance in zip(some, id_BK.tolist(), relevance_BK.tolist(), strict=True):
             if lesson := _lesson(model, question, ids, relevance):
                 lessons.append(lesson)
-        if progress is not None:
-            progress(len(some))
+        progress(len(some))
     return lessons
 
 
-def _lesson(model: OpenQa, question: Question, ids: Sequence[int], relevance: Sequence[float]) -> Lesson | None:
+def _lesson(model: OpenQa, question: Question, ids: Sequence[int], relevance: Sequence[float]) -> WindowLesson | None:
     right = model.is_correct(question, ids)
     wrong = [k for k in range(len(ids)) if not right[k] and ids[k] >= 0][:HARDEST]
     for k in np.flatnonzero(right).tolist():
@@ -85,7 +78,9 @@ def _lesson(model: OpenQa, question: Question, ids: Sequence[int], relevance: Se
             options = model.options
             room = min(options.query_wordpieces - 2, options.reader_wordpieces - 3 - options.answer_wordpieces)
             tokens = model.wordpieces(question.question)[:room]
-            return Lesson(tokens, ids[k], gold, relevance[k], [ids[i] for i in wrong], [relevance[i] for i in wrong])
+            return WindowLesson(
+                tokens, ids[k], gold, relevance[k], [ids[i] for i in wrong], [relevance[i] for i in wrong]
+            )
     return None
 
 
@@ -97,7 +92,7 @@ def place_window(length: int, span: tuple[int, int] | None, size: int, rng: np.r
     return int(rng.integers(low, high + 1))
 
 
-def draw_windows(model: OpenQa, lesson: Lesson, rng: np.random.Generator, *, negatives: bool) -> list[Window]:
+def draw_windows(model: OpenQa, lesson: WindowLesson, rng: np.random.Generator, *, negatives: bool) -> list[Window]:
     """A window with one of the right spans and, with ``negatives``, one of a passage without an answer.
 
     They have ``WINDOW`` wordpieces, or what ``finetune.reader_wordpieces`` leaves beside the question.
@@ -118,41 +113,30 @@ def draw_windows(model: OpenQa, lesson: Lesson, rng: np.random.Generator, *, neg
 
 
 def windows_loss(
-    model: OpenQa, lessons: Sequence[Lesson], windows: Sequence[Sequence[Window]]
+    model: OpenQa, lessons: Sequence[WindowLesson], windows: Sequence[Sequence[Window]]
 ) -> tuple[Tensor, dict[str, float]]:
     """-log of the share of the right spans among all spans of a question's windows, the mean over questions.
 
     To a span's score comes the weighted f(x, z) of its passage, as at evaluation.
     """
-    options, special = model.options, model.special
-    sequences, segments, starts, ends, question_of, gold, prior = [], [], [], [], [], [], []
-    offset = 0
-    for b, (lesson, read) in enumerate(zip(lessons, windows, strict=True)):
-        for window in read:
-            body = model.reader.document(model.snapshot, window.passage)[window.begin : window.end]
-            sequence, segment, first = join_reader(lesson.question, body, special, options.reader_wordpieces)
-            start, end = enumerate_spans(first, len(body), options.answer_wordpieces)
-            gold.append(np.array([(s - first, e - first) in window.gold for s, e in zip(start, end, strict=True)]))
-            starts.append(offset + start)
-            ends.append(offset + end)
-            question_of.append(np.full(len(start), b))
-            prior.append(np.full(len(start), window.relevance, np.float32))
-            sequences.append(sequence)
-            segments.append(segment)
-            offset += len(sequence)
-    score_S = model.span_scores(Packed(sequences, segments), np.concatenate(starts), np.concatenate(ends))
-    prior_S = torch.from_numpy(np.concatenate(prior)).to(score_S.device)
-    gold_S = torch.from_numpy(np.concatenate(gold)).to(score_S.device)
-    logit_BW, gold_BW = by_group(
-        score_S + model.retriever.mixture.reading * prior_S, gold_S, np.concatenate(question_of), len(lessons)
+    read = [(b, lesson, window) for b, lesson in enumerate(lessons) for window in windows[b]]
+    bodies = [model.reader.document(model.snapshot, w.passage)[w.begin : w.end] for _, _, w in read]
+    score_S, spans = model.score_spans([lesson.question for _, lesson, _ in read], bodies)
+    counts = [len(some) for some in spans]
+    gold_S = torch.tensor(
+        [tuple(at) in w.gold for (_, _, w), some in zip(read, spans, strict=True) for at in some.tolist()]
     )
+    prior_S = torch.from_numpy(np.repeat(np.array([w.relevance for _, _, w in read], np.float32), counts))
+    logit_S = score_S + model.retriever.mixture.reading * prior_S.to(score_S.device)
+    question_S = np.repeat([b for b, _, _ in read], counts)
+    logit_BW, gold_BW = by_group(logit_S, gold_S.to(score_S.device), question_S, len(lessons))
     loss_B = marginal_span_loss(logit_BW, gold_BW)
     best_B = gold_BW.gather(1, logit_BW.argmax(-1, keepdim=True))[:, 0]
     return loss_B.mean(), {"span_loss": loss_B.mean().item(), "span_accuracy": float(best_B.float().mean())}
 
 
 def train_in_windows(
-    context: Context, model: OpenQa, lessons: Sequence[Lesson], options: Finetune, optimiser: Optimiser
+    context: Context, model: OpenQa, lessons: Sequence[WindowLesson], options: Finetune, optimiser: Optimiser
 ) -> int:
     """Train the reader; returns the journal's length at the end."""
     rows_of = epoch_rows(context, len(lessons), options.batch_size)
@@ -170,14 +154,8 @@ def train_in_windows(
         loss, metrics = windows_loss(model, [lesson for lesson, _ in mine], [windows for _, windows in mine])
         return weight * loss, metrics
 
-    return fit(
-        context,
-        [
-            Group("spans", reader.spans, options.span_learning_rate),
-            Group("reader", reader, options.reader_learning_rate),
-        ],
-        optimiser,
-        step_loss,
-        steps=steps,
-        checkpoint_every=options.checkpoint_every,
-    )
+    groups = [
+        Group("spans", reader.spans, options.span_learning_rate),
+        Group("reader", reader, options.reader_learning_rate),
+    ]
+    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=options.checkpoint_every)

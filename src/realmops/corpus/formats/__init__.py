@@ -25,12 +25,7 @@ _BY_SUFFIX = {
     ".xml": "mediawiki",
     ".warc": "warc",
 }
-_BY_FIRST_BYTES = {
-    b"PAR1": "parquet",
-    b"WARC/": "warc",
-    b"<mediawiki": "mediawiki",
-    b"<doc ": "wikiextractor",
-}
+_BY_FIRST_BYTES = {b"PAR1": "parquet", b"WARC/": "warc", b"<mediawiki": "mediawiki", b"<doc ": "wikiextractor"}
 _HEAD = 1024
 
 

@@ -59,8 +59,9 @@ def _first_line(error: BaseException) -> str:
 def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
     try:
         file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
-        size = path.stat().st_size
-        yield from _rows(path, file.schema_arrow, _parquet_batches(file, size))
+        wanted = [field.name for field in file.schema_arrow if _is_readable(field.type)]
+        batches = file.iter_batches(batch_size=_ROWS, columns=wanted)
+        yield from _rows(path, file.schema_arrow, batches, file.metadata.num_rows, path.stat().st_size)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
@@ -69,16 +70,6 @@ def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
             f"no valid Parquet data ({_first_line(error)}), so that the rest of the file cannot be read; "
             "write or copy the file again",
         )
-
-
-def _parquet_batches(file: pq.ParquetFile, size: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """Batches of rows, and the bytes of the file read by then: the rows' share of its size."""
-    total = max(file.metadata.num_rows, 1)
-    wanted = [field.name for field in file.schema_arrow if _is_readable(field.type)]
-    done = 0
-    for batch in file.iter_batches(batch_size=_ROWS, columns=wanted):
-        done += batch.num_rows
-        yield batch, size * done // total
 
 
 def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
@@ -92,29 +83,14 @@ def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
             rows = datasets.load_from_disk(name)
         wanted = [field.name for field in rows.features.arrow_schema if _is_readable(field.type)]
         rows = rows.select_columns(wanted).with_format("arrow")
-        yield from _rows(path, rows.features.arrow_schema, _dataset_batches(rows))
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        MemoryError,
-    ) as error:
+        batches = (batch for table in rows.iter(batch_size=_ROWS) for batch in table.to_batches())
+        yield from _rows(path, rows.features.arrow_schema, batches, len(rows), _stored_bytes(rows))
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         yield Rejected(
             name,
             f"no valid dataset ({type(error).__name__}: {_first_line(error)}), so that the rest of it cannot be "
             "read; save it again with save_to_disk",
         )
-
-
-def _dataset_batches(rows: Any) -> Iterator[tuple[pa.RecordBatch, int]]:
-    total, size, done = max(len(rows), 1), _stored_bytes(rows), 0
-    for table in rows.iter(batch_size=_ROWS):
-        for batch in table.to_batches():
-            done += batch.num_rows
-            yield batch, size * done // total
 
 
 def _stored_bytes(rows: Any) -> int:
@@ -126,7 +102,10 @@ def _is_readable(column: pa.DataType) -> bool:
     return not (pa.types.is_binary(column) or pa.types.is_large_binary(column))
 
 
-def _rows(path: Path, schema: pa.Schema, batches: Iterable[tuple[pa.RecordBatch, int]]) -> Iterator[Raw | Rejected]:
+def _rows(
+    path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch], total: int, size: int
+) -> Iterator[Raw | Rejected]:
+    """The rows of a table of ``total``; of its ``size`` in bytes, those of a batch count as read by their share."""
     missing = [name for name in _REQUIRED if name not in schema.names]
     if missing:
         yield Rejected(
@@ -135,13 +114,14 @@ def _rows(path: Path, schema: pa.Schema, batches: Iterable[tuple[pa.RecordBatch,
             "rename the columns to title and text",
         )
         return
-    number = 0
-    for batch, position in batches:
+    number = done = 0
+    for batch in batches:
+        done += batch.num_rows
         for row in _plain_rows(batch):
             number += 1
             place = f"{path}:row {number}"
             if isinstance(row, dict):
-                yield Raw(place, row, position)
+                yield Raw(place, row, size * done // max(total, 1))
             else:
                 yield Rejected(place, f"the row cannot be read ({_first_line(row)}); write the file again")
 

@@ -13,60 +13,26 @@ from typing import Any
 
 _DEPTH_LIMIT = 40
 _PASSES = 10  # what is left of broken markup can become markup again; each pass is linear
-_DROPPED_SECTIONS = {
-    "bibliography",
-    "citations",
-    "external link",
-    "external links",
-    "footnotes",
-    "further reading",
-    "gallery",
-    "notes",
-    "notes and references",
-    "references",
-    "references and notes",
-    "see also",
-    "sources",
-}
+
+
+def _listed(names: str) -> frozenset[str]:
+    return frozenset(names.split(", "))
+
+
+_DROPPED_SECTIONS = _listed(
+    "bibliography, citations, external link, external links, footnotes, further reading, gallery, notes, "
+    "notes and references, references, references and notes, see also, sources"
+)
 _HIDDEN_NAMES = ("category", "file", "image", "media")
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 _TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)((?:[\s/][^<>]*)?)>")
-_HIDDEN_TAGS = {
-    *(
-        "ce",
-        "chem",
-        "gallery",
-        "graph",
-        "hiero",
-        "imagemap",
-        "inputbox",
-        "mapframe",
-        "math",
-        "ref",
-        "references",
-    ),
-    *("score", "script", "section", "source", "style", "syntaxhighlight", "templatedata", "timeline"),
-}
+_HIDDEN_TAGS = _listed(
+    "ce, chem, gallery, graph, hiero, imagemap, inputbox, mapframe, math, ref, references, score, script, section, "
+    "source, style, syntaxhighlight, templatedata, timeline"
+)
 _LITERAL_TAGS = {"nowiki", "pre"}
-_LINE_TAGS = {
-    "blockquote",
-    "br",
-    "center",
-    "dd",
-    "div",
-    "dl",
-    "dt",
-    "hr",
-    "li",
-    "ol",
-    "p",
-    "table",
-    "td",
-    "th",
-    "tr",
-    "ul",
-}
+_LINE_TAGS = _listed("blockquote, br, center, dd, div, dl, dt, hr, li, ol, p, table, td, th, tr, ul")
 _PLAIN_FORMULA = re.compile(r"[\w\s+\-*/=<>,.()]{1,40}")
 _LITERAL = str.maketrans({mark: f"&#{ord(mark)};" for mark in "[]{}|'=<>*#:;!_-"})
 
@@ -98,12 +64,8 @@ def plain_text(wikitext: str, hidden: Collection[str] = ()) -> str:
     """The sentences, headings and list items of a page, a line each, blank lines around headings.
 
     Templates, tables, references, files, categories, formulas and the sections of references are left out;
-    some templates that stand inside sentences are shown (``_shown_template``).
-
-    Args:
-        hidden: the wiki's own names of the namespaces whose links show nothing (``Datei``, ``Kategorie``).
-
-    Raises ValueError when brackets are nested too deeply.
+    some templates that stand inside sentences are shown (``_shown_template``).  ``hidden`` are the wiki's own names of
+    the namespaces whose links show nothing (``Datei``, ``Kategorie``).  ValueError for brackets nested too deeply.
     """
     names = {*_HIDDEN_NAMES, *(name.casefold() for name in hidden)}
     text = without_tags(_COMMENT.sub("", wikitext.replace("\r\n", "\n").replace("\r", "\n")))
@@ -243,14 +205,13 @@ def _shown_link(link: Any, names: Collection[str]) -> str:
 
 
 # Templates that stand inside sentences. Of others nothing is shown: most are boxes, notes and pronunciations.
-_SHOWN_ARGUMENT = {
-    **dict.fromkeys(("abbr", "angbr", "big", "blockquote", "center", "cquote", "ill", "interlanguage link"), 1),
-    **dict.fromkeys(("ipa", "keypress", "linktext", "nihongo", "nobold", "nobr", "nowrap", "pull quote"), 1),
-    **dict.fromkeys(("quotation", "quote", "sc", "small", "smallcaps", "smaller", "sub", "sup", "val", "vr"), 1),
-    **dict.fromkeys(("lang", "script"), 2),
-}
+_SHOWN_FIRST = _listed(
+    "abbr, angbr, big, blockquote, center, cquote, ill, interlanguage link, ipa, keypress, linktext, nihongo, nobold, "
+    "nobr, nowrap, pull quote, quotation, quote, sc, small, smallcaps, smaller, sub, sup, val, vr"
+)
+_SHOWN_SECOND = {"lang", "script"}
 _FORMATTED_NUMBER = re.compile(r"formatnum: ?([\d,. ]+)")
-_SHOWN_FIRST = re.compile(r"lang-[a-z-]+|script/[a-z ]+")
+_LANGUAGE_NAME = re.compile(r"lang-[a-z-]+|script/[a-z ]+")
 _SHOWN_TEXT = {
     "'": "'",
     "'s": "'s",
@@ -259,10 +220,7 @@ _SHOWN_TEXT = {
     "eqm": "⇌",
     "ndash": "–",
     "nbsp": " ",
-    "snd": " –",
-    "spaced ndash": " –",
-    "spnd": " –",
-    "–": " –",
+    **dict.fromkeys(("snd", "spaced ndash", "spnd", "–"), " –"),
 }
 _CONVERT_WORDS = {"-": "–", "–": "–", "x": "×", "by": "by", "to": "to", "and": "and", "or": "or"}
 _DEGREES = {"C": "°C", "F": "°F"}
@@ -274,9 +232,10 @@ def _shown_template(template: Any, names: Collection[str]) -> str:
         return _SHOWN_TEXT[name]
     params = [param for param in template.params if not param.showkey or str(param.name).strip().isdecimal()]
     values = ["".join(_shown(param.value.nodes, names)).strip() for param in params]
-    index = 1 if _SHOWN_FIRST.fullmatch(name) else _SHOWN_ARGUMENT.get(name)
-    if index is not None:
-        return "".join(values[index - 1 : index])
+    if name in _SHOWN_FIRST or _LANGUAGE_NAME.fullmatch(name):
+        return "".join(values[:1])
+    if name in _SHOWN_SECOND:
+        return "".join(values[1:2])
     match name:
         case "convert" | "cvt":
             return _converted(values)

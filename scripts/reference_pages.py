@@ -1,0 +1,100 @@
+"""Write docs/commands.md and docs/options.md: every command as the program knows it, every option of params.yaml.
+
+python scripts/reference_pages.py
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from realmops.cli import main as realmops
+
+ROOT = Path(__file__).parents[1]
+MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"
+SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
+OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
+
+
+def row(*cells: str) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def commands_of(command: click.Command, name: str) -> Iterator[tuple[str, click.Command]]:
+    """A command and those below it, by the words that call them."""
+    yield name, command
+    if isinstance(command, click.Group):
+        for word in sorted(command.commands):
+            if not command.commands[word].hidden:
+                yield from commands_of(command.commands[word], f"{name} {word}")
+
+
+def describe(name: str, command: click.Command) -> Iterator[str]:
+    """The lines on one command: how it is called, what it does, its options."""
+    context = click.Context(command, info_name=name)
+    yield f"## `{name}`"
+    yield ""
+    yield "```"
+    yield " ".join([name, *command.collect_usage_pieces(context)])
+    yield "```"
+    for text in (command.help, command.epilog):
+        for paragraph in inspect.cleandoc(text or "").split("\f")[0].split("\n\n"):
+            kept = paragraph.startswith("\b")  # lines that click does not wrap
+            lines = [line.strip() for line in paragraph.removeprefix("\b").strip().splitlines()]
+            yield ""
+            yield "\n".join(["```", *lines, "```"]) if kept else " ".join(lines)
+    known = [option for option in command.get_params(context) if isinstance(option, click.Option)]
+    records = [record for option in known if (record := option.get_help_record(context)) and option.name != "help"]
+    if records:
+        yield ""
+        yield row("option", "what it does")
+        yield "|---|---|"
+        yield from (row(f"`{words}`", " ".join(what.split())) for words, what in records)
+    yield ""
+
+
+def commands_page() -> str:
+    """The text of docs/commands.md."""
+    head = ["# Commands", "", MADE.format(source="the command's help"), "", "Every command takes `--help`.", ""]
+    lines = [*head, *(line for name, command in commands_of(realmops, "realmops") for line in describe(name, command))]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def options_page(params: str) -> str:
+    """The text of docs/options.md; ValueError names a line of params.yaml that is of no known form."""
+    lines = ["# Options", "", MADE.format(source="params.yaml"), ""]
+    lines += ["The paper's values are those of Guu et al. (2020), where the paper or its released code has one.", ""]
+    for number, line in enumerate(params.splitlines(), start=1):
+        if not line or line.startswith("#"):
+            continue
+        if section := SECTION.fullmatch(line):
+            lines += ["", f"## `{section['name']}`", ""] + [section["text"] or "", ""] * bool(section["text"])
+            lines += [row("option", "default", "paper", "what it is"), "|---|---|---|---|"]
+        elif option := OPTION.fullmatch(line):
+            what, _, paper = (option["text"] or "").partition("paper: ")
+            lines.append(row(f"`{option['name']}`", f"`{option['value']}`", paper, what.rstrip("; ")))
+        else:
+            raise ValueError(f"params.yaml, line {number}: neither 'section:' nor '  key: value  # what it is': {line}")
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """What stands in each generated page, by its file."""
+    params = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    return {ROOT / "docs/commands.md": commands_page(), ROOT / "docs/options.md": options_page(params)}
+
+
+def main() -> None:
+    """Write the pages."""
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""Retrieval by hashed words and pairs of words, as DrQA does it (Chen et al. 2017, section 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from realmops.index.lexical import Scores
+
+BUCKETS = 1 << 24  # of hashed words and pairs of words
+
+
+class TfIdf:
+    """Scores by the inner product of log(1 + tf) log((P - n + .5) / (n + .5)), n the passages with the pair or word."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        from sklearn.feature_extraction.text import HashingVectorizer
+
+        self._vectorizer = HashingVectorizer(
+            stop_words="english", ngram_range=(1, 2), n_features=BUCKETS, norm=None, alternate_sign=False
+        )
+        counts: Any = self._vectorizer.transform(texts)
+        buckets, n = np.unique(counts.indices, return_counts=True)
+        idf = np.maximum(np.log((len(texts) - n + 0.5) / (n + 0.5)), 0.0)
+        self._buckets, self._idf = buckets, idf
+        counts.data = np.log1p(counts.data) * idf[np.searchsorted(buckets, counts.indices)]
+        self._weights = counts.tocsc()
+
+    def scores(self, query: str) -> Scores:
+        """The inner product with every passage, [P]."""
+        wanted: Any = self._vectorizer.transform([query])
+        known = np.isin(wanted.indices, self._buckets)
+        buckets = wanted.indices[known]
+        weight = np.log1p(wanted.data[known]) * self._idf[np.searchsorted(self._buckets, buckets)]
+        score_P: Scores = (self._weights[:, buckets] @ weight).astype(np.float32)
+        return score_P

@@ -1,0 +1,183 @@
+"""The index builders' Deployment, seen from a trainer's pod: how many there are, and whether they live.
+
+The trainer's ServiceAccount may read and change the Deployment's scale and nothing else. That builders live is seen on
+the shared volume, where each leaves a sign beside the file that gives them work.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from realmops.artifacts import read_json, read_manifest
+from realmops.cluster.waiting import Say, awaited
+
+ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
+SCALING = "scaling"  # beside it: the claim of who changes it and the replicas
+NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+LOOK_SECONDS = 1.0
+TIME_OUT = (5, 60)  # seconds to connect, and for an answer
+Values = Mapping[str, Mapping[str, Any]]
+
+
+def scale(deployment: str, replicas: int) -> None:
+    """Set the replicas of a Deployment in this pod's own namespace.
+
+    Raises ValueError when the Deployment is not there or the ServiceAccount may not scale it, TimeoutError when the
+    cluster does not answer.
+    """
+    from kubernetes.client.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    api, namespace = _api()
+    try:
+        body = {"spec": {"replicas": replicas}}
+        api.patch_namespaced_deployment_scale(deployment, namespace, body, _request_timeout=TIME_OUT)
+    except ApiException as error:
+        about = {
+            403: f"this ServiceAccount may not scale it; 'kubectl -n {namespace} get rolebindings' shows who may",
+            404: f"there is none of that name; 'kubectl -n {namespace} get deployments' shows those that are there",
+        }
+        reason = about.get(error.status, f"the API server says {error.status} {error.reason}")
+        raise ValueError(f"Deployment {deployment} in namespace {namespace}, {replicas} replicas: {reason}") from None
+    except HTTPError as error:
+        raise TimeoutError(f"the cluster's API server does not answer: {error}") from None
+
+
+def _api() -> tuple[Any, str]:
+    """The API as this pod sees it, outside a pod as KUBECONFIG says, and the namespace."""
+    from kubernetes import client, config
+    from kubernetes.config import ConfigException
+
+    try:
+        if NAMESPACE.is_file():
+            config.load_incluster_config()
+            return client.AppsV1Api(), NAMESPACE.read_text().strip()
+        file = os.environ.get("KUBECONFIG")
+        config.load_kube_config(file)
+        _, context = config.list_kube_config_contexts(file)
+        return client.AppsV1Api(), context["context"].get("namespace", "default")
+    except (ConfigException, OSError) as error:
+        raise ValueError(
+            f"there is no cluster to speak to ({error}): leave the name of the builders' Deployment empty to have the "
+            "trainer start its own"
+        ) from None
+
+
+@contextmanager
+def raised_builders(
+    values: Values, root: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Say
+) -> Iterator[Values]:
+    """Have the builders for the pre-training under ``root``, where work is left; gives the options that it is run with.
+
+    While they are another run's, its end is waited for, or that its signs of life cease. Without a Deployment there is
+    nothing to raise. Raises TimeoutError that says what can be done, after ``wait_seconds``.
+    """
+    from realmops.index.lease import claimed
+    from realmops.stages import STAGES, fingerprint
+    from realmops.stages.runner import finished, inputs_of
+
+    if not deployment:
+        yield values
+        return
+    stage = STAGES["pretrain"]
+    inputs = inputs_of(stage, values, root, root)
+    # another corpus or other options want an exchange of their own
+    exchange = root / "exchange" / fingerprint(stage, values, inputs)[:16]
+    options = {**values, "pretrain": {**values["pretrain"], "builder": "external", "exchange": str(exchange)}}
+    if finished(root / stage.folder, stage, fingerprint(stage, options, inputs)) is not None:
+        yield options
+        return
+    assignment, stop = assignment_of(root), threading.Event()
+    timer = threading.Timer(wait_seconds, stop.set)
+    timer.start()
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(claimed(assignment.parent / "claim", say, stop))
+        except InterruptedError:
+            raise TimeoutError(
+                f"the index builders of {assignment.parent} are another run's, whose end did not come in "
+                f"{wait_seconds:.0f} s: train one after the other, or leave the parameter deployment empty for a "
+                "builder in the trainer's pod"
+            ) from None
+        finally:
+            timer.cancel()
+        raise_builders(root, exchange, deployment, builders, owner, wait_seconds, say)
+        yield options
+
+
+def assignment_of(root: Path) -> Path:
+    """The file that gives the builders their work, on the volume of a run's folder."""
+    return root.parent.parent / ASSIGNMENT
+
+
+def raise_builders(
+    root: Path, exchange: Path, deployment: str, builders: int, owner: str, wait_seconds: float, say: Say
+) -> None:
+    """Give the builders their work, raise their Deployment and wait until so many live.
+
+    Raises TimeoutError that says what was awaited, for how long, and what shows more.
+    """
+    from realmops.index.builder_process import SIGNS, assign
+    from realmops.index.lease import claimed
+    from realmops.stages import STAGES
+
+    assignment = assignment_of(root)
+    with claimed(assignment.parent / SCALING, say):
+        assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
+        scale(deployment, builders)
+    signs = assignment.parent / SIGNS
+    first, living = read_signs(signs), set[str]()
+
+    def look() -> bool | None:
+        living.update(name for name, sign in read_signs(signs).items() if sign != first.get(name))
+        return len(living) >= builders or None
+
+    def tell(waited: float) -> None:
+        say(f"waiting for index builders: {len(living)} of {builders} live after {waited:.0f} s")
+
+    if not awaited(look, LOOK_SECONDS, wait_seconds, tell):
+        raise TimeoutError(
+            f"{len(living)} of {builders} index builders of the Deployment {deployment} live after "
+            f"{wait_seconds:.0f} s; 'kubectl describe deployment {deployment}' and 'kubectl logs "
+            f"deployment/{deployment}' show more"
+        )
+
+
+def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
+    """Give back the builders that ``owner`` has raised, with their exchange where the pre-training in ``root`` is done.
+
+    Those that another run has raised are left to it.
+    """
+    from realmops.index.lease import claimed
+    from realmops.stages import STAGES
+
+    assignment = assignment_of(root)
+    if not deployment or not assignment.is_file():  # nobody has raised them
+        return
+    with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
+        named = read_json(assignment)
+        if named.get("owner") != owner:
+            say(f"{assignment}: the index builders work for another run, which gives them back")
+            return
+        scale(deployment, 0)
+        with suppress(ValueError):  # it is not done and goes on from there
+            made = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
+            if made["sections"]["pretrain"]["exchange"] == named["exchange"]:
+                shutil.rmtree(named["exchange"], ignore_errors=True)
+
+
+def read_signs(folder: Path) -> dict[str, bytes]:
+    """What each builder last wrote, by its name; two looks that differ show that it lives, whatever its clock says."""
+    found = {}
+    for path in folder.glob("*.json") if folder.is_dir() else ():
+        try:
+            found[path.stem] = path.read_bytes()
+        except OSError:
+            continue  # replaced at this moment
+    return found

@@ -1,0 +1,266 @@
+"""What the components of the Kubeflow pipelines call in their pods: one task on the shared volume.
+
+Options come as JSON text: as a dictionary, KFP would hand 288 on as 288.0. What a stage makes stays on the volume; the
+artifact is a small manifest of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from realmops import artifacts, config
+from realmops.cluster.builders import give_back, raised_builders
+from realmops.cluster.submit import Server, older_run
+from realmops.console import Console, end_on_sigterm, explained_errors
+from realmops.stages import METRICS, STAGES
+
+if TYPE_CHECKING:
+    from realmops.commands.ablate import Ablation
+
+Values = Mapping[str, Mapping[str, Any]]
+CHANGES_SHOWN = 200  # as many answers as a page takes
+
+
+class Output(Protocol):
+    """What KFP gives a task for an output: the file to write."""
+
+    path: str
+
+
+class Metrics(Output, Protocol):
+    """The same for figures: they go to the file, which KFP's cache wants, and are shown in KFP."""
+
+    def log_metric(self, metric: str, value: float) -> None:
+        """Show a figure."""
+
+
+@contextmanager
+def _task() -> Iterator[None]:
+    """Around all of a task: errors are explained as on the command line, SIGTERM ends it as an exception does."""
+    end_on_sigterm()
+    with explained_errors():
+        yield
+
+
+@_task()
+def run_stage(stage: str, options: str, root: str, manifest: Output, metrics: Metrics, processes: int = 1) -> None:
+    """Run a stage under ``root`` and write its small results.
+
+    Args:
+        options: all sections of params.yaml as JSON.
+        manifest: what was made where.
+        processes: started by torchrun, to train together.
+    """
+    _run(stage, _parsed(options), Path(root), manifest, metrics, processes)
+
+
+@_task()
+def pretrain(
+    options: str,
+    root: str,
+    manifest: Output,
+    metrics: Metrics,
+    *,
+    owner: str,
+    deployment: str,
+    builders: int,
+    wait_seconds: int,
+    processes: int,
+    limits: str,
+) -> None:
+    """As :func:`run_stage`; raises the index builders' Deployment first, where one is named and work is left."""
+    values, say = _parsed(options), Console().say
+    say(f"limits of this pod: {limits}")
+    with raised_builders(values, Path(root), deployment, builders, owner, wait_seconds, say) as given:
+        _run("pretrain", given, Path(root), manifest, metrics, processes)
+
+
+@_task()
+def lower_builders(deployment: str, root: str, owner: str) -> None:
+    """Give the index builders back, whatever became of the run (``builders.give_back``)."""
+    give_back(deployment, Path(root), owner, Console().say)
+
+
+@_task()
+def guard(key: str, run: str, endpoint: str) -> None:
+    """End with an error when an older run with the same key lives; nothing to do without a key or an endpoint.
+
+    Where it cannot be asked, the run goes on: two trainers in one folder refuse each other in any case.
+    """
+    if not (key and endpoint):
+        return
+    try:
+        older = older_run(Server(endpoint), key, run)
+    except (ValueError, TimeoutError) as error:
+        Console().warn(f"this run goes on without knowing whether an older one has the same key: {error}")
+        return
+    if older:
+        raise ValueError(f"this run ends itself: {older} has the same key {key[:16]} and is older")
+
+
+@_task()
+def promote(options: str, root: str, model: str, margin: float, metrics: Metrics) -> None:
+    """Make the run the champion of a registered model if it is better; that it is not is no error.
+
+    Args:
+        model: its name; nothing is done where it is empty.
+    """
+    report, place = Console(), Path(root)
+    if not model:
+        report.say("no registered model is named: nothing is promoted")
+        return
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        raise ValueError(
+            "MLFLOW_TRACKING_URI is not set, and a registry in the run's own folder knows no other run: put it "
+            "into the ConfigMap that the pipeline's parameter settings names, or leave model empty"
+        )
+    from realmops.commands.promote import promote
+    from realmops.index.lease import claimed
+    from realmops.stages.runner import WORK
+
+    with claimed(place.parent / WORK / "promote", report.say):  # MLflow itself takes any of two at once
+        promotion = promote(_parsed(options), project=place, root=place, name=model, margin=margin, copy=False)
+    report.say(promotion.message)
+    difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
+    _show({"promoted": int(promotion.champion), **difference}, metrics)
+
+
+@_task()
+def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
+    """Read a changed corpus under the trained run ``root``, as ``realmops update`` does.
+
+    Args:
+        changes: the answers that changed, in Markdown.
+    """
+    from realmops.commands.update import changes_markdown, update
+
+    done = update(_parsed(options), project=Path(root), root=Path(root), report=Console())
+    if done is None:
+        artifacts.write_bytes(Path(changes.path), b"The passages are those of before.\n")
+        return
+    artifacts.write_bytes(Path(changes.path), changes_markdown(done[0], CHANGES_SHOWN).encode())
+    _show(done[1], metrics)
+
+
+@_task()
+def variant(
+    name: str, project: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: Metrics
+) -> None:
+    """Train and evaluate one variant of an ablation with every seed; table and MLflow runs are for :func:`table`."""
+    from realmops.commands.ablate import means_of, train
+
+    report = Console()
+    report.say(f"limits of this pod: {limits}")
+    ablation = _ablation([name], project, presets, settings, seeds, out)
+    if failures := train(ablation, jobs=1, report=report):
+        raise ValueError("\n".join(failures.values()))
+    _show(means_of(ablation), metrics)
+
+
+@_task()
+def table(
+    variants: list[str],
+    project: str,
+    presets: str,
+    settings: str,
+    seeds: int,
+    out: str,
+    rows: Output,
+    page: Output,
+    metrics: Metrics,
+) -> None:
+    """Write the table of the reference and ``variants`` as far as they have been trained, and their MLflow runs.
+
+    Args:
+        rows: the table, in Markdown.
+        page: in HTML.
+    """
+    from realmops.commands.ablate import REFERENCE, tabulate
+    from realmops.evaluate.ablation import as_markdown
+
+    ablation = _ablation([REFERENCE, *variants], project, presets, settings, seeds, out)
+    found, missing = tabulate(ablation, report=Console())
+    text = as_markdown(found) if found else f"No table: {REFERENCE} is not among what ended well.\n"
+    text += "".join(f"\n{line}\n" for line in missing)
+    artifacts.write_bytes(Path(rows.path), text.encode())
+    shown = (ablation.out / "report.html").read_bytes() if found else escape(text).encode()
+    artifacts.write_bytes(Path(page.path), shown)
+    _show({f"{row.variant}_em": row.em.mean for row in found}, metrics)
+
+
+def _ablation(variants: list[str], project: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
+    from realmops.commands.ablate import Ablation
+
+    if seeds < 1:
+        raise ValueError(f"seeds is {seeds}, at least 1 is wanted")
+    return Ablation(
+        Path(project) / "params.yaml",
+        presets=_names("presets", presets),
+        settings=_names("overrides", settings),
+        variants=list(dict.fromkeys(variants)),
+        seeds=range(seeds),
+        out=Path(out),
+    )
+
+
+def _names(key: str, text: str) -> list[str]:
+    try:
+        names = json.loads(text)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f'{key} is {text[:60]!r}; a JSON list of texts is wanted, for example ["ablation"]')
+    return names
+
+
+def _parsed(options: str) -> dict[str, dict[str, Any]]:
+    try:
+        values = json.loads(options)
+    except ValueError as error:
+        raise ValueError(f"options is no JSON ({error}); 'realmops params --json' prints what is wanted") from None
+    if not isinstance(values, dict) or not all(isinstance(keys, dict) for keys in values.values()):
+        raise ValueError(f"options is {options[:60]!r}; sections with keys are wanted: see 'realmops params --json'")
+    return config.checked(values, "options")
+
+
+def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:
+    from realmops.stages import runner
+
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / STAGES[stage].folder
+    if processes > 1:
+        _run_together(stage, values, root, processes)
+        found = artifacts.read_json(folder / METRICS)
+    else:
+        found = runner.run_stage(stage, values, project=root, root=root, report=Console())
+    made = artifacts.read_json(folder / artifacts.MANIFEST)
+    small = {"stage": stage, "folder": str(folder), "fingerprint": made["fingerprint"], "files": made["files"]}
+    artifacts.write_json(Path(manifest.path), small)
+    _show(found, metrics)
+
+
+def _run_together(stage: str, values: Values, root: Path, processes: int) -> None:
+    """The stage by several processes of torchrun, which exits with 1 whichever of them fails, and this task too."""
+    params = root / f"{stage}.params.json"
+    artifacts.write_json(params, values)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "realmops"]
+    code = subprocess.call([sys.executable, *torchrun, "run", stage, "--params", params, "--root", root])
+    if code:
+        sys.exit(code)
+
+
+def _show(found: Mapping[str, Any], metrics: Metrics) -> None:
+    """Write the figures among what was found, and show them in KFP."""
+    figures = {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+    artifacts.write_json(Path(metrics.path), figures)
+    for name, value in figures.items():
+        metrics.log_metric(name, value)

@@ -1,0 +1,1 @@
+"""What is a command and no stage."""

@@ -1,0 +1,74 @@
+"""What ``realmops doctor`` finds out: software, device, running stages, and the exchange's health."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from realmops import __version__, artifacts
+from realmops.index.exchange import inspect
+from realmops.stages import METRICS, STAGES
+from realmops.stages.runner import WORK, is_running, tracking_folder
+from realmops.tracking.spool import unsent
+
+PACKAGES = ("torch", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss", "bm25s")
+
+
+def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
+    """Lines for a person, the most general first."""
+    yield f"realmops {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    for name in PACKAGES:
+        yield f"  {name}: {_version(name)}"
+    yield from _device()
+    yield "stages:"
+    for stage in STAGES.values():
+        yield f"  {stage.name}: {_state(root, stage.name)}"
+    for journal in unsent(tracking_folder(root)):
+        yield f"MLflow: {journal} is not sent yet; `realmops sync` sends it when the server answers"
+    of_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # raised by a Kubeflow pipeline
+    exchanges = [exchange] if exchange else sorted([*(root / WORK / "work").glob("*/exchange"), *of_builders])
+    if not exchanges:
+        yield "exchange: none; pretrain makes one while it runs"
+    for folder in exchanges:
+        yield f"exchange {folder}:"
+        for line in inspect(folder)["summary"]:
+            yield f"  {line}"
+
+
+def _version(name: str) -> str:
+    for candidate in (name, f"{name}-cpu", f"{name}-gpu-cu12"):
+        try:
+            return importlib.metadata.version(candidate)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _device() -> Iterator[str]:
+    import torch
+
+    from realmops.bert import resolve_device, resolve_precision
+
+    device = resolve_device("auto")
+    name = (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
+    )
+    yield f"device: {device.type} ({name}), precision {str(resolve_precision('auto', device)).removeprefix('torch.')}"
+
+
+def _state(root: Path, name: str) -> str:
+    folder = root / STAGES[name].folder
+    works = sorted((root / WORK / "work").glob(f"{name}-*"))
+    advice = "it runs" if is_running(root / WORK, name) else "run the stage again to go on"
+    unfinished = f"; unfinished work in {', '.join(map(str, works))}: {advice}" if works else ""
+    if not (folder / artifacts.MANIFEST).is_file():
+        return f"not run yet{unfinished}"
+    try:
+        artifacts.read_manifest(folder, name)
+    except ValueError as error:
+        return f"DAMAGED: {error}"
+    seconds = artifacts.read_json(folder / METRICS).get("seconds")
+    return f"done in {seconds} s, {folder}{unfinished}"

@@ -1,0 +1,1 @@
+"""Why a masked sentence or a question is answered as it is."""

@@ -1,0 +1,56 @@
+"""What explanations rest on: the options and the steps of a training, and the index that was searched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realmops import artifacts
+from realmops.config import parse_section
+from realmops.stages import METRICS, STAGES
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The index that was searched, and which weights embedded its passages."""
+
+    file: str | None  # None: embedded now, for this explanation
+    passages: int
+    stage: str  # whose weights, or what ranks without embeddings, as bm25
+    step: int | None  # of that stage's training; None where it is not known, as of imported weights
+
+    def __str__(self) -> str:
+        if self.stage not in STAGES:
+            return f"{self.passages} passages, ranked by {self.stage}"
+        step = "at a step that is not known" if self.step is None else f"after step {self.step}"
+        return f"{self.passages} passages, {self.file or 'embedded now'}, with the weights of {self.stage} {step}"
+
+
+def options_of(root: Path, stages: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """Sections of params.yaml as the first of these stages was run with them, not imported.
+
+    ValueError when a stage up to that one is missing, or when all were imported.
+    """
+    for stage in stages:
+        folder = root / STAGES[stage].folder
+        artifacts.read_manifest(folder, stage)
+        if sections := sections_of(root, stage):
+            return [parse_section(name, sections[name], str(folder)) for name in names]
+    raise ValueError(f"{folder} was imported, so the options that it was trained with are not known; train it here")
+
+
+def sections_of(root: Path, stage: str) -> dict[str, dict[str, Any]]:
+    """What a stage was run with; empty where its output was imported or is not there."""
+    path = root / STAGES[stage].folder / artifacts.MANIFEST
+    sections: dict[str, dict[str, Any]] = artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
+    return sections
+
+
+def trained_steps(root: Path, stage: str) -> int | None:
+    """The step whose weights ``ict`` or ``pretrain`` handed on; None where they were imported."""
+    steps: int | None = sections_of(root, stage).get(stage, {}).get("steps")
+    if steps is None:
+        return None
+    return int(artifacts.read_json(root / STAGES[stage].folder / METRICS).get("best_step", steps))

@@ -1,0 +1,1 @@
+"""What a corpus takes: measured here, the rest is proportion."""

@@ -1,0 +1,124 @@
+"""Question sets on their own: brought into one form, made from the corpus, and measured before any training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from realmops import artifacts
+from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
+from realmops.corpus.cloze import cloze_questions, split
+from realmops.corpus.questions import Question, in_orqa_dev, json_line, read_questions
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import Spans
+from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
+from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule, hits_at
+from realmops.index.lexical import Bm25, rank
+from realmops.stages import CLOZE, STAGES
+from realmops.train.ict import sentences_with_spans
+
+KIND = "questions"
+
+
+def convert_questions(
+    files: Sequence[Path], out: Path, *, format: str, orqa_split: bool, drop: Sequence[str]
+) -> list[str]:
+    """Write question files of any format as JSON lines into a folder; what was read, dropped and written, in words.
+
+    The folder holds questions.jsonl, or with ``orqa_split`` questions.train.jsonl and questions.dev.jsonl.
+
+    Args:
+        drop: beginnings of ids; those questions are left out.
+    """
+    _check_replaceable(out)
+    impossible: list[str] = []
+    found = read_questions(files, format=format, unanswerable=impossible)
+    kept = [question for question in found if not question.id.startswith(tuple(drop))]
+    parts = {"questions.jsonl": kept}
+    if orqa_split:
+        parts = {
+            f"questions.{name}.jsonl": [q for q in kept if in_orqa_dev(q.question) == (name == "dev")]
+            for name in ("train", "dev")
+        }
+    empty = [name for name, questions in parts.items() if not questions]
+    if empty:
+        raise ValueError(f"no question is left for {empty[0]} of {len(found)} read; give more files or drop fewer")
+    lines = [f"{len(found) + len(impossible)} questions read"]
+    lines += [f"{len(impossible)} dropped: marked as impossible"] if impossible else []
+    lines += [f"{len(found) - len(kept)} dropped: the id starts with {' or '.join(drop)}"] if drop else []
+    return lines + _write(out, parts, read=len(found) + len(impossible))
+
+
+def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[str]:
+    """Write questions made from the corpus and its salient spans into a folder: train, dev and test; in words.
+
+    The folder is of the same kind as that of ``convert_questions``.
+
+    Args:
+        root: of the stages ``snapshot`` and ``tag``.
+        out: ``CLOZE`` under the root if None.
+    """
+    out = root / CLOZE if out is None else out
+    _check_replaceable(out)
+    folders = {name: root / STAGES[name].folder / "corpus" for name in ("snapshot", "tag")}
+    snapshot = Snapshot.open(folders["snapshot"])
+    spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
+    labels = [spans.labels[label] for label in spans.label_ids.tolist()]
+    questions = cloze_questions(snapshot, sentences_with_spans(snapshot, spans), labels, seed, limit)
+    parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}
+    line = f"{len(questions)} questions made of {len(spans.rows)} salient spans in {len(snapshot)} passages"
+    return [line, *_write(out, parts, corpus_hash=snapshot.corpus_hash, seed=seed)]
+
+
+def _check_replaceable(folder: Path) -> None:
+    if folder.exists():
+        try:
+            artifacts.read_manifest(folder, KIND, verify=False)
+        except ValueError:
+            raise ValueError(
+                f"{folder} exists and was not written by this command; name another folder with --out"
+            ) from None
+
+
+def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:
+    """Write each part as JSON lines, and a manifest with the fields; what was written, in words."""
+    counts = {name: len(questions) for name, questions in parts.items()}
+    with artifacts.atomic_folder(out) as stage:
+        for name, questions in parts.items():
+            (stage / name).write_bytes(b"".join(map(json_line, questions)))
+        artifacts.write_manifest(stage, KIND, **fields, written=counts)
+    return [f"{count} written to {out / name}" for name, count in counts.items()]
+
+
+def measure_ceilings(
+    files: Sequence[Path], root: Path, *, format: str, progress: Callable[[str, int], Callable[[int], None]]
+) -> Iterator[str]:
+    """What is possible with these questions on the corpus, whatever the model, and BM25 beside it, in words.
+
+    Args:
+        root: of the stage ``snapshot``.
+        progress: gives, for a label and a total, the function that takes units done.
+    """
+    snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
+    questions = read_questions(files, format=format)
+    texts = snapshot.column("text")
+    ranked = rank(Bm25.of(snapshot, verify=True), [q.question for q in questions], max(RECALL_AT))
+    ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
+    yield f"{len(questions)} questions against {len(texts)} passages"
+    for rule in REGEX_RULES if questions[0].is_regex else WORD_RULES:
+        known = hits_at(ranks[rule], max(RECALL_AT))
+        bar = progress(f"passages, {rule}", len(texts))
+        in_corpus = answered_in_corpus(questions, texts, rule=rule, known_Q=known, progress=bar)
+        recall = ", ".join(f"{hits_at(ranks[rule], k).mean():.1%} in {k}" for k in RECALL_AT)
+        yield f"{rule}: answered in the corpus {in_corpus.mean():.1%}; by BM25's first passages {recall}"
+    rule = questions[0].match_rule
+    spans = reader_can_answer(questions, ranked, snapshot.text, snapshot.chars, rule=rule)
+    yield f"as a span of at most 10 wordpieces in BM25's first 5 ({rule}): {spans.mean():.1%}"
+    if not questions[0].is_regex:
+        count = snapshot.tokenizer
+        fits = answer_fits_reader(questions, lambda text: len(count.encode(text, add_special_tokens=False).ids))
+        yield f"with an answer of at most 10 wordpieces: {fits.mean():.1%}"
+    slow = [q.id for q in questions if q.is_regex and any(expression(a).timed_out for a in q.answers)]
+    if slow:
+        yield f"regular expressions given up as too slow: {len(slow)} ({', '.join(slow)})"

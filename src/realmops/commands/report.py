@@ -1,0 +1,37 @@
+"""The table that ``make run`` ends with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realmops import artifacts
+from realmops.evaluate.report import figure_tables
+from realmops.stages import METRICS, STAGES
+from realmops.stages.runner import tracking_folder
+from realmops.tracking.client import default_uri
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def summary(root: Path) -> Iterator[Table | str]:
+    """The results under ``root``, and the two commands that people want next; ValueError when there are none."""
+    paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
+    metrics = {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
+    if not metrics:
+        raise ValueError(f"{root.resolve()} holds no results; run 'make run' or 'realmops run all' there first")
+    yield from (table.for_console() for table in figure_tables(metrics))
+    page = root / STAGES["evaluate"].folder / "report.html"
+    if page.is_file():
+        yield f"The report, which opens without a network:  {page}"
+    yield f"Compare runs in the browser:  {browser_command(root)}"
+
+
+def browser_command(root: Path) -> str:
+    """What shows the MLflow runs under ``root``, with the mlflow of this environment, which need not be on the PATH."""
+    command = Path(sys.executable).parent / "mlflow"
+    shown = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
+    return f"{shown} ui --backend-store-uri {default_uri(tracking_folder(root))}"

@@ -1,0 +1,43 @@
+"""``realmops run``: stages one after another, and how they end with the process that started them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from realmops.config import notes
+from realmops.index.process import end_with
+from realmops.stages import Report, check_files
+from realmops.stages.runner import run_stage
+
+
+def run_stages(
+    names: Collection[str],
+    values: Mapping[str, Mapping[str, Any]],
+    *,
+    project: Path,
+    root: Path,
+    report: Report,
+    force: bool,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run stages as ``run_stage`` does; the name and the metrics of each, which a process that only helps has not.
+
+    The files that they want from outside are looked for before the first one begins.
+    """
+    check_files(names, values, project, root)
+    for note in notes(names, values):
+        report.warn(note)
+    for name in names:
+        metrics = run_stage(name, values, project=project, root=root, report=report, force=force)
+        if metrics:
+            yield name, metrics
+
+
+def end_with_parent(parent: int | None) -> None:
+    """End when ``parent`` has ended, or torchrun, whose processes outlive it when it is killed."""
+    if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+    if parent is not None:
+        end_with(parent)

@@ -1,0 +1,335 @@
+"""A changed corpus under a trained model (appendix C of the paper): new passages are embedded, the others' embeddings
+are taken over, the test questions are answered again, and nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from realmops import artifacts
+from realmops.bert import device_and_dtype, tune_process
+from realmops.config import CLOSED_BOOK, SnapshotOptions, parse_section
+from realmops.corpus.answers import normal_form
+from realmops.corpus.formats import sources
+from realmops.corpus.questions import read_questions
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
+from realmops.index import lexical
+from realmops.index.embeddings import INDEX, embed_changed, load_index, save_index
+from realmops.index.lexical_writer import write_bm25
+from realmops.journal import Journal
+from realmops.model.files import READER, RETRIEVER, load_models
+from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
+from realmops.stages.runner import WORK, alone
+from realmops.stages.snapshot import counts
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Values = Mapping[str, Mapping[str, Any]]
+KIND = "update"
+FOLDER = "updates"
+CHANGES = "changed_answers.jsonl"
+_HEAD = ("question", "before", "after", "evidence after")
+_SHOWN = 10
+_CUT = 60
+
+
+@dataclass(frozen=True)
+class CorpusState:
+    """Where a corpus with its index and the answers over it lie: those of the pipeline or of an update."""
+
+    snapshot: Path
+    finetune: Path
+    results: Path
+    number: int  # of the update, 0 for the pipeline
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One update: what it is given, what it starts from, and the folder of its unfinished work."""
+
+    values: Values
+    project: Path
+    root: Path
+    report: Report
+    before: CorpusState
+    old: Snapshot
+    work: Path
+
+
+def update(values: Values, *, project: Path, root: Path, report: Report) -> tuple[Path, dict[str, Any]] | None:
+    """Read ``snapshot.documents`` again; returns the folder updates/HASH that was written, and its metrics.
+
+    None when the passages are those of before.
+
+    The folder holds snapshot, fine-tuned model with the new index, results, and what became of each answer that
+    is another one. Compared with the update before, or with the pipeline's own results; those stay as they are.
+    Raises ValueError when a stage that it builds on has not run, and for a bad corpus.
+    """
+    with alone(root / WORK, KIND):
+        before = _checked_state(values, project, root)
+        old = Snapshot.open(before.snapshot / "corpus")
+        documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
+        key = artifacts.digest_of(
+            [old.vocabulary_hash, old.manifest["settings"], str(documents), content_of(documents)]
+        )
+        work = root / WORK / "work" / f"{KIND}-{key[:16]}"
+        task = _Task(values, project, root, report, before, old, work)
+        new = _read_corpus(task, documents)
+        if new.corpus_hash == old.corpus_hash:
+            shutil.rmtree(work)
+            report.say(f"update: nothing to do, {before.snapshot} holds the passages of {documents}")
+            return None
+        _index_words(task, new)
+        number = before.number + 1
+        final = root / FOLDER / new.corpus_hash[:12]
+        if final.exists():  # the corpus of an earlier update came back
+            final = final.with_name(f"{final.name}-{number}")
+        with artifacts.atomic_folder(final) as out:
+            shutil.copytree(work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
+            metrics = _embed(task, new, out) | _answer(task, out)
+            artifacts.write_json(out / METRICS, metrics)
+            artifacts.write_manifest(out, KIND, number=number, model=_model(before), corpus_hash=new.corpus_hash)
+        shutil.rmtree(work)
+        return final, metrics
+
+
+def of_pipeline(root: Path) -> CorpusState:
+    """What the stages made, before any update."""
+    snapshot, finetune, results = (root / STAGES[name].folder for name in ("snapshot", "finetune", "evaluate"))
+    return CorpusState(snapshot, finetune, results, 0)
+
+
+def newest_state(root: Path) -> CorpusState:
+    """The newest update of the present model, or what the pipeline made."""
+    newest = of_pipeline(root)
+    model = _model(newest)
+    for path in sorted((root / FOLDER).glob(f"[!.]*/{artifacts.MANIFEST}")):
+        manifest = artifacts.read_manifest(path.parent, KIND)
+        if manifest["model"] == model and manifest["number"] > newest.number:
+            snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", "results"))
+            newest = CorpusState(snapshot, finetune, results, manifest["number"])
+    return newest
+
+
+def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
+    """What the stages made, and the newest update of it; ValueError when the present model has none."""
+    artifacts.read_manifest(root / STAGES["finetune"].folder, "finetune")
+    newest = newest_state(root)
+    if newest.number == 0:
+        raise ValueError(f"{root / FOLDER} holds no update of the present model; run 'realmops update' first")
+    return of_pipeline(root), newest
+
+
+def _model(where: CorpusState) -> str:
+    """The digest of the weights."""
+    return artifacts.digest_of([artifacts.sha256_file(where.finetune / name) for name in (RETRIEVER, READER)])
+
+
+def _checked_state(values: Values, project: Path, root: Path) -> CorpusState:
+    """What an update starts from; ValueError where its answers could not be compared with new ones."""
+    for name in ("snapshot", "finetune", "evaluate"):
+        made = artifacts.read_manifest(root / STAGES[name].folder, name)
+    if (reader := made["sections"]["finetune"]["reader"]) in CLOSED_BOOK:
+        raise ValueError(
+            f"{root / STAGES['finetune'].folder} answers without reading (finetune.reader is {reader}): another corpus "
+            "changes none of its answers; fine-tune a reader to use one"
+        )
+    before = newest_state(root)
+    path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
+    now = {question.id for question in read_questions([path], format=values["questions"]["format"])}
+    known = {prediction.question_id for prediction in read_predictions(before.results / PREDICTIONS)}
+    if now != known:
+        raise ValueError(
+            f"questions.test is {path} with {len(now)} questions, and {before.results} answers {len(known)} others: "
+            "repeat the --set, --preset or --params that the run was trained with, or evaluate it on these first"
+        )
+    return before
+
+
+def _read_corpus(task: _Task, documents: Path) -> Snapshot:
+    """The snapshot of the documents as they are now, with vocabulary and settings of the old one."""
+    old, work = task.old, task.work
+    final = work / "snapshot" / "corpus"
+    figures = final.parent / METRICS
+    if figures.is_file():
+        with suppress(ValueError):  # killed while it was being removed
+            return Snapshot.open(final)
+    options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
+    found = sources(documents, options.format)
+    try:
+        with artifacts.atomic_folder(final) as stage:
+            manifest = write_snapshot(
+                found,
+                stage,
+                work=work / "growing",
+                vocabulary=old.vocabulary,
+                broken_share=options.broken_share,
+                workers=options.workers,
+                progress=task.report.progress("passages", sum(source.size for source in found), "B"),
+                **{**old.manifest["settings"], "casing": old.casing},
+            )
+    except ValueError:
+        shutil.rmtree(work)
+        raise
+    artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **counts(manifest)})
+    shutil.rmtree(work / "growing")
+    return Snapshot.open(final)
+
+
+def _index_words(task: _Task, new: Snapshot) -> None:
+    """Write the BM25 index beside the new snapshot: only the words of new passages are counted."""
+    with suppress(ValueError):  # not there, or killed while it was being removed
+        lexical.Bm25.of(new, verify=True)
+        return
+    options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
+    there = (task.before.snapshot / lexical.FOLDER).is_dir()  # else made by a version before
+    write_bm25(
+        new.folder.with_name(lexical.FOLDER),
+        new,
+        task.report.progress("words of passages", len(new)),
+        work=task.work / lexical.FOLDER,
+        workers=options.workers,
+        earlier=task.old if there else None,
+    )
+    shutil.rmtree(task.work / lexical.FOLDER)
+
+
+def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
+    """Write the model with the new index; returns how many passages changed and what embedding them took."""
+    before, old = task.before.finetune, task.old
+    run = parse_section("run", task.values["run"])
+    tune_process(run.threads)
+    device, dtype = device_and_dtype(run)
+    folder = out / "finetune"
+    folder.mkdir()
+    for path in sorted(before.iterdir()):
+        if path.name not in (INDEX, artifacts.MANIFEST):
+            artifacts.link_or_copy(path, folder / path.name)
+    row = new.places_in(old)
+    unknown = np.flatnonzero(row < 0)
+    documents = set(old.column("document_id"))
+    of_known_documents = sum(document in documents for (document,) in new.rows(unknown, "document_id"))
+    started = time.monotonic()
+    if (before / INDEX).is_file():  # else the retriever goes by words
+        retriever = load_models(folder, new.vocabulary_hash)[0].to(device)
+        bar = task.report.progress("embeddings", len(unknown))
+        save_index(folder / INDEX, embed_changed(retriever, new, dtype, row, load_index(before, old), bar))
+    seconds = time.monotonic() - started
+    return {
+        "passages": len(new),
+        "passages_unchanged": len(new) - len(unknown),
+        "passages_changed": of_known_documents,
+        "passages_new": len(unknown) - of_known_documents,
+        "passages_removed": len(old) - (len(new) - len(unknown)),
+        "seconds_embedding": round(seconds, 2),
+        "seconds_embedding_all_at_that_rate": round(seconds * len(new) / max(len(unknown), 1), 2),
+    }
+
+
+def _answer(task: _Task, out: Path) -> dict[str, Any]:
+    """Run the stage ``evaluate`` on the new folders and write the answers that changed; returns figures of both."""
+    stage, before = STAGES["evaluate"], task.before.results
+    inputs = {"snapshot": out / "snapshot", "finetune": out / "finetune"}
+    inputs |= external_files(stage, task.values, task.project, task.root)
+    results = out / "results"
+    results.mkdir()
+    with Journal(task.work / JOURNAL, stage.name) as journal:
+        sections = parse_sections(stage, task.values)
+        figures = evaluate.run(Job(sections, inputs, results, task.work, journal, task.report))
+    artifacts.write_json(results / METRICS, figures)
+    changes = changed_answers(read_predictions(before / PREDICTIONS), read_predictions(results / PREDICTIONS))
+    (out / CHANGES).write_bytes(b"".join(artifacts.canonical_json(change) + b"\n" for change in changes))
+    earlier = artifacts.read_json(before / METRICS)
+    return {
+        "questions": figures["questions"],
+        "answers_changed": len(changes),
+        **{f"{name}_before": earlier[name] for name in ("em", "recall_at_5")},
+        **{name: figures[name] for name in ("em", "recall_at_5")},
+    }
+
+
+def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:
+    """Question, references, and answer and evidence before and after, where the answer's normal form changed.
+
+    Questions that stand in only one of the two are left out.
+    """
+    known = {prediction.question_id: prediction for prediction in before}
+    return [
+        {
+            "id": new.question_id,
+            "question": new.question,
+            "answers": list(new.answers),
+            "before": _side(known[new.question_id]),
+            "after": _side(new),
+        }
+        for new in after
+        if new.question_id in known and normal_form(new.prediction) != normal_form(known[new.question_id].prediction)
+    ]
+
+
+def _side(prediction: Prediction) -> dict[str, Any]:
+    rank = prediction.evidence_rank
+    return {
+        "answer": prediction.prediction,
+        "right": prediction.em,
+        "title": prediction.titles[rank] if rank >= 0 else "",
+        "passage_id": prediction.passage_ids[rank] if rank >= 0 else "",
+        "evidence": prediction.evidence,
+    }
+
+
+def changes_table(folder: Path) -> Table:
+    """The first answers that changed, for rich's console."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = _shown_changes(folder, _SHOWN)
+    table = Table(title=f"Answers that changed (the first {len(rows)}; all: {os.fspath(folder / CHANGES)})")
+    for name in _HEAD:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*map(Text, row))  # brackets in texts are no markup
+    return table
+
+
+def changes_markdown(folder: Path, limit: int) -> str:
+    """The first answers that changed, as Markdown."""
+    rows = _shown_changes(folder, limit)
+    if not rows:
+        return "No answer changed.\n"
+    lines = [_HEAD, ("---",) * len(_HEAD), *([_as_text(cell) for cell in row] for row in rows)]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"Answers that changed (the first {len(rows)}; all: {_as_text(str(folder / CHANGES))})\n\n{table}"
+
+
+def _as_text(cell: str) -> str:
+    """A text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
+
+
+def _shown_changes(folder: Path, limit: int) -> list[tuple[str, ...]]:
+    """The first answers that changed, as people read them: see ``_HEAD``."""
+    with open(folder / CHANGES, "rb") as file:
+        changes = [json.loads(line) for line, _ in zip(file, range(limit), strict=False)]
+    rows = []
+    for change in changes:
+        sides = [
+            f"{change[side]['answer'] or '(none)'}{' ✓' if change[side]['right'] else ''}"
+            for side in ("before", "after")
+        ]
+        evidence = f"{change['after']['title']}: {change['after']['evidence']}"
+        rows.append((change["question"], *sides, evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…"))
+    return rows

@@ -1,0 +1,209 @@
+"""The index builder's process: REALM's retriever behind the exchange's builder loop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save as save_tensors
+
+from realmops.artifacts import digest_of, write_json
+from realmops.bert import resolve_device, resolve_precision, tune_process
+from realmops.corpus.snapshot import Snapshot
+from realmops.index.builder import DONE, MISCONFIGURED, BuilderWork, Parts, run_builder
+from realmops.index.embed import document_sequences, embed
+from realmops.index.embeddings import embeddings_in, index_header
+from realmops.index.exchange import CARD, Exchange
+from realmops.index.files import Files
+from realmops.index.process import Child, end_with
+from realmops.index.signs import Sign
+from realmops.index.versions import HOLDER, MANIFEST_LIMIT, Damaged, Version
+from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
+
+EMBEDDINGS = "embeddings.safetensors"
+SIGNS, SIGN_SECONDS = "alive", 5.0
+
+
+def identity(
+    snapshot: Snapshot, *, run_key: str, embedding_width: int, precision: str, threads: int, part_rows: int
+) -> dict[str, Any]:
+    """What trainer and builder must agree on: another corpus, vocabulary, width or precision is refused."""
+    return {
+        "run_key": run_key,
+        "corpus_hash": snapshot.corpus_hash,
+        "vocabulary_hash": snapshot.vocabulary_hash,
+        "passages": len(snapshot),
+        "block_wordpieces": snapshot.block_wordpieces,
+        "embedding_width": embedding_width,
+        "precision": precision,
+        "threads": threads,
+        "part_rows": part_rows,
+    }
+
+
+def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> int:
+    """Serve one exchange until its trainer has finished; returns the exit code (builder.run_builder)."""
+    if watch_parent is not None:
+        end_with(watch_parent)
+    snapshot = Snapshot.open(folder)
+    exchange = Exchange(root, None, "builder-new")
+    while CARD not in exchange.card.names():
+        _say(f"waiting for a trainer to begin at {root}")
+        exchange.clock.sleep(1.0)
+    try:
+        card = exchange.card.manifest(CARD).run
+        taken = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
+    except (Damaged, KeyError) as error:
+        _say(f"the identity card of the exchange {root} cannot be used: {error}")
+        return MISCONFIGURED
+    ours = identity(snapshot, **taken)
+    try:
+        device = resolve_device("auto")
+        dtype = resolve_precision(card["precision"], device)
+    except (KeyError, ValueError) as error:
+        _say(f"the exchange asks for a precision that is not to be had here: {error}")
+        return MISCONFIGURED
+    tune_process(card["threads"])
+
+    def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
+        retriever = retriever_from_files(weights.files).to(device)
+
+        def rows(first: int, end: int) -> dict[str, bytes]:
+            sequences = document_sequences(snapshot, range(first, end))
+            return {EMBEDDINGS: save_tensors({"embeddings": embed(retriever.document, sequences, dtype)})}
+
+        return rows
+
+    work = BuilderWork(len(snapshot), card["part_rows"], embedder, merge)
+    return run_builder(
+        root,
+        ours,
+        work,
+        name=builder_name(os.environ.get("HOSTNAME", "0")),
+        poll=0.1,
+        grace=120.0 if watch_parent is None else 0.0,
+        on_status=_say,
+    )
+
+
+def builder_name(host: str) -> str:
+    """The name of a host's builder on the exchange: the host's own where the exchange takes it; no two share one."""
+    if HOLDER.fullmatch(f"builder-{host}"):
+        return host
+    return f"{re.sub(r'[^a-z0-9-]+', '-', host.lower())[:31]}-{digest_of(host)[:8]}"
+
+
+def builder_command(exchange: Path | str, snapshot: Path | str, *more: str) -> list[str]:
+    """The words that start an index builder as a process."""
+    options = ["--exchange", str(exchange), "--snapshot", str(snapshot), *more]
+    return [sys.executable, "-m", "realmops", "index-builder", *options]
+
+
+def assign(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:
+    """Tell the builders that follow a file which exchange to serve; the same one again after its trainer has ended.
+
+    ``owner`` is the id of the pipeline's run that wants them: nobody else gives them back.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"exchange": str(exchange), "snapshot": str(snapshot), "owner": owner, "time": time.time()})
+
+
+class Follower:
+    """Serves the exchanges that a file names, one after another, each by a process of its own.
+
+    The file is written by :func:`assign`. A builder that has done its work, or does not fit its exchange, is not
+    started again before the file changes; one that failed is, as a pod would be, each time after a longer pause. It
+    leaves a sign of life in the folder ``alive`` beside the file.
+    """
+
+    def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
+        self.path, self.alive, self.poll = path, alive, poll
+        self._sign = Sign(path.parent / SIGNS / f"{os.environ.get('HOSTNAME', '0')}.json", SIGN_SECONDS)
+        self._served: bytes | None = None  # the file's content
+        self._builder: Child | None = None  # None when the work of that is done, too
+        self._exchange = self._said = ""
+
+    def run(self) -> None:
+        """Until SIGTERM, which the builder is handed on."""
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
+        try:
+            while True:
+                if self.alive is not None:
+                    self.alive.touch()
+                self._live()
+                self.look()
+                time.sleep(self.poll)
+        finally:
+            self._end()
+
+    def look(self) -> None:
+        """Look at the file and at the builder once."""
+        content = self._read()
+        if content is not None and content != self._served:
+            self._end()
+            named, self._served = json.loads(content), content
+            self._exchange = named["exchange"]
+            self._builder = Child(builder_command(named["exchange"], named["snapshot"]), pause=self.poll)
+        if self._builder is None:
+            self._tell(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
+            return
+        code = self._builder.look()
+        if code in (DONE, MISCONFIGURED):
+            self._builder = None
+        elif code is not None:
+            pause = self._builder.pause
+            self._tell(f"the builder ended with exit code {code}; the next is started in {pause:.0f} s")
+        elif self._builder.runs:
+            self._tell(f"serving {self._exchange}")
+
+    def _live(self) -> None:
+        try:
+            if not self._sign.path.parent.is_dir():
+                self._sign.path.parent.mkdir(parents=True, exist_ok=True)
+            self._sign.give()
+        except OSError as error:
+            self._tell(f"the shared volume cannot be written: {error}")
+
+    def _read(self) -> bytes | None:
+        try:
+            content = Files().read(self.path, MANIFEST_LIMIT)
+            named = json.loads(content)
+            paths = (named["exchange"], named["snapshot"])
+            return content if all(isinstance(path, str) and path and "\0" not in path for path in paths) else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def _end(self) -> None:
+        if self._builder is not None:
+            self._builder.end()
+
+    def _tell(self, message: str) -> None:
+        if message != self._said:
+            self._said = message
+            _say(message)
+
+
+def merge(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """All parts as one matrix, beside the retriever that made it; a part is let go when it has its place there."""
+    passages, width = weights.run["passages"], weights.run["embedding_width"]
+    header = index_header(passages, width)
+    size = len(header) + 4 * passages * width
+    matrix = BytesIO(bytes(size))  # at once: growing would copy
+    matrix.write(header)
+    for _, _, part in parts:
+        matrix.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
+    assert matrix.tell() == size
+    files = {EMBEDDINGS: matrix.getvalue(), MODEL: weights.files[MODEL], RETRIEVER: weights.files[RETRIEVER]}
+    return files, {"published": weights.meta["trainer"]["published"]}
+
+
+def _say(message: str) -> None:
+    print(f"index builder: {message}", file=sys.stderr, flush=True)

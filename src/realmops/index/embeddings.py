@@ -1,0 +1,114 @@
+"""The embeddings of a corpus: made, written and read as one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from realmops import artifacts
+from realmops.corpus.snapshot import Snapshot
+from realmops.index.approximate import Approximate, Recipe
+from realmops.index.embed import Progress, document_sequences, embed, untold
+from realmops.index.mips import Exact, PassageIndex
+from realmops.model.retriever import Retriever
+
+INDEX = "index.safetensors"
+RECIPE = "index.json"
+_ROWS = 1 << 16
+
+
+def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Progress = untold) -> Tensor:
+    """Embeddings P x E of all passages."""
+    nothing = torch.empty(0, retriever.document.width)
+    return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, progress)
+
+
+def embed_changed(
+    retriever: Retriever,
+    snapshot: Snapshot,
+    dtype: torch.dtype,
+    row_P: np.ndarray,
+    earlier: Tensor,
+    progress: Progress = untold,
+) -> Tensor:
+    """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model.
+
+    The wordpieces of some new passages at a time are in memory.
+    """
+    new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
+    embedding_PE = torch.empty(len(snapshot), earlier.shape[1])
+    embedding_PE[old] = earlier[row_P[old]]
+    for first in range(0, len(new), _ROWS):
+        rows = new[first : first + _ROWS].tolist()
+        embedding_PE[rows] = embed(retriever.document, document_sequences(snapshot, rows), dtype, progress)
+    return embedding_PE
+
+
+def index_header(passages: int, width: int) -> bytes:
+    """What comes before embeddings P x E (fp32) in a safetensors file."""
+    entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
+    header = json.dumps({"embeddings": entry}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def save_index(path: Path, embedding_PE: Tensor) -> None:
+    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own."""
+    with open(path, "xb") as file:
+        file.write(index_header(*embedding_PE.shape))
+        for rows_RE in torch.split(embedding_PE, _ROWS):
+            file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
+
+
+def embeddings_in(content: bytes) -> Tensor:
+    """The embeddings P x E (fp32) in the bytes of such a file, whose memory they share: only to be read.
+
+    An index of the exchange is taken so and not memory-mapped: what its digest was compared with is what is used, and
+    where a mapped file stays when it is deleted on a local disk, on NFS it is gone, and the process with it (SIGBUS).
+    """
+    start = 8 + int.from_bytes(content[:8], "little")
+    shape = json.loads(content[8:start])["embeddings"]["shape"]
+    with warnings.catch_warnings(action="ignore"):  # that the bytes cannot be written
+        return torch.frombuffer(content, dtype=torch.float32, offset=start).view(shape)
+
+
+def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
+    """The embeddings P x E of a folder, memory-mapped; ValueError when they are of other passages."""
+    with safe_open(folder / INDEX, "pt") as file:
+        embedding_PE: Tensor = file.get_tensor("embeddings")
+    if len(embedding_PE) != len(snapshot):
+        raise ValueError(
+            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} {len(snapshot)} passages; an "
+            "imported index wants the passages that it was made from, in their order: run the stage snapshot on them "
+            "with snapshot.whole_documents=true"
+        )
+    return embedding_PE
+
+
+def passage_embeddings(folder: Path, retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
+    """Embeddings P x E of all passages: those imported with the model in ``folder``, else made now."""
+    if (folder / INDEX).is_file():
+        return load_index(folder, snapshot)
+    return embed_corpus(retriever, snapshot, dtype)
+
+
+def save_passages(folder: Path, passages: PassageIndex) -> None:
+    """Write the embeddings and, where the search is approximate, how it was built and what recall it has."""
+    save_index(folder / INDEX, passages.embedding_PE)
+    if isinstance(passages, Approximate):
+        artifacts.write_json(folder / RECIPE, asdict(passages.recipe))
+
+
+def load_passages(folder: Path, snapshot: Snapshot, device: torch.device) -> PassageIndex:
+    """What :func:`save_passages` wrote; an approximate index is built again from the embeddings."""
+    embedding_PE = load_index(folder, snapshot)
+    if (folder / RECIPE).is_file():
+        return Approximate(embedding_PE, Recipe(**artifacts.read_json(folder / RECIPE)), device)
+    return Exact(embedding_PE.to(device))

@@ -1,0 +1,118 @@
+"""One of many: several processes, or pods on one volume, want the same thing made, and one makes it while they wait.
+
+A claim is a folder of numbered lives ``<claim>/000001``, each taken by mkdir and never removed, so that a number is
+given once. In a life lies the holder's sign, which changes while the holder lives and says when it has ended. A life
+is over when its sign says so, when it stays the same for ``DEAD_SECONDS`` by the clock of whoever looks (no clock of
+another machine counts), or at once when its holder ran on this machine and its lock is free. A holder that was only
+stopped finds a higher number when it wakes up.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from realmops import artifacts
+from realmops.index.files import Clock, Files
+from realmops.index.signs import Ages, Sign
+
+LOOK_SECONDS = 0.5
+BEAT_SECONDS = 5.0
+DEAD_SECONDS = 120.0  # longer than a listing stays old on NFS
+SAID_SECONDS = 60.0
+SIGN_FILE, LOCK = "sign.json", "lock"
+
+
+@dataclass
+class Claim:
+    """A claim that is held; ``lost`` when somebody else has taken it over."""
+
+    lost: bool = False
+
+
+@contextmanager
+def claimed(folder: Path, say: Callable[[str], None], stop: threading.Event | None = None) -> Iterator[Claim]:
+    """Hold the claim in ``folder`` alone; while another has it, wait and say so.
+
+    Raises InterruptedError when ``stop`` is set before it is this one's turn.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    life = _take(folder, say, stop or threading.Event())
+    claim, ended = Claim(), threading.Event()
+    with open(life / LOCK, "ab") as lock:
+        artifacts.try_lock(lock)
+        sign = Sign(life / SIGN_FILE, 0.0)
+        _give(sign, done=False)
+        heart = threading.Thread(target=_beat, args=(folder, sign, claim, ended), daemon=True)
+        heart.start()
+        try:
+            yield claim
+        finally:
+            ended.set()
+            heart.join()
+            _give(sign, done=True)
+
+
+def _take(folder: Path, say: Callable[[str], None], stop: threading.Event) -> Path:
+    """The folder of a new life, made when the one before is over."""
+    files, clock = Files(), Clock()
+    ages = Ages(clock)
+    began, said = clock.monotonic(), float("-inf")
+    while True:
+        number = _newest(folder)
+        sign = _read(_life(folder, number))
+        if number == 0 or _is_over(_life(folder, number), sign, ages):
+            with suppress(FileExistsError):
+                files.mkdir(_life(folder, number + 1))
+                return _life(folder, number + 1)
+        if (now := clock.monotonic()) - said >= SAID_SECONDS:
+            holder = f"{sign['host']}, process {sign['pid']}" if sign else "a process that has not signed yet"
+            say(f"waiting for {folder}, which {holder} holds, since {now - began:.0f} s")
+            said = now
+        if stop.wait(LOOK_SECONDS):
+            raise InterruptedError(f"stopped while waiting for {folder}")
+
+
+def _newest(folder: Path) -> int:
+    return max((int(name) for name in Files().listdir(folder) if name.isdigit()), default=0)
+
+
+def _life(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}"
+
+
+def _read(life: Path) -> dict[str, Any] | None:
+    try:
+        sign: dict[str, Any] = artifacts.read_json(life / SIGN_FILE)
+    except (OSError, ValueError):
+        return None
+    return sign
+
+
+def _is_over(life: Path, sign: dict[str, Any] | None, ages: Ages) -> bool:
+    if sign and (sign["done"] or (sign["host"] == socket.gethostname() and _is_unlocked(life / LOCK))):
+        return True
+    return ages.age(life.name, sign) >= DEAD_SECONDS
+
+
+def _is_unlocked(path: Path) -> bool:
+    with suppress(OSError), open(path, "ab") as file:
+        return artifacts.try_lock(file) is True
+    return False
+
+
+def _give(sign: Sign, *, done: bool) -> None:
+    with suppress(OSError):  # work goes on without signs of life
+        sign.give(done=done)
+
+
+def _beat(folder: Path, sign: Sign, claim: Claim, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        _give(sign, done=False)
+        with suppress(OSError):
+            claim.lost = _newest(folder) > int(sign.path.parent.name)

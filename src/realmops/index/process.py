@@ -1,0 +1,105 @@
+"""Processes that belong together: a child that is watched, and a process that ends with its parent."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LONGEST_PAUSE = 30.0  # seconds before a process that failed is started again
+END_SECONDS = 30.0  # for a process that was asked to end
+LAST_LINES = 5  # of a log
+PARENT_SECONDS = 0.5  # between two looks
+
+
+class Child:
+    """A child process: started, watched, started again after a pause, and ended.
+
+    Each pause is twice as long as the one before, up to ``LONGEST_PAUSE``; behind a process that lived for longer than
+    that it is ``pause`` seconds again.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pause: float,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.command, self.log, self.environment = command, log, environment
+        self.starts = 0
+        self.pause = self._first_pause = pause
+        self._started = self._next = -math.inf
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Child:
+        self.look()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process runs, as far as was seen at the last look."""
+        return self._process is not None
+
+    def look(self) -> int | None:
+        """Start the process when it does not run and its pause is over; the exit code, once, of one that has ended."""
+        now = time.monotonic()
+        if self._process is None:
+            if now >= self._next:
+                self._start()
+                self._started = now
+            return None
+        code = self._process.poll()
+        if code is not None:
+            self._process = None
+            lived_long = now - self._started > LONGEST_PAUSE
+            self.pause = self._first_pause if lived_long else min(2 * self.pause, LONGEST_PAUSE)
+            self._next = now + self.pause
+        return code
+
+    def _start(self) -> None:
+        self.starts += 1
+        if self.log is None:
+            self._process = subprocess.Popen(self.command, env=self.environment)
+            return
+        with open(self.log, "ab") as file:
+            self._process = subprocess.Popen(
+                self.command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=self.environment
+            )
+
+    def end(self) -> None:
+        """Ask the process to end, wait for it, and kill it when that takes too long."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def last_lines(self) -> str:
+        """What the processes wrote last."""
+        assert self.log is not None
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+
+
+def end_with(parent: int) -> None:
+    """End this process, as SIGTERM does, when it is no longer the child of ``parent``."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,127 @@
+"""Metrics of a stage as JSON lines: the writer, the reader, series and means."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+RESERVED = ("stage", "step", "time")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: ``steps`` ascending, a finite value for each."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float]
+
+
+class Journal:
+    """One stage's metrics as JSON lines: ``{"stage": ..., "step": ..., "time": seconds, name: value, ...}``.
+
+    A line is written by one system call; an unfinished last line of a killed process is cut off when the
+    file is opened again. NaN and infinities become null, which plots and MLflow leave out.
+    """
+
+    def __init__(self, path: Path, stage: str) -> None:
+        if not NAME.fullmatch(stage):
+            raise ValueError(f"stage name {stage!r}: only letters, digits, - and _ are allowed")
+        self.path = path
+        self.stage = stage
+        self._last_step = -1
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file.truncate(_end_of_last_line(path))
+
+    def log(self, step: int, **metrics: float) -> None:
+        """Append one line. Steps never go back, except after ``truncate``."""
+        assert step >= self._last_step, (step, self._last_step)
+        assert not set(metrics) & set(RESERVED), sorted(metrics)
+        self._last_step = step
+        values = {name: _finite(value) for name, value in metrics.items()}
+        record = {"stage": self.stage, "step": int(step), "time": round(time.time(), 3), **values}
+        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+    def position(self) -> int:
+        """The journal's length in bytes, made durable first: store it in a checkpoint."""
+        os.fsync(self._file.fileno())
+        return self.path.stat().st_size
+
+    def truncate(self, position: int) -> None:
+        """Go back to a checkpoint's position: the steps after it come again."""
+        size = self.path.stat().st_size
+        if position > size:
+            raise ValueError(
+                f"{self.path} has {size} bytes, the checkpoint was made at {position}: the file was cut or "
+                "replaced; restore it, or remove the checkpoint to start the stage again"
+            )
+        self._file.truncate(position)
+        self._last_step = -1
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _end_of_last_line(path: Path) -> int:
+    content = path.read_bytes()
+    return content.rfind(b"\n") + 1
+
+
+def _finite(value: float) -> float | int | None:
+    if isinstance(value, int):
+        return int(value)
+    return float(value) if math.isfinite(value) else None
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl; an unfinished last line of a running stage is left out."""
+    records = []
+    lines = path.read_bytes().split(b"\n")
+    for line_number, line in enumerate(lines[:-1], 1):
+        try:
+            record = json.loads(line)
+            record["stage"], record["step"] = str(record["stage"]), int(record["step"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {line_number}: {error!r}; "
+                'a line is {"stage": ..., "step": ..., name: number}; it is damaged: run its stage again'
+            ) from None
+        records.append(record)
+    return records
+
+
+def series_of(records: Iterable[Mapping[str, Any]], stage: str, metric: str) -> Series:
+    """The steps at which a stage logged a finite value of one metric, with the values."""
+    found = [(r["step"], r[metric]) for r in records if r["stage"] == stage and r.get(metric) is not None]
+    return Series(metric, [step for step, _ in found], [float(value) for _, value in found])
+
+
+class JournalValues:
+    """What the stage logged, read once: a metric's values in the order of the steps."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.stage, self.records = journal.stage, read_journal(journal.path)
+
+    def of(self, metric: str) -> Sequence[float]:
+        """All values of one metric."""
+        return series_of(self.records, self.stage, metric).values
+
+    def mean(self, metric: str, last: int | None = None) -> float:
+        """Their mean, or that of the last ones; NaN where there is none."""
+        values = self.of(metric)[-last if last else None :]
+        return sum(values) / len(values) if values else float("nan")

@@ -1,0 +1,1 @@
+"""MLflow: a stage's run, the process that sends it, the registry of models, the views."""

@@ -1,0 +1,71 @@
+"""The weights of embeddings, words and reading, fitted to questions that were held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from realmops.corpus.questions import Question
+from realmops.index.hybrid import fit_mixture
+from realmops.model.retriever import Mixture
+from realmops.train.finetune import Answer, OpenQa
+
+FITTED = 50  # passages of either kind for each query, by which the weights of a hybrid are fitted
+READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+
+
+def fit_to_questions(model: OpenQa, questions: Sequence[Question]) -> Mixture:
+    """The weights of words and embeddings under which questions best find the passages that hold an answer.
+
+    Where no question can tell, the weights stay as they are.
+    """
+    start = model.retriever.mixture
+    found = model.find([question.question for question in questions], FITTED, FITTED)
+    correct = [model.is_correct(q, row) for q, row in zip(questions, found.id_QK.tolist(), strict=True)]
+    there_QK = (found.id_QK >= 0).numpy() & ~model.sources.among(questions, found.id_QK.numpy())
+    fitted = fit_mixture(
+        found.dense_QK, found.words_QK, torch.from_numpy(there_QK), torch.from_numpy(np.stack(correct) & there_QK)
+    )
+    return start if fitted is None else replace(fitted, reading=start.reading)
+
+
+def fit_reading(
+    model: OpenQa,
+    questions: Sequence[Question],
+    answers: Sequence[Answer],
+    is_right: Callable[[str, Question], bool],
+) -> tuple[float, list[Answer]]:
+    """The weight of f(x, z) beside a span's score that has the highest exact match, and the answers that it gives.
+
+    Of equal ones the nearest to the present weight is taken. The best span of a passage is the same under any weight,
+    so nothing has to be read again. ``is_right`` says whether an answer to a question is.
+    """
+    before = model.retriever.mixture.reading
+    with torch.no_grad():
+        relevance = [model.evidence([q], model.options.reader_candidates)[0][0].tolist() for q in questions]
+
+    def chosen(weight: float) -> list[Answer]:
+        return [_reweighted(a, f, weight - before) for a, f in zip(answers, relevance, strict=True)]
+
+    def right(weight: float) -> float:
+        pairs = zip(chosen(weight), questions, strict=True)
+        return sum(is_right(answer.text, question) for answer, question in pairs)
+
+    best = max(sorted(READING_WEIGHTS, key=lambda w: abs(w - before)), key=right)
+    return best, chosen(best)
+
+
+def _reweighted(answer: Answer, relevance: Sequence[float], change: float) -> Answer:
+    spans = [
+        None if span is None else replace(span, score=span.score + change * f)
+        for span, f in zip(answer.best_of_passage, relevance, strict=False)
+    ]
+    there = [span for span in spans if span is not None]
+    best = max(there, key=lambda span: span.score, default=None)
+    gold = answer.best_gold
+    if gold is not None:
+        gold = replace(gold, score=gold.score + change * relevance[answer.passages.index(gold.passage)])
+    return replace(answer, best=best, best_of_passage=spans, best_gold=gold)

@@ -1,0 +1,170 @@
+"""A whole project, so small that a stage takes seconds: the documents of ``small_world`` with questions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from click.testing import CliRunner, Result
+from small_world import PARAMS, write_documents
+
+from realmops.cli import main
+from realmops.config import merge, read_yaml
+from realmops.stages.runner import run_stage
+
+QUESTIONS = {
+    "train": (
+        ("Where was the poet Anna Berg born?", "Oslo"),
+        ("Who wrote The Cold Sea?", "Anna Berg"),
+        ("When did Maria Holm die?", "1972"),
+        ("Until when did Karl Lund live in Bergen?", "1950"),
+        ("In which country is Fjell?", "Norway"),
+        ("Who sang in The Red Door?", "Maria Holm"),
+    ),
+    "dev": (("Who built The Star?", "Jon Vik"), ("What is the capital of Norway?", "Oslo")),
+    "test": (("Where did Jon Vik build ships?", "Bergen"), ("Who wrote a novel?", "Anna Berg")),
+}
+TAGGED = """Anna B-PER
+Berg I-PER
+was O
+born O
+in O
+Oslo B-LOC
+
+Karl B-PER
+Lund I-PER
+lived O
+in O
+Bergen B-LOC
+"""
+# The laptop profile made small; a fixed precision, so that every processor takes the same way.
+SMALL: dict[str, dict[str, Any]] = {
+    "run": {"precision": "fp32", "threads": 1},
+    "bert": {"vocabulary": 150, "width": 16, "layers": 1, "heads": 2, "intermediate": 32},
+    "sample": {"subjects": 60, "warmup_worlds": 1},
+    "snapshot": {"documents": "documents.jsonl", "use_warmup": False},
+    "questions": {split: f"questions.{split}.jsonl" for split in QUESTIONS},
+    "tag": {"method": "given", "train": "tagged.conll", "dev": "tagged.conll", "steps": 4, "batch_size": 4},
+    "retriever": {"embedding_width": 8},
+    "ict": {"steps": 4, "batch_size": 4, "reader_steps": 4, "reader_batch_size": 4, "checkpoint_every": 3},
+    "pretrain": {
+        "steps": 12,
+        "batch_size": 2,
+        "candidates": 3,
+        "retriever_delay": 2,
+        "refresh_every": 4,
+        "lag": 2,
+        "shard_rows": 5,
+        "staleness_queries": 4,
+        "builder_timeout": 120,
+        "masked_sentences": 6,
+    },
+    "finetune": {"epochs": 2, "batch_size": 2, "retriever_candidates": 8, "span_width": 8, "checkpoint_every": 2},
+    "optimiser": {"warmup_min": 1},
+    "evaluate": {"bootstrap": 20},
+    "tracking": {"enabled": False},
+}
+Values = dict[str, dict[str, Any]]
+
+
+def toy_values(**changes: Mapping[str, Any]) -> Values:
+    """All sections of params.yaml, made small, with changes."""
+    return merge(merge(read_yaml(PARAMS), SMALL, "small_project.py"), changes, "the test")
+
+
+def write_params(path: Path, values: Values) -> Path:
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def write_json_lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_project(folder: Path, **changes: Mapping[str, Any]) -> Path:
+    """Documents, questions, tagged sentences and params in a folder; returns the params file."""
+    write_documents(folder / "documents.jsonl")
+    for split, pairs in QUESTIONS.items():
+        records = [{"id": f"{split}-{n}", "question": q, "answers": [a]} for n, (q, a) in enumerate(pairs)]
+        write_json_lines(folder / f"questions.{split}.jsonl", records)
+    (folder / "tagged.conll").write_text(TAGGED)
+    return write_params(folder / "params.yaml", toy_values(**changes))
+
+
+def cli(*arguments: str | Path) -> Result:
+    """The command line in this process; an error that it does not explain itself is raised here."""
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line as a process."""
+    return [sys.executable, "-m", "realmops", *map(str, arguments)]
+
+
+def run_command(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(command(*arguments), capture_output=True, text=True, env=environment, timeout=250)
+
+
+class Quiet:
+    """A report that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.warned: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+    def warn(self, message: str) -> None:
+        self.warned.append(message)
+
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        return lambda units: None
+
+
+def stage(name: str, values: Values, project: Path, root: Path, report: Quiet | None = None) -> dict[str, Any]:
+    """Run one stage in this process."""
+    return run_stage(name, values, project=project, root=root, report=report or Quiet())
+
+
+def trained_project(folder: Path) -> Path:
+    """A project whose stages are done up to pretrain, which took no step."""
+    values = yaml.safe_load(write_project(folder, pretrain={"steps": 0, "builder": "external"}).read_text())
+    for name in ("snapshot", "tag", "ict", "pretrain"):
+        stage(name, values, folder, folder / "root")
+    return folder
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a finished stage's journal."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if k != "time" and not k.endswith("seconds")} for line in lines]
+
+
+def litter(root: Path) -> list[Path]:
+    """Hidden files and folders under a root, other than the folder of unfinished work."""
+    return [p for p in root.rglob(".*") if p != root / ".realmops" and root / ".realmops" not in p.parents]
+
+
+def wait_for(what: Callable[[], Any], seconds: float, process: subprocess.Popen[str] | None = None) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, f"nothing came within {seconds} s"
+        assert process is None or process.poll() is None, process.communicate() if process else None
+        time.sleep(0.005)
+    return found

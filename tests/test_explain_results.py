@@ -1,0 +1,62 @@
+"""`realmops explain` over the answers under results/: which are shown, and what is said of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from small_project import cli
+from test_compare import results
+from test_predictions import PREDICTION
+
+from realmops.commands.explain.results import answer_lines, chosen, overview
+
+WRONG = replace(
+    PREDICTION,
+    question_id="q2",
+    prediction="north",
+    em=False,
+    char_start=33,
+    char_end=38,
+    span_score=2.0,
+    passage_spans=("north", None),
+    passage_scores=(2.0, None),
+    failed_at="reader",
+)
+
+
+def test_an_explanation_has_passages_scores_and_the_failure() -> None:
+    assert list(answer_lines(WRONG)) == [
+        "q2  Where was Ada Vell born?",
+        "  wanted: Tor Hollow",
+        "  answer: north  (score 2.00)",
+        "  failed at: reader (the reader could choose an answer and chose another span)",
+        "  best right span: Tor Hollow  (score 1.50)",
+        "  first passage with an answer: number 1",
+        "   p(z|x)   score  passage, its best span",
+        "  > 0.750    2.00  Ada Vell [p7]: north",
+        "    0.250       -  Tor Hollow [p2]: (none)",
+    ]
+
+
+def test_questions_are_chosen_by_id_and_failure() -> None:
+    rows = [PREDICTION, WRONG]
+    assert chosen(rows, (), ()) == rows
+    assert chosen(rows, ("q1",), ()) == [PREDICTION]
+    assert chosen(rows, (), ("reader", "too_long")) == [WRONG]
+    assert chosen(rows, ("q1",), ("reader",)) == []
+    with pytest.raises(ValueError, match="no question 'q9' among 2; the first is 'q1'"):
+        chosen(rows, ("q9",), ())
+    with pytest.raises(ValueError, match="fails at 'luck'; choose correct, not_in_corpus"):
+        chosen(rows, (), ("luck",))
+    assert list(overview(rows))[:2] == ["2 questions", "      1  50.0%  correct: the answer is right"]
+
+
+def test_the_command_explains_what_is_asked_for(tmp_path: Path) -> None:
+    results(tmp_path / "results", [True, False, False, False])
+    text = cli("explain", "--root", tmp_path, "--failed-at", "reader", "--limit", "2").stdout
+    assert [line.split()[0] for line in text.splitlines() if "Where was" in line] == ["q1", "q2"]
+    assert "1 more; --limit, --question and --failed-at choose others" in text
+    assert "q3  Where" in cli("explain", "--root", tmp_path, "--question", "q3").stdout
+    assert cli("explain", "--root", tmp_path, "--question", "q9").exit_code == 2

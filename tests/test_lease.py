@@ -1,0 +1,118 @@
+"""Claims: one of several processes at a time, the dead one's place is taken, a sleeper finds out that it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from small_project import wait_for
+
+from realmops.index import lease
+from realmops.index.lease import claimed
+
+# Adds one to a number in a file, slowly: two at once would lose one of the additions.
+ADD = """
+import sys, time
+from pathlib import Path
+from realmops.index.lease import claimed
+with claimed(Path(sys.argv[1]), print):
+    file = Path(sys.argv[2])
+    number = int(file.read_text())
+    time.sleep(float(sys.argv[3]))
+    file.write_text(str(number + 1))
+"""
+
+
+def add(folder: Path, seconds: float) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", ADD, str(folder / "claim"), str(folder / "number"), str(seconds)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def never(message: str) -> None:
+    raise AssertionError(message)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(lease, "DEAD_SECONDS", 1000.0)
+
+
+def test_processes_hold_a_claim_one_after_another(tmp_path: Path) -> None:
+    (tmp_path / "number").write_text("0")
+    processes = [add(tmp_path, 0.3) for _ in range(4)]
+    told = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, told
+    assert (tmp_path / "number").read_text() == "4"
+    assert sorted(path.name for path in (tmp_path / "claim").iterdir()) == ["000001", "000002", "000003", "000004"]
+
+
+def test_a_killed_holder_of_this_machine_is_followed_at_once(tmp_path: Path) -> None:
+    (tmp_path / "number").write_text("0")
+    holder = add(tmp_path, 1000)
+    wait_for((tmp_path / "claim/000001/sign.json").is_file, 60)
+    said: list[str] = []
+    threading.Timer(0.2, holder.kill).start()
+    with claimed(tmp_path / "claim", said.append):
+        assert holder.wait() < 0
+    assert len(said) == 1
+    assert f"which {lease.socket.gethostname()}, process {holder.pid} holds" in said[0]
+
+
+def elsewhere(claim: Path, beat: int, done: bool = False) -> None:
+    """What a holder on another machine has signed in the first life; nobody here can see its lock."""
+    (claim / "000001").mkdir(parents=True, exist_ok=True)
+    sign = {"host": "pod-of-another-node", "pid": 1, "beat": beat, "done": done}
+    (claim / "000001/sign.json").write_text(json.dumps(sign))
+
+
+def test_a_holder_elsewhere_is_waited_for_while_its_sign_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "DEAD_SECONDS", 2.0)
+    claim = tmp_path / "claim"
+    elsewhere(claim, 0)
+    taken = threading.Event()
+
+    def take() -> None:
+        with claimed(claim, lambda message: None):
+            taken.set()
+
+    waiting = threading.Thread(target=take)
+    waiting.start()
+    for beat in range(1, 30):
+        assert not taken.wait(0.1), "longer than a dead one is waited for"
+        elsewhere(claim, beat)
+    waiting.join(60)
+    assert taken.is_set(), "its sign stays the same: it is dead"
+
+
+def test_a_holder_elsewhere_that_has_ended_is_followed_at_once(tmp_path: Path) -> None:
+    elsewhere(tmp_path / "claim", -1, done=True)
+    with claimed(tmp_path / "claim", never):
+        assert json.loads((tmp_path / "claim/000002/sign.json").read_text())["done"] is False
+    assert json.loads((tmp_path / "claim/000002/sign.json").read_text())["done"] is True
+
+
+def test_who_slept_too_long_is_told_that_the_claim_is_lost(tmp_path: Path) -> None:
+    with claimed(tmp_path / "claim", never) as claim:
+        assert not claim.lost
+        (tmp_path / "claim/000002").mkdir()  # somebody found its sign unchanged for too long
+        wait_for(lambda: claim.lost, 10)
+
+
+def test_a_wait_can_be_stopped(tmp_path: Path) -> None:
+    elsewhere(tmp_path / "claim", 0)
+    stop = threading.Event()
+    stop.set()
+    with (
+        pytest.raises(InterruptedError, match="stopped while waiting for"),
+        claimed(tmp_path / "claim", lambda message: None, stop),
+    ):
+        pass
+    assert [path.name for path in (tmp_path / "claim").iterdir()] == ["000001"]

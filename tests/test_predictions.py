@@ -1,0 +1,105 @@
+"""The predictions' file, and what a question failed at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_project import cli
+from test_openqa import QUESTIONS
+
+from realmops.evaluate.predictions import (
+    FAILED_AT,
+    Prediction,
+    failed_at,
+    failure_shares,
+    read_predictions,
+    write_first_hits,
+    write_predictions,
+)
+
+PREDICTION = Prediction(
+    question_id="q1",
+    question="Where was Ada Vell born?",
+    prediction="Tor Hollow",
+    answers=("Tor Hollow",),
+    em=True,
+    f1=1.0,
+    passage_ids=("p7", "p2"),
+    titles=("Ada Vell", "Tor Hollow"),
+    p_z=(0.75, 0.25),
+    evidence="Vell came from Tor Hollow in the north.",
+    evidence_rank=0,
+    char_start=15,
+    char_end=25,
+    span_score=1.5,
+    passage_spans=("Tor Hollow", None),
+    passage_scores=(1.5, None),
+    gold_span="Tor Hollow",
+    gold_score=1.5,
+    first_hit=0,
+    failed_at="correct",
+)
+
+
+def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.parquet"
+    nothing = replace(PREDICTION, prediction="", em=False, f1=0.25, char_start=0, char_end=0)
+    write_predictions(path, [PREDICTION, nothing])
+    assert read_predictions(path) == [PREDICTION, nothing]
+    assert [file.name for file in tmp_path.iterdir()] == ["predictions.parquet"]
+
+
+def test_first_hits_are_a_column_for_each_retriever(tmp_path: Path) -> None:
+    ranks = {"": np.array([0, 3, 100, 99]), "bm25_": np.array([100, 100, 1, 0])}
+    write_first_hits(tmp_path / "hits.parquet", QUESTIONS, ranks, 100)
+    assert pq.read_table(tmp_path / "hits.parquet").to_pydict() == {
+        "question_id": ["q1", "q2", "q3", "q4"],
+        "first_hit": [0, 3, -1, 99],
+        "bm25_first_hit": [-1, -1, 1, 0],
+    }
+
+
+def test_a_prediction_that_is_not_cut_from_its_evidence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="or Hollow"):
+        write_predictions(tmp_path / "p.parquet", [replace(PREDICTION, char_start=16)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_predictions_of_another_version_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"question_id": ["q0"], "em": [True]}), tmp_path / "predictions.parquet")
+    result = cli("compare", tmp_path, tmp_path)
+    assert result.exit_code == 2
+    assert "holds no predictions of this version" in result.stderr
+    (tmp_path / "predictions.parquet").write_bytes(b"PAR1")
+    assert "holds no predictions of this version" in cli("explain", "--root", tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("correct", "in_corpus", "retrieved", "choosable", "name"),
+    [
+        (True, False, False, False, "correct"),
+        (False, False, False, False, "not_in_corpus"),
+        (False, True, False, False, "not_retrieved"),
+        (False, True, True, False, "too_long"),
+        (False, True, True, True, "reader"),
+    ],
+)
+def test_the_first_ceiling_counts(correct: bool, in_corpus: bool, retrieved: bool, choosable: bool, name: str) -> None:
+    found = failed_at(correct=correct, in_corpus=in_corpus, retrieved=retrieved, choosable=choosable)
+    assert found == name
+    assert found in FAILED_AT
+
+
+def test_failures_are_counted() -> None:
+    shares = failure_shares(["correct", "reader", "reader", "too_long"])
+    assert shares == {
+        "failed_at_not_in_corpus": 0,
+        "failed_at_not_retrieved": 0,
+        "failed_at_too_long": 0.25,
+        "failed_at_reader": 0.5,
+    }

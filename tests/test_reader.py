@@ -1,0 +1,399 @@
+"""A reader that copies, with sentence and passage read together or apart, against loops in the paper's letters.
+
+p(y_j|z,x) = (1 - g) p_vocabulary(y_j) + g times the attention on the wordpieces of z that are y_j. Everything is in
+double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_world import MemoryJournal, World, section, tiny_context, tiny_models, tiny_optimiser
+from torch import Tensor
+
+from realmops.bert import Packed
+from realmops.config import Pretrain
+from realmops.index.embed import document_sequences, embed
+from realmops.index.mips import Exact
+from realmops.model import likelihood
+from realmops.model.reader import Bodies, Reader, log_token_of_pairs, log_words_of_pairs
+from realmops.model.retriever import Retriever
+from realmops.model.sequences import join_document, join_query, join_reader
+from realmops.train import ict
+from realmops.train.ict import train_reader
+from realmops.train.pretrain import NULL, Candidates, Example, Examples, Index, Realm, pretrain
+
+LIMIT = 60
+NOTHING = np.zeros(0, dtype=np.int64)
+TOGETHER, APART = {"copies": True, "apart": False}, {"copies": True, "apart": True}
+HOW = pytest.mark.parametrize("copying", [TOGETHER, APART], ids=["together", "apart"])
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All numbers in double precision, also where they are made fp32."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def models(world: World, copying: dict[str, bool], **changes: Any) -> tuple[Retriever, Reader]:
+    """Far from the start, where query and key are the identity and the gate is one half."""
+    retriever, reader = tiny_models(world, copying=copying, **changes)
+    retriever.double()
+    reader.double()
+    assert reader.copy is not None
+    with torch.no_grad():
+        reader.copy.gate.bias.fill_(0.4)
+    return retriever, reader
+
+
+def options(**changes: Any) -> Pretrain:
+    lengths = {"query_wordpieces": 40, "reader_wordpieces": LIMIT, "candidates": 4, "batch_size": 4}
+    rest = {"masking": "salient", "marginal": "joint", "null_document": True, "retriever_delay": 0}
+    found: Pretrain = section("pretrain", **{**lengths, **rest, **changes})
+    return found
+
+
+def example(world: World, passage: int, span: int) -> Example:
+    examples = Examples(world.snapshot, world.spans, options())
+    return examples.example(int(world.spans.offsets[passage]) + span, np.random.default_rng(0))
+
+
+def p_words(reader: Reader, world: World, x: np.ndarray, j: int, z: np.ndarray) -> list[float]:
+    """p(y_j = w|z, x) for every wordpiece w, one pair and one wordpiece at a time."""
+    special, copy = world.special, reader.copy
+    assert copy is not None
+    if reader.apart:
+        h_j = reader.bert(Packed([join_query(x, special, LIMIT)]))[1 + j]
+        joined, segments, first = join_reader(NOTHING, z, special, LIMIT)
+    else:
+        joined, segments, first = join_reader(x, z, special, LIMIT)
+    h = reader.bert(Packed([joined], [segments]))
+    if not reader.apart:
+        h_j = h[1 + j]
+    p = reader.masked_words(h_j[None], reader.bert.word.weight)[0].softmax(-1).tolist()
+    if not len(z):
+        return p
+    scores = [float(copy.query(h_j) @ copy.key(h[i])) / math.sqrt(len(h_j)) for i in range(first, len(joined) - 1)]
+    total = sum(map(math.exp, scores))
+    g = 1 / (1 + math.exp(-float(copy.gate(h_j))))
+    p = [(1 - g) * value for value in p]
+    for score, w in zip(scores, joined[first:-1].tolist(), strict=True):
+        p[w] += g * math.exp(score) / total
+    return p
+
+
+@HOW
+def test_every_word_has_the_slow_ones_probability_and_all_have_one(world: World, copying: dict[str, bool]) -> None:
+    """Three masks; two passages, and the null document, where the vocabulary alone counts."""
+    _, reader = models(world, copying)
+    masked = example(world, 6, 0)
+    documents = [world.snapshot.body(7), NOTHING, world.snapshot.body(2)]
+    assert len(masked.positions) > 1
+    with torch.no_grad():
+        log_word_KMV = log_words_of_pairs(reader, masked.x, masked.positions, documents, world.special, LIMIT)
+        expected = [[p_words(reader, world, masked.x, j, z) for j in masked.positions.tolist()] for z in documents]
+    torch.testing.assert_close(log_word_KMV.exp(), torch.tensor(expected), rtol=1e-9, atol=1e-15)
+    torch.testing.assert_close(log_word_KMV.exp().sum(-1), torch.ones(3, len(masked.positions)), rtol=0, atol=1e-12)
+
+
+@HOW
+def test_a_target_has_the_probability_that_it_has_among_all_words(world: World, copying: dict[str, bool]) -> None:
+    """Sentences with one and with several masks in one batch, the second with the null document."""
+    _, reader = models(world, copying)
+    masked = [example(world, 0, 0), example(world, 6, 0), example(world, 5, 1)]
+    documents = [world.snapshot.body(4), NOTHING, world.snapshot.body(0)]
+    targets = np.concatenate([e.targets for e in masked])
+    pairs = [e.x for e in masked], [e.positions for e in masked], torch.from_numpy(targets), documents
+    with torch.no_grad():
+        found = log_token_of_pairs(reader, *pairs, world.special, LIMIT)
+        expected = []
+        for one, z in zip(masked, documents, strict=True):
+            log_word_MV = log_words_of_pairs(reader, one.x, one.positions, [z], world.special, LIMIT)[0]
+            expected += [float(log_word_MV[m, w]) for m, w in enumerate(one.targets.tolist())]
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert len(set(map(len, pairs[1]))) > 1
+
+
+@HOW
+def test_a_word_that_stands_in_the_passage_is_copied(world: World, copying: dict[str, bool]) -> None:
+    """With the gate open all the way: Oslo once in passage 4, Bergen never; with it shut nothing is."""
+    _, reader = models(world, copying)
+    assert reader.copy is not None
+    masked, z = example(world, 0, 0), world.snapshot.body(4)
+    oslo, bergen = (int(world.wordpieces(name)[0]) for name in ("Oslo", "Bergen"))
+    assert (z == oslo).sum() == 1
+    assert (z == bergen).sum() == 0
+
+    def log_words(bias: float) -> Tensor:
+        assert reader.copy is not None
+        reader.copy.gate.bias.data.fill_(bias)
+        return log_words_of_pairs(reader, masked.x, masked.positions, [z, NOTHING], world.special, LIMIT)[:, 0]
+
+    with torch.no_grad():
+        reader.copy.gate.weight.zero_()
+        copied_V, alone_V = log_words(100.0)
+        assert float(copied_V[np.unique(z)].exp().sum()) == pytest.approx(1, abs=1e-12)
+        assert float(copied_V[bergen]) < -40
+        assert float(copied_V[oslo]) > -5
+        shut_V, alone_V = log_words(-100.0)
+        if reader.apart:
+            torch.testing.assert_close(shut_V, alone_V, rtol=0, atol=1e-12)
+
+
+def test_passages_of_any_length_do_not_look_at_each_other(world: World) -> None:
+    """A body of one wordpiece, a long one that is cut at the limit, and none, in one batch or each on its own."""
+    _, reader = models(world, APART)
+    masked = example(world, 0, 0)
+    documents = [world.wordpieces("Oslo"), np.tile(world.snapshot.body(4), 4)[:80], NOTHING, world.snapshot.body(11)]
+    with torch.no_grad():
+        arguments = masked.x, masked.positions
+        together = log_words_of_pairs(reader, *arguments, documents, world.special, LIMIT)
+        for one, z in zip(together, documents, strict=True):
+            alone = log_words_of_pairs(reader, *arguments, [z], world.special, LIMIT)[0]
+            torch.testing.assert_close(one, alone, rtol=1e-12, atol=1e-12)
+        cut = log_words_of_pairs(reader, *arguments, [documents[1][: LIMIT - 3]], world.special, LIMIT)[0]
+        torch.testing.assert_close(together[1], cut, rtol=1e-12, atol=1e-12)
+
+
+def test_bodies_by_hand() -> None:
+    """Rows 3 and 4, none, and row 9 of a packed batch."""
+    bodies = Bodies.of([3, 7, 9], [5, 7, 10], torch.device("cpu"))
+    assert bodies.rows_NL.tolist() == [[3, 4], [0, 0], [9, 0]]
+    assert bodies.there_NL.tolist() == [[True, True], [False, False], [True, False]]
+    assert Bodies.of([3], [3], torch.device("cpu")).there_NL.tolist() == [[False]]
+
+
+# ---- the loss
+
+
+def slow(
+    world: World,
+    retriever: Retriever,
+    reader: Reader,
+    examples: Sequence[Example],
+    candidates: Sequence[Sequence[int]],
+    chosen: Pretrain,
+) -> dict[str, float]:
+    """The loss and what is told of it, one z and one masked word at a time, in probability space."""
+    snapshot, special = world.snapshot, world.special
+    joint, per_token, gains, utilities, bests = [], [], [], [], []
+    for x, row in zip(examples, candidates, strict=True):
+        query = retriever.query(Packed([join_query(x.x, special, chosen.query_wordpieces)]))[0]
+        f, p_y, p_tokens = [], [], []
+        for z in [*row, *([NULL] if chosen.null_document else [])]:
+            title, body = (NOTHING, NOTHING) if z == NULL else (snapshot.title_tokens(z), snapshot.body(z))
+            document, segments = join_document(title, body, special, snapshot.block_wordpieces)
+            f.append(float(retriever.scale * query @ retriever.document(Packed([document], [segments]))[0]))
+            pairs = zip(x.positions.tolist(), x.targets.tolist(), strict=True)
+            p_tokens.append([p_words(reader, world, x.x, j, body)[y_j] for j, y_j in pairs])
+            p_y.append(math.prod(p_tokens[-1]))
+        p_z = [math.exp(value) / sum(map(math.exp, f)) for value in f]
+        joint.append(math.log(sum(y * z for y, z in zip(p_y, p_z, strict=True))))
+        for j in range(len(x.positions)):
+            per_token.append(math.log(sum(z * p_j[j] for z, p_j in zip(p_z, p_tokens, strict=True))))
+        if chosen.null_document:
+            gains.append(joint[-1] - math.log(p_y[-1]))
+            utilities += [math.log(y / p_y[-1]) for y in p_y[:-1]]
+            bests.append(max(math.log(y / p_y[-1]) for y in p_y[:-1]))
+    found = {"loss": -np.mean(joint if chosen.marginal == "joint" else per_token), "log_marginal": np.mean(joint)}
+    if chosen.null_document:
+        found |= {"marginal_gain": np.mean(gains), "retrieval_utility": np.mean(utilities)}
+        found |= {"retrieval_utility_best": np.mean(bests)}
+    return {name: float(value) for name, value in found.items()}
+
+
+@HOW
+@pytest.mark.parametrize("null_document", [True, False])
+@pytest.mark.parametrize("marginal", ["joint", "per_token"])
+def test_the_loss_is_the_slow_ones(world: World, copying: dict[str, bool], marginal: str, null_document: bool) -> None:
+    """Different numbers of masks, and rows of different lengths: three, five and one passage."""
+    chosen = options(marginal=marginal, null_document=null_document)
+    retriever, reader = models(world, copying)
+    examples = [example(world, 0, 0), example(world, 6, 0), example(world, 5, 1)]
+    candidates = [[4, 1, 5], [7, 2, 8, 0, 1], [0]]
+    realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
+    with torch.no_grad():
+        loss, metrics = realm.loss(examples, candidates, retriever_learns=True)
+        half, _ = realm.loss(examples, candidates, retriever_learns=True, weight=0.5)
+        expected = slow(world, retriever, reader, examples, candidates, chosen)
+    assert loss.item() == pytest.approx(expected.pop("loss"), rel=1e-9)
+    assert half.item() == pytest.approx(loss.item() / 2, rel=1e-12)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+
+
+@HOW
+def test_guesses_have_the_losses_probability(world: World, copying: dict[str, bool]) -> None:
+    """With the null document alone too, which is the vocabulary."""
+    retriever, reader = models(world, copying)
+    realm = Realm(retriever.eval(), reader.eval(), world.snapshot, options(), torch.float32)
+    masked = example(world, 6, 0)
+    for found in ([7, 2, 8], [7], []):
+        guess = realm.guess(masked, found)
+        with torch.no_grad():
+            loss, _ = realm.loss([masked], [found], retriever_learns=False)
+        assert guess["masked_log_p"] == pytest.approx(-loss.item(), rel=1e-9)
+        alone = [math.log(p_words(reader, world, masked.x, int(j), NOTHING)[int(y)]) for j, y in zip(
+            masked.positions, masked.targets, strict=True
+        )]  # fmt: skip
+        assert guess["masked_log_p_without"] == pytest.approx(sum(alone), rel=1e-9)
+
+
+def test_read_apart_each_pair_is_read_as_on_its_own(world: World) -> None:
+    """Three sentences that share five passages, each sentence and each passage read once."""
+    retriever, reader = models(world, APART)
+    realm = Realm(retriever, reader, world.snapshot, options(), torch.float32)
+    examples = [example(world, 0, 0), example(world, 6, 0), example(world, 5, 1)]
+    candidates = [[4, 1, 5], [7, 1], [0]]
+    read: list[int] = []
+    usual = reader.bert.forward
+    reader.bert.forward = lambda batch: (read.append(len(batch.lengths)), usual(batch))[1]  # type: ignore
+    with torch.no_grad():
+        log_token_BKM, is_mask_BM = realm.log_token(examples, candidates)
+        assert read == [3, 5]
+        for b, (x, row) in enumerate(zip(examples, candidates, strict=True)):
+            assert is_mask_BM[b].sum() == len(x.positions)
+            for k, z in [*enumerate(row), (-1, NULL)]:
+                body = NOTHING if z == NULL else world.snapshot.body(z)
+                for m, (j, y_j) in enumerate(zip(x.positions.tolist(), x.targets.tolist(), strict=True)):
+                    assert log_token_BKM[b, k, m].item() == pytest.approx(
+                        math.log(p_words(reader, world, x.x, j, body)[y_j]), rel=1e-9
+                    )
+
+
+def test_the_gradient_of_section_3_3_holds_with_the_passages_of_the_batch(world: World) -> None:
+    """The gradient of log p(y|x) in the retriever is the sum over z of r(z) times that of f(x, z)."""
+    retriever, reader = models(world, APART)
+    realm = Realm(retriever, reader, world.snapshot, options(), torch.float32)
+    examples = [example(world, 0, 0), example(world, 6, 0)]
+    candidates = Candidates(world.snapshot, options()).shared(examples, [[4, 1, 5], [7, 2, 8]])
+    assert candidates == [[4, 1, 5, 2, 6, 7, 8], [7, 2, 8, 0, 1, 4, 5]]
+    loss, _ = realm.loss(examples, candidates, retriever_learns=True)
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in retriever.named_parameters() if p.grad is not None}
+    retriever.zero_grad()
+    with torch.no_grad():
+        log_prior_BK, _ = realm.log_prior(examples, candidates)
+        log_y_BK = likelihood.log_likelihood_given_document(*realm.log_token(examples, candidates))
+        p_y_BK, p_z_BK = log_y_BK.exp(), log_prior_BK.exp()
+        r_BK = (p_y_BK / (p_y_BK * p_z_BK).sum(-1, keepdim=True) - 1) * p_z_BK
+    embedded = realm.embed(examples, candidates)
+    for b, row in enumerate(candidates):
+        for k, z in enumerate([*row, NULL]):
+            f = retriever.scale * embedded.query_BE[b] @ embedded.document_UE[embedded.place[z]]
+            (-r_BK[b, k] * f / len(examples)).backward(retain_graph=True)
+    assert len(found) > 10
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, retriever.get_parameter(name).grad, rtol=1e-7, atol=1e-12, msg=name)
+
+
+# ---- candidates of the whole batch
+
+
+def test_candidates_are_shared_without_the_trivial_ones(world: World) -> None:
+    """Passages 2 and 3 both hold "He lived in Bergen until 1950.", which is the first sentence; 4 is the second's."""
+    asked = [example(world, 2, 1), example(world, 4, 0)]
+    candidates = Candidates(world.snapshot, options())
+    assert candidates.shared(asked, [[8, 1], [3, 2, 0]]) == [[8, 1, 0, 4], [3, 2, 0, 1, 8]]
+    assert dict(candidates.counts) == {"dropped_own": 2, "dropped_containing": 1}
+    everything = Candidates(world.snapshot, options(exclude_trivial=False))
+    assert everything.shared(asked, [[8], []]) == [[8, 2, 4], [2, 4, 8]]
+    strangers = [replace(one, passage=NULL) for one in asked]
+    assert Candidates(world.snapshot, options()).shared(strangers, [[8], []]) == [[8], [8]]
+
+
+class Source:
+    """One index, of the retriever as it is."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        sequences = document_sequences(self.world.snapshot, range(len(self.world.snapshot)))
+        passages = Exact(embed(retriever.document, sequences, torch.float32))
+        return Index(step, passages, retriever, 0.0, True) if step == 0 else None
+
+
+def test_pre_training_reads_every_passage_of_the_batch_for_every_sentence(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a reader that reads apart, and of no other."""
+    seen: list[tuple[Sequence[Example], Sequence[Sequence[int]]]] = []
+    usual = Realm.loss
+
+    def loss(self: Realm, examples: Sequence[Example], candidates: Sequence[Sequence[int]], **rest: Any) -> Any:
+        seen.append((examples, candidates))
+        return usual(self, examples, candidates, **rest)
+
+    monkeypatch.setattr(Realm, "loss", loss)
+    for copying in (TOGETHER, APART):
+        seen.clear()
+        retriever, reader = models(world, copying)
+        chosen = options(steps=3, staleness_queries=0)
+        examples = Examples(world.snapshot, world.spans, chosen)
+        realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
+        arguments = realm, examples, tiny_optimiser(), Source(world)
+        pretrain(tiny_context(), *arguments, evaluate=lambda index: {}, warn=print)
+        assert len(seen) == 3
+        for batch, rows in seen:
+            pool = {p for row in rows for p in row} | {e.passage for e in batch}
+            for one, row in zip(batch, rows, strict=True):
+                assert len(row) == len(set(row))
+                assert one.passage not in row
+                if reader.apart:
+                    assert len(pool - set(row)) <= 3, "its own, and at most two that hold the sentence too"
+                else:
+                    assert len(row) == 3
+
+
+@HOW
+def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty steps: the loss falls, and every part of the copy head has moved."""
+    monkeypatch.undo()
+    torch.set_default_dtype(torch.float32)
+    chosen = section("ict", reader_steps=30, reader_batch_size=8, reader_learning_rate=3e-3, reader_wordpieces=64)
+    _, reader = tiny_models(world, copying=copying)
+    assert reader.copy is not None
+    start, journal = {name: p.detach().clone() for name, p in reader.copy.named_parameters()}, MemoryJournal()
+    train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
+    loss = journal.values("loss")
+    assert np.mean(loss[-5:]) < 0.9 * np.mean(loss[:5])
+    assert len(start) == 4
+    assert not any(torch.equal(p, start[name]) for name, p in reader.copy.named_parameters())
+
+
+def test_the_warm_start_masks_the_same_for_every_reader(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentences, masks and passages are drawn alike; the first loss of a reader that copies is the slow one's."""
+    drawn: list[Any] = []
+    usual = log_token_of_pairs
+
+    def spy(reader: Reader, *pairs: Any) -> Tensor:
+        drawn.append((reader, *pairs))
+        return usual(reader, *pairs)
+
+    monkeypatch.setattr(ict, "log_token_of_pairs", spy)
+    chosen = section("ict", reader_steps=1, reader_batch_size=6, reader_wordpieces=LIMIT)
+    for copying in (TOGETHER, APART):
+        _, reader = models(world, copying)
+        journal = MemoryJournal()
+        start = {name: p.detach().clone() for name, p in reader.named_parameters()}
+        train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
+        with torch.no_grad():
+            for name, parameter in reader.named_parameters():
+                parameter.copy_(start[name])
+            _, sentences, positions, targets_M, documents, *_ = drawn[-1]
+            places = [(b, int(j)) for b, at in enumerate(positions) for j in at]
+            p = [
+                p_words(reader, world, sentences[b], j, documents[b])[y]
+                for (b, j), y in zip(places, targets_M.tolist(), strict=True)
+            ]
+        assert journal.values("loss") == pytest.approx([-np.mean(np.log(p))], rel=1e-9)
+    assert [one.tolist() for one in drawn[0][1]] == [one.tolist() for one in drawn[1][1]]

@@ -1,0 +1,29 @@
+"""DrQA's TF-IDF by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from four_passages import TEXTS
+
+from realmops.baselines.tfidf import TfIdf
+from realmops.index.lexical import rank
+
+
+def test_tf_idf_is_drqas_formula() -> None:
+    """Three words of which one stands in one of five texts twice, with one pair; idf below 0 counts as 0."""
+    texts = ["red ships sail", "red boats", "green boats sail sail", "boats sink", "nothing floats"]
+    found = TfIdf(texts).scores("boats sail")
+    idf = {n: math.log((5 - n + 0.5) / (n + 0.5)) for n in (1, 2, 3)}
+    assert idf[3] < 0
+    sail, pair = math.log(2) ** 2 * idf[2] ** 2, math.log(2) ** 2 * idf[1] ** 2
+    twice = math.log(2) * math.log(3) * idf[2] ** 2
+    assert found.tolist() == pytest.approx([sail, 0.0, twice + pair, 0.0, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("query", ["", "the", "zebra quagga"])
+def test_a_query_without_known_words_ranks_nothing_above_anything(query: str) -> None:
+    retriever = TfIdf(TEXTS)
+    assert retriever.scores(query).tolist() == [0.0] * 4
+    assert rank(retriever, [query], 3).tolist() == [[0, 1, 2]]
