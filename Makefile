@@ -81,16 +81,20 @@ run: setup  ## train and evaluate REALM on the embedded corpus, then print the r
 	dvc repro || { code=$$?; echo "realmops: stopped; what is done is kept, and the same call goes on from there" >&2; exit $$code; }
 	realmops report
 
-podman: setup  ## install podman, as root on Debian, for the tests that run pods; without it those are skipped
-	@if command -v podman >/dev/null || [ "$$(id -u)" != 0 ] || [ ! -e /etc/debian_version ]; then exit 0; fi
+podman: setup  ## install podman and PostgreSQL, as root on Debian, for the tests that need them; else those are skipped
+	@packages=()
+	command -v podman >/dev/null || packages+=(podman crun catatonit)
+	[ -n "$$(command -v initdb || ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null)" ] || packages+=(postgresql)
+	if [ $${#packages[@]} = 0 ] || [ "$$(id -u)" != 0 ] || [ ! -e /etc/debian_version ]; then exit 0; fi
 	if [ -e $(VENV)/podman.tried ] && [ "$(MAKECMDGOALS)" != podman ]; then exit 0; fi
 	touch $(VENV)/podman.tried
-	echo "realmops: installing podman, once, for the tests that run pods"
-	export DEBIAN_FRONTEND=noninteractive
+	echo "realmops: installing $${packages[*]}, once, for the tests that need them"
+	# no service is started: with RUNLEVEL 1 Debian's packages leave that
+	export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
 	options=(-qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o DPkg::Lock::Timeout=60)
 	if ! { timeout 120 apt-get "$${options[@]}" update && timeout 300 apt-get "$${options[@]}" install --yes \
-		--no-install-recommends --no-upgrade podman crun catatonit; } >$(VENV)/podman.log 2>&1; then
-		echo "realmops: podman cannot be installed, tests that run pods are skipped; see $(VENV)/podman.log"
+		--no-install-recommends --no-upgrade "$${packages[@]}"; } >$(VENV)/podman.log 2>&1; then
+		echo "realmops: $${packages[*]} cannot be installed, tests that need them are skipped; see $(VENV)/podman.log"
 	fi
 
 test: lint podman  ## every check: ruff, mypy, pytest (what continuous integration calls)

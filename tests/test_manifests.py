@@ -16,18 +16,20 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import manifest_rules
 import manifests
 import pytest
 import yaml
+from manifest_rules import faults
 from manifests import (
     K8S,
     NEWEST,
     OLDEST,
     Object,
-    faults,
     find,
     instructions,
     quantity,
+    read_all,
     render,
     render_all,
     templates,
@@ -35,10 +37,11 @@ from manifests import (
 from pod_security import violations
 
 from realmops.cli import main
+from realmops.cluster import submit
 
 ROOT = K8S.parent
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
-STARTS = ("base", "overlays/local", "overlays/production")
+STARTS = ("base", "overlays/local", "overlays/standalone", "overlays/production")
 FULL = "on-production-ros"  # has every kind of object
 BUILDER = "Deployment/realmops-index-builder"
 GONE = object()
@@ -55,10 +58,15 @@ def subsets(names: list[str]) -> Iterator[tuple[str, ...]]:
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Base and each overlay with every set of the components that it does not have; by namespaces made of initials."""
+    """Base and each overlay with every set of the components that it does not have; by namespaces made of initials.
+
+    But ``small`` changes the claim of MLflow, which production has not, and nothing that others change.
+    """
     found = {}
     for start in STARTS:
-        has = {Path(component).name for component in read(f"{start}/kustomization.yaml").get("components", [])}
+        has = {Path(component).name for component in read(f"{start}/kustomization.yaml").get("components", [])} | {
+            "small"
+        }
         for chosen in subsets([component for component in COMPONENTS if component not in has]):
             namespace = "-".join(["on", Path(start).name, *("".join(re.findall(r"\b\w", one)) for one in chosen)])
             found[namespace] = {
@@ -77,7 +85,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]
 
 
 def test_no_set_of_components_is_missing() -> None:
-    assert len(CASES) == 2**6 + 2**5 + 2**2
+    assert len(CASES) == 2**6 + 2 * 2**5 + 2**2
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,15 +98,69 @@ def test_the_oldest_kubernetes_takes_everything_as_well(rendered: dict[str, list
 
 
 @pytest.mark.parametrize("overlay", STARTS[1:])
-def test_an_overlay_sets_namespace_and_image(overlay: str) -> None:
+def test_an_overlay_sets_namespace_image_and_the_account_of_the_pipelines(overlay: str) -> None:
+    """Everything in the namespace in which Kubeflow runs the pipelines, and those who run there may scale builders."""
     objects = render(K8S / overlay)
-    assert find(objects, "Namespace/realmops")
     assert faults(objects) == []
     assert "set-by-overlay" not in str(objects)
+    namespace, account = {
+        "overlays/standalone": ("kubeflow", "pipeline-runner"),
+        "overlays/local": ("realmops", "default-editor"),
+        "overlays/production": ("realmops", "default-editor"),
+    }[overlay]
+    assert {manifests.namespace_of(one) for one in objects} == {namespace}
+    assert [(one["name"], one["namespace"]) for one in find(objects, "RoleBinding/realmops-scaler")["subjects"]] == [
+        ("realmops-scaler", namespace),
+        (account, namespace),
+    ]
 
 
-@pytest.mark.parametrize("case", [FULL, "on-base", "on-local-ros"])
-def test_the_only_right_is_to_get_and_patch_the_builders_scale(case: str, rendered: dict[str, list[Object]]) -> None:
+def test_where_kubeflow_pipelines_runs_alone_its_namespace_is_left_as_it_is() -> None:
+    """Neither made nor limited: KFP's own pods run there. All that a run needs is there."""
+    found = {manifests.name(one) for one in render(K8S / "overlays" / "standalone")}
+    assert not {"Namespace", "ResourceQuota", "LimitRange"} & {one.partition("/")[0] for one in found}
+    assert found >= {
+        "PersistentVolumeClaim/realmops-data",
+        "ConfigMap/realmops-tracking",
+        BUILDER,
+        "Deployment/mlflow",
+        "Service/mlflow",
+        "Role/realmops-scaler",
+    }
+
+
+@pytest.mark.parametrize("overlay", ["local", "production"])
+def test_a_namespace_for_a_profile_names_the_user_as_the_profile_does(overlay: str) -> None:
+    """The profile controller takes no namespace that is there already without that annotation."""
+    [profile] = read_all(K8S / "profile.yaml")
+    assert faults([profile]) == []
+    namespace = find(render(K8S / "overlays" / overlay), f"Namespace/{profile['metadata']['name']}")
+    assert namespace["metadata"]["annotations"]["owner"] == profile["spec"]["owner"]["name"]
+
+
+def test_who_submits_may_use_kubeflow_pipelines_with_profiles(rendered: dict[str, list[Object]]) -> None:
+    """By its role, and by a token that it takes, where the submission looks for it."""
+    binding = find(rendered[FULL], "RoleBinding/realmops-submit")
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("ClusterRole", "kubeflow-pipelines-edit")
+    spec = find(rendered[FULL], "Job/realmops-retrain")["spec"]["template"]["spec"]
+    assert [subject["name"] for subject in binding["subjects"]] == [spec["serviceAccountName"]]
+    [container] = spec["containers"]
+    [mount] = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "token"]
+    [source] = [one for volume in spec["volumes"] for one in volume.get("projected", {}).get("sources", [])]
+    assert source["serviceAccountToken"]["audience"] == "pipelines.kubeflow.org"
+    [file] = [one["value"] for one in container["env"] if one["name"] == submit.TOKEN_FILE]
+    assert file == f"{mount}/{source['serviceAccountToken']['path']}"
+
+
+def test_production_keeps_no_claim_for_mlflow() -> None:
+    """Its database and files lie elsewhere; a claim would be 20 GiB that nothing uses."""
+    objects = render(K8S / "overlays" / "production")
+    claims = [one["metadata"]["name"] for one in objects if one["kind"] == "PersistentVolumeClaim"]
+    assert claims == ["realmops-data"]
+
+
+@pytest.mark.parametrize("case", [FULL, "on-base", "on-local-ros", "on-standalone-ros"])
+def test_the_only_right_is_to_patch_the_builders_scale(case: str, rendered: dict[str, list[Object]]) -> None:
     roles = [one for one in rendered[case] if one["kind"] in ("Role", "ClusterRole")]
     assert [one["rules"] for one in roles] == [
         [
@@ -106,12 +168,12 @@ def test_the_only_right_is_to_get_and_patch_the_builders_scale(case: str, render
                 "apiGroups": ["apps"],
                 "resources": ["deployments/scale"],
                 "resourceNames": ["realmops-index-builder"],
-                "verbs": ["get", "patch"],
+                "verbs": ["patch"],
             }
         ]
     ]
     bindings = [one for one in rendered[case] if one["kind"] in ("RoleBinding", "ClusterRoleBinding")]
-    assert [one["roleRef"]["name"] for one in bindings] == ["realmops-scaler"]
+    assert {one["roleRef"]["name"] for one in bindings} - {"kubeflow-pipelines-edit"} == {"realmops-scaler"}
 
 
 @pytest.mark.parametrize("host", ["mlflow", "mlflow.there", "mlflow.there.svc", "mlflow.there.svc.cluster.local"])
@@ -131,7 +193,7 @@ def test_pipelines_are_told_where_mlflow_is(rendered: dict[str, list[Object]]) -
 
 
 def test_claims_outlive_their_manifests(rendered: dict[str, list[Object]]) -> None:
-    for one in rendered[FULL]:
+    for one in rendered["on-local-ros"]:
         kept = one["metadata"].get("annotations", {}).get("kustomize.toolkit.fluxcd.io/prune") == "disabled"
         assert kept == (one["kind"] in ("PersistentVolumeClaim", "Namespace"))
 
@@ -166,7 +228,7 @@ def test_probes_look_at_the_age_of_the_builders_sign_of_life(
 def test_the_command_line_takes_what_containers_are_given(rendered: dict[str, list[Object]]) -> None:
     containers = [found for _, template in templates(rendered[FULL]) for found in template["spec"]["containers"]]
     given = [container["args"] for container in containers if "command" not in container]
-    assert {arguments[0] for arguments in given} == {"index-builder", "submit"}
+    assert {arguments[0] for arguments in given} == {"index-builder", "submit"}  # of the program that the image starts
     for command, *arguments in given:
         taken = {option for parameter in main.commands[command].params for option in parameter.opts}
         assert {one for one in arguments if one.startswith("--")} <= taken
@@ -191,6 +253,40 @@ def test_a_train_job_runs_the_same_pod_as_the_manifests(rendered: dict[str, list
         main.commands[command].main(arguments)
 
 
+def in_production(folder: Path, trainer: dict[str, Any] | None = None) -> list[Object]:
+    """The TrainJob beside all that Argo CD applies to the namespace, with another trainer if there is one."""
+    spec = read("gitops/argo-cd.yaml")["spec"]
+    objects = read_all(K8S / "trainjob.yaml")
+    for one in objects:
+        one["metadata"]["namespace"] = spec["destination"]["namespace"]
+    if trainer:
+        objects[1]["spec"]["trainer"].update(trainer)
+    return [*as_applied(folder, spec["source"]["path"], spec["source"]["kustomize"]), *objects]
+
+
+def test_all_nodes_of_a_train_job_fit_into_the_namespace_beside_everything_else(tmp_path: Path) -> None:
+    assert faults(in_production(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"numNodes": 3}, "requests.nvidia.com/gpu is 12"),
+        ({"resourcesPerNode": {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}}},
+         "requests.memory is 128Gi"),
+    ],
+)  # fmt: skip
+def test_a_train_job_that_does_not_fit_is_seen(trainer: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert any(message in fault for fault in faults(in_production(tmp_path, trainer)))
+
+
+def test_trainer_takes_a_field_of_its_older_versions_no_more() -> None:
+    runtime, _ = read_all(K8S / "trainjob.yaml")
+    runtime["spec"]["mlPolicy"]["torch"] = {"numProcPerNode": "auto"}
+    [fault] = faults([runtime])
+    assert "numProcPerNode" in fault
+
+
 def test_containers_have_the_variables_of_their_arguments(rendered: dict[str, list[Object]]) -> None:
     found = {}
     for where, _, container in manifests.each_container(rendered[FULL]):
@@ -198,6 +294,11 @@ def test_containers_have_the_variables_of_their_arguments(rendered: dict[str, li
         assert {*given} <= {one["name"] for one in container["env"]}, where
         found[where] = given
     assert found["Job/realmops-retrain: container submit"] == ["POD_NAMESPACE", "IMAGE"]
+
+
+def test_nothing_with_a_network_policy_gets_a_proxy_of_istios(rendered: dict[str, list[Object]]) -> None:
+    for one, template in templates(rendered[FULL]):
+        assert template["metadata"]["labels"]["sidecar.istio.io/inject"] == "false", manifests.name(one)
 
 
 @pytest.mark.parametrize("overlay", STARTS[1:])
@@ -244,6 +345,7 @@ def test_argo_cd_retrains_after_each_sync_and_leaves_the_builders_number_alone(t
     spec = read("gitops/argo-cd.yaml")["spec"]
     objects = as_applied(tmp_path, spec["source"]["path"], spec["source"]["kustomize"])
     assert faults(objects) == []
+    assert faults([read("gitops/argo-cd.yaml")]) == []
     job = find(objects, "Job/realmops-retrain")
     assert job["metadata"]["annotations"]["argocd.argoproj.io/hook"] == "PostSync"
     assert job["spec"]["template"]["spec"]["containers"][0]["args"][:2] == ["submit", "--once"]
@@ -259,22 +361,72 @@ def test_flux_runs_a_changed_job_and_leaves_the_builders_number_alone(tmp_path: 
     assert spec["sourceRef"] == {"kind": source["kind"], "name": source["metadata"]["name"]}
     objects = as_applied(tmp_path, spec["path"], {key: spec[key] for key in ("components", "patches")})
     assert faults(objects) == []
+    assert faults([source, sync]) == []
     job = find(objects, "Job/realmops-retrain")
     assert job["metadata"]["annotations"]["kustomize.toolkit.fluxcd.io/force"] == "enabled"
+    assert tried_for(job) > 4 * 3600, "Flux leaves a Job that failed as it is"
     assert "ttlSecondsAfterFinished" not in job["spec"]
     assert "replicas" not in find(objects, BUILDER)["spec"]
 
 
+def tried_for(job: Object) -> float:
+    """Seconds from a Job's first try to its last: Kubernetes waits 10 s, twice as long each time, up to 6 minutes."""
+    waits = sum(min(10 * 2**n, 360) for n in range(job["spec"]["backoffLimit"]))
+    return min(waits, job["spec"]["activeDeadlineSeconds"])
+
+
+def test_a_submission_is_tried_again_while_the_server_is_away_and_not_for_a_mistake(tmp_path: Path) -> None:
+    """`realmops submit` ends with 1 and with 2 then; a pod that its node loses counts as neither."""
+    spec = read("gitops/argo-cd.yaml")["spec"]
+    job = find(as_applied(tmp_path, spec["source"]["path"], spec["source"]["kustomize"]), "Job/realmops-retrain")
+    assert 20 * 60 < tried_for(job) < job["spec"]["activeDeadlineSeconds"]
+    ignored, mistake = job["spec"]["podFailurePolicy"]["rules"]
+    assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    codes = {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert mistake == {"action": "FailJob", "onExitCodes": codes}
+    assert spec["syncPolicy"]["retry"]["limit"] > 0, "and then Argo CD syncs again"
+
+
+@pytest.mark.parametrize("case", ["on-base-ros", "on-local-ros", "on-standalone-ros", FULL])
+def test_a_sync_mounts_the_claim_before_it_waits_for_it(case: str, rendered: dict[str, list[Object]]) -> None:
+    """The builders' Deployment has no pod then. A pod of the same phase does, on the node where the claim is in use."""
+    job = find(rendered[case], "Job/realmops-mount")
+    assert job["metadata"]["annotations"]["argocd.argoproj.io/hook"] == "Sync"
+    spec, builder = job["spec"]["template"]["spec"], find(rendered["on-local-ros"], BUILDER)["spec"]["template"]["spec"]
+    assert [one["persistentVolumeClaim"] for one in spec["volumes"] if "persistentVolumeClaim" in one] == [
+        {"claimName": "realmops-data"}
+    ]
+    assert spec["affinity"] == builder["affinity"]
+    without = [one for one in rendered[case] if one is not job]
+    assert any("PersistentVolumeClaim/realmops-data: no pod of the sync" in fault for fault in faults(without))
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_the_mount_ends_at_once_and_says_if_nobody_can_write(
+    writable: bool, rendered: dict[str, list[Object]], tmp_path: Path
+) -> None:
+    [container] = find(rendered[FULL], "Job/realmops-mount")["spec"]["template"]["spec"]["containers"]
+    python, *words = [*container["command"], *container["args"]]
+    assert python == "python"
+    words = [word.replace("/realmops", str(tmp_path if writable else tmp_path / "none")) for word in words]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, "not writable" in done.stderr) == ((0, False) if writable else (1, True))
+
+
 # What was planted
 
+RETRAIN, MOUNT = "Job/realmops-retrain", "Job/realmops-mount"
 POD = "spec template spec"
 FIRST = f"{POD} containers 0"
+TOKEN = f"{POD} volumes 0 projected sources 0 serviceAccountToken"
+NEAR = f"{POD} affinity podAffinity requiredDuringSchedulingIgnoredDuringExecution 0"
 PLANTED = [
     ("unique_objects", "Service/mlflow", "metadata name", "mlflow", None),
     ("one_namespace_that_is_restricted", "Namespace", "metadata labels pod-security.kubernetes.io/enforce", "baseline",
      "enforces the pod security baseline"),
     ("one_namespace_that_is_restricted", "Service/mlflow", "metadata namespace", "default", "namespace default"),
-    ("pods_are_restricted", "Deployment/mlflow", f"{POD} volumes 1", {"name": "tmp", "hostPath": {"path": "/tmp"}},
+    ("pods_are_restricted", "Deployment/mlflow", f"{POD} volumes 0", {"name": "tmp", "hostPath": {"path": "/tmp"}},
      "restricted volume types"),
     ("names_are_dns", "ConfigMap/realmops-tracking", "metadata name", "Tracking", "none of DNS-1123"),
     ("names_are_dns", "Deployment/mlflow", f"{FIRST} name", "ml.flow", "no label of DNS-1123"),
@@ -286,7 +438,7 @@ PLANTED = [
     ("quantities", BUILDER, f"{FIRST} resources requests memory", "2GB", "'2GB' is no quantity"),
     ("quantities", BUILDER, f"{FIRST} resources limits memory", "1Gi", "limit of memory is below"),
     ("quantities", BUILDER, f"{FIRST} resources", GONE, "wanted requests"),
-    ("quantities", "PersistentVolumeClaim/mlflow-data", "spec resources requests storage", "lots", "no quantity"),
+    ("quantities", "PersistentVolumeClaim/realmops-data", "spec resources requests storage", "lots", "no quantity"),
     ("mounts_have_volumes", BUILDER, f"{POD} volumes 0 name", "dat", "no volume data"),
     ("mounts_have_volumes", BUILDER, f"{FIRST} volumeMounts 0 mountPath", "/tmp", "2 volumes mounted at /tmp"),
     ("access_modes", "PersistentVolumeClaim/realmops-data", "spec accessModes", ["ReadWriteAll"], "ReadWriteAll"),
@@ -304,7 +456,7 @@ PLANTED = [
     ("references", BUILDER, f"{POD} volumes 1", {"name": "tmp", "secret": {"secretName": "s"}}, "no secret s"),
     ("references", "Deployment/mlflow", "metadata annotations external.realmops/secret-mlflow-postgres", GONE,
      "no secret mlflow-postgres"),
-    ("references", "RoleBinding/realmops-scaler", "roleRef name", "scaler", "no Role scaler"),
+    ("references", "RoleBinding/realmops-scaler", "roleRef name", "scaler", "no role scaler"),
     ("references", "RoleBinding/realmops-scaler", "subjects 0 namespace", GONE, "has no namespace"),
     ("references", "Role/realmops-scaler", "rules 0 resourceNames", ["index-builder"], "no deployment index-builder"),
     ("images_are_fixed", BUILDER, f"{FIRST} image", "registry.example.org:5000/realmops", "has no tag"),
@@ -316,10 +468,33 @@ PLANTED = [
     ("root_is_read_only", BUILDER, f"{POD} securityContext fsGroup", GONE, "no fsGroup"),
     ("environments", BUILDER, f"{FIRST} env 1 name", "HOME", "HOME is set 2 times"),
     ("environments", BUILDER, f"{FIRST} env 0 valueFrom", {"fieldRef": {"fieldPath": "metadata.name"}}, "has both"),
+    ("environments", "Deployment/mlflow", f"{FIRST} env 7 valueFrom fieldRef fieldPath", "metadata.namspace",
+     "no field metadata.namspace"),
+    ("environments", RETRAIN, f"{FIRST} args 3", "$(NAMESPACE)", "$(NAMESPACE) is not set"),
+    ("files_lie_in_volumes", BUILDER, f"{FIRST} args 2", "/data/builder/assignment.json", "lies in no volume"),
+    ("files_lie_in_volumes", RETRAIN, f"{FIRST} env 5 value", "/var/run/secrets/kubeflow/pipelines/tokens", "none of"),
+    ("files_lie_in_volumes", RETRAIN, f"{TOKEN} audience", "ml-pipeline",
+     "a token for ml-pipeline"),
     ("strategies", "Deployment/mlflow", "spec strategy", GONE, "strategy is None"),
+    ("affinities", MOUNT, f"{NEAR} labelSelector matchLabels", {"realmops/claim": "data"}, "finds no place"),
+    ("affinities", MOUNT, f"{NEAR} topologyKey", "kubernetes.io/host", "no node has"),
+    ("claims_are_mounted", MOUNT, "metadata annotations argocd.argoproj.io/hook", "PostSync", "waits for it for ever"),
+    ("labels_are_words", "Deployment/mlflow", "spec template metadata labels part", "of realmops", "no value of"),
+    ("annotations_are_known", RETRAIN, "metadata annotations argocd.argoproj.io/hook", "AfterSync", "AfterSync"),
+    ("failure_policies", RETRAIN, "spec podFailurePolicy rules 1 onExitCodes containerName", "main", "no container"),
+    ("failure_policies", RETRAIN, f"{POD} restartPolicy", "OnFailure", "wants restartPolicy Never"),
+    ("numbers_are_large_enough", RETRAIN, f"{TOKEN} expirationSeconds", 60,
+     "allowed from 600 on"),
+    ("network_policies", RETRAIN, f"{FIRST} env 4 value", "http://ml-pipeline.kubeflow:8889", "no network policy"),
+    ("network_policies", "ConfigMap/realmops-tracking", "data MLFLOW_TRACKING_URI", "http://mlflow:80", "no service"),
+    ("proxies_are_off", MOUNT, "spec template metadata labels sidecar.istio.io/inject", GONE, "not the label sidecar"),
+    ("syncs", "Application/realmops", "spec source path", "k8s/overlays/prod", "no kustomization"),
     ("quota_has_room", "ResourceQuota/realmops", "spec hard requests.memory", "8Gi", "requests.memory is 8Gi"),
     ("quota_has_room", "ResourceQuota/realmops", "spec hard requests.nvidia.com/gpu", "0", "gpu is 0"),
 ]  # fmt: skip
+
+
+OF_OTHERS = [one for name in ("argo-cd", "flux") for one in read_all(K8S / "gitops" / f"{name}.yaml")]
 
 
 def plant(one: Object, path: str, value: Any) -> None:
@@ -336,19 +511,96 @@ def plant(one: Object, path: str, value: Any) -> None:
 def test_a_rule_finds_what_was_planted(
     rule: str, which: str, path: str, value: Any, message: str | None, rendered: dict[str, list[Object]]
 ) -> None:
-    objects = copy.deepcopy(rendered[FULL])
+    objects = copy.deepcopy([*rendered[FULL], *(OF_OTHERS if rule == "syncs" else ())])
     if message is None:
         objects.append(copy.deepcopy(find(objects, which)))
         message = "2 times"
     else:
         plant(find(objects, f"{which}/{FULL}" if which == "Namespace" else which), path, value)
-    found = list(getattr(manifests, rule)(objects))
+    found = list(getattr(manifest_rules, rule)(objects))
     assert any(message in fault for fault in found), found
     assert {*found} <= {*faults(objects)}
 
 
 def test_every_rule_has_something_planted() -> None:
-    assert {rule for rule, *_ in PLANTED} == {rule.__name__ for rule in manifests.RULES}
+    assert {rule for rule, *_ in PLANTED} == {rule.__name__ for rule in manifest_rules.RULES}
+
+
+# Mistakes of people who change a file: each is in something that is applied, and nothing else is wrong.
+APPLICATION, GIT, SYNC = "Application/realmops", "GitRepository/realmops", "Kustomization/realmops"
+RUNTIME, TRAINING = "TrainingRuntime/realmops", "TrainJob/realmops-pretrain"
+NODE = "spec template spec replicatedJobs 0 template spec template spec containers 0"
+MISTAKES = [
+    # unknown fields, values and versions in resources of others
+    ("PodMonitor/mlflow", "spec podMetricsEndpoints 0 intervall", "30s"),
+    ("PodMonitor/mlflow", "spec podMetricsEndpoints 0 interval", "30 seconds"),
+    ("PodMonitor/mlflow", "spec selectors", {}),
+    (APPLICATION, "spec source kustomise", {}),
+    (APPLICATION, "spec syncPolicy automated selfheal", True),
+    (APPLICATION, "spec syncPolicy retry backoff maxDuration", "ten minutes"),
+    (APPLICATION, "spec syncPolicy syncOptions 0", "RespectIgnoredDifferences=true"),
+    (APPLICATION, "spec destination namespace", "default"),
+    (APPLICATION, "spec ignoreDifferences 0 name", "index-builder"),
+    (APPLICATION, "spec source kustomize components 0", "../components/retrain-on-sync"),
+    (GIT, "spec branch", "main"),
+    (GIT, "apiVersion", "source.toolkit.fluxcd.io/v1beta1"),
+    (SYNC, "spec waits", True),
+    (SYNC, "spec interval", "10 min"),
+    (SYNC, "spec prune", GONE),
+    (SYNC, "spec sourceRef name", "realm"),
+    (RUNTIME, "spec mlPolicy torch", {"numProcPerNode": "auto"}),
+    (RUNTIME, f"{NODE} imagePulPolicy", "Always"),
+    (TRAINING, "spec trainer nodes", 2),
+    (TRAINING, "spec runtimeRef name", "realm"),
+    (TRAINING, "spec trainer numNodes", 4),
+    # references within what is applied
+    (RETRAIN, "spec podFailurePolicy rules 1 onExitCodes containerName", "retrain"),
+    ("Deployment/mlflow", f"{FIRST} env 8 valueFrom fieldRef fieldPath", "status.podIp"),
+    ("PodMonitor/mlflow", "spec podMetricsEndpoints 0 port", "metrics"),
+    ("PodMonitor/mlflow", "spec podMetricsEndpoints 0 path", "/metric"),
+    ("NetworkPolicy/mlflow", "spec ingress 0 ports 0 port", "web"),
+    ("NetworkPolicy/mlflow-monitoring", "spec ingress 0 ports 0 port", 8080),
+    ("NetworkPolicy/retrain", "spec egress 0 ports 0 port", 8080),
+    ("NetworkPolicy/retrain", "spec policyTypes", ["Ingress"]),
+    ("Deployment/mlflow", "metadata annotations external.realmops/secret-mlflow-postgres", "url"),
+    ("Deployment/mlflow", f"{FIRST} livenessProbe httpGet path", "/healthz"),
+    ("Service/mlflow", "spec ports 0 targetPort", 8080),
+    # and what else can be mistyped
+    (RETRAIN, f"{FIRST} volumeMounts 0 mountPath", "/var/run/secrets/kubeflow"),
+    (RETRAIN, f"{FIRST} env 4 value", "http://ml-pipeline.kubeflw:8888"),
+    (RETRAIN, "metadata annotations argocd.argoproj.io/hook-delete-policy", "BeforeHookCreated"),
+    (RETRAIN, "metadata annotations kustomize.toolkit.fluxcd.io/force", "true"),
+    ("RoleBinding/realmops-submit", "roleRef name", "kubeflow-pipeline-edit"),
+    ("RoleBinding/realmops-scaler", "subjects 1 name", "default-edit"),
+    ("Role/realmops-scaler", "rules 0 verbs", ["patches"]),
+    ("Role/realmops-scaler", "rules 0 resources", ["deployment/scale"]),
+    ("ResourceQuota/realmops", "spec hard request.cpu", "32"),
+    (BUILDER, f"{FIRST} resources limits nvidia/gpu", "1"),
+    (BUILDER, f"{FIRST} startupProbe periodSeconds", 0),
+    ("Deployment/mlflow", f"{FIRST} ports 0 name", "http-of-the-server"),
+    ("Deployment/mlflow", f"{FIRST} env 2 name", "HO ME"),
+    ("Service/mlflow", "metadata name", "5mlflow"),
+]
+
+
+def everything(rendered: dict[str, list[Object]]) -> list[Object]:
+    """All that can be applied: with the TrainJob in the namespace of the rest, and what GitOps is told."""
+    objects = copy.deepcopy([*rendered[FULL], *read_all(K8S / "trainjob.yaml"), *OF_OTHERS])
+    for one in objects:
+        if one["kind"].startswith("Train"):
+            one["metadata"]["namespace"] = FULL
+    return objects
+
+
+def test_there_is_nothing_wrong_before_something_is_planted(rendered: dict[str, list[Object]]) -> None:
+    assert faults(everything(rendered)) == []
+
+
+@pytest.mark.parametrize(("which", "path", "value"), MISTAKES)
+def test_a_mistake_is_found(which: str, path: str, value: Any, rendered: dict[str, list[Object]]) -> None:
+    objects = everything(rendered)
+    plant(find(objects, which), path, value)
+    assert faults(objects)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +615,7 @@ def test_every_rule_has_something_planted() -> None:
 def test_schemas_find_what_was_planted(path: str, value: Any, message: str, rendered: dict[str, list[Object]]) -> None:
     one = copy.deepcopy(find(rendered[FULL], BUILDER))
     plant(one, path, value)
-    [fault] = manifests.schema_faults(one, NEWEST)
+    [fault] = manifest_rules.schema_faults(one, NEWEST)
     assert message in fault
 
 

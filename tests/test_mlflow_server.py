@@ -1,4 +1,4 @@
-"""MLflow's server as its manifest starts it: who may ask it, and a training that loses it on the way."""
+"""MLflow's server as its manifests start it: who may ask it, a training that loses it, PostgreSQL and S3."""
 
 from __future__ import annotations
 
@@ -12,27 +12,37 @@ import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing, suppress
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import small_project
-from manifests import K8S, as_started, find, render
+from manifest_rules import ANSWERS
+from manifests import K8S, PROBES, as_started, find, render
 from small_project import wait_for
 
 from realmops.config import read_yaml
 from realmops.tracking.client import mlflow_client
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
 class Server:
     """The container's process with the volumes it mounts in a folder, on a loopback port."""
 
-    def __init__(self, folder: Path) -> None:
-        deployment = find(render(K8S / "overlays" / "local"), "Deployment/mlflow")
+    def __init__(self, folder: Path, overlay: str = "local", secrets: Mapping[str, Mapping[str, str]] = {}) -> None:
+        deployment = find(render(K8S / "overlays" / overlay), "Deployment/mlflow")
         [container] = deployment["spec"]["template"]["spec"]["containers"]
         pod = {"metadata.namespace": deployment["metadata"]["namespace"], "status.podIP": "10.0.0.7"}
-        command, environment = as_started(container, pod)
+        command, environment = as_started(container, pod, secrets)
+        self.paths = {container[probe]["httpGet"]["path"] for probe in PROBES}
         mounts = "|".join(re.escape(mount["mountPath"]) for mount in container["volumeMounts"])
 
         def moved(text: str) -> str:
@@ -40,9 +50,7 @@ class Server:
 
         for mount in container["volumeMounts"]:
             (folder / mount["mountPath"].lstrip("/")).mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         assert command[:6] == ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000"]
         self.address = f"http://127.0.0.1:{self.port}"
         self.database = Path(moved(environment["MLFLOW_BACKEND_STORE_URI"]).removeprefix("sqlite:///"))
@@ -52,12 +60,12 @@ class Server:
         self._environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self._log = folder / "log"
 
-    def start(self) -> None:
+    def start(self, seconds: float = 120) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
-        wait_for(self._healthy, 120)
+        wait_for(self._healthy, seconds)
 
     def _healthy(self) -> bool:
         assert self._process.poll() is None, self._log.read_text()
@@ -158,3 +166,121 @@ def test_a_training_that_loses_the_server_loses_no_point(
     assert run.info.status == "FINISHED"
     assert {name for name in run.data.metrics if name.startswith("ict/")} == names
     assert small_project.cli("sync", "--root", tmp_path).output == "0 points and files sent\n"
+
+
+# Production: PostgreSQL and S3
+
+
+def documented_address() -> str:
+    """The address of a database as the pages have people write it into the secret."""
+    [found] = set(re.findall(r"--from-literal=uri=(\S+)", (K8S / "README.md").read_text(encoding="utf-8")))
+    return str(found)
+
+
+@pytest.mark.parametrize("start", ["postgresql://", "postgresql+psycopg://"])
+def test_the_address_that_is_documented_finds_its_driver(start: str) -> None:
+    """MLflow hands the address to sqlalchemy, which imports the driver here and connects later."""
+    from sqlalchemy import create_engine
+
+    address = documented_address().replace("postgresql://", start)
+    assert create_engine(address).dialect.driver == "psycopg"
+
+
+def programs_of_postgres() -> str | None:
+    """The folder of initdb and postgres: on the PATH, or where Debian has them."""
+    folders = [*os.environ["PATH"].split(os.pathsep), *map(str, Path("/usr/lib/postgresql").glob("*/bin"))]
+    return next((one for one in folders if all((Path(one) / name).exists() for name in ("initdb", "postgres"))), None)
+
+
+@contextmanager
+def postgres() -> Iterator[str]:
+    """The address of a PostgreSQL of its own, with a password; it refuses to be root's, so nobody runs it then."""
+    programs = programs_of_postgres()
+    if programs is None:
+        pytest.skip("no PostgreSQL on this machine: 'make podman' installs it as root on Debian")
+    user = 65534 if os.getuid() == 0 else None
+    folder = Path(tempfile.mkdtemp(prefix="realmops-postgres-"))  # not in pytest's folders, which are root's alone
+    secret = folder / "password"
+    secret.write_text("s3cret\n")
+    for path in (folder, secret) if user else ():
+        os.chown(path, user or 0, -1)
+    port, data, log = free_port(), folder / "data", folder / "log"
+    try:
+        subprocess.run(
+            [f"{programs}/initdb", "--pgdata", data, "--username", "tracking", "--pwfile", secret,
+             "--auth", "scram-sha-256", "--no-sync", "--encoding", "UTF8", "--locale", "C"],
+            user=user, cwd=folder, check=True, capture_output=True,
+        )  # fmt: skip
+        with log.open("wb") as output:
+            server = subprocess.Popen(
+                [f"{programs}/postgres", "-D", data, "-h", "127.0.0.1", "-p", str(port), "-k", folder, "-F"],
+                user=user, cwd=folder, stdout=output, stderr=output,
+            )  # fmt: skip
+        try:
+            wait_for(lambda: b"ready to accept connections" in log.read_bytes(), 60, server)
+            yield f"postgresql://tracking:s3cret@127.0.0.1:{port}/postgres"
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait()
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def object_store(bucket: str, keys: Mapping[str, str]) -> Iterator[tuple[str, object]]:
+    """The address of a stand-in for S3 with one bucket, and a client of it."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        address = f"http://{host}:{port}"
+        client = boto3.client("s3", endpoint_url=address, region_name="us-east-1", **keys)
+        client.create_bucket(Bucket=bucket)
+        yield address, client
+    finally:
+        server.stop()
+
+
+@pytest.mark.timeout(900)
+def test_the_server_of_production_runs_on_postgresql_and_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that its manifest says but the addresses: a run's points lie in one, its files in the other."""
+    import psycopg
+
+    keys = {"aws_access_key_id": "id", "aws_secret_access_key": "key"}
+    for name in [name for name in os.environ if name.startswith(("MLFLOW_", "AWS_"))]:
+        monkeypatch.delenv(name)
+    with postgres() as address, object_store("bucket", keys) as (endpoint, store):
+        secrets = {
+            "mlflow-postgres": {"uri": address},
+            "mlflow-object-store": {
+                "destination": "s3://bucket/realm",
+                "endpoint": endpoint,
+                "access-key-id": keys["aws_access_key_id"],
+                "secret-access-key": keys["aws_secret_access_key"],
+            },
+        }
+        server = Server(tmp_path, "production", secrets)
+        server.start(600)
+        try:
+            assert server.paths <= ANSWERS["mlflow"]
+            for path in sorted(ANSWERS["mlflow"]):
+                assert server.answer("GET", path, "10.0.0.7:5000") == 200, path
+            client = mlflow_client(server.address)
+            run = client.create_run(client.create_experiment("production"))
+            client.log_metric(run.info.run_id, "loss", 0.5, step=3)
+            client.log_text(run.info.run_id, "a report", "report.txt")
+            client.set_terminated(run.info.run_id)
+
+            assert client.get_run(run.info.run_id).info.status == "FINISHED"
+            with psycopg.connect(address) as database:
+                assert database.execute("SELECT key, value, step FROM metrics").fetchall() == [("loss", 0.5, 3)]
+            [found] = store.list_objects_v2(Bucket="bucket")["Contents"]  # type: ignore[attr-defined]
+            assert found["Key"].startswith("realm/")
+            assert found["Key"].endswith(f"{run.info.run_id}/artifacts/report.txt")
+            [listed] = client.list_artifacts(run.info.run_id)
+            assert listed.path == "report.txt"
+        finally:
+            server.kill()
