@@ -1,4 +1,5 @@
-# `make` alone lists the targets. Each target that needs the environment makes it first; once made, no network is used.
+# `make` alone lists the targets. Each target that needs the environment makes it first. Once it is made, only podman, audit
+# and bench use the network; test calls podman, once.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -75,7 +76,7 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 	mv $(STAMP).new $(STAMP)
 	rm -f $(STARTED)
 
-run: setup  ## train and evaluate REALM on the embedded corpus, then print the report
+run: setup  ## train and evaluate REALM on the sample corpus, then print the report
 	@$(ACTIVATE)
 	echo "realmops: sample, snapshot, tag, ict, pretrain, finetune, evaluate; the longest is pretrain, all take some 8 minutes on 2 cores"
 	dvc repro || { code=$$?; echo "realmops: stopped; what is done is kept, and the same call goes on from there" >&2; exit $$code; }

@@ -2,7 +2,7 @@
 
     python benchmarks/refresh.py --subjects 100
 
-The embedded corpus at a reduced size. Pre-training with its index builder and a refresh every 50 steps takes turns with
+The sample corpus at a reduced size. Pre-training with its index builder and a refresh every 50 steps takes turns with
 the same training that keeps its first index; each is a process of its own. Steps a second are by the clock, over 50
 steps in which one refresh falls: publishing, checkpoint, waiting, adopting and measuring the new index are all in it.
 Then the index is adopted as soon as it is ready, from weights that are published every 10 steps, while the builder is
@@ -145,7 +145,7 @@ def _staleness(root: Path, settings: dict[str, Any], arguments: argparse.Namespa
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes."""
-    parser.add_argument("--subjects", type=int, default=100, help="of the embedded corpus, 60 at least (%(default)s)")
+    parser.add_argument("--subjects", type=int, default=100, help="of the sample corpus, 60 at least (%(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.25], help="of a core (%(default)s)")
     parser.add_argument("--turns", type=int, default=2, help="of each share (%(default)s)")
 

@@ -1,4 +1,4 @@
-"""The whole chain on the embedded corpus: seconds and peak memory per stage, against one core's matrix product.
+"""The whole chain on the sample corpus: seconds and peak memory per stage, against one core's matrix product.
 
     python benchmarks/whole_run.py --repeats 3 --out runs/whole
 

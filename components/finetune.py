@@ -12,7 +12,7 @@ def finetune(
     manifest: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Fine-tune query tower and reader for open-domain question answering.
+    """Fine-tune retriever and reader to answer questions.
 
     Args:
         options: all sections of params.yaml as JSON.

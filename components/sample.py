@@ -10,7 +10,7 @@ def sample(
     manifest: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
 ):
-    """Make the embedded corpus of invented facts, with its questions.
+    """Make an invented encyclopedia, with questions about it.
 
     Args:
         options: all sections of params.yaml as JSON.

@@ -16,6 +16,10 @@ from realmops.cli import main as realmops
 
 ROOT = Path(__file__).parents[1]
 MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"
+NOTATION = """\
+The paper's values are those of Guu et al. (2020), where the paper or its released code has one; "release" is that code.
+x is the question or the masked sentence, z a passage, f(x, z) the retriever's score, W the projection behind BERT.
+Lengths of text are in wordpieces, the pieces of words that the encoder reads."""
 SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
 OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
 
@@ -68,7 +72,7 @@ def commands_page() -> str:
 def options_page(params: str) -> str:
     """The text of docs/options.md; ValueError names a line of params.yaml that is of no known form."""
     lines = ["# Options", "", MADE.format(source="params.yaml"), ""]
-    lines += ["The paper's values are those of Guu et al. (2020), where the paper or its released code has one.", ""]
+    lines += [NOTATION, ""]
     for number, line in enumerate(params.splitlines(), start=1):
         if not line or line.startswith("#"):
             continue

@@ -67,7 +67,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "masked_sentences": 6,
     },
     "finetune": {"epochs": 2, "batch_size": 2, "retriever_candidates": 8, "span_width": 8, "checkpoint_every": 2},
-    "optimiser": {"warmup_min": 1},
+    "optimiser": {"ramp_min": 1},
     "evaluate": {"bootstrap": 20},
     "tracking": {"enabled": False},
 }

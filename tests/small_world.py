@@ -193,5 +193,5 @@ def tiny_context(**changes: Any) -> Context:
 
 
 def tiny_optimiser(**changes: Any) -> Optimiser:
-    options: Optimiser = section("optimiser", **{"warmup_min": 1, **changes})
+    options: Optimiser = section("optimiser", **{"ramp_min": 1, **changes})
     return options

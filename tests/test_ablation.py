@@ -38,9 +38,9 @@ from realmops.evaluate.ablation import (
 from realmops.evaluate.predictions import read_predictions
 from realmops.journal import Series
 from realmops.stages import STAGES
-from realmops.stages.runner import tracking_folder
 from realmops.tracking.client import default_uri, mlflow_client
 from realmops.tracking.mlflow_views import experiment_tags
+from realmops.tracking.stage_runs import tracking_folder
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

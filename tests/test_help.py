@@ -29,6 +29,18 @@ def test_help_stays_within_its_share_of_processor_time() -> None:
     assert ours <= BUDGET * floor, f"--help takes {ours:.3f} s of user time, `{FLOOR}` {floor:.3f} s"
 
 
+def test_help_shows_whole_sentences() -> None:
+    """At 80 columns click cuts a command's first sentence that is too long, and ends it with dots."""
+    code = (
+        "from click.testing import CliRunner; from realmops.cli import main; "
+        "print(CliRunner().invoke(main, ['--help'], terminal_width=80).output)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    commands = shown.partition("Commands:")[2].strip().splitlines()
+    assert len(commands) > 10, shown
+    assert [line for line in commands if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_help_loads_no_heavy_module() -> None:
     code = (
         "import sys; from click.testing import CliRunner; from realmops.cli import main; "

@@ -85,7 +85,7 @@ def settings(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [word for pair in pairs for word in ("--set", pair)]
 
 
-# The embedded corpus with everything on, by the command line as people call it
+# The sample corpus with everything on, by the command line as people call it
 EMBEDDED = {name: keys for name, keys in small_project.SMALL.items() if name not in ("snapshot", "questions", "tag")}
 EMBEDDED |= {"tag": {"steps": 10}, "bert": {**small_project.SMALL["bert"], "vocabulary": 600}}
 EMBEDDED |= {"pretrain": {**small_project.SMALL["pretrain"], "shard_rows": 200, "retriever_delay": 0}}

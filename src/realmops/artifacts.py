@@ -16,6 +16,7 @@ from typing import IO, Any
 
 SCHEMA = 2
 UNSEALED = 1  # the schema of manifests that do not name their own digest; still read
+WORK = ".realmops"  # under a root: unfinished work, locks, the local MLflow database
 MANIFEST = "manifest.json"
 SEAL = "manifest_digest"
 JSON_LIMIT = 1 << 28

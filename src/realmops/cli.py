@@ -16,13 +16,13 @@ from realmops import __version__
 from realmops.console import Console, end_on_sigterm, explained_errors, show
 
 STAGES = {
-    "sample": "Make the embedded corpus of invented facts, with its questions.",
-    "snapshot": "Cut documents into passages, tokenise and hash them.",
-    "tag": "Find the salient spans: entities by a tagger trained here, dates by expression.",
-    "ict": "Warm up the retriever by the inverse cloze task and the reader by masked words.",
-    "pretrain": "Pre-train retriever and reader together while the index is refreshed in the background.",
-    "finetune": "Fine-tune query tower and reader for open-domain question answering.",
-    "evaluate": "Measure exact match, recall, ceilings and intervals; write predictions, plots and the report.",
+    "sample": "Make an invented encyclopedia, with questions about it.",
+    "snapshot": "Cut documents into passages, make the vocabulary, index the words for BM25.",
+    "tag": "Find the names and dates that may be masked; a tagger for names is trained here.",
+    "ict": "Give the retriever (inverse cloze task) and the reader (masked words) a warm start.",
+    "pretrain": "REALM: train retriever and reader together while the index is rebuilt in the background.",
+    "finetune": "Fine-tune retriever and reader to answer questions.",
+    "evaluate": "Measure exact match, recall and what bounds them; write predictions and the report.",
 }
 Command = Callable[..., None]
 _path = click.Path(path_type=Path)
@@ -59,10 +59,13 @@ _params = click.option(
     "--params",
     type=_path,
     default=Path("params.yaml"),
-    help="The params file; relative file names in it start at its folder.",
+    help="The file with all options; relative file names in it start at its folder.",
 )
 _preset = _repeated(
-    "--preset", "presets", "NAME", "Lay pipelines/presets/NAME.yaml, or a file of that form, over the params."
+    "--preset",
+    "presets",
+    "NAME",
+    "Change what a preset lists: pipelines/presets/NAME.yaml, or the file NAME.",
 )
 _set = _repeated("--set", "settings", "SECTION.KEY=VALUE", "Change one option, for example pretrain.steps=100.")
 _root, _old_root = (
@@ -70,7 +73,7 @@ _root, _old_root = (
         "--root",
         type=click.Path(path_type=Path, exists=must_exist, file_okay=False),
         default=Path(),
-        help="Folder under which data/, models/ and results/ lie.",
+        help="The folder of the run: data/, models/ and results/ lie in it.",
     )
     for must_exist in (False, True)
 )
@@ -124,10 +127,11 @@ class ExplainedCommands(click.Group):
 @click.group(cls=ExplainedCommands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__)
 def main() -> None:
-    """REALM: pre-train a language model that learns which documents to read.
+    """Train REALM: a retriever and a reader learn together from masked words, then answer questions.
 
-    The stages, in order: sample, snapshot, tag, ict, pretrain, finetune, evaluate. "dvc repro" runs what has
-    changed; "realmops run all" does the same without DVC.
+    Begin with "realmops run all". It runs the stages sample, snapshot, tag, ict, pretrain, finetune, evaluate, and
+    skips what is done; "dvc repro" does the same with DVC. Then "realmops report" prints the results, and "realmops
+    explain" shows which passage each answer rests on. All options of the training are in params.yaml.
     """
     # Trainer and builder share the cores: a thread that waits must not spin while the other process wants to work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -136,12 +140,13 @@ def main() -> None:
 @main.command(epilog="\b\n" + "\n".join(f"{name:<10}{what}" for name, what in STAGES.items()))
 @click.argument("stage", type=click.Choice([*STAGES, "all"]), metavar="STAGE")
 @_chosen(_root)
-@click.option("--force", is_flag=True, help="Run even when the output was made from the same inputs and options.")
+@click.option("--force", is_flag=True, help="Run again even if inputs and options did not change.")
 @_watch_parent
 def run(chosen: Chosen, stage: str, force: bool, watch_parent: int | None) -> None:
-    """Run STAGE, or "all" of them: sample, snapshot, tag, ict, pretrain, finetune, evaluate.
+    """Run one stage of the training, or all of them in order.
 
-    A stage that was killed goes on from its checkpoints. Its output appears whole or not at all.
+    STAGE is "all" or one of the names below. A stage whose inputs and options did not change is skipped. A stage
+    that was killed goes on from its checkpoints. Its output appears whole or not at all.
     """
     from realmops.commands.run import end_with_parent
 
@@ -160,14 +165,16 @@ def _run(chosen: Chosen, names: tuple[str, ...], force: bool) -> None:
 
 
 @main.command("params")
-@click.option("--write", is_flag=True, help="Put the result back into the params file instead of printing it.")
-@click.option("--json", "as_json", is_flag=True, help="As one line of JSON, which the Kubeflow pipelines take.")
-@click.option("--kfp", "for_kfp", is_flag=True, help='The same quoted once more, for options=... of "kfp run create".')
+@click.option("--write", is_flag=True, help="Write the result into the params file instead of printing it.")
+@click.option("--json", "as_json", is_flag=True, help="Print one line of JSON, which the Kubeflow pipelines take.")
+@click.option(
+    "--kfp", "for_kfp", is_flag=True, help='As --json, quoted once more: for options=... of "kfp run create".'
+)
 @_chosen()
 def show_params(chosen: Chosen, write: bool, as_json: bool, for_kfp: bool) -> None:
-    """Print the params file with presets and settings laid over it, its comments kept.
+    """Print params.yaml with presets and settings applied.
 
-    "dvc repro" reads params.yaml and nothing else: with --write a preset goes in there for good.
+    Its comments are kept. "dvc repro" reads params.yaml and nothing else: --write puts a preset in there for good.
     """
     from realmops.artifacts import canonical_json, write_bytes
     from realmops.config import rewritten
@@ -187,8 +194,13 @@ def show_params(chosen: Chosen, write: bool, as_json: bool, for_kfp: bool) -> No
 
 @main.command("ablate")
 @_repeated("--variant", "variants", "NAME", "Only this variant.")
-@click.option("--seeds", type=click.IntRange(min=1), default=1, help="Train each so many times.")
-@click.option("--jobs", type=click.IntRange(min=1), default=1, help="Stages that run side by side.")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=1,
+    help="How often each variant is trained, with another seed each time.",
+)
+@click.option("--jobs", type=click.IntRange(min=1), default=1, help="How many stages run side by side.")
 @click.option(
     "--out",
     type=_path,
@@ -197,11 +209,12 @@ def show_params(chosen: Chosen, write: bool, as_json: bool, for_kfp: bool) -> No
 )
 @_chosen()
 def run_ablations(chosen: Chosen, variants: tuple[str, ...], seeds: int, jobs: int, out: Path) -> None:
-    """Train and compare variants of REALM (the paper's Table 2), at the size of the preset "ablation".
+    """Train and compare variants of REALM.
 
-    Without --preset that preset is used. What variants share is trained once, also by calls beside each other; a
-    second call goes on where the first was stopped. The variants are the keys of pipelines/ablations/params.yaml, what
-    they change is in pipelines/presets/ablations.
+    Among them are the systems of the paper's Tables 1 and 2. Names are the keys of pipelines/ablations/params.yaml;
+    what each changes is in pipelines/presets/ablations. All are laid over the preset "ablation", which makes trainings
+    small, unless --preset names another. What variants share is trained once, also by calls that run at the same time.
+    A call that was stopped goes on when it is repeated.
     """
     from realmops.commands.ablate import Ablation, ablate, summary, variants_of
 
@@ -228,22 +241,25 @@ def _end_with(problems: Sequence[str]) -> None:
     type=_path,
     multiple=True,
     metavar="FOLDER",
-    help="A pre-trained embedder, scorer, encoder or openqa checkpoint. Can be repeated; makes models/pretrain.",
+    help="A pre-trained embedder, scorer, encoder or openqa checkpoint: makes models/pretrain. Can be repeated.",
 )
 @click.option(
     "--finetuned",
     type=_path,
     multiple=True,
     metavar="FOLDER",
-    help="A fine-tuned openqa or reader checkpoint. Can be repeated; makes models/finetune.",
+    help="A fine-tuned openqa or reader checkpoint: makes models/finetune. Can be repeated.",
 )
-@click.option("--blocks", type=_path, metavar="FILE", help="Its passages, as blocks.tfr.")
-@click.option("--titles", type=_path, metavar="FILE", help="Their titles, as titles.tfr.")
+@click.option(
+    "--blocks", type=_path, metavar="FILE", help="The passages of the checkpoint, as TensorFlow records (blocks.tfr)."
+)
+@click.option("--titles", type=_path, metavar="FILE", help="The titles of those passages (titles.tfr).")
 @_root
 def import_(root: Path, **given: Any) -> None:
-    """Read REALM checkpoints in Hugging Face's format, so that finetune and evaluate go on from them.
+    """Read published REALM checkpoints, to go on from them.
 
-    The folders are those of google/realm-cc-news-pretrained-* and google/realm-orqa-* on the hub, downloaded whole.
+    FOLDER is a whole copy of one of google/realm-cc-news-pretrained-* or google/realm-orqa-* on the Hugging Face hub.
+    The stages finetune and evaluate go on from what is made.
     """
     from realmops.commands.published import import_published
 
@@ -252,31 +268,40 @@ def import_(root: Path, **given: Any) -> None:
 
 @main.command()
 @click.argument("sentence", required=False)
-@click.option("--answer", metavar="TEXT", help="The words behind [MASK] (one [MASK] stands for all), or an answer.")
-@click.option("--json", is_flag=True, help="Everything about a sentence or a question as JSON.")
-@click.option("--html", type=_path, help="The same also as a page of its own.")
-@click.option("--before-after", is_flag=True, help='Over the corpus of before and of after "realmops update".')
+@click.option(
+    "--answer",
+    metavar="TEXT",
+    help="What to judge: the words behind [MASK] (one [MASK] stands for all), or an answer to --question.",
+)
+@click.option("--json", is_flag=True, help="Print everything about a sentence or a question as JSON.")
+@click.option("--html", type=_path, help="Write the same as a page, too.")
+@click.option("--before-after", is_flag=True, help='Show both: over the corpus before and after "realmops update".')
 @_old_root
 @_repeated(
     "--question",
     "questions",
     "ID|TEXT",
-    "The answer under results/ with this id; any other text is a question to ask now.",
+    "A question: the id of one in results/, or any text, which is asked now.",
 )
 @_repeated(
     "--failed-at",
     "failures",
     "NAME",
-    "Only questions that failed there: not_in_corpus, not_retrieved, too_long, reader.",
+    "Only questions that failed at NAME: not_in_corpus, not_retrieved, too_long or reader.",
 )
 @click.option("--limit", type=click.IntRange(min=0), default=20, help="Explain at most so many questions.")
 def explain(**given: Any) -> None:
-    """Say what answers rest on: passages with p(z|x), spans with scores, where each failed.
+    """Show which passage and span each answer rests on.
 
-    Without SENTENCE it is about the answers under results/, all or those of the ids named by --question. A --question
-    in words of your own is answered now by the fine-tuned model; so is that of an id with one of the options
-    --answer, --json, --html and --before-after. With a SENTENCE that has [MASK] in it, it is about what the
-    pre-trained model makes of that: its guess with and without retrieval, and what each passage is worth.
+    Without SENTENCE and --question it shows the answers of the last evaluation, from results/: the passages with
+    p(z|x), the probability that the retriever gives passage z for question x; the spans with their scores; and where
+    each question failed.
+
+    --question ID shows one of them. --question TEXT asks the fine-tuned model now. With --answer, --json, --html or
+    --before-after the question of an ID is asked again, too.
+
+    A SENTENCE with [MASK] in it asks the pre-trained model: what it guesses with and without retrieval, and what each
+    passage is worth.
     """
     from realmops.commands.explain.command import explain
 
@@ -286,10 +311,10 @@ def explain(**given: Any) -> None:
 
 @main.command()
 @_old_root
-@click.option("--limit", type=click.IntRange(min=1), help="Align so many masked spans, drawn by seed; else all.")
-@click.option("--out", type=_path, help="The file to write; else alignments.parquet in the root.")
+@click.option("--limit", type=click.IntRange(min=1), help="Take so many masked spans, drawn at random; else all.")
+@click.option("--out", type=_path, help="The file to write; else alignments.parquet under the root.")
 def alignments(root: Path, limit: int | None, out: Path | None) -> None:
-    """Align the masked salient spans of the pre-training corpus with the passages that explain them, as Parquet.
+    """Write which passages explain each masked span, as Parquet.
 
     One row for each span and candidate passage: p(z|x), p(z|x,y), retrieval utility, and whether the passage contains
     the span. Nobody labelled these alignments: the pre-trained model made them from masked words.
@@ -304,9 +329,10 @@ def alignments(root: Path, limit: int | None, out: Path | None) -> None:
 @click.argument("first", type=_path)
 @click.argument("second", type=_path)
 def compare(first: Path, second: Path) -> None:
-    """Is run FIRST better than run SECOND on the same questions, and how sure: EM and recall@5, paired bootstrap.
+    """Say whether one run is better than another, and how sure.
 
-    Both are folders of runs (--root) or their results folders.
+    FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on
+    the same questions, with intervals by a paired bootstrap.
     """
     from realmops.evaluate.compare import compare, sentence
 
@@ -319,11 +345,12 @@ def compare(first: Path, second: Path) -> None:
 @_format
 @click.option("--out", type=_path, required=True, help="The folder to write.")
 @click.option("--orqa-split", is_flag=True, help="Split into train and dev as ORQA did, by FarmHash.")
-@click.option("--drop-id-prefix", "drop", multiple=True, metavar="TEXT", help="Leave out ids that start so.")
+@_repeated("--drop-id-prefix", "drop", "TEXT", "Leave out questions whose id starts with TEXT.")
 def questions(files: tuple[Path, ...], form: str, out: Path, orqa_split: bool, drop: tuple[str, ...]) -> None:
-    """Bring question FILES of any format into one folder of JSON lines, for the section questions of params.yaml.
+    """Convert question files to JSON lines.
 
-    jsonl is also NQ-Open's and EfficientQA's form; webquestions is brmson's or the original; auto knows all by content.
+    The files of the folder that it writes can be named in the section "questions" of params.yaml. The format jsonl is
+    also that of NQ-Open and EfficientQA; webquestions is the original or brmson's.
     """
     from realmops.commands.questions import convert_questions
 
@@ -333,13 +360,14 @@ def questions(files: tuple[Path, ...], form: str, out: Path, orqa_split: bool, d
 
 @main.command()
 @_chosen(_root)
-@click.option("--out", type=_path, help="The folder to write; else data/cloze in the root.")
-@click.option("--limit", type=click.IntRange(min=3), default=20_000, help="Make at most so many.")
+@click.option("--out", type=_path, help="The folder to write; else data/cloze under the root.")
+@click.option("--limit", type=click.IntRange(min=3), default=20_000, help="Make at most so many questions.")
 def cloze(chosen: Chosen, out: Path | None, limit: int) -> None:
-    """Make questions from the corpus itself, where there are none: train, dev and test for the section questions.
+    """Make questions from the corpus itself, if you have none.
 
-    A name or date is taken out of its sentence and asked for; only those that stand in another passage too are taken.
-    The stages sample, snapshot and tag are run before, as "run" does; run.seed decides what is drawn.
+    A name or date is taken out of its sentence and asked for, if it stands in another passage too. The files for
+    train, dev and test are what the preset "documents" names. The stages sample, snapshot and tag run first, as
+    "realmops run" runs them. The option run.seed decides which spans are drawn.
     """
     from realmops.commands.questions import make_cloze
 
@@ -353,7 +381,12 @@ def cloze(chosen: Chosen, out: Path | None, limit: int) -> None:
 @_format
 @_old_root
 def ceilings(files: tuple[Path, ...], form: str, root: Path) -> None:
-    """Say what no model can exceed with question FILES on the corpus under data/snapshot, with BM25 beside it."""
+    """Say how many questions the corpus can answer at all.
+
+    A question whose answer stands nowhere in the snapshot of the run, or in no span that is short enough, is out of
+    reach for any model. FILES hold the questions. Beside these ceilings stands how many answers are in the first
+    passages of BM25. No training is needed.
+    """
     from realmops.commands.questions import measure_ceilings
 
     for line in measure_ceilings(files, root, format=form, progress=Console().progress):
@@ -363,9 +396,10 @@ def ceilings(files: tuple[Path, ...], form: str, root: Path) -> None:
 @main.command()
 @_chosen(_old_root)
 def update(chosen: Chosen) -> None:
-    """Read changed documents under the trained model: embed what is new, answer the test questions, compare.
+    """Answer the test questions again, over changed documents.
 
-    Nothing is trained, and nothing that is there is changed: all goes to updates/ under the root.
+    The documents that snapshot.documents names are read under the trained model. Passages that are new are embedded,
+    and the answers that changed are listed. Nothing is trained. Everything is written to updates/ under the root.
     """
     from realmops.commands.update import changes_table, update
 
@@ -378,18 +412,23 @@ def update(chosen: Chosen) -> None:
 
 
 @main.command("index-builder")
-@click.option("--exchange", type=_path, help="The folder shared with the trainer.")
+@click.option("--exchange", type=_path, help="The exchange: the folder shared with the trainer.")
 @click.option("--snapshot", type=_path, help="The snapshot folder of the corpus.")
 @_watch_parent
-@click.option("--follow", type=_path, metavar="FILE", help="Serve what FILE names, then the next.")
-@click.option("--alive", type=_path, metavar="FILE", help="With --follow: touch it at each look.")
+@click.option(
+    "--follow", type=_path, metavar="FILE", help="Serve the training that FILE names, then the next one that it names."
+)
+@click.option("--alive", type=_path, metavar="FILE", help="With --follow: touch FILE at each look, as a sign of life.")
 def index_builder(
     exchange: Path | None, snapshot: Path | None, watch_parent: int | None, follow: Path | None, alive: Path | None
 ) -> None:
-    """Embed the corpus again whenever the trainer has published weights, until it says that it has finished.
+    """Rebuild the index with the newest weights of a training.
 
-    With --follow it waits for the next trainer then: that is how it runs on a cluster, where a file on the shared
-    volume names the exchange and the snapshot of the run that needs it.
+    The stage pretrain starts a builder itself; this command is for builders that run elsewhere. It embeds the corpus
+    again whenever the trainer has published weights, and ends when the trainer has finished.
+
+    On a cluster it runs with --follow: a file on the shared volume names the exchange and the snapshot of the run that
+    needs a builder, and after one run the builder waits for the next.
     """
     from realmops.index.builder_process import Follower, run_index_builder
 
@@ -409,22 +448,22 @@ def index_builder(
     type=click.IntRange(min=1),
     multiple=True,
     metavar="N",
-    help="Plan for so many passages instead of 1, 13, 100 and 1,000 million. Can be repeated.",
+    help="Plan for N passages instead of 1, 13, 100 and 1,000 million. Can be repeated.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
     default=60.0,
-    help="How long to measure, about: two steps of one example are timed in any case.",
+    help="About how long to measure; two steps of one example are timed in any case.",
 )
-@click.option("--json", "as_json", is_flag=True, help="What was measured and what follows, as JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was measured and what follows from it as JSON.")
 @_chosen(_root)
 def plan(chosen: Chosen, sizes: tuple[int, ...], seconds: float, as_json: bool) -> None:
-    """Say what a corpus takes: seconds per step and refresh, staleness, builders, memory and disk.
+    """Estimate time, memory and disk for larger corpora.
 
-    Measures this machine for a minute at the shapes of the params, on the device, threads and precision of the section
-    run; the rest is proportion. The lengths of passages are those of the snapshot under the root, or else of invented
-    text.
+    Measures this machine for a minute, with the models, device, threads and precision of the params, and scales that
+    up: seconds per step, time to rebuild the index, how stale the index is then, index builders, memory and disk.
+    Passages are as long as those of the snapshot under the root; without one, as those of invented text.
     """
     from realmops.artifacts import canonical_json
     from realmops.commands.plan.calibration import calibrate
@@ -446,7 +485,7 @@ def plan(chosen: Chosen, sizes: tuple[int, ...], seconds: float, as_json: bool) 
 @main.command()
 @_old_root
 def report(root: Path) -> None:
-    """Print the table of results and say where the report and the runs are."""
+    """Print the tables of results, and where the report is."""
     from realmops.commands.report import summary
 
     for shown in summary(root):
@@ -459,11 +498,11 @@ def report(root: Path) -> None:
     "--pipeline",
     type=_path,
     metavar="FILE",
-    help="The compiled pipeline; pipelines/train.yaml beside the params file without it.",
+    help="The compiled pipeline; else pipelines/train.yaml beside the params file.",
 )
 @_repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
-@click.option("--name", help="The name of the run; of the pipeline and the key without it.")
+@click.option("--name", help="The name of the run; else it is made of the pipeline's name and the key.")
 @click.option(
     "--endpoint",
     envvar="KF_PIPELINES_ENDPOINT",
@@ -471,9 +510,11 @@ def report(root: Path) -> None:
     metavar="URL",
     help="The API of Kubeflow Pipelines.",
 )
-@click.option("--namespace", help="The namespace of a Kubeflow profile; in a pod its own without it.")
-@click.option("--once", is_flag=True, help="Only when no run of the same training lives or has succeeded.")
-@click.option("--wait", "waits", is_flag=True, help="Until the run has ended; exit code 1 unless it has succeeded.")
+@click.option("--namespace", help="The namespace of a Kubeflow profile; else, in a pod, its own.")
+@click.option("--once", is_flag=True, help="Start nothing if a run with the same key is under way or has succeeded.")
+@click.option(
+    "--wait", "waits", is_flag=True, help="Wait until the run has ended; exit code 1 unless it has succeeded."
+)
 def submit(
     chosen: Chosen,
     pipeline: Path | None,
@@ -485,11 +526,12 @@ def submit(
     once: bool,
     waits: bool,
 ) -> None:
-    """Submit the training to Kubeflow Pipelines, with --once one run for each key.
+    """Start the training on Kubeflow Pipelines.
 
-    The key is the same when params (without tracking), the files that they name, the compiled pipeline and the
-    arguments that decide what comes out (the image, not the memory) are the same. A run that failed may be tried
-    again, in the same folder. Exit code 2 for a mistake, 1 when the server is away.
+    Each training has a key. Two trainings have the same key when they have the same params (tracking left out), the
+    same files that these name, the same compiled pipeline, and the same of those arguments that decide what comes out:
+    the image does, memory does not. With --once no second run of a key is started; one that failed may be tried again,
+    in the same folder. The exit code is 2 for a mistake, and 1 when the server is away.
     """
     from realmops.cluster.submit import SUCCEEDED, Pipeline, Server, prepare, submit, wait
 
@@ -512,12 +554,15 @@ def submit(
     default=0.0,
     help="By how much its EM must be higher than the champion's.",
 )
-@click.option("--copy", is_flag=True, help="Put corpus, model and index into MLflow's artifacts, not their paths.")
+@click.option(
+    "--copy", is_flag=True, help="Copy corpus, model and index into MLflow's artifacts, which else hold paths."
+)
 def promote(chosen: Chosen, name: str, margin: float, copy: bool) -> None:
-    """Register the finished run as the champion in MLflow if it is better than the present one, else say why not.
+    """Register the run in MLflow as champion, if it is better.
 
-    Better: measured on the same questions by the same rules, EM higher by the margin, and the interval of the
-    difference above 0. Exit code 1 when it is not. The registered model answers questions with their evidence.
+    Better than the present champion means: on the same questions by the same rules, exact match (EM) is higher by the
+    margin at least, and the interval of the difference lies above 0. If it is not, the command says why and ends with
+    exit code 1. The registered model answers questions and shows the passages that they rest on.
     """
     from realmops.commands.promote import promote
 
@@ -532,9 +577,9 @@ def promote(chosen: Chosen, name: str, margin: float, copy: bool) -> None:
 @main.command()
 @_old_root
 def sync(root: Path) -> None:
-    """Send metrics and files to MLflow that could not be sent while the stages ran."""
-    from realmops.stages.runner import tracking_folder
+    """Send to MLflow what could not be sent while stages ran."""
     from realmops.tracking.sender import sync
+    from realmops.tracking.stage_runs import tracking_folder
 
     result = sync(tracking_folder(root))
     click.echo(f"{result.sent} points and files sent")
@@ -543,9 +588,17 @@ def sync(root: Path) -> None:
 
 @main.command()
 @_old_root
-@click.option("--exchange", type=_path, help="An exchange folder outside the stage's work folder.")
+@click.option(
+    "--exchange",
+    type=_path,
+    help="Look at this exchange, the folder that trainer and index builders share, and not below the root.",
+)
 def doctor(root: Path, exchange: Path | None) -> None:
-    """Say what is installed, which device is used, what a stage is doing, and whether the exchange is healthy."""
+    """Say what is installed, what runs, and what is wrong.
+
+    Shows versions and device, the state of each stage, what was not sent to MLflow yet, and whether trainer and index
+    builders get on with each other.
+    """
     from realmops.commands.doctor import diagnose
 
     for line in diagnose(root, exchange):

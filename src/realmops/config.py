@@ -57,7 +57,7 @@ class BertOptions:
 
 @dataclass(frozen=True)
 class Sample:
-    """The embedded corpus."""
+    """The sample corpus."""
 
     seed: Count
     subjects: int
@@ -251,8 +251,8 @@ class Optimiser:
     weight_decay: Amount
     clip: float
     bias_correction: bool
-    warmup_share: Share
-    warmup_min: Count
+    ramp_share: Share
+    ramp_min: Count
 
 
 @dataclass(frozen=True)

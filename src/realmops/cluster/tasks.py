@@ -123,9 +123,9 @@ def promote(options: str, root: str, model: str, margin: float, metrics: Metrics
             "MLFLOW_TRACKING_URI is not set, and a registry in the run's own folder knows no other run: put it "
             "into the ConfigMap that the pipeline's parameter settings names, or leave model empty"
         )
+    from realmops.artifacts import WORK
     from realmops.commands.promote import promote
     from realmops.index.lease import claimed
-    from realmops.stages.runner import WORK
 
     with claimed(place.parent / WORK / "promote", report.say):  # MLflow itself takes any of two at once
         promotion = promote(_parsed(options), project=place, root=place, name=model, margin=margin, copy=False)

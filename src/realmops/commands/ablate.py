@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts, config
+from realmops.artifacts import WORK
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, preset_path
 from realmops.evaluate.ablation import (
@@ -45,9 +46,10 @@ from realmops.index.files import Files
 from realmops.index.lease import Claim, claimed
 from realmops.journal import read_journal, series_of
 from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
-from realmops.stages.runner import WORK, datasets, headline, inputs_of, shown_files, tracking_folder
+from realmops.stages.runner import inputs_of
 from realmops.tracking.run import TrackedRun, provenance_tags
 from realmops.tracking.sender import sync
+from realmops.tracking.stage_runs import datasets, headline, shown_files, tracking_folder
 from realmops.tracking.tracker import keep_finished
 
 REFERENCE = "realm"

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from realmops import __version__, artifacts
+from realmops.artifacts import WORK
 from realmops.index.exchange import inspect
 from realmops.stages import METRICS, STAGES
-from realmops.stages.runner import WORK, is_running, tracking_folder
+from realmops.stages.runner import is_running
 from realmops.tracking.spool import unsent
+from realmops.tracking.stage_runs import tracking_folder
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss", "bm25s")
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.artifacts import WORK
 from realmops.baselines.rankers import BY_WORDS
 from realmops.bert import device_and_dtype, tune_process
 from realmops.config import CLOSED_BOOK, Tracking, parse_section
@@ -27,9 +28,10 @@ from realmops.evaluate.tuned import open_tuned
 from realmops.index import lexical
 from realmops.model.files import is_hybrid
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
-from realmops.stages.runner import WORK, alone, inputs_of, tracking_folder
+from realmops.stages.runner import alone, inputs_of
 from realmops.tracking.registry import ModelVersion, Registry
 from realmops.tracking.spool import sent_run
+from realmops.tracking.stage_runs import tracking_folder
 from realmops.train.finetune import Answer, OpenQa
 
 KIND = "promoted"

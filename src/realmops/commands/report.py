@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from realmops import artifacts
 from realmops.evaluate.report import figure_tables
 from realmops.stages import METRICS, STAGES
-from realmops.stages.runner import tracking_folder
 from realmops.tracking.client import default_uri
+from realmops.tracking.stage_runs import tracking_folder
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from realmops import artifacts
+from realmops.artifacts import WORK
 from realmops.bert import device_and_dtype, tune_process
 from realmops.config import CLOSED_BOOK, SnapshotOptions, parse_section
 from realmops.corpus.answers import normal_form
@@ -31,7 +32,7 @@ from realmops.index.lexical_writer import write_bm25
 from realmops.journal import Journal
 from realmops.model.files import READER, RETRIEVER, load_models
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
-from realmops.stages.runner import WORK, alone
+from realmops.stages.runner import alone
 from realmops.stages.snapshot import counts
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The embedded corpus: an encyclopedia of an invented world, its questions and typed entity spans.
+"""The sample corpus: an encyclopedia of an invented world, its questions and typed entity spans.
 
 A world is a list of entities and a list of facts (subject, relation, object); ``sample_language.yaml`` has the words
 for them. Every fact is told in three or four documents in different words: in the subject's article and in the
@@ -140,7 +140,7 @@ class World:
 def write_sample(
     folder: Path, *, seed: int, subjects: int, warmup_worlds: int, test_share: float, dev_share: float
 ) -> dict[str, Any]:
-    """Write the embedded corpus into an existing stage folder; the same arguments give the same bytes.
+    """Write the sample corpus into an existing stage folder; the same arguments give the same bytes.
 
     `subjects` is the number of entities with facts (300 give about 2,350 documents), `warmup_worlds` that of other
     worlds of that size in warmup.jsonl.gz (at 300 subjects there are names for 7), `test_share` and `dev_share` are
@@ -247,7 +247,7 @@ class _Names:
                 self._used.add(name)
                 return name
         raise ValueError(
-            "the name pools of the embedded corpus are used up: lower sample.subjects or sample.warmup_worlds"
+            "the name pools of the sample corpus are used up: lower sample.subjects or sample.warmup_worlds"
         )
 
 

@@ -14,24 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK
 from realmops.encoders import T5, encoder_files
-from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.journal import Journal
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
-from realmops.tracking.mlflow_views import as_table
-from realmops.tracking.run import TrackedDataset, TrackedRun, provenance_tags
-from realmops.tracking.tracker import Tracker
+from realmops.tracking.stage_runs import headline, shown_files, tracked
 
-WORK = ".realmops"
-ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
-UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
-
-
-def tracking_folder(root: Path) -> Path:
-    """Where the local MLflow database and unsent metrics of the runs under ``root`` lie."""
-    return root / WORK / "mlflow"
 
 
 def run_stage(
@@ -108,7 +98,7 @@ def _run_alone(
         stack.callback(_remove_empty, work)
         out = stack.enter_context(artifacts.atomic_folder(final))
         journal = stack.enter_context(Journal(work / JOURNAL, name))
-        tracker = _tracker(stack, journal, name, values, inputs, project, root)
+        tracker = tracked(stack, journal, name, values, inputs, project, root)
         metrics = _finite(_worked(stage, values, Job(sections, inputs, out, work, journal, report)))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
@@ -200,56 +190,3 @@ def finished(final: Path, stage: Stage, key: str) -> dict[str, Any] | None:
     except ValueError:
         return None  # damaged: make it again
     return artifacts.read_json(final / METRICS) if manifest.get("fingerprint") == key else None
-
-
-def _tracker(
-    stack: ExitStack,
-    journal: Journal,
-    name: str,
-    values: Mapping[str, Mapping[str, Any]],
-    inputs: Mapping[str, Path],
-    project: Path,
-    root: Path,
-) -> Tracker | None:
-    options = values["tracking"]
-    if not options["enabled"] or name in UNTRACKED:
-        return None
-    corpus = inputs.get("snapshot")
-    corpus_hash = artifacts.read_json(corpus / "corpus" / artifacts.MANIFEST)["corpus_hash"] if corpus else ""
-    params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
-    tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
-    run_key = artifacts.digest_of([params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())])
-    tags |= {"realmops.kind": "run", "realmops.seed": str(values["run"]["seed"])}
-    read = datasets(values, corpus_hash, inputs)
-    run = TrackedRun(run_key, values, tags, experiment=options["experiment"], datasets=read)
-    return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
-
-
-def datasets(
-    values: Mapping[str, Mapping[str, Any]], corpus_hash: str, inputs: Mapping[str, Path]
-) -> list[TrackedDataset]:
-    """What a stage with these inputs has read, under the names that MLflow shows: the corpus and question sets."""
-    found = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
-    for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
-        if path := inputs.get(f"questions.{split}"):
-            digest = artifacts.sha256_file(path)
-            found.append(TrackedDataset(f"questions.{split}", digest, values["questions"][split], context))
-    return found
-
-
-def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
-    """What a stage left in its folder for people to look at in MLflow: of ``evaluate`` report and predictions."""
-    if name != "evaluate":
-        return {}
-    rows = [prediction.shown_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
-    found = {file: folder / file for file in (PREDICTIONS, "report.html")}
-    return {**found, "predictions.table.json": as_table(rows)}
-
-
-def headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that people compare runs by, under their plain names."""
-    names = {
-        "evaluate": ("em", "f1", "recall_at_5"),
-        "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
-    }
-    return {key: metrics[key] for key in names.get(name, ()) if key in metrics}

@@ -1,4 +1,4 @@
-"""Stage ``sample``: the embedded corpus."""
+"""Stage ``sample``: the sample corpus."""
 
 from __future__ import annotations
 

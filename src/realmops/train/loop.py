@@ -90,7 +90,7 @@ def fit(
     optimiser = BertAdamW(
         groups, weight_decay=options.weight_decay, clip=options.clip, bias_correction=options.bias_correction
     )
-    ramp = int(min(10_000, max(options.warmup_min, options.warmup_share * steps)))
+    ramp = int(min(10_000, max(options.ramp_min, options.ramp_share * steps)))
     schedule = Schedule(steps, ramp)
     team = context.team
     start, position = _restore(context, optimiser) if team.leads else (0, context.journal_start)
