@@ -9,6 +9,8 @@ def evaluate(
     root: str,
     after: dsl.Input[dsl.Artifact],
     manifest: dsl.Output[dsl.Artifact],
+    report: dsl.Output[dsl.HTML],
+    summary: dsl.Output[dsl.Markdown],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Measure exact match, recall, ceilings and intervals; write predictions, plots and the report.
@@ -18,8 +20,10 @@ def evaluate(
         root: folder of the run on the shared volume.
         after: the manifest of the stage before.
         manifest: what was made, and where.
+        report: the page of the run.
+        summary: its tables.
         metrics: its figures.
     """
     from realmops.cluster import tasks
 
-    tasks.run_stage("evaluate", options, root, manifest, metrics)
+    tasks.evaluate(options, root, manifest, report, summary, metrics)

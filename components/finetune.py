@@ -9,7 +9,7 @@ def finetune(
     root: str,
     processes: int,
     after: dsl.Input[dsl.Artifact],
-    manifest: dsl.Output[dsl.Artifact],
+    model: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Fine-tune retriever and reader to answer questions.
@@ -19,9 +19,9 @@ def finetune(
         root: folder of the run on the shared volume.
         processes: that train together in this pod, one for each of its GPUs.
         after: the manifest of the stage before.
-        manifest: what was made, and where.
+        model: where it lies, digests and figures.
         metrics: its figures.
     """
     from realmops.cluster import tasks
 
-    tasks.run_stage("finetune", options, root, manifest, metrics, processes)
+    tasks.run_stage("finetune", options, root, model, metrics, processes)

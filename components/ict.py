@@ -9,7 +9,7 @@ def ict(
     root: str,
     processes: int,
     after: dsl.Input[dsl.Artifact],
-    manifest: dsl.Output[dsl.Artifact],
+    model: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Warm up the retriever by the inverse cloze task and the reader by masked words.
@@ -19,9 +19,9 @@ def ict(
         root: folder of the run on the shared volume.
         processes: that train together in this pod, one for each of its GPUs.
         after: the manifest of the stage before.
-        manifest: what was made, and where.
+        model: where it lies, digests and figures.
         metrics: its figures.
     """
     from realmops.cluster import tasks
 
-    tasks.run_stage("ict", options, root, manifest, metrics, processes)
+    tasks.run_stage("ict", options, root, model, metrics, processes)

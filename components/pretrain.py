@@ -14,7 +14,7 @@ def pretrain(
     processes: int,
     limits: str,
     after: dsl.Input[dsl.Artifact],
-    manifest: dsl.Output[dsl.Artifact],
+    model: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Pre-train retriever and reader together while the index is refreshed in the background.
@@ -29,7 +29,7 @@ def pretrain(
         processes: that train together in this pod, one for each of its GPUs.
         limits: of this pod, said in its log.
         after: the manifest of the stage before.
-        manifest: what was made, and where.
+        model: where it lies, digests and figures.
         metrics: its figures.
     """
     from realmops.cluster import tasks
@@ -37,7 +37,7 @@ def pretrain(
     tasks.pretrain(
         options,
         root,
-        manifest,
+        model,
         metrics,
         owner=owner,
         deployment=deployment,

@@ -8,7 +8,7 @@ def snapshot(
     options: str,
     root: str,
     after: dsl.Input[dsl.Artifact],
-    manifest: dsl.Output[dsl.Artifact],
+    corpus: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
 ):
     """Cut documents into passages, tokenise and hash them.
@@ -17,9 +17,9 @@ def snapshot(
         options: all sections of params.yaml as JSON.
         root: folder of the run on the shared volume.
         after: the manifest of the stage before.
-        manifest: what was made, and where.
+        corpus: where it lies, digests and figures.
         metrics: its figures.
     """
     from realmops.cluster import tasks
 
-    tasks.run_stage("snapshot", options, root, manifest, metrics)
+    tasks.run_stage("snapshot", options, root, corpus, metrics)

@@ -56,8 +56,8 @@ def ablations(
         accelerators: how many.
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
-        settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
-        secret: a Secret whose keys are environment variables, as MLFLOW_TRACKING_TOKEN; it may be missing.
+        settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
+        secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
     pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
     what = {"project": project, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}

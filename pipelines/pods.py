@@ -9,6 +9,19 @@ RUNS = f"{VOLUME}/runs"
 USER = 10001  # of the image
 SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN")
 SETTINGS = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "HF_HUB_OFFLINE")
+HOURS = {  # that a pod may run, by component; to wait for a node does not count
+    "guard": 0.5, "scale-builder": 0.5, "promote": 24, "table": 24, "sample": 24, "snapshot": 48, "tag": 48,
+    "evaluate": 48, "refresh": 168, "ict": 336, "pretrain": 336, "finetune": 336, "variant": 336,
+}  # fmt: skip
+TRIES_AGAIN = 2
+PAUSE = "60s"
+LONGEST = f"{4 * 336 * 3600}s"  # from the first try to the beginning of the last: all tries to their ends, and pauses
+TOKEN_LABEL = "access-ml-pipeline"  # by it a PodDefault of Kubeflow gives a pod a token for the pipelines' API
+
+
+def renamed(names: tuple[str, ...]) -> dict[str, str]:
+    """Keys, each with the variable that it becomes: MLflow's own names may be set by Kubeflow Pipelines itself."""
+    return {name: f"REALMOPS_{name}" if name.startswith("MLFLOW_") else name for name in names}
 
 
 @dataclass(frozen=True)
@@ -31,15 +44,24 @@ class Pods:
         """An input for a task: KFP hands a group of tasks only what one of them takes as an input, limits are none."""
         return f"cpu {self.cpu}, memory {self.memory}, {self.accelerators} {self.accelerator}"
 
-    def placed(self, task: dsl.PipelineTask, *, trains: bool = False) -> dsl.PipelineTask:
-        """Give a task image, volume and settings; one that trains also limits, accelerator and nodes."""
+    def placed(self, task: dsl.PipelineTask, *, trains: bool = False, asks: bool = False) -> dsl.PipelineTask:
+        """Give a task image, volume, settings, its time and other tries.
+
+        One that trains also gets limits, accelerator and nodes. One that asks the pipelines' API, a token; it has no
+        other try.
+        """
         task.set_container_image(self.image)
         task.set_caching_options(False)  # a stage knows itself whether there is anything to do
         kubernetes.mount_pvc(task, pvc_name=self.volume, mount_path=VOLUME)
         kubernetes.empty_dir_mount(task, volume_name="tmp", mount_path="/tmp")
         kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
-        kubernetes.use_config_map_as_env(task, self.settings, {name: name for name in SETTINGS}, optional=True)
-        kubernetes.use_secret_as_env(task, self.secret, {name: name for name in SECRETS}, optional=True)
+        kubernetes.use_config_map_as_env(task, self.settings, renamed(SETTINGS), optional=True)
+        kubernetes.use_secret_as_env(task, self.secret, renamed(SECRETS), optional=True)
+        kubernetes.set_timeout(task, int(3600 * HOURS[task.component_spec.name]))
+        if asks:
+            kubernetes.add_pod_label(task, TOKEN_LABEL, "true")
+        else:
+            task.set_retry(TRIES_AGAIN, backoff_duration=PAUSE, backoff_factor=2.0, backoff_max_duration=LONGEST)
         if trains:
             task.set_cpu_limit(self.cpu).set_memory_limit(self.memory)
             task.set_accelerator_type(self.accelerator).set_accelerator_limit(self.accelerators)

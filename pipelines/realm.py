@@ -70,8 +70,8 @@ def train(
         nproc_per_node: processes that train together in a pod, one for each of its accelerators.
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
-        settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
-        secret: a Secret whose keys are environment variables, as MLFLOW_TRACKING_TOKEN; it may be missing.
+        settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
+        secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
         key: of what is trained, from "realmops submit"; a run ends itself when an older one with the same key lives.
         endpoint: where the pods ask for those; empty to ask nowhere.
     """
@@ -79,18 +79,16 @@ def train(
     pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
     placed, given = pods.placed, {"options": options, "root": root}
     this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
-    alone = placed(guard(key=key, run=this, endpoint=endpoint))
+    alone = placed(guard(key=key, run=this, endpoint=endpoint), asks=True)
     last = placed(scale_builder(deployment=deployment, root=root, owner=this))
     with dsl.ExitHandler(last, name="builders-are-given-back"):
         made = placed(sample(**given)).after(alone)
         made = placed(snapshot(**given, after=made.outputs["manifest"]))
-        made = placed(tag(**given, after=made.outputs["manifest"]), trains=True)
+        made = placed(tag(**given, after=made.outputs["corpus"]), trains=True)
         made = placed(ict(**given, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True)
         raised = {"owner": this, "deployment": deployment, "builders": builders, "wait_seconds": wait_seconds}
-        trained = pretrain(
-            **given, **raised, processes=nproc_per_node, limits=pods.limits, after=made.outputs["manifest"]
-        )
+        trained = pretrain(**given, **raised, processes=nproc_per_node, limits=pods.limits, after=made.outputs["model"])
         made = placed(trained, trains=True)
-        made = placed(finetune(**given, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True)
-        made = placed(evaluate(**given, after=made.outputs["manifest"]), trains=True)
+        made = placed(finetune(**given, processes=nproc_per_node, after=made.outputs["model"]), trains=True)
+        made = placed(evaluate(**given, after=made.outputs["model"]), trains=True)
         placed(promote(**given, model=model, margin=margin, after=made.outputs["manifest"]), trains=True)

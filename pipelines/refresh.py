@@ -41,8 +41,8 @@ def refresh(
         accelerators: how many.
         node_selector: labels of the nodes for it.
         tolerations: of the pod.
-        settings: a ConfigMap whose keys are environment variables, as MLFLOW_TRACKING_URI; it may be missing.
-        secret: a Secret whose keys are environment variables, as MLFLOW_TRACKING_TOKEN; it may be missing.
+        settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
+        secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
     pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
     pods.placed(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)

@@ -1,16 +1,23 @@
-"""As much of a cluster's API as the scale of a Deployment needs, over HTTP, with the process that a replica is."""
+"""As much of a cluster's API as our code needs, over HTTP, with the process that a replica is.
+
+That is the scale of a Deployment, and reading of objects, pods and events, by Kubernetes' own rules (API concepts:
+resource URIs, label and field selectors, 403 where a Role allows nothing, 404 for what is not there).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import yaml
 from manifests import find, kubectl, render_all
@@ -20,10 +27,11 @@ SCALE = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{DEPLOYMENT}/scale"
 
 
 class Output:
-    """What KFP gives a task for an output: a file and, for metrics, a place to show them."""
+    """What KFP gives a task for an output: a file, what is known of it and, for metrics, a place to show them."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
+        self.metadata: dict[str, Any] = {}
         self.shown: dict[str, float] = {}
 
     def log_metric(self, metric: str, value: float) -> None:
@@ -36,9 +44,36 @@ class Lab:
     def __init__(self, start: Callable[[int], subprocess.Popen[bytes]] | None = None) -> None:
         self.replicas: list[int] = []
         self.status = 200  # of every answer
+        self.away = 0  # so many requests are left without an answer
+        self.forbidden: set[str] = set()  # resources that the Role does not have
+        self.objects: dict[tuple[str, str], list[dict[str, Any]]] = {}  # by resource and namespace
         self.requests: list[tuple[str, str]] = []
         self._start = start
         self._processes: list[subprocess.Popen[bytes]] = []
+
+    def put(self, resource: str, namespace: str, name: str, labels: Any = None, **content: Any) -> None:
+        one = {"metadata": {"name": name, "namespace": namespace, "labels": labels or {}}, **content}
+        self.objects.setdefault((resource, namespace), []).append(one)
+
+    def read(self, place: str, query: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        """An object, or those that selectors let through."""
+        found = re.fullmatch(r"/api(?:s/apps)?/v1/namespaces/([^/]+)/([a-z]+)(?:/([^/]+))?", place)
+        if not found:
+            return 404, {}
+        namespace, resource, name = found.groups()
+        if resource in self.forbidden:
+            return 403, {}
+        kept = self.objects.get((resource, namespace), [])
+        if name:
+            named = [one for one in kept if one["metadata"]["name"] == name]
+            return (200, named[0]) if named else (404, {})
+        for pair in filter(None, query.get("labelSelector", "").split(",")):
+            label, _, value = pair.partition("=")
+            kept = [one for one in kept if one["metadata"]["labels"].get(label) == value]
+        for pair in filter(None, query.get("fieldSelector", "").split(",")):
+            path, _, value = pair.partition("=")
+            kept = [one for one in kept if reduce(lambda inner, key: inner.get(key, {}), path.split("."), one) == value]
+        return 200, {"items": kept}
 
     def scale(self, replicas: int) -> None:
         self.replicas.append(replicas)
@@ -68,11 +103,25 @@ def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.reply(403)  # the Role allows a patch, and nothing else
+            if self.is_away():
+                return
+            if self.place() == SCALE:
+                self.reply(403)  # of a scale, the Role allows a patch and nothing else
+            else:
+                query = dict(parse_qsl(urlsplit(self.path).query))
+                status, answer = lab.read(self.place(), query) if lab.status == 200 else (lab.status, {})
+                self.reply(status, answer)
+
+        def is_away(self) -> bool:
+            away = lab.away > 0
+            lab.away -= away
+            return away
 
         def do_PATCH(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             lab.requests.append((self.command, self.place()))
+            if self.is_away():
+                return
             status = lab.status if self.place() == SCALE else 404
             if status == 200 and (status := verdict(body)) == 200 and body:
                 lab.scale(body["spec"]["replicas"])
@@ -81,9 +130,11 @@ def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
         def place(self) -> str:
             return self.path.partition("?")[0]
 
-        def reply(self, status: int) -> None:
+        def reply(self, status: int, read: dict[str, Any] | None = None) -> None:
             answer: dict[str, Any] = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": status}
-            if status == 200:
+            if status == 200 and read is not None:
+                answer = read
+            elif status == 200:
                 replicas = lab.replicas[-1] if lab.replicas else 0
                 answer = {
                     "kind": "Scale",

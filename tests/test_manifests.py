@@ -37,7 +37,7 @@ from manifests import (
 from pod_security import violations
 
 from realmops.cli import main
-from realmops.cluster import submit
+from realmops.cluster import server
 
 ROOT = K8S.parent
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
@@ -148,7 +148,7 @@ def test_who_submits_may_use_kubeflow_pipelines_with_profiles(rendered: dict[str
     [mount] = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "token"]
     [source] = [one for volume in spec["volumes"] for one in volume.get("projected", {}).get("sources", [])]
     assert source["serviceAccountToken"]["audience"] == "pipelines.kubeflow.org"
-    [file] = [one["value"] for one in container["env"] if one["name"] == submit.TOKEN_FILE]
+    [file] = [one["value"] for one in container["env"] if one["name"] == server.TOKEN_FILE]
     assert file == f"{mount}/{source['serviceAccountToken']['path']}"
 
 

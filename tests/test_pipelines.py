@@ -24,18 +24,19 @@ import yaml
 from cluster_lab import DEPLOYMENT, Lab, Output
 
 from realmops import artifacts
-from realmops.cluster import builders, tasks
+from realmops.cluster import builders, kube, tasks
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.index.builder_process import assign
 from realmops.index.exchange import Fenced
 from realmops.index.lease import claimed
-from realmops.stages import STAGES
+from realmops.stages import METRICS, STAGES
 
 ROOT = Path(__file__).parents[1]
 PIPELINES = ("train", "ablations", "refresh")
 # What a component calls that is no stage, or more than one.
 OTHERS = {
     "pretrain": "pretrain",
+    "evaluate": "evaluate",
     "scale_builder": "lower_builders",
     **{name: name for name in ("guard", "promote", "variant", "table", "refresh")},
 }
@@ -43,6 +44,8 @@ RUN_COMPILED = """
 import json, sys
 from kfp import components, local
 from kfp.local import SubprocessRunner
+from kfp.local.orchestrator import task_executor
+task_executor.time.sleep = lambda seconds: None  # before another try
 local.init(runner=SubprocessRunner(use_venv=False), pipeline_root=sys.argv[2])
 components.load_component_from_file(sys.argv[1])(**json.loads(sys.argv[3]))
 """
@@ -178,6 +181,48 @@ def test_every_pod_mounts_the_volume_and_takes_nothing_from_a_cache(pipeline: st
                 assert not task["cachingOptions"].get("enableCache")
 
 
+def test_what_a_pod_may_take_and_how_often_it_is_tried() -> None:
+    """Time for all, other tries for all but the task that may end its run; nothing that 2.16 does not know."""
+    for pipeline in PIPELINES:
+        found, platform = yaml.safe_load_all(file_of(pipeline).read_text())
+        kubernetes = platform["platforms"]["kubernetes"]
+        assert kubernetes.keys() == {"deploymentSpec"}, "a pipelineConfig of 2.17 has 2.16 drop the whole document"
+        executors = kubernetes["deploymentSpec"]["executors"]
+        seconds = {name: int(pod["activeDeadlineSeconds"]) for name, pod in executors.items()}
+        assert min(seconds.values()) >= 1800
+        if pipeline == "train":
+            assert seconds["exec-scale-builder"] > builders.LOWER_SECONDS
+        for component in (found["root"], *found["components"].values()):
+            for name, task in component.get("dag", {}).get("tasks", {}).items():
+                label = found["components"][task["componentRef"]["name"]].get("executorLabel")
+                if label and name == "guard":
+                    assert "retryPolicy" not in task
+                    assert executors[label]["podMetadata"]["labels"] == {"access-ml-pipeline": "true"}
+                elif label:
+                    policy = task["retryPolicy"]
+                    assert policy["maxRetryCount"] == 2
+                    assert int(policy["backoffMaxDuration"][:-1]) > 3 * seconds[label], "or a long task is tried once"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "taken"),
+    [
+        ({}, {"MLFLOW_TRACKING_URI": "ours", "MLFLOW_TRACKING_TOKEN": "secret"}),
+        (
+            {"MLFLOW_TRACKING_URI": "theirs", "MLFLOW_RUN_ID": "task"},
+            {"MLFLOW_TRACKING_URI": "theirs", "REALMOPS_MLFLOW_PARENT_RUN_ID": "task"},
+        ),
+    ],
+)
+def test_our_settings_of_mlflow_step_back_behind_those_of_its_plugin(
+    plugin: dict[str, str], taken: dict[str, str]
+) -> None:
+    ours = {"REALMOPS_MLFLOW_TRACKING_URI": "ours", "REALMOPS_MLFLOW_TRACKING_TOKEN": "secret"}
+    environment = ours | plugin
+    tasks.take_settings(environment)
+    assert environment == ours | taken
+
+
 # Scaling
 
 
@@ -200,7 +245,10 @@ def api(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         pytest.skip("not run: wants a cluster of yours, KUBECONFIG=FILE pytest -m cluster")
     with serving:
         monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        yield builders._api()
+        cluster = builders._cluster()
+        from kubernetes import client
+
+        yield client.AppsV1Api(cluster.client), cluster.namespace
 
 
 def replicas_of(api: tuple[Any, str]) -> int | None:
@@ -268,7 +316,7 @@ def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) 
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(403, "may not scale it.*get rolebindings"), (404, "none of that name.*get deployments"), (500, "says 500")],
+    [(403, "may not scale it.*get rolebindings"), (404, "none of that name.*get deployments"), (409, "says 409")],
 )
 def test_a_cluster_that_refuses_is_explained(lab: Lab, status: int, message: str) -> None:
     lab.status = status
@@ -277,7 +325,7 @@ def test_a_cluster_that_refuses_is_explained(lab: Lab, status: int, message: str
 
 
 def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builders, "TIME_OUT", (5, 0.1))
+    monkeypatch.setattr(kube, "TIME_OUT", (5, 0.1))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -292,14 +340,52 @@ def test_without_a_cluster_one_is_told_what_to_do(tmp_path: Path, monkeypatch: p
         builders.scale(DEPLOYMENT, 1)
 
 
-def test_builders_that_never_live_end_the_wait(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def waits_for_builders(lab: Lab, seen: bool) -> str:
+    """What is said of a builder's pod that has no node, where its events may be seen, and where not."""
+    if not seen:
+        lab.forbidden.add("events")
+    for pod in (f"{DEPLOYMENT}-7d-x", "mlflow-0"):
+        about = {"kind": "Pod", "name": pod}
+        told = {"reason": "FailedScheduling", "message": "0/3 nodes are available", "type": "Warning"}
+        lab.put("events", cluster_lab.NAMESPACE, pod, involvedObject=about, **told)
+    kubectl = f"kubectl -n {cluster_lab.NAMESPACE}"
+    commands = f"'{kubectl} get events --field-selector involvedObject.kind=Pod,type=Warning', .*'{kubectl} logs "
+    if seen:
+        return f"s; {DEPLOYMENT}-7d-x: FailedScheduling: 0/3 nodes are available more is shown by {commands}"
+    return f"s; the reason is shown by {commands}"
+
+
+def test_scaling_outlives_an_api_server_that_is_away(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a run, whose builders would stay up otherwise; and at the start of its pre-training."""
+    monkeypatch.setattr(builders, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.01)
+    root, said = tmp_path / "runs/one", list[str]()
+    lab.away = 10
+    builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 0, "us", 60, said.append)
+    lab.away, lab.status = 10, 503
+    timer = threading.Timer(0.2, setattr, (lab, "status", 200))
+    timer.start()
+    builders.give_back(DEPLOYMENT, root, "us", said.append)
+    assert lab.replicas == [0, 0]
+    assert re.fullmatch("the cluster's API server .*; trying again for 60 s", said[0])
+    assert said[-1].endswith("; trying again for 1500 s")
+    lab.away = 1000
+    monkeypatch.setattr(builders, "LOWER_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match="API server does not answer"):
+        builders.give_back(DEPLOYMENT, root, "us", said.append)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_builders_that_never_live_end_the_wait(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
     """A sign that was there before and does not change is of a builder that is gone."""
     monkeypatch.setattr(builders, "LOOK_SECONDS", 0.01)
     root, assignment = tmp_path / "runs/one", tmp_path / "builder" / "assignment.json"
     (assignment.parent / "alive").mkdir(parents=True)
     (assignment.parent / "alive" / "gone.json").write_text("{}")
     said: list[str] = []
-    with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*kubectl describe deployment {DEPLOYMENT}"):
+    with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*{waits_for_builders(lab, seen)}"):
         builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 2, "run", 0.2, said.append)
     assert lab.replicas == [2]
     assert said == ["waiting for index builders: 0 of 2 live after 0 s"]
@@ -488,6 +574,8 @@ def failed(project: Path, deployment: Lab) -> Path:
     missing.rename(project / "questions.test.jsonl")
     assert told.returncode != 0
     assert "questions.test.jsonl" in told.stdout + told.stderr
+    tries = re.findall(r"realmops: .*questions\.test\.jsonl", told.stdout + told.stderr)
+    assert len(tries) == 3, "what fails is tried again, twice"
     return project / "runs" / "one"
 
 
@@ -517,13 +605,48 @@ def test_train_goes_on_where_it_failed(project: Path, deployment: Lab, run: Path
     assert json.loads((run / "models/pretrain/metrics.json").read_text())["refreshes"] > 0
 
 
+def artifact_of(project: Path, task: str, name: str) -> dict[str, Any]:
+    """What Kubeflow is told of the last artifact of a task: its type, its metadata."""
+    found = [*(project / "outputs").rglob(f"{task}/executor_output.json")]
+    last = max(found, key=lambda path: path.stat().st_mtime_ns)
+    (entry,) = json.loads(last.read_text())["artifacts"][name]["artifacts"]
+    made = compiled("train")["components"][f"comp-{task}"]["outputDefinitions"]["artifacts"][name]
+    return {"type": made["artifactType"]["schemaTitle"], **entry.get("metadata", {})}
+
+
+def test_people_see_corpus_models_and_report_of_a_run_in_kubeflow(project: Path, run: Path) -> None:
+    folders = {name: run / STAGES[name].folder for name in ("snapshot", "ict", "pretrain", "finetune", "evaluate")}
+    for task, kind in (("snapshot", "Dataset"), ("ict", "Model"), ("pretrain", "Model"), ("finetune", "Model")):
+        artifact = artifact_of(project, task, "corpus" if kind == "Dataset" else "model")
+        manifest, measured = (json.loads((folders[task] / file).read_text()) for file in ("manifest.json", METRICS))
+        assert artifact.pop("type") == f"system.{kind}"
+        assert artifact.pop("folder") == folders[task].as_uri()
+        assert artifact.pop("digest") == manifest["manifest_digest"]
+        assert artifact.pop("fingerprint") == manifest["fingerprint"]
+        assert artifact == {name: value for name, value in measured.items() if isinstance(value, int | float)}
+    results = json.loads((folders["evaluate"] / METRICS).read_text())
+    champion = artifact_of(project, "promote", "champion")
+    assert champion["type"] == "system.Model"
+    assert champion["promoted"] == 1.0
+    assert champion["name"] == "toy"
+    assert champion["em"] == results["em"]
+    assert champion["recall_at_5"] == results["recall_at_5"]
+    assert artifact_of(project, "evaluate", "report")["type"] == "system.HTML"
+    assert artifact_of(project, "evaluate", "summary")["type"] == "system.Markdown"
+    assert outputs(project, "evaluate", "report")[-1] == (folders["evaluate"] / "report.html").read_text()
+    rows = {row[0]: row[1] for row in rows_of(outputs(project, "evaluate", "summary")[-1])}
+    assert rows["EM (test questions)"] == f"{results['em']:.3f}"
+    metrics = artifact_of(project, "evaluate", "metrics")
+    assert metrics["em"] == results["em"]
+
+
 # Promotion
 
 
 def promoted(root: Path, project: Path, margin: float = 0.0) -> dict[str, float]:
     """What the component shows of a promotion."""
-    metrics = Output(root / "shown.json")
-    tasks.promote(options(project, tracking={"enabled": True}), str(root), "toy", margin, metrics)
+    metrics, champion = Output(root / "shown.json"), Output(root / "champion.json")
+    tasks.promote(options(project, tracking={"enabled": True}), str(root), "toy", margin, champion, metrics)
     assert metrics.shown == json.loads((root / "shown.json").read_text())
     return metrics.shown
 

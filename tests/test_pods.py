@@ -32,7 +32,7 @@ builders.scale = lambda deployment, replicas: print("replicas", replicas)
 class Output:
     log_metric = staticmethod(print)
     def __init__(self, path):
-        self.path = path
+        self.path, self.metadata = path, {{}}
 tasks.pretrain(
     sys.argv[1], "/realmops/runs/one", Output("/tmp/manifest.json"), Output("/tmp/figures.json"),
     owner="this run", deployment="{DEPLOYMENT}", builders=1, wait_seconds=60, processes=1, limits="those of the test",

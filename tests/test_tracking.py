@@ -274,6 +274,7 @@ class StandIn:
         self.params: dict[str, str] = {}
         self.statuses: list[str] = []
         self.runs = 0
+        self.created: list[dict[str, str]] = []  # the tags of each new run
         self.batches = 0
         self.fault: Callable[[int], str] = lambda number: "none"
         stand_in = self
@@ -329,6 +330,7 @@ class StandIn:
             return {"runs": [run] * self.runs}
         if path.endswith("runs/create"):
             self.runs += 1
+            self.created.append({tag["key"]: tag["value"] for tag in body["tags"]})
         if path.endswith("runs/log-batch"):
             self.params |= {param["key"]: param["value"] for param in body.get("params", [])}
             points = body.get("metrics", [])
@@ -424,6 +426,22 @@ def test_a_given_run_is_used_and_its_parameters_stay(
     assert server.params == {"seed": "of the launcher", "ict.batch": "32", "ict.lr": "0.0005"}
     assert server.runs == 0
     assert server.statuses == []
+
+
+@pytest.mark.usefixtures("dead_sender")
+@pytest.mark.parametrize("run", [RUN, TrackedRun("child", parent=TrackedRun("parent"))], ids=["run", "variant"])
+@pytest.mark.parametrize(("tags", "above"), [({}, "task"), ({"mlflow.parentRunId": "pipeline"}, "pipeline")])
+def test_a_run_is_shown_under_that_of_the_pipeline_whose_task_it_is(
+    tmp_path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch, tags: dict[str, str], above: str, run: TrackedRun
+) -> None:
+    """``tags`` are those of the task's run, which the parent of all tasks stands in where there is one."""
+    monkeypatch.setenv("REALMOPS_MLFLOW_PARENT_RUN_ID", "task")
+    server.tags = dict(tags)
+    path = tmp_path / "m.jsonl"
+    with Journal(path, "ict") as journal, Tracker(path, "ict", run, tmp_path / "t"):
+        journal.log(1, loss=1.0)
+    assert sync(tmp_path / "t").problems == ()
+    assert server.created[0]["mlflow.parentRunId"] == above
 
 
 @pytest.mark.usefixtures("dead_sender")

@@ -49,8 +49,8 @@ def faults(text: str) -> list[str]:
     return found
 
 
-def test_there_is_one_for_tests_and_one_for_retraining() -> None:
-    assert [path.name for path in FILES] == ["retrain.yml", "test.yml"]
+def test_there_is_one_for_tests_for_retraining_and_for_a_cluster() -> None:
+    assert [path.name for path in FILES] == ["kind.yml", "retrain.yml", "test.yml"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -69,9 +69,19 @@ def test_what_a_workflow_calls_is_there(path: Path) -> None:
     scripts = [step["run"] for step in steps(read(path)) if "run" in step]
     assert [fault for script in scripts for fault in faults(script)] == []
     called = [command for script in scripts for command in commands(script)]
-    assert [command[:3] for command in called] == (
-        [["realmops", "submit", "--once"]] if path.stem == "retrain" else [["make", "test"], ["make", "audit"]]
-    )
+    submitted = [["realmops", "submit", "--once"]]
+    expected = {"kind": submitted, "retrain": submitted, "test": [["make", "test"], ["make", "audit"]]}
+    assert [command[:3] for command in called] == expected[path.stem]
+
+
+def test_the_cluster_is_made_as_the_page_says() -> None:
+    """Every kubectl of docs/operate.md that makes the cluster, but for what differs in names of variables."""
+    script = "\n".join(step.get("run", "") for step in steps(read(ROOT / ".github" / "workflows" / "kind.yml")))
+    page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
+    block = page[page.index("### From an empty cluster to a run") :].split("```")[1]
+    wanted = [line.split("  #")[0].strip() for line in block.splitlines() if line.startswith(("kubectl apply", "kind"))]
+    assert len(wanted) == 4
+    assert [line for line in wanted if line.replace("$kfp", "$KFP").replace("$ref", "$REF") not in script] == []
 
 
 def test_what_is_not_there_is_seen() -> None:

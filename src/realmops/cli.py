@@ -510,7 +510,10 @@ def report(root: Path) -> None:
     metavar="URL",
     help="The API of Kubeflow Pipelines.",
 )
-@click.option("--namespace", help="The namespace of a Kubeflow profile; else, in a pod, its own.")
+@click.option(
+    "--namespace",
+    help="The namespace of a Kubeflow profile, else, in a pod, its own; without profiles, of Kubeflow Pipelines.",
+)
 @click.option("--once", is_flag=True, help="Start nothing if a run with the same key is under way or has succeeded.")
 @click.option(
     "--wait", "waits", is_flag=True, help="Wait until the run has ended; exit code 1 unless it has succeeded."
@@ -533,7 +536,8 @@ def submit(
     the image does, memory does not. With --once no second run of a key is started; one that failed may be tried again,
     in the same folder. The exit code is 2 for a mistake, and 1 when the server is away.
     """
-    from realmops.cluster.submit import SUCCEEDED, Pipeline, Server, prepare, submit, wait
+    from realmops.cluster.server import Server
+    from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
 
     compiled = Pipeline.read(pipeline or chosen.project / "pipelines" / "train.yaml")
     submission, notes = prepare(chosen.values(), chosen.project, compiled, arguments, experiment, name)

@@ -6,7 +6,6 @@ the shared volume, where each leaves a sign beside the file that gives them work
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import read_json, read_manifest
+from realmops.cluster.kube import Cluster, RefusedError, connect, looked
 from realmops.cluster.waiting import Say, awaited
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
 SCALING = "scaling"  # beside it: the claim of who changes it and the replicas
-NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 LOOK_SECONDS = 1.0
-TIME_OUT = (5, 60)  # seconds to connect, and for an answer
+AGAIN_SECONDS = 5.0  # before an API server that was away is asked again
+LOWER_SECONDS = 1500.0  # for an API server that is away when builders are given back; the task has half an hour
 Values = Mapping[str, Mapping[str, Any]]
 
 
@@ -31,42 +31,45 @@ def scale(deployment: str, replicas: int) -> None:
     Raises ValueError when the Deployment is not there or the ServiceAccount may not scale it, TimeoutError when the
     cluster does not answer.
     """
-    from kubernetes.client.exceptions import ApiException
-    from urllib3.exceptions import HTTPError
-
-    api, namespace = _api()
+    cluster, body = _cluster(), {"spec": {"replicas": replicas}}
+    kubectl = f"kubectl -n {cluster.namespace} get"
     try:
-        body = {"spec": {"replicas": replicas}}
-        api.patch_namespaced_deployment_scale(deployment, namespace, body, _request_timeout=TIME_OUT)
-    except ApiException as error:
+        cluster.ask("AppsV1Api", "patch_namespaced_deployment_scale", deployment, cluster.namespace, body)
+    except RefusedError as error:
         about = {
-            403: f"this ServiceAccount may not scale it; 'kubectl -n {namespace} get rolebindings' shows who may",
-            404: f"there is none of that name; 'kubectl -n {namespace} get deployments' shows those that are there",
+            403: f"this ServiceAccount may not scale it; '{kubectl} rolebindings' shows who may",
+            404: f"there is none of that name; '{kubectl} deployments' shows those that are there",
         }
-        reason = about.get(error.status, f"the API server says {error.status} {error.reason}")
-        raise ValueError(f"Deployment {deployment} in namespace {namespace}, {replicas} replicas: {reason}") from None
-    except HTTPError as error:
-        raise TimeoutError(f"the cluster's API server does not answer: {error}") from None
-
-
-def _api() -> tuple[Any, str]:
-    """The API as this pod sees it, outside a pod as KUBECONFIG says, and the namespace."""
-    from kubernetes import client, config
-    from kubernetes.config import ConfigException
-
-    try:
-        if NAMESPACE.is_file():
-            config.load_incluster_config()
-            return client.AppsV1Api(), NAMESPACE.read_text().strip()
-        file = os.environ.get("KUBECONFIG")
-        config.load_kube_config(file)
-        _, context = config.list_kube_config_contexts(file)
-        return client.AppsV1Api(), context["context"].get("namespace", "default")
-    except (ConfigException, OSError) as error:
         raise ValueError(
-            f"there is no cluster to speak to ({error}): leave the name of the builders' Deployment empty to have the "
-            "trainer start its own"
+            f"Deployment {deployment} in namespace {cluster.namespace}, {replicas} replicas: "
+            f"{about.get(error.status, error)}"
         ) from None
+
+
+def _cluster() -> Cluster:
+    try:
+        return connect()
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: leave the name of the builders' Deployment empty to have the trainer start its own"
+        ) from None
+
+
+def scale_in_time(deployment: str, replicas: int, seconds: float, say: Say) -> None:
+    """The same, tried again until ``seconds`` have passed while the cluster's API server is away."""
+    away = TimeoutError()
+
+    def look() -> bool | None:
+        nonlocal away
+        try:
+            scale(deployment, replicas)
+        except TimeoutError as error:
+            away = error
+            return None
+        return True
+
+    if not awaited(look, AGAIN_SECONDS, seconds, lambda waited: say(f"{away}; trying again for {seconds:.0f} s")):
+        raise away
 
 
 @contextmanager
@@ -130,7 +133,7 @@ def raise_builders(
     assignment = assignment_of(root)
     with claimed(assignment.parent / SCALING, say):
         assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
-        scale(deployment, builders)
+        scale_in_time(deployment, builders, wait_seconds, say)
     signs = assignment.parent / SIGNS
     first, living = read_signs(signs), set[str]()
 
@@ -144,9 +147,17 @@ def raise_builders(
     if not awaited(look, LOOK_SECONDS, wait_seconds, tell):
         raise TimeoutError(
             f"{len(living)} of {builders} index builders of the Deployment {deployment} live after "
-            f"{wait_seconds:.0f} s; 'kubectl describe deployment {deployment}' and 'kubectl logs "
-            f"deployment/{deployment}' show more"
+            f"{wait_seconds:.0f} s; {_why(deployment)}"
         )
+
+
+def _why(deployment: str) -> str:
+    """Why builders do not live, as far as this ServiceAccount may see it, and what shows it to a person."""
+    cluster = _cluster()
+    seen = looked(lambda cluster: cluster.warnings(cluster.namespace, f"{deployment}-"))
+    kubectl, events = f"kubectl -n {cluster.namespace}", "events --field-selector involvedObject.kind=Pod,type=Warning"
+    shown = " ".join([*seen[:3], "more is shown by" if seen else "the reason is shown by"])
+    return f"{shown} '{kubectl} get {events}', and what they say by '{kubectl} logs deployment/{deployment}'"
 
 
 def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
@@ -165,7 +176,7 @@ def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
         if named.get("owner") != owner:
             say(f"{assignment}: the index builders work for another run, which gives them back")
             return
-        scale(deployment, 0)
+        scale_in_time(deployment, 0, LOWER_SECONDS, say)
         with suppress(ValueError):  # it is not done and goes on from there
             made = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
             if made["sections"]["pretrain"]["exchange"] == named["exchange"]:

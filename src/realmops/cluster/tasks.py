@@ -11,7 +11,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from realmops import artifacts, config
 from realmops.cluster.builders import give_back, raised_builders
-from realmops.cluster.submit import Server, older_run
+from realmops.cluster.server import Server
+from realmops.cluster.submit import older_run
 from realmops.console import Console, end_on_sigterm, explained_errors
 from realmops.stages import METRICS, STAGES
+from realmops.tracking.run import ABOVE
 
 if TYPE_CHECKING:
     from realmops.commands.ablate import Ablation
 
 Values = Mapping[str, Mapping[str, Any]]
+OURS = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
 CHANGES_SHOWN = 200  # as many answers as a page takes
 
 
@@ -36,6 +39,12 @@ class Output(Protocol):
     path: str
 
 
+class Artifact(Output, Protocol):
+    """The same for what lies elsewhere: ``metadata`` is what KFP shows of it."""
+
+    metadata: dict[str, Any]
+
+
 class Metrics(Output, Protocol):
     """The same for figures: they go to the file, which KFP's cache wants, and are shown in KFP."""
 
@@ -43,16 +52,30 @@ class Metrics(Output, Protocol):
         """Show a figure."""
 
 
+def take_settings(environment: MutableMapping[str, str]) -> None:
+    """Give MLflow our settings under the names that it reads.
+
+    Where MLflow's plugin of Kubeflow Pipelines has named a server, that and its credentials stand. The run that it has
+    made for this task is one to show ours under: ours goes through all tasks.
+    """
+    if "MLFLOW_TRACKING_URI" not in environment:
+        ours = {name: value for name, value in environment.items() if name.startswith(OURS)}
+        environment.update({name.removeprefix("REALMOPS_"): value for name, value in ours.items()})
+    if run := environment.pop("MLFLOW_RUN_ID", ""):
+        environment[ABOVE] = run
+
+
 @contextmanager
 def _task() -> Iterator[None]:
     """Around all of a task: errors are explained as on the command line, SIGTERM ends it as an exception does."""
+    take_settings(os.environ)
     end_on_sigterm()
     with explained_errors():
         yield
 
 
 @_task()
-def run_stage(stage: str, options: str, root: str, manifest: Output, metrics: Metrics, processes: int = 1) -> None:
+def run_stage(stage: str, options: str, root: str, manifest: Artifact, metrics: Metrics, processes: int = 1) -> None:
     """Run a stage under ``root`` and write its small results.
 
     Args:
@@ -67,7 +90,7 @@ def run_stage(stage: str, options: str, root: str, manifest: Output, metrics: Me
 def pretrain(
     options: str,
     root: str,
-    manifest: Output,
+    manifest: Artifact,
     metrics: Metrics,
     *,
     owner: str,
@@ -82,6 +105,23 @@ def pretrain(
     say(f"limits of this pod: {limits}")
     with raised_builders(values, Path(root), deployment, builders, owner, wait_seconds, say) as given:
         _run("pretrain", given, Path(root), manifest, metrics, processes)
+
+
+@_task()
+def evaluate(options: str, root: str, manifest: Artifact, report: Output, summary: Output, metrics: Metrics) -> None:
+    """As :func:`run_stage`, and what people look at.
+
+    Args:
+        report: the page of the run, in HTML.
+        summary: the tables that a run on one machine ends with, in Markdown.
+    """
+    from realmops.commands.report import metrics_under, page_under
+    from realmops.evaluate.report import figure_tables
+
+    _run("evaluate", _parsed(options), Path(root), manifest, metrics, processes=1)
+    tables = [f"## {table.title}\n\n{table.as_markdown()}" for table in figure_tables(metrics_under(Path(root)))]
+    artifacts.write_bytes(Path(summary.path), "\n".join(tables).encode())
+    artifacts.write_bytes(Path(report.path), page_under(Path(root)).read_bytes())
 
 
 @_task()
@@ -108,11 +148,12 @@ def guard(key: str, run: str, endpoint: str) -> None:
 
 
 @_task()
-def promote(options: str, root: str, model: str, margin: float, metrics: Metrics) -> None:
+def promote(options: str, root: str, model: str, margin: float, champion: Artifact, metrics: Metrics) -> None:
     """Make the run the champion of a registered model if it is better; that it is not is no error.
 
     Args:
         model: its name; nothing is done where it is empty.
+        champion: what became of it.
     """
     report, place = Console(), Path(root)
     if not model:
@@ -126,12 +167,17 @@ def promote(options: str, root: str, model: str, margin: float, metrics: Metrics
     from realmops.artifacts import WORK
     from realmops.commands.promote import promote
     from realmops.index.lease import claimed
+    from realmops.tracking.stage_runs import headline
 
     with claimed(place.parent / WORK / "promote", report.say):  # MLflow itself takes any of two at once
         promotion = promote(_parsed(options), project=place, root=place, name=model, margin=margin, copy=False)
     report.say(promotion.message)
     difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
-    _show({"promoted": int(promotion.champion), **difference}, metrics)
+    shown = {"promoted": int(promotion.champion), **difference}
+    results = artifacts.read_json(place / STAGES["evaluate"].folder / METRICS)
+    champion.metadata.update({"name": model, "message": promotion.message, **headline("evaluate", results), **shown})
+    artifacts.write_json(Path(champion.path), champion.metadata)
+    _show(shown, metrics)
 
 
 @_task()
@@ -232,7 +278,7 @@ def _parsed(options: str) -> dict[str, dict[str, Any]]:
     return config.checked(values, "options")
 
 
-def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:
+def _run(stage: str, values: Values, root: Path, manifest: Artifact, metrics: Metrics, processes: int) -> None:
     from realmops.stages import runner
 
     root.mkdir(parents=True, exist_ok=True)
@@ -245,6 +291,12 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
     made = artifacts.read_json(folder / artifacts.MANIFEST)
     small = {"stage": stage, "folder": str(folder), "fingerprint": made["fingerprint"], "files": made["files"]}
     artifacts.write_json(Path(manifest.path), small)
+    known = {
+        "folder": folder.absolute().as_uri(),
+        "digest": made["manifest_digest"],
+        "fingerprint": made["fingerprint"],
+    }
+    manifest.metadata.update(known | _figures(found))
     _show(found, metrics)
 
 
@@ -258,9 +310,13 @@ def _run_together(stage: str, values: Values, root: Path, processes: int) -> Non
         sys.exit(code)
 
 
+def _figures(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
 def _show(found: Mapping[str, Any], metrics: Metrics) -> None:
     """Write the figures among what was found, and show them in KFP."""
-    figures = {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+    figures = _figures(found)
     artifacts.write_json(Path(metrics.path), figures)
     for name, value in figures.items():
         metrics.log_metric(name, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
 from realmops.evaluate.report import figure_tables
@@ -19,15 +19,25 @@ if TYPE_CHECKING:
 
 def summary(root: Path) -> Iterator[Table | str]:
     """The results under ``root``, and the two commands that people want next; ValueError when there are none."""
-    paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
-    metrics = {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
+    metrics = metrics_under(root)
     if not metrics:
         raise ValueError(f"{root.resolve()} holds no results; run 'make run' or 'realmops run all' there first")
     yield from (table.for_console() for table in figure_tables(metrics))
-    page = root / STAGES["evaluate"].folder / "report.html"
+    page = page_under(root)
     if page.is_file():
         yield f"The report, which opens without a network:  {page}"
     yield f"Compare runs in the browser:  {browser_command(root)}"
+
+
+def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
+    """What each stage under ``root`` has measured."""
+    paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
+    return {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
+
+
+def page_under(root: Path) -> Path:
+    """The page of the run under ``root``."""
+    return root / STAGES["evaluate"].folder / "report.html"
 
 
 def browser_command(root: Path) -> str:

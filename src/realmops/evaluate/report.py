@@ -125,6 +125,11 @@ class FigureTable:
             table.add_section()
         return table
 
+    def as_markdown(self) -> str:
+        """For pages of others."""
+        lines = [self.head, ("---",) * len(self.head), *(row for group in self.groups for row in group)]
+        return "".join(f"| {' | '.join(line)} |".replace("\n", " ") + "\n" for line in lines)
+
     def as_html(self) -> str:
         """For a page."""
         return table_of(self.head, [row for rows in self.groups for row in rows])

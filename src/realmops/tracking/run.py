@@ -12,6 +12,7 @@ from typing import Any
 from realmops.artifacts import sha256_file
 
 RUN_KEY_TAG = "realmops.run_key"
+ABOVE = "REALMOPS_MLFLOW_PARENT_RUN_ID"  # a run that somebody else has made, to show ours under
 _LONGEST_PARAM = 6000
 
 
@@ -53,6 +54,7 @@ class TrackedRun:
             "params": flat_params(self.params),
             "tags": {RUN_KEY_TAG: self.key, **self.tags},
             "run_id": os.environ.get("MLFLOW_RUN_ID"),
+            "above": os.environ.get(ABOVE),
             "parent": {name: getattr(self.parent, name) for name in ("key", "name", "began")} if self.parent else None,
             "datasets": [asdict(dataset) for dataset in self.datasets],
             "began": self.began,

@@ -32,6 +32,7 @@ _PARAMS_PER_BATCH = 100
 _LINES_AT_ONCE = 1000
 _LONGEST_DIGEST = 36
 _TABLES_TAG = "mlflow.loggedArtifacts"
+_PARENT_TAG = "mlflow.parentRunId"
 _Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
@@ -168,10 +169,15 @@ class _Sender:
             self._describe_run(ticket)
 
     def _find_or_create_run(self, ticket: Mapping[str, Any], uri: str) -> str:
-        experiment = experiment_id(self._client, ticket["experiment"], uri, self._folder)
-        tags = {}
+        tags: dict[str, str] = {}
+        if above := ticket.get("above"):  # it is of one task of a pipeline, ours of all: the one over it is of all, too
+            found = self._client.get_run(above)
+            experiment = str(found.info.experiment_id)  # MLflow shows no runs of others under it
+            tags = {_PARENT_TAG: found.data.tags.get(_PARENT_TAG, above)}
+        else:
+            experiment = experiment_id(self._client, ticket["experiment"], uri, self._folder)
         if parent := ticket.get("parent"):
-            tags["mlflow.parentRunId"] = self._run_of(experiment, parent, {})
+            tags = {_PARENT_TAG: self._run_of(experiment, parent, tags)}
         return self._run_of(experiment, ticket, tags)
 
     def _run_of(self, experiment_id: str, ticket: Mapping[str, Any], tags: Mapping[str, str]) -> str:
