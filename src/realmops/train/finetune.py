@@ -23,7 +23,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import Progress, embed, query_sequences, text_queries, untold
 from realmops.index.hybrid import Found, Hybrid, Words
 from realmops.index.mips import PassageIndex
-from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
+from realmops.model.likelihood import hard_em_span_loss, log_prior, marginal_span_loss
 from realmops.model.reader import Reader, enumerate_spans
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_reader
@@ -288,7 +288,7 @@ class OpenQa:
             relevance_BK = relevance_BK[:, : self.options.reader_candidates]
             read, rows, score_S, gold_S = self._read(batch, relevance_BK, id_BK)
             logit_S = score_S.cpu().numpy()
-            log_prior_BK = relevance_BK.log_softmax(-1).cpu().tolist()
+            log_prior_BK = log_prior(relevance_BK).cpu().tolist()
             for b in range(len(batch)):
                 mine = rows[:, 0] == b
                 at = [mine & (rows[:, 1] == rank) for rank in range(len(read[b]))]
@@ -296,8 +296,9 @@ class OpenQa:
                     self._best(chosen, rows, logit_S, read[b]) for chosen in (mine, mine & gold_S, *at)
                 )
                 ranked_ids = id_BK[b, :ranked].tolist()
-                log_prior = log_prior_BK[b][: len(read[b])]
-                answers.append(Answer(best, best_of_passage, gold, read[b], log_prior, ranked_ids))
+                answers.append(
+                    Answer(best, best_of_passage, gold, read[b], log_prior_BK[b][: len(read[b])], ranked_ids)
+                )
             progress(len(batch))
         return answers
 
