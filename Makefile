@@ -78,14 +78,15 @@ setup:  ## make .venv with the pinned versions (only when pyproject.toml or cons
 
 run: setup  ## train and evaluate REALM on the sample corpus, then print the report
 	@$(ACTIVATE)
-	echo "realmops: sample, snapshot, tag, ict, pretrain, finetune, evaluate; the longest is pretrain, all take some 5 minutes on 2 cores that do nothing else"
+	echo "realmops: sample, snapshot, tag, ict, pretrain, finetune, evaluate; the longest is pretrain, all take 5 to 12 minutes on 2 cores that do nothing else, by processor"
 	dvc repro || { code=$$?; echo "realmops: stopped; what is done is kept, and the same call goes on from there" >&2; exit $$code; }
 	realmops report
 
-podman: setup  ## install podman and PostgreSQL, as root on Debian, for the tests that need them; else those are skipped
+podman: setup  ## install podman, PostgreSQL and chromium, as root on Debian, for the tests that need them; else those are skipped
 	@packages=()
 	command -v podman >/dev/null || packages+=(podman crun catatonit)
 	[ -n "$$(command -v initdb || ls /usr/lib/postgresql/*/bin/initdb 2>/dev/null)" ] || packages+=(postgresql)
+	command -v chromedriver >/dev/null || packages+=(chromium chromium-driver)
 	if [ $${#packages[@]} = 0 ] || [ "$$(id -u)" != 0 ] || [ ! -e /etc/debian_version ]; then exit 0; fi
 	if [ -e $(VENV)/podman.tried ] && [ "$(MAKECMDGOALS)" != podman ]; then exit 0; fi
 	touch $(VENV)/podman.tried
@@ -138,6 +139,6 @@ golden: setup  ## write tests/fixtures/golden.json again after an intended chang
 	@$(ACTIVATE)
 	OMP_NUM_THREADS=1 python tests/test_golden.py
 
-docs: setup  ## write docs/commands.md and docs/options.md again after a change of the command line or of params.yaml
+docs: setup  ## write the generated pages of docs/ again after a change of commands, params.yaml, components or pipelines
 	@$(ACTIVATE)
 	python scripts/reference_pages.py

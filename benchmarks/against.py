@@ -27,8 +27,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("encode", "step", "search", "lexical", "ingest", "tagging", "refresh", "growth", "gpu")
-PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu", "bm25s")
+BENCHMARKS = ("encode", "step", "search", "lexical", "ingest", "tagging", "refresh", "shards", "growth", "serve", "gpu")
+PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu", "bm25s", "mlflow")
 REPEATS = 5
 OUT = Path("build/bench")
 

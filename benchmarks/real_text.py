@@ -13,7 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +52,7 @@ COLUMNS = {
 }
 COST = "cost.json"  # beside a stage's folder: what its process took; of a killed one only what came after
 Figures = dict[str, float]
+RUNS_ONE: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)  # of each stage's folder, for --at-once
 
 
 def run_all(params: Path, presets: Sequence[Path], settings: Sequence[str], view: Path) -> dict[str, Figures]:
@@ -59,13 +64,14 @@ def run_all(params: Path, presets: Sequence[Path], settings: Sequence[str], view
     for stage in STAGES.values():
         key = fingerprint(stage, values, inputs_of(stage, values, params.parent, view))
         home = view.parents[1] / "store" / f"{stage.name}-{key[:16]}"
-        if not is_made(home, stage):
-            home.mkdir(parents=True, exist_ok=True)
-            for need in stage.needs:
-                if (view / STAGES[need].folder).exists():
-                    put_link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
-            print(f"{view}: {stage.name}", flush=True)
-            write(home / COST, measure(stage.name, home, home / "log.txt", options))
+        with RUNS_ONE[home]:
+            if not is_made(home, stage):
+                home.mkdir(parents=True, exist_ok=True)
+                for need in stage.needs:
+                    if (view / STAGES[need].folder).exists():
+                        put_link((view / STAGES[need].folder).resolve(), home / STAGES[need].folder)
+                print(f"{view}: {stage.name}", flush=True)
+                write(home / COST, measure(stage.name, home, home / "log.txt", options))
         put_link(home / stage.folder, view / stage.folder)
         costs[stage.name] = json.loads((home / COST).read_text()) if (home / COST).is_file() else {}
     return costs
@@ -122,6 +128,8 @@ def main() -> None:
     parser.add_argument("--preset", action="append", default=[], help="as of realmops run; can be repeated")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="SECTION.KEY=VALUE")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--variants", nargs="+", choices=CHANGES, default=list(CHANGES), help="without it all")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="variants that run side by side")
     parser.add_argument("--control-ict-steps", type=int, metavar="N", help="without it those of ict and of pretrain")
     parser.add_argument("--out", type=Path, default=Path("runs/real_text"))
     arguments = parser.parse_args()
@@ -129,17 +137,28 @@ def main() -> None:
     presets = [config.preset_path(name, arguments.params) for name in arguments.preset]
     values = config.load(arguments.params, presets=presets, settings=arguments.settings)
     steps = arguments.control_ict_steps or values["ict"]["steps"] + values["pretrain"]["steps"]
-    costs: dict[str, list[dict[str, Figures]]] = {name: [] for name in CHANGES}
-    for seed in seeds:
-        for name, changes in CHANGES.items():
-            settings = [*arguments.settings, *changes, *([f"ict.steps={steps}"] if name == "control" else [])]
-            settings += [f"run.seed={seed}", "tracking.enabled=false"]
-            costs[name].append(run_all(arguments.params, presets, settings, folder_of(out, name, seed)))
-    rows = {name: [figures_of(folder_of(out, row[0], seed), *row[1:]) for seed in seeds] for name, row in ROWS.items()}
-    text = "\n".join([markdown(f"means of {len(seeds)} seeds", list(COLUMNS), rows, 3), *differences(out, seeds)])
+
+    def run_one(seed: int, name: str) -> dict[str, Figures]:
+        settings = [*arguments.settings, *CHANGES[name], *([f"ict.steps={steps}"] if name == "control" else [])]
+        settings += [f"run.seed={seed}", "tracking.enabled=false"]
+        return run_all(arguments.params, presets, settings, folder_of(out, name, seed))
+
+    variants = arguments.variants
+    pairs = list(product(seeds, variants))
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        mapped = map if arguments.at_once == 1 else pool.map
+        spent = list(mapped(run_one, *zip(*pairs, strict=True)))
+    costs = {name: [cost for (_, one), cost in zip(pairs, spent, strict=True) if one == name] for name in variants}
+    rows = {
+        name: [figures_of(folder_of(out, row[0], seed), *row[1:]) for seed in seeds]
+        for name, row in ROWS.items()
+        if row[0] in variants
+    }
+    both = differences(out, seeds) if {"realm", "control"} <= set(variants) else []
+    text = "\n".join([markdown(f"means of {len(seeds)} seeds", list(COLUMNS), rows, 3), *both])
     for head, unit in (("seconds", "wall"), ("MiB at most", "mib")):
-        spent = {s: [{n: c[s][unit]} for n in CHANGES for c in costs[n] if unit in c[s]] for s in STAGES}
-        text += "\n" + markdown(head, list(CHANGES), spent, 0)
+        of_stage = {s: [{n: c[s][unit]} for n in variants for c in costs[n] if unit in c[s]] for s in STAGES}
+        text += "\n" + markdown(head, variants, of_stage, 0)
     (out / "real_text.md").write_text(text)
     write(out / "real_text.json", {"machine": begun, "control_ict_steps": steps, "rows": rows, "costs": costs})
     print(text)

@@ -2,15 +2,17 @@
 
 from kfp import dsl
 
+from realmops.cluster import IMAGE
 
-@dsl.component(base_image="realmops", install_kfp_package=False)
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def ict(
     options: str,
     root: str,
     processes: int,
-    after: dsl.Input[dsl.Artifact],
     model: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
+    after: dsl.Input[dsl.Artifact] = None,
 ):
     """Warm up the retriever by the inverse cloze task and the reader by masked words.
 
@@ -18,9 +20,9 @@ def ict(
         options: all sections of params.yaml as JSON.
         root: folder of the run on the shared volume.
         processes: that train together in this pod, one for each of its GPUs.
-        after: the manifest of the stage before.
         model: where it lies, digests and figures.
         metrics: its figures.
+        after: the manifest of the stage before; it decides the order, nothing else.
     """
     from realmops.cluster import tasks
 

@@ -2,8 +2,10 @@
 
 from kfp import dsl
 
+from realmops.cluster import IMAGE
 
-@dsl.component(base_image="realmops", install_kfp_package=False)
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def pretrain(
     options: str,
     root: str,
@@ -13,9 +15,9 @@ def pretrain(
     wait_seconds: int,
     processes: int,
     limits: str,
-    after: dsl.Input[dsl.Artifact],
     model: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
+    after: dsl.Input[dsl.Artifact] = None,
 ):
     """Pre-train retriever and reader together while the index is refreshed in the background.
 
@@ -28,9 +30,9 @@ def pretrain(
         wait_seconds: how long to wait for them.
         processes: that train together in this pod, one for each of its GPUs.
         limits: of this pod, said in its log.
-        after: the manifest of the stage before.
         model: where it lies, digests and figures.
         metrics: its figures.
+        after: the manifest of the stage before; it decides the order, nothing else.
     """
     from realmops.cluster import tasks
 

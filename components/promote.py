@@ -2,16 +2,18 @@
 
 from kfp import dsl
 
+from realmops.cluster import IMAGE
 
-@dsl.component(base_image="realmops", install_kfp_package=False)
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def promote(
     options: str,
     root: str,
     model: str,
     margin: float,
-    after: dsl.Input[dsl.Artifact],
     champion: dsl.Output[dsl.Model],
     metrics: dsl.Output[dsl.Metrics],
+    after: dsl.Input[dsl.Artifact] = None,
 ):
     """Register the run as the champion if it is better than the present one, else say why not.
 
@@ -20,9 +22,9 @@ def promote(
         root: folder of the run on the shared volume.
         model: the registered model in MLflow; nothing is done where it is empty.
         margin: by how much exact match must be higher than the champion's, 0 to 1.
-        after: the manifest of the evaluation.
         champion: what became of it, and the run's figures.
         metrics: whether the run is the champion (1 or 0), and by how much it is better.
+        after: the manifest of the evaluation; it decides the order, nothing else.
     """
     from realmops.cluster import tasks
 

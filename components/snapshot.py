@@ -2,23 +2,25 @@
 
 from kfp import dsl
 
+from realmops.cluster import IMAGE
 
-@dsl.component(base_image="realmops", install_kfp_package=False)
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def snapshot(
     options: str,
     root: str,
-    after: dsl.Input[dsl.Artifact],
     corpus: dsl.Output[dsl.Dataset],
     metrics: dsl.Output[dsl.Metrics],
+    after: dsl.Input[dsl.Artifact] = None,
 ):
     """Cut documents into passages, tokenise and hash them.
 
     Args:
         options: all sections of params.yaml as JSON.
         root: folder of the run on the shared volume.
-        after: the manifest of the stage before.
         corpus: where it lies, digests and figures.
         metrics: its figures.
+        after: the manifest of the stage before; it decides the order, nothing else.
     """
     from realmops.cluster import tasks
 

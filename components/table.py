@@ -2,8 +2,10 @@
 
 from kfp import dsl
 
+from realmops.cluster import IMAGE
 
-@dsl.component(base_image="realmops", install_kfp_package=False)
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def table(
     variants: list,
     project: str,
@@ -26,7 +28,7 @@ def table(
         out: folder of the ablation on the shared volume.
         rows: the table, and what is missing in it.
         page: the table with its curves.
-        metrics: exact match of each variant.
+        metrics: exact match, recall and difference to the reference of each variant.
     """
     from realmops.cluster import tasks
 

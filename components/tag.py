@@ -2,24 +2,33 @@
 
 from kfp import dsl
 
+from realmops.cluster import IMAGE
 
-@dsl.component(base_image="realmops", install_kfp_package=False)
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def tag(
     options: str,
     root: str,
-    after: dsl.Input[dsl.Artifact],
     manifest: dsl.Output[dsl.Artifact],
     metrics: dsl.Output[dsl.Metrics],
+    owner: str = "",
+    deployment: str = "",
+    shard_pods: int = 1,
+    after: dsl.Input[dsl.Artifact] = None,
 ):
     """Find the salient spans: entities by a tagger trained here, dates by expression.
 
     Args:
         options: all sections of params.yaml as JSON.
         root: folder of the run on the shared volume.
-        after: the manifest of the stage before.
         manifest: what was made, and where.
         metrics: its figures.
+        owner: id of the pipeline's run, which alone gives the builders back.
+        deployment: the index builders' Deployment; empty for none.
+        shard_pods: that tag and embed the corpus together; those beside this one are replicas of the Deployment.
+        after: the manifest of the stage before; it decides the order, nothing else.
     """
     from realmops.cluster import tasks
 
-    tasks.run_stage("tag", options, root, manifest, metrics)
+    shared = {"owner": owner, "deployment": deployment, "shard_pods": shard_pods}
+    tasks.run_stage("tag", options, root, manifest, metrics, **shared)

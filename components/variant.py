@@ -2,8 +2,10 @@
 
 from kfp import dsl
 
+from realmops.cluster import IMAGE
 
-@dsl.component(base_image="realmops", install_kfp_package=False)
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
 def variant(
     name: str,
     project: str,
@@ -24,7 +26,7 @@ def variant(
         seeds: train it so many times.
         out: folder of the ablation on the shared volume.
         limits: of this pod, said in its log.
-        metrics: exact match and recall, means over seeds.
+        metrics: its name, and the figures of evaluate as means over seeds.
     """
     from realmops.cluster import tasks
 

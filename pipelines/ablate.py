@@ -13,6 +13,7 @@ from kfp import dsl
 from components.table import table
 from components.variant import variant
 from pipelines.pods import RUNS, Pods
+from realmops.cluster import IMAGE
 
 REFERENCE, *VARIANTS = yaml.safe_load((Path(__file__).parent / "ablations" / "params.yaml").read_text())["variants"]
 PODS = 4  # that train at the same time; KFP takes no parameter for it
@@ -27,7 +28,7 @@ def ablations(
     overrides: str = "[]",
     project: str = "/app",
     runs: str = RUNS,
-    image: str = "realmops",
+    image: str = IMAGE,
     volume: str = "realmops-data",
     cpu: str = "2",
     memory: str = "8Gi",
@@ -35,6 +36,7 @@ def ablations(
     accelerators: str = "0",
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
+    affinity: dict = {},  # noqa: B006
     settings: str = "realmops-tracking",
     secret: str = "realmops-secrets",
 ):
@@ -56,10 +58,13 @@ def ablations(
         accelerators: how many.
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
+        affinity: the node affinity of all pods, as Kubernetes writes it.
         settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
         secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
-    pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    pods = Pods(
+        image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations, affinity
+    )
     what = {"project": project, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
     # Collected outputs would keep the table from being written where a variant fails; an exit task takes none.
     last = pods.placed(table(variants=variants, **what))

@@ -16,7 +16,11 @@ HOURS = {  # that a pod may run, by component; to wait for a node does not count
 TRIES_AGAIN = 2
 PAUSE = "60s"
 LONGEST = f"{4 * 336 * 3600}s"  # from the first try to the beginning of the last: all tries to their ends, and pauses
-TOKEN_LABEL = "access-ml-pipeline"  # by it a PodDefault of Kubeflow gives a pod a token for the pipelines' API
+QUEUE = ""  # Kueue's, from ``python -m pipelines --queue NAME``; none without it
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+TOKEN_LABEL = "access-ml-pipeline"  # by it a PodDefault gives a pod a token for the pipelines' API
+# by it index builders go to the node of these pods (k8s/components/single-node); KFP takes no parameter for a label
+CLAIM_LABEL = "realmops/claim", "realmops-data"
 
 
 def renamed(names: tuple[str, ...]) -> dict[str, str]:
@@ -38,6 +42,7 @@ class Pods:
     accelerators: str
     node_selector: dict
     tolerations: list
+    affinity: dict
 
     @property
     def limits(self) -> str:
@@ -45,10 +50,10 @@ class Pods:
         return f"cpu {self.cpu}, memory {self.memory}, {self.accelerators} {self.accelerator}"
 
     def placed(self, task: dsl.PipelineTask, *, trains: bool = False, asks: bool = False) -> dsl.PipelineTask:
-        """Give a task image, volume, settings, its time and other tries.
+        """Give a task image, volume, settings, nodes, its time and other tries.
 
-        One that trains also gets limits, accelerator and nodes. One that asks the pipelines' API, a token; it has no
-        other try.
+        One that trains also gets limits, accelerator and nodes for that. One that asks the pipelines' API, a token; it
+        has no other try.
         """
         task.set_container_image(self.image)
         task.set_caching_options(False)  # a stage knows itself whether there is anything to do
@@ -57,7 +62,11 @@ class Pods:
         kubernetes.set_security_context(task, run_as_user=USER, run_as_group=USER, run_as_non_root=True)
         kubernetes.use_config_map_as_env(task, self.settings, renamed(SETTINGS), optional=True)
         kubernetes.use_secret_as_env(task, self.secret, renamed(SECRETS), optional=True)
+        kubernetes.add_pod_label(task, *CLAIM_LABEL)
+        kubernetes.add_node_affinity_json(task, node_affinity_json=self.affinity)
         kubernetes.set_timeout(task, int(3600 * HOURS[task.component_spec.name]))
+        if QUEUE:
+            kubernetes.add_pod_label(task, QUEUE_LABEL, QUEUE)
         if asks:
             kubernetes.add_pod_label(task, TOKEN_LABEL, "true")
         else:

@@ -22,6 +22,7 @@ from components.scale_builder import scale_builder
 from components.snapshot import snapshot
 from components.tag import tag
 from pipelines.pods import RUNS, Pods
+from realmops.cluster import IMAGE
 
 OPTIONS = json.dumps(yaml.safe_load((Path(__file__).parents[1] / "params.yaml").read_text()), sort_keys=True)
 
@@ -31,10 +32,11 @@ def train(
     run: str = "first",
     options: str = OPTIONS,
     runs: str = RUNS,
-    image: str = "realmops",
+    image: str = IMAGE,
     volume: str = "realmops-data",
     deployment: str = "realmops-index-builder",
     builders: int = 1,
+    shard_pods: int = 1,
     wait_seconds: int = 900,
     model: str = "",
     margin: float = 0.0,
@@ -45,6 +47,7 @@ def train(
     nproc_per_node: int = 1,
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
+    affinity: dict = {},  # noqa: B006
     settings: str = "realmops-tracking",
     secret: str = "realmops-secrets",
     key: str = "",
@@ -59,8 +62,10 @@ def train(
         image: of every pod.
         volume: the claim that trainer and builders share.
         deployment: the index builders' Deployment; empty for a builder inside the trainer's pod.
-        builders: its replicas.
-        wait_seconds: how long to wait for them.
+        builders: its replicas in pre-training.
+        shard_pods: that tag and embed the corpus together in tag, finetune and evaluate: the stage's own and replicas
+            of the Deployment.
+        wait_seconds: how long pre-training waits for its builders.
         model: the registered model in MLflow whose champion the run becomes if it is better; empty for none.
         margin: by how much exact match must be higher than the champion's, 0 to 1.
         cpu: limit of the pods that train.
@@ -70,25 +75,29 @@ def train(
         nproc_per_node: processes that train together in a pod, one for each of its accelerators.
         node_selector: labels of the nodes for them.
         tolerations: of those pods.
+        affinity: the node affinity of all pods, as Kubernetes writes it.
         settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
         secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
         key: of what is trained, from "realmops submit"; a run ends itself when an older one with the same key lives.
         endpoint: where the pods ask for those; empty to ask nowhere.
     """
     root = f"{runs}/{run}"
-    pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    pods = Pods(
+        image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations, affinity
+    )
     placed, given = pods.placed, {"options": options, "root": root}
     this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     alone = placed(guard(key=key, run=this, endpoint=endpoint), asks=True)
     last = placed(scale_builder(deployment=deployment, root=root, owner=this))
+    shared = {"owner": this, "deployment": deployment, "shard_pods": shard_pods}
     with dsl.ExitHandler(last, name="builders-are-given-back"):
         made = placed(sample(**given)).after(alone)
         made = placed(snapshot(**given, after=made.outputs["manifest"]))
-        made = placed(tag(**given, after=made.outputs["corpus"]), trains=True)
+        made = placed(tag(**given, **shared, after=made.outputs["corpus"]), trains=True)
         made = placed(ict(**given, processes=nproc_per_node, after=made.outputs["manifest"]), trains=True)
         raised = {"owner": this, "deployment": deployment, "builders": builders, "wait_seconds": wait_seconds}
         trained = pretrain(**given, **raised, processes=nproc_per_node, limits=pods.limits, after=made.outputs["model"])
         made = placed(trained, trains=True)
-        made = placed(finetune(**given, processes=nproc_per_node, after=made.outputs["model"]), trains=True)
-        made = placed(evaluate(**given, after=made.outputs["model"]), trains=True)
+        made = placed(finetune(**given, **shared, processes=nproc_per_node, after=made.outputs["model"]), trains=True)
+        made = placed(evaluate(**given, **shared, after=made.outputs["model"]), trains=True)
         placed(promote(**given, model=model, margin=margin, after=made.outputs["manifest"]), trains=True)

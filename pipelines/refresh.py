@@ -8,6 +8,7 @@ from kfp import dsl
 from components import refresh as component
 from pipelines.pods import RUNS, Pods
 from pipelines.realm import OPTIONS
+from realmops.cluster import IMAGE
 
 
 @dsl.pipeline(name="realmops-refresh", description="New documents under a trained REALM, and the answers that change.")
@@ -15,7 +16,7 @@ def refresh(
     run: str = "first",
     options: str = OPTIONS,
     runs: str = RUNS,
-    image: str = "realmops",
+    image: str = IMAGE,
     volume: str = "realmops-data",
     cpu: str = "2",
     memory: str = "8Gi",
@@ -23,6 +24,7 @@ def refresh(
     accelerators: str = "0",
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
     tolerations: list = [],  # noqa: B006
+    affinity: dict = {},  # noqa: B006
     settings: str = "realmops-tracking",
     secret: str = "realmops-secrets",
 ):
@@ -41,8 +43,11 @@ def refresh(
         accelerators: how many.
         node_selector: labels of the nodes for it.
         tolerations: of the pod.
+        affinity: its node affinity, as Kubernetes writes it.
         settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
         secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
-    pods = Pods(image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations)
+    pods = Pods(
+        image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations, affinity
+    )
     pods.placed(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)

@@ -1,4 +1,5 @@
-"""Write docs/commands.md and docs/options.md: every command as the program knows it, every option of params.yaml.
+"""Write the generated pages: docs/commands.md (every command as the program knows it), docs/options.md (every option of
+params.yaml), docs/components.md and docs/components/NAME.md (what other pipelines can load).
 
 python scripts/reference_pages.py
 """
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import component_pages
 
 from realmops.cli import main as realmops
 
@@ -90,11 +92,13 @@ def options_page(params: str) -> str:
 def pages() -> dict[Path, str]:
     """What stands in each generated page, by its file."""
     params = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    return {ROOT / "docs/commands.md": commands_page(), ROOT / "docs/options.md": options_page(params)}
+    found = {ROOT / "docs/commands.md": commands_page(), ROOT / "docs/options.md": options_page(params)}
+    return found | component_pages.pages(lambda source: MADE.format(source=source), row)
 
 
 def main() -> None:
     """Write the pages."""
+    (ROOT / "docs/components").mkdir(exist_ok=True)
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))

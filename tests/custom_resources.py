@@ -28,9 +28,11 @@ SOURCES = {
     "GitRepository": (
         "fluxcd/source-controller", "v1.9.1", "config/crd/bases/source.toolkit.fluxcd.io_gitrepositories.yaml",
     ),
+    "InferenceService": ("kserve/kserve", "v0.20.0", "config/crd/full/serving.kserve.io_inferenceservices.yaml"),
     "Kustomization": (
         "fluxcd/kustomize-controller", "v1.9.4", "config/crd/bases/kustomize.toolkit.fluxcd.io_kustomizations.yaml",
     ),
+    "PodDefault": ("kubeflow/manifests", "v1.11.0", "applications/admission-webhook/upstream/base/crd.yaml"),
     "PodMonitor": (
         "prometheus-operator/prometheus-operator", "v0.93.0",
         "example/prometheus-operator-crd/monitoring.coreos.com_podmonitors.yaml",
@@ -46,15 +48,23 @@ KEPT = ("type", "pattern", "enum", "required", "minimum", "maximum", "minLength"
 OPEN = "x-kubernetes-preserve-unknown-fields"
 POD = "kubernetes-pod-spec"
 POD_FIELDS = {"containers", "restartPolicy", "nodeSelector"}  # who has these is a pod's spec
+# what KServe's predictor has beside a pod's fields, and is looked into here
+BESIDE_POD = {
+    "annotations", "batcher", "canaryTrafficPercent", "containerConcurrency", "deploymentStrategy", "labels",
+    "maxReplicas", "minReplicas", "scaleMetric", "scaleMetricType", "scaleTarget", "timeout",
+}  # fmt: skip
 # long parts of a pod that stand alone, and what people never write: not looked into
 SKIPPED = {
     "affinity",
+    "explainer",
     "initContainers",
     "operation",
     "podSpecOverrides",
     "podTemplateOverrides",
     "resources",
     "runtimePatches",
+    "sidecars",
+    "transformer",
     "valueFrom",
     "volumes",
 }
@@ -64,7 +74,8 @@ def reduced(node: Mapping[str, Any]) -> dict[str, Any]:
     """A schema of a definition without what does not decide; closed, as the server with strict validation takes it."""
     fields: Mapping[str, Any] = node.get("properties", {})
     if fields.keys() >= POD_FIELDS:
-        return {"type": "object", POD: True}
+        beside = {name: reduced(fields[name]) for name in sorted(fields.keys() & BESIDE_POD)}
+        return {"type": "object", POD: True, **({"properties": beside} if beside else {})}
     found = {key: node[key] for key in KEPT if key in node}
     if node.get("nullable"):
         found["type"] = [found["type"], "null"]
@@ -126,7 +137,7 @@ def kubernetes_objects(one: Mapping[str, Any], schema: Mapping[str, Any]) -> Ite
 
 def pod_specs(value: Any, schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     if schema.get(POD):
-        yield path, value
+        yield path, {key: inner for key, inner in value.items() if key not in schema.get("properties", {})}
     elif isinstance(value, dict):
         for key, inner in value.items():
             found = schema.get("properties", {}).get(key, {})

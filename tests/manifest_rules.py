@@ -30,6 +30,8 @@ from manifests import (
 )
 from pod_security import containers, violations
 
+from realmops.serve.server import DRAIN_SECONDS
+
 OF_OTHERS = {"Application", "GitRepository", "Kustomization"}  # objects of Argo CD and Flux, in their namespaces
 EXTERNAL = "external.realmops"  # annotation external.realmops/secret-NAME: what people have to make, with its keys
 HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc"}
@@ -52,13 +54,14 @@ COUNTED = {
     "services.loadbalancers",
 }  # fmt: skip
 VERBS = {"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
+UNHEARD_SECONDS = 10  # until every proxy knows that a pod ends; a guess, as Kubernetes sets no bound
 LEAST = {
     "activeDeadlineSeconds": 1, "backoffLimit": 0, "completions": 0, "expirationSeconds": 600, "failureThreshold": 1,
     "initialDelaySeconds": 0, "parallelism": 0, "periodSeconds": 1, "progressDeadlineSeconds": 1, "replicas": 0,
     "successThreshold": 1, "terminationGracePeriodSeconds": 0, "timeoutSeconds": 1, "ttlSecondsAfterFinished": 0,
 }  # fmt: skip
-# by program: where it answers; tests/test_mlflow_server.py asks each of them
-ANSWERS = {"mlflow": {"/health", "/version", "/metrics"}}
+# by program: where it answers; tests/test_mlflow_server.py and tests/test_serve.py ask each of them
+ANSWERS = {"mlflow": {"/health", "/version", "/metrics"}, "serve": {"/health/live", "/health/ready", "/metrics"}}
 AUDIENCES = {"pipelines.kubeflow.org"}  # of tokens: who is to take them
 ANNOTATIONS = {
     "argocd.argoproj.io/hook": {"PreSync", "Sync", "PostSync", "SyncFail", "Skip"},
@@ -100,7 +103,11 @@ def _schema_faults(text: str, version: str) -> tuple[str, ...]:
 
 
 def as_made(objects: list[Object]) -> Iterator[Object]:
-    """The objects, with the Job that Kubeflow Trainer makes of a TrainJob and its runtime in their place."""
+    """The objects, with what others make of theirs.
+
+    Kubeflow Trainer makes a Job of a TrainJob and its runtime, which stands in their place; KServe, in mode Standard,
+    a Deployment and an autoscaler of an InferenceService, which stand beside it.
+    """
     runtimes = {one["metadata"]["name"]: one for one in objects if one["kind"] == "TrainingRuntime"}
     for one in objects:
         if one["kind"] == "TrainJob" and one["spec"]["runtimeRef"]["name"] in runtimes:
@@ -115,6 +122,33 @@ def as_made(objects: list[Object]) -> Iterator[Object]:
             yield {"kind": "Job", "metadata": one["metadata"], "spec": {"parallelism": nodes, "template": template}}
         elif one["kind"] != "TrainingRuntime":
             yield one
+        if one["kind"] == "InferenceService":
+            yield from made_by_kserve(one)
+
+
+def made_by_kserve(one: Object) -> Iterator[Object]:
+    """As reconcilers/deployment/deployment_reconciler.go and reconcilers/hpa/hpa_reconciler.go of KServe 0.20 do it."""
+    predictor = one["spec"]["predictor"]
+    beside = custom_resources.BESIDE_POD
+    made = {**one["metadata"], "name": f"{one['metadata']['name']}-predictor"}
+    made.pop("annotations", None)
+    labels = {**predictor.get("labels", {}), "app": f"isvc.{made['name']}"}
+    template = {
+        "metadata": {"labels": labels},
+        "spec": {key: value for key, value in predictor.items() if key not in beside},
+    }
+    spec = {"selector": {"matchLabels": {"app": labels["app"]}}, "template": template}
+    if "deploymentStrategy" in predictor:
+        spec["strategy"] = predictor["deploymentStrategy"]
+    yield {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": made, "spec": spec}
+    least = predictor.get("minReplicas", 1)
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": made["name"]}
+    bounds = {
+        "scaleTargetRef": target,
+        "minReplicas": least,
+        "maxReplicas": max(predictor.get("maxReplicas", 0), least),
+    }
+    yield {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": made, "spec": bounds}
 
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -199,16 +233,23 @@ def selectors_match(objects: list[Object]) -> Iterator[str]:
     pods = [template for _, template in templates(objects)]
     for one in objects:
         spec = one.get("spec", {})
+        if one["kind"] == "PodDisruptionBudget" and not spec.get("selector", {}).get("matchLabels"):
+            yield f"{name(one)}: selects every pod of the namespace"
         if one["kind"] in ("Deployment", "StatefulSet", "DaemonSet"):
             if not selects(spec["selector"]["matchLabels"], spec["template"]):
                 yield f"{name(one)}: the selector does not match the template's labels"
             continue
         selector = {
             "Service": spec.get("selector"),
+            "PodDisruptionBudget": spec.get("selector", {}).get("matchLabels"),
             "PodMonitor": spec.get("selector", {}).get("matchLabels"),
             "NetworkPolicy": spec.get("podSelector", {}).get("matchLabels"),
         }.get(one["kind"])
-        if selector and not any(selects(selector, template) for template in pods):
+        if one["kind"] in ("PodMonitor", "NetworkPolicy"):  # which may be there before the pods are
+            pods_of = [*pods, *(template for _, template in templates(all_that_can_be()))]
+        else:
+            pods_of = pods
+        if selector and not any(selects(selector, template) for template in pods_of):
             yield f"{name(one)}: no pod has the labels that it selects"
 
 
@@ -358,16 +399,20 @@ def serves(container: Object, port: int | str | None) -> bool:
 
 
 def answers(container: Object, path: str) -> bool:
-    """Whether a container's program has something at a path; at /metrics only when it is told to."""
+    """Whether a container's program has something at a path; MLflow at /metrics only when it is told to."""
+    program = [*container.get("command", []), *container.get("args", []), ""][0]
     variables = {one["name"] for one in container.get("env", [])}
-    told = path != "/metrics" or "MLFLOW_EXPOSE_PROMETHEUS" in variables
-    return told and path in ANSWERS.get(container.get("command", [""])[0], ())
+    told = program != "mlflow" or path != "/metrics" or "MLFLOW_EXPOSE_PROMETHEUS" in variables
+    return told and path in ANSWERS.get(program, ())
 
 
 def selected(objects: list[Object], labels: Mapping[str, str]) -> list[Object]:
-    """The containers of the pods that have these labels."""
-    pods = [template for _, template in templates(objects) if selects(labels, template)]
-    return [container for template in pods for container in containers(template["spec"])]
+    """The containers of the pods that have these labels; where there are none yet, of those of other components."""
+    for those in (objects, all_that_can_be()):
+        pods = [template for _, template in templates(those) if selects(labels, template)]
+        if pods:
+            return [container for template in pods for container in containers(template["spec"])]
+    return []
 
 
 def network_policies(objects: list[Object]) -> Iterator[str]:
@@ -378,21 +423,21 @@ def network_policies(objects: list[Object]) -> Iterator[str]:
             if kind.lower() in one["spec"] and kind not in one["spec"].get("policyTypes", [kind]):
                 yield f"{name(one)}: has {kind.lower()}, which its policyTypes do not name"
     services = {one["metadata"]["name"]: one for one in objects if one["kind"] == "Service"}
-    called = [
+    configured = {one["metadata"]["name"]: one["data"] for one in objects if one["kind"] == "ConfigMap"}
+    called: list[tuple[str, Object | None, str]] = [
         (name(one), None, value) for one in objects if one["kind"] == "ConfigMap" for value in one["data"].values()
     ]
     for one, template in templates(objects):
         for container in containers(template["spec"]):
-            called += [(name(one), template, variable.get("value", "")) for variable in container.get("env", [])]
+            for variable in container.get("env", []):
+                found = variable.get("valueFrom", {}).get("configMapKeyRef", {})
+                of_map = configured.get(found.get("name"), {}).get(found.get("key"), "")
+                called.append((name(one), template, variable.get("value", of_map)))
     for where, template, value in called:
         address = ADDRESS.match(value)
         if not address:
             continue
         host, namespace, port = address[1], address[2], int(address[3])
-        if namespace is None:
-            if host not in services or port not in [one["port"] for one in services[host]["spec"]["ports"]]:
-                yield f"{where}: no service answers at {value}"
-            continue
         ours = [
             one["spec"]
             for one in policies
@@ -401,14 +446,24 @@ def network_policies(objects: list[Object]) -> Iterator[str]:
             and selects(one["spec"]["podSelector"].get("matchLabels", {}), template)
         ]
         allowed = [rule for spec in ours for rule in spec.get("egress", [])]
-        if ours and not any(lets_out(rule, namespace, port) for rule in allowed):
+        if namespace is not None:
+            wanted: Object = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+            ports: set[int | str] = {port}
+        else:
+            spec = services.get(host, {"spec": {"ports": []}})["spec"]
+            target = [one.get("targetPort", one["port"]) for one in spec["ports"] if one["port"] == port]
+            if not target:
+                yield f"{where}: no service answers at {value}"
+                continue
+            wanted, ports = {"podSelector": {"matchLabels": spec["selector"]}}, {*target}
+        if ours and not any(lets_out(rule, wanted, ports) for rule in allowed):
             yield f"{where}: no network policy lets it call {value}"
 
 
-def lets_out(rule: Object, namespace: str, port: int) -> bool:
-    wanted = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+def lets_out(rule: Object, wanted: Object, ports: set[int | str]) -> bool:
+    """Whether an egress rule has this peer, and one of these ports of it."""
     to_there = "to" not in rule or wanted in rule["to"]
-    return to_there and ("ports" not in rule or any(one.get("port") == port for one in rule["ports"]))
+    return to_there and ("ports" not in rule or any(one.get("port") in ports for one in rule["ports"]))
 
 
 def proxies_are_off(objects: list[Object]) -> Iterator[str]:
@@ -483,7 +538,7 @@ def named(spec: Object) -> Iterator[tuple[str, str, str | None]]:
                 yield field.removesuffix("Ref").lower(), found["name"], None
         for variable in container.get("env", []):
             for field, found in variable.get("valueFrom", {}).items():
-                if field in ("configMapKeyRef", "secretKeyRef"):
+                if field in ("configMapKeyRef", "secretKeyRef") and not found.get("optional"):
                     yield field.removesuffix("KeyRef").lower(), found["name"], found["key"]
 
 
@@ -568,11 +623,94 @@ def files_lie_in_volumes(objects: list[Object]) -> Iterator[str]:
 
 
 def strategies(objects: list[Object]) -> Iterator[str]:
-    """Two pods never mount one ReadWriteOnce claim in an update."""
-    for one in objects:
-        strategy = one["spec"].get("strategy", {}) if one["kind"] == "Deployment" else {"type": "Recreate"}
-        if strategy.get("type") != "Recreate" or "rollingUpdate" in strategy:
+    """Two pods never write to one claim in an update; who only reads is replaced without a gap."""
+    for one, template in templates(objects):
+        if one["kind"] != "Deployment":
+            continue
+        strategy = one["spec"].get("strategy", {})
+        claims = {volume["name"] for volume in template["spec"].get("volumes", []) if "persistentVolumeClaim" in volume}
+        writes = any(
+            mount["name"] in claims and not mount.get("readOnly")
+            for container in containers(template["spec"])
+            for mount in container.get("volumeMounts", [])
+        )
+        if writes and (strategy.get("type") != "Recreate" or "rollingUpdate" in strategy):
             yield f"{name(one)}: the strategy is {strategy.get('type')}, wanted Recreate and nothing else"
+        recreated = strategy.get("type") == "Recreate" and (writes or not claims)
+        if answered_by_service(one, template, objects) and not recreated:
+            rolling = strategy.get("rollingUpdate", {})
+            if strategy.get("type") != "RollingUpdate" or rolling.get("maxUnavailable") != 0:
+                yield f"{name(one)}: wanted RollingUpdate with maxUnavailable 0, so that pods answer all the time"
+            if rolling.get("maxSurge", "25%") in (0, "0%"):
+                yield f"{name(one)}: maxSurge and maxUnavailable are both 0, which Kubernetes refuses"
+            yield from (f"{name(one)}: {problem}" for problem in ends_early(template["spec"]))
+
+
+def answered_by_service(one: Object, template: Object, objects: list[Object]) -> bool:
+    """Whether a Service or KServe sends requests to the pods."""
+    services = [found["spec"]["selector"] for found in objects if found["kind"] == "Service"]
+    kserve = str(template["metadata"]["labels"].get("app", "")).startswith("isvc.")
+    return kserve or any(selects(selector, template) for selector in services)
+
+
+def ends_early(spec: Object) -> Iterator[str]:
+    """Why a rolling update would lose requests: sent before a pod answers, or after it was told to end."""
+    for container in containers(spec):
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            if probe not in container:
+                yield f"container {container['name']} has no {probe}"
+        slept = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
+        if slept < UNHEARD_SECONDS:
+            yield f"preStop sleeps {slept} s, wanted {UNHEARD_SECONDS}: until then requests come to a pod that ends"
+        wanted, given = slept + DRAIN_SECONDS, spec.get("terminationGracePeriodSeconds", 30)
+        if given <= wanted:
+            yield f"terminationGracePeriodSeconds is {given}: preStop and the server's own end take {wanted}"
+
+
+def scaled(objects: list[Object]) -> Iterator[str]:
+    """What an autoscaler scales is there, says what it asks for, and leaves the number to it; budgets can be kept."""
+    there = {name(one): one for one in objects}
+    for one in objects:
+        if one["kind"] == "HorizontalPodAutoscaler":
+            target, spec = one["spec"]["scaleTargetRef"], one["spec"]
+            found = there.get(f"{target['kind']}/{target['name']}")
+            if found is None or found["apiVersion"] != target["apiVersion"]:
+                yield f"{name(one)}: there is no {target['kind']} {target['name']} in {target['apiVersion']}"
+                continue
+            if "replicas" in found["spec"]:
+                yield f"{name(found)}: has replicas, which each apply would take from {name(one)}"
+            if spec.get("minReplicas", 1) > spec["maxReplicas"]:
+                yield f"{name(one)}: minReplicas is above maxReplicas"
+        if one["kind"] == "PodDisruptionBudget":
+            labels, least = one["spec"].get("selector", {}).get("matchLabels", {}), one["spec"].get("minAvailable")
+            for owner, template in templates(objects):
+                scaler = scaler_of(owner, objects)
+                pods = scaler["spec"].get("minReplicas", 1) if scaler else owner["spec"].get("replicas", 1)
+                if selects(labels, template) and (type(least) is not int or not 0 < least < pods):
+                    yield f"{name(one)}: minAvailable is {least} of {pods} pods, wanted from 1 to one less than these"
+
+
+def scaler_of(one: Object, objects: list[Object]) -> Object | None:
+    """The autoscaler of a Deployment."""
+    scalers = [found for found in objects if found["kind"] == "HorizontalPodAutoscaler"]
+    return next((two for two in scalers if two["spec"]["scaleTargetRef"]["name"] == one["metadata"]["name"]), None)
+
+
+def one_node_for_one_claim(objects: list[Object]) -> Iterator[str]:
+    """Pods that mount the same claim for one node want to be on the same one."""
+    for claim in (one for one in objects if one["kind"] == "PersistentVolumeClaim"):
+        which = {"claimName": claim["metadata"]["name"]}
+        mounting = [
+            (one, template)
+            for one, template in templates(objects)
+            if which in [volume.get("persistentVolumeClaim") for volume in template["spec"].get("volumes", [])]
+        ]
+        if claim["spec"].get("accessModes") != ["ReadWriteOnce"] or len(mounting) < 2:
+            continue
+        for one, template in mounting:
+            near = template["spec"].get("affinity", {}).get("podAffinity", {})
+            if not near.get("requiredDuringSchedulingIgnoredDuringExecution"):
+                yield f"{name(one)}: mounts {name(claim)}, which is for one node, and may be put on another one"
 
 
 def affinities(objects: list[Object]) -> Iterator[str]:
@@ -582,6 +720,10 @@ def affinities(objects: list[Object]) -> Iterator[str]:
         for term in near.get("requiredDuringSchedulingIgnoredDuringExecution", []):
             if not selects(term["labelSelector"]["matchLabels"], template):
                 yield f"{name(one)}: wants to be near pods with labels that it has not: the first one finds no place"
+            if not any(
+                term["labelSelector"]["matchLabels"].items() <= labels.items() for labels in labels_of_pipelines()
+            ):
+                yield f"{name(one)}: wants to be near pods with labels that no pod of the pipelines has"
             if term["topologyKey"] not in ("kubernetes.io/hostname", "topology.kubernetes.io/zone"):
                 yield f"{name(one)}: no node has the label {term['topologyKey']}"
 
@@ -603,11 +745,11 @@ def claims_are_mounted(objects: list[Object]) -> Iterator[str]:
 
 
 def quota_has_room(objects: list[Object]) -> Iterator[str]:
-    """One pod of each kind fits into the namespace's quota, and all nodes of a training that has several."""
+    """One pod of each kind fits into the namespace's quota, and all pods of what has several at once."""
     if next(quantities(objects), None):
         return
     asked = [
-        (max(one["spec"].get("parallelism", 1), 1), container.get("resources", {}))
+        (times(one, objects), container.get("resources", {}))
         for one, template in templates(objects)
         for container in containers(template["spec"])
     ]
@@ -615,11 +757,45 @@ def quota_has_room(objects: list[Object]) -> Iterator[str]:
         for key, most in quota["spec"]["hard"].items():
             resource = key.removeprefix("requests.")
             wanted = sum(
-                times * quantity({**one.get("limits", {}), **one.get("requests", {})}.get(resource, 0))
-                for times, one in asked
+                pods * quantity({**one.get("limits", {}), **one.get("requests", {})}.get(resource, 0))
+                for pods, one in asked
             )
             if resource != key and wanted > quantity(most):
                 yield f"{name(quota)}: {key} is {most}, and the pods want {wanted}"
+
+
+def times(one: Object, objects: list[Object]) -> int:
+    """How many of its pods there are at once: a Job's nodes, or as many as an autoscaler may want and one more."""
+    scaler = scaler_of(one, objects)
+    return scaler["spec"]["maxReplicas"] + 1 if scaler else max(one["spec"].get("parallelism", 1), 1)
+
+
+def pod_defaults(objects: list[Object]) -> Iterator[str]:
+    """What Kubeflow's webhook would put into pods is whole in itself, and for pods that the pipelines have."""
+    for one in objects:
+        if one["kind"] != "PodDefault":
+            continue
+        spec = one["spec"]
+        container = {"name": "any", "image": "any:1", **{key: spec.get(key, []) for key in ("env", "volumeMounts")}}
+        pod = {"containers": [container], "volumes": spec.get("volumes", [])}
+        pods = {"apiVersion": "v1", "kind": "Pod", "metadata": one["metadata"], "spec": pod}
+        if wrong := schema_faults(pods, NEWEST):
+            yield from (f"{name(one)}: {problem}" for problem in wrong)
+            continue
+        made = [{**pods, "kind": "Job", "spec": {"template": {"metadata": {}, "spec": pod}}}]
+        yield from (
+            f"PodDefault: {fault}" for rule in (mounts_have_volumes, files_lie_in_volumes) for fault in rule(made)
+        )
+        if not any(spec["selector"]["matchLabels"].items() <= labels.items() for labels in labels_of_pipelines()):
+            yield f"{name(one)}: no pod of the pipelines has the labels that it selects"
+
+
+@cache
+def labels_of_pipelines() -> list[dict[str, str]]:
+    """The labels that the compiled pipelines give to their pods."""
+    platforms = [read_all(file)[1]["platforms"] for file in sorted((K8S.parent / "pipelines").glob("*.yaml"))]
+    executors = [one["kubernetes"]["deploymentSpec"]["executors"] for one in platforms]
+    return [pod.get("podMetadata", {}).get("labels", {}) for one in executors for pod in one.values()]
 
 
 def syncs(objects: list[Object]) -> Iterator[str]:
@@ -659,10 +835,16 @@ def syncs(objects: list[Object]) -> Iterator[str]:
 
 
 @cache
+def all_that_can_be() -> list[Object]:
+    """What stands in files of base and components, and what others make of it."""
+    return [*as_made(all_of_ours())]
+
+
+@cache
 def all_of_ours() -> list[Object]:
     """Every object that stands in a file of base and components."""
     files = [*K8S.glob("base/*.yaml"), *K8S.glob("components/*/*.yaml"), *K8S.glob("namespace/*.yaml")]
-    return [one for file in files for one in read_all(file) if "metadata" in one]
+    return [one for file in files for one in read_all(file) if isinstance(one, dict) and "metadata" in one]
 
 
 RULES = (
@@ -688,8 +870,11 @@ RULES = (
     environments,
     files_lie_in_volumes,
     strategies,
+    scaled,
+    one_node_for_one_claim,
     affinities,
     claims_are_mounted,
     quota_has_room,
+    pod_defaults,
     syncs,
 )

@@ -36,6 +36,7 @@ from realmops.evaluate.ablation import (
     utility_chart,
 )
 from realmops.evaluate.predictions import read_predictions
+from realmops.index import lease
 from realmops.journal import Series
 from realmops.stages import STAGES
 from realmops.tracking.client import default_uri, mlflow_client
@@ -339,8 +340,8 @@ def test_a_table_of_what_is_there_trains_nothing_and_takes_no_result_of_other_se
     assert {path: path.stat().st_mtime_ns for path in (out / "store").glob("*/log.txt")} == made
 
 
-def test_two_calls_at_once_train_a_stage_once(project: Path) -> None:
-    """As two pods on one volume, of which one waits; what the stages after it made of the same bytes still stands."""
+def test_two_calls_at_once_train_a_stage_once(project: Path, tmp_path: Path) -> None:
+    """As two pods on one volume, of which one waits for the other; what the stages after it made still stands."""
     out = project / "out"
     lost = (out / "realm/seed-0/models/pretrain").resolve()
     before = (lost / "manifest.json").read_text()
@@ -348,11 +349,16 @@ def test_two_calls_at_once_train_a_stage_once(project: Path) -> None:
     logs = {path: path.read_text() for path in (out / "store").glob("*/log.txt")}
     words = ["ablate", "--params", project / "params.yaml", "--preset", project / "nothing.yaml", "--out", out]
     words += ["--variant", "realm", "--set", "tracking.enabled=false"]
-    streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    calls = [subprocess.Popen(small_project.command(*words), **streams) for _ in range(2)]
-    told = [call.communicate(timeout=250)[1] for call in calls]
-    assert [call.returncode for call in calls] == [0, 0], told
-    assert re.search(r"waiting for .*/claim, which .*, process \d+ holds, since 0 s", told[0] + told[1])
+    command = small_project.command(*words)
+    files = [tmp_path / f"{number}.txt" for number in range(2)]
+    with contextlib.ExitStack() as stack, lease.claimed(lost.parents[1] / ".realmops/claim", print):
+        streams = [stack.enter_context(path.open("w")) for path in files]
+        calls = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream) for stream in streams]
+        small_project.wait_for(lambda: all("waiting for" in path.read_text() for path in files), 250)
+    assert [call.wait(timeout=250) for call in calls] == [0, 0], [path.read_text() for path in files]
+    for path in files:
+        holder = rf"waiting for .*/claim, which .*, process {os.getpid()} holds, since 0 s"
+        assert re.search(holder, path.read_text())
     assert files_of(before) == files_of((lost / "manifest.json").read_text())
     more = {path: path.read_text().removeprefix(logs[path]).splitlines() for path in logs}
     assert {path for path in more if more[path]} == {lost.parents[1] / "log.txt"}

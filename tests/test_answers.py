@@ -20,6 +20,7 @@ from realmops.corpus.answers import (
     normal_form,
     regex_match_spans,
     regex_search_spans,
+    same_form,
     substring_spans,
     token_boundary_spans,
     token_f1,
@@ -210,3 +211,34 @@ def test_an_expressions_match_loses_its_blanks_as_wordpieces() -> None:
     assert answer_token_spans(text, [r"\s*in\s(19)?\d\d\s?"], chars, rule="regex_search") == [(1, 3)]
     assert answer_token_spans(text, [r"in\s\d\d"], chars, rule="regex_search") == []  # ends inside of 1995
     assert answer_token_spans(text, [r"\s"], chars, rule="regex_search") == []
+
+
+# ---- spans with the answer's normal form
+
+
+WORDS = (
+    "the",
+    "a",
+    "an",
+    "The A",
+    "Theory",
+    "(cat)",
+    "café",
+    "cafe\u0301",
+    "Σας",
+    "–",
+    "½",
+    "İ",
+    "1950.",
+    "–a–",
+    "\x1c",
+)
+
+
+@given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8), st.sampled_from([" ", "", "\n"]), st.data())
+def test_spans_of_an_answer_are_those_with_its_normal_form(words: list[str], blank: str, data: st.DataObject) -> None:
+    text = blank.join(words)
+    spans = np.array([(i, j) for i in range(len(text)) for j in range(i + 1, min(len(text), i + 16) + 1)])
+    start, end = data.draw(st.sampled_from(spans.tolist()))
+    wanted = [normal_form(text[i:j]) == normal_form(text[start:end]) for i, j in spans]
+    assert same_form(text, text[start:end], spans).tolist() == wanted

@@ -22,6 +22,7 @@ LAYERS = (
     ("train", "baselines", "evaluate"),
     ("tracking", "stages"),
     ("commands",),
+    ("serve",),
     ("console", "cluster", "cli", "__main__"),
 )
 # Within a row, left may be imported by right: only these.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import real_text
+import serve
 import whole_run
 from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
 from generated import encoder_flops
@@ -67,6 +68,11 @@ def test_the_table_shows_medians_spreads_ratio_goal_and_verdict() -> None:
     assert table([("encode", ROW)]).splitlines()[2] == (
         "| encode | embedding | 20 (10 to 60) docs/s | another | 5 (5 to 10) docs/s | 4 (2 to 6) | at least 4 | met |"
     )
+
+
+def test_what_callers_of_a_server_saw() -> None:
+    turn = serve.Turn([0.001 * n for n in range(1, 102)], seconds=2.0, processor=0.505)
+    assert turn.figures == pytest.approx({"p50": 51, "p99": 100, "answers": 50.5, "processor": 5})
 
 
 def test_what_was_not_run_says_so_by_name() -> None:

@@ -228,7 +228,7 @@ def test_options_tell_readers_of_passages_from_those_that_read_none() -> None:
 def test_it_learns_questions_by_heart(learned: ClosedBook) -> None:
     answers = learned.answer(ASKED, batch_size=4)
     assert [answer.text for answer in answers] == [q.answers[0].lower() for q in ASKED]
-    assert all(np.log(0.5) < answer.said_log_p < 0 for answer in answers)
+    assert all(np.log(0.5) < answer.log_p < 0 for answer in answers)
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -248,7 +248,7 @@ def test_an_answer_is_the_most_likely_piece_each_time(learned: ClosedBook, world
                 written.append(best)
         ended += model.end in written
         assert answer.text == model.text(written)
-        assert answer.said_log_p == pytest.approx(total, abs=1e-4)
+        assert answer.log_p == pytest.approx(total, abs=1e-4)
     assert ended == len(ASKED) if trained else ended < len(ASKED)
 
 

@@ -334,7 +334,7 @@ def exists(path: str, page: str) -> bool:
 
 
 # Names of files that runs write or people bring, which the pages say without their folder.
-WRITTEN = {"manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"}
+WRITTEN = {"answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"}
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

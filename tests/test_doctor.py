@@ -51,7 +51,7 @@ def test_doctor_on_an_empty_folder(tmp_path: Path) -> None:
     assert any(line.startswith("device: cpu") for line in lines)
     for name in STAGES:
         assert state(lines, name) == "not run yet"
-    assert lines[-1] == "exchange: none; pretrain makes one while it runs"
+    assert lines[-1] == "exchange: none; tag, pretrain, finetune and evaluate make one while they run"
     assert files(tmp_path) == set()
 
 

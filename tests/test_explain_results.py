@@ -31,6 +31,7 @@ def test_an_explanation_has_passages_scores_and_the_failure() -> None:
         "q2  Where was Ada Vell born?",
         "  wanted: Tor Hollow",
         "  answer: north  (score 2.00)",
+        "  confidence: 0.75",
         "  failed at: reader (the reader could choose an answer and chose another span)",
         "  best right span: Tor Hollow  (score 1.50)",
         "  first passage with an answer: number 1",

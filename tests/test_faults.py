@@ -73,6 +73,24 @@ def test_killed_stopped_doubled_and_with_wrong_clocks_the_run_ends_with_the_same
     told("runs with one to three builders, clocks off by up to a day", done["runs"], "the same weights")
 
 
+def test_tagging_and_embedding_killed_on_both_sides_makes_the_same_bytes_and_no_shard_twice(
+    tmp_path: Path, told: Told
+) -> None:
+    """A stage and three helpers; each kill may cost the shard in hand and no other."""
+    script = Path(__file__).with_name("shard_kills.py")
+    command = [sys.executable, script, tmp_path, "3", str(times(20, 1000)), "0"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = json.loads(process.stdout)
+    assert found["wrong"] == [], process.stderr[-3000:]
+    done: dict[str, int] = found["done"]
+    for word in ("stage", "helper"):
+        assert done[word] > 2
+        told(
+            f"SIGKILL of a {word} that tags and embeds, at operations and at any instant", done[word], "the same bytes"
+        )
+
+
 # A disk that fails
 
 
@@ -717,15 +735,20 @@ def test_pre_training_killed_on_both_sides_ends_with_the_same_bytes(prepared: Pa
 
 
 def test_mlflow_listens_on_loopback_unless_told_otherwise(told: Told) -> None:
-    """Nothing of ours listens; the documented commands that do are MLflow's, with its own default."""
+    """Of ours `realmops serve` alone listens, on loopback too; the other documented commands that do are MLflow's."""
     import mlflow.cli
 
-    [host] = [option for option in mlflow.cli.cli.commands["server"].params if option.name == "host"]
-    assert host.default == "127.0.0.1"
+    from realmops.cli import main
+
+    for command in (mlflow.cli.cli.commands["server"], main.commands["serve"]):
+        [host] = [option for option in command.params if option.name == "host"]
+        assert host.default == "127.0.0.1"
     root = Path(__file__).parents[1]
-    for path in (root / "README.md", *(root / "docs").glob("*.md"), *(root / "src").rglob("*.py")):
+    serving = {root / "docs/serve.md", root / "docs/commands.md", root / "src/realmops/serve/server.py"}
+    for path in {root / "README.md", *(root / "docs").glob("*.md"), *(root / "src").rglob("*.py")} - serving:
         for words in ("0.0.0.0", "HTTPServer", ".bind(", ".listen("):
-            assert words not in path.read_text(encoding="utf-8"), path
+            if not (words == "0.0.0.0" and path.name == "cli.py"):  # what --host says of it
+                assert words not in path.read_text(encoding="utf-8"), path
     told("mlflow server without --host", 1, "listens on 127.0.0.1")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_project import QUESTIONS
 from small_world import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
@@ -402,6 +403,31 @@ def test_the_best_span_over_passages_and_relevance_wins(world: World) -> None:
         assert answer.ranked == id_BK[0].tolist()
         prior = score_BK[0, :3].double().softmax(-1).log()
         assert answer.log_prior == pytest.approx(prior.tolist(), rel=1e-3)
+
+
+def test_the_probability_of_an_answer_is_summed_over_its_places_in_all_passages(world: World) -> None:
+    """By a slow search for the answer's words in the text of the passages, and one softmax over all their spans."""
+    model = open_qa(world, reader_candidates=12)
+    asked = [Question(str(n), question, ("",)) for n, (question, _) in enumerate(QUESTIONS["train"])]
+    several = 0
+    for question, answer in zip(asked, model.answer(asked, ranked=5, batch_size=4), strict=True):
+        with torch.no_grad():
+            score_BK, id_BK = model.relevance([question.question], 12)
+            score_S, rows = model.spans([model.wordpieces(question.question)], id_BK.tolist())
+        everything, said = 0.0, []
+        for score, (_, rank, first, last) in zip(score_S.tolist(), rows.tolist(), strict=True):
+            passage = int(id_BK[0, rank])
+            characters, text = world.snapshot.chars(passage), world.snapshot.text(passage)
+            start, end = int(characters[first, 0]), int(characters[last, 1])
+            weight = math.exp(score + float(score_BK[0, rank]))
+            everything += weight
+            inside_a_word = any(map(str.isalnum, (text[start - 1 : start] + text[end : end + 1])))
+            is_it = answer.best is not None and (passage, (start, end)) == (answer.best.passage, answer.best.characters)
+            if is_it or (text[start:end].lower() == answer.text.lower() and not inside_a_word):
+                said.append(weight)
+        several += len(said) > 1
+        assert answer.log_p == pytest.approx(math.log(sum(said) / everything), rel=1e-4)
+    assert several > 1
 
 
 def test_batches_do_not_change_answers(world: World) -> None:

@@ -12,7 +12,7 @@ import pytest
 from small_project import wait_for
 
 from realmops.index import lease
-from realmops.index.lease import claimed
+from realmops.index.lease import Turns, claimed
 
 # Adds one to a number in a file, slowly: two at once would lose one of the additions.
 ADD = """
@@ -104,6 +104,32 @@ def test_who_slept_too_long_is_told_that_the_claim_is_lost(tmp_path: Path) -> No
         assert not claim.lost
         (tmp_path / "claim/000002").mkdir()  # somebody found its sign unchanged for too long
         wait_for(lambda: claim.lost, 10)
+
+
+def test_of_many_claims_those_that_are_free_are_taken_without_a_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "DEAD_SECONDS", 0.5)
+    turns = Turns()
+    elsewhere(tmp_path / "held", 0)
+    elsewhere(tmp_path / "ended", 0, done=True)
+    with turns.taken(tmp_path / "free") as free, turns.taken(tmp_path / "ended") as ended:
+        assert free is not None
+        assert ended is not None
+        with turns.taken(tmp_path / "held") as held, turns.taken(tmp_path / "free") as again:
+            assert held is None
+            assert again is None
+    assert sorted(path.name for path in (tmp_path / "held").iterdir()) == ["000001"]
+    with turns.taken(tmp_path / "free") as free:
+        assert free is not None
+
+    def dead() -> bool:
+        with turns.taken(tmp_path / "held") as held:
+            return held is not None
+
+    wait_for(dead, 60)
+    with pytest.raises(FileNotFoundError), turns.taken(tmp_path / "gone" / "1"):
+        pass
 
 
 def test_a_wait_can_be_stopped(tmp_path: Path) -> None:

@@ -37,12 +37,13 @@ from manifests import (
 from pod_security import violations
 
 from realmops.cli import main
-from realmops.cluster import server
+from realmops.cluster import IMAGE, server
 
 ROOT = K8S.parent
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
 STARTS = ("base", "overlays/local", "overlays/standalone", "overlays/production")
-FULL = "on-production-ros"  # has every kind of object
+ANSWERING = ("serve", "kserve")  # components that only single-node changes: with few sets of the others
+FULL = "on-production-s-k-ros"  # has every kind of object
 BUILDER = "Deployment/realmops-index-builder"
 GONE = object()
 
@@ -60,18 +61,27 @@ def subsets(names: list[str]) -> Iterator[tuple[str, ...]]:
 def cases() -> dict[str, dict[str, Any]]:
     """Base and each overlay with every set of the components that it does not have; by namespaces made of initials.
 
-    But ``small`` changes the claim of MLflow, which production has not, and nothing that others change.
+    But ``small`` changes the claim of MLflow, which production has not, and nothing that others change; and
+    ``pipelines-token`` is for profiles, whose overlays have it.
     """
     found = {}
     for start in STARTS:
         has = {Path(component).name for component in read(f"{start}/kustomization.yaml").get("components", [])} | {
-            "small"
+            "small",
+            "pipelines-token",
         }
-        for chosen in subsets([component for component in COMPONENTS if component not in has]):
+        others = [component for component in COMPONENTS if component not in has and component not in ANSWERING]
+        alone = [*subsets(others)]
+        few = (alone[0], ("retrain-on-sync",), alone[-1])
+        for chosen in [
+            *alone,
+            *((*more, *some) for some in few for more in [*subsets(ANSWERING)][1:]),
+        ]:
             namespace = "-".join(["on", Path(start).name, *("".join(re.findall(r"\b\w", one)) for one in chosen)])
+            again = ["single-node"] if "single-node" in has and {*ANSWERING} & {*chosen} else []  # for what was added
             found[namespace] = {
                 "resources": [f"../{start}"],
-                "components": [f"../components/{component}" for component in chosen],
+                "components": [f"../components/{component}" for component in (*chosen, *again)],
             }
     return found
 
@@ -85,7 +95,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]
 
 
 def test_no_set_of_components_is_missing() -> None:
-    assert len(CASES) == 2**6 + 2 * 2**5 + 2**2
+    assert len(CASES) == 2**6 + 2 * 2**5 + 2**2 + 4 * 3 * 3
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -113,6 +123,24 @@ def test_an_overlay_sets_namespace_image_and_the_account_of_the_pipelines(overla
         ("realmops-scaler", namespace),
         (account, namespace),
     ]
+
+
+def test_production_has_the_released_image_for_gpus() -> None:
+    containers = [one for _, _, one in manifests.each_container(render(K8S / "overlays" / "production"))]
+    assert {one["image"] for one in containers} == {f"{IMAGE}-gpu"}
+
+
+def test_profiles_have_the_token_for_the_first_task_of_a_run() -> None:
+    """As the retraining Job has it; the standalone server asks for none, and has no such resource."""
+    for overlay, wanted in (("local", 1), ("production", 1), ("standalone", 0)):
+        found = [one for one in render(K8S / "overlays" / overlay) if one["kind"] == "PodDefault"]
+        assert len(found) == wanted
+        job = read_all(K8S / "components/retrain-on-sync/retrain.yaml")[2]["spec"]["template"]["spec"]
+        for one in found:
+            [volume] = one["spec"]["volumes"]
+            assert volume["projected"] == job["volumes"][0]["projected"]
+            assert one["spec"]["env"][0] in job["containers"][0]["env"]
+            assert one["spec"]["volumeMounts"][0]["mountPath"] == job["containers"][0]["volumeMounts"][0]["mountPath"]
 
 
 def test_where_kubeflow_pipelines_runs_alone_its_namespace_is_left_as_it_is() -> None:
@@ -228,7 +256,11 @@ def test_probes_look_at_the_age_of_the_builders_sign_of_life(
 def test_the_command_line_takes_what_containers_are_given(rendered: dict[str, list[Object]]) -> None:
     containers = [found for _, template in templates(rendered[FULL]) for found in template["spec"]["containers"]]
     given = [container["args"] for container in containers if "command" not in container]
-    assert {arguments[0] for arguments in given} == {"index-builder", "submit"}  # of the program that the image starts
+    assert {arguments[0] for arguments in given} == {
+        "index-builder",
+        "serve",
+        "submit",
+    }  # of the program that the image starts
     for command, *arguments in given:
         taken = {option for parameter in main.commands[command].params for option in parameter.opts}
         assert {one for one in arguments if one.startswith("--")} <= taken
@@ -251,6 +283,39 @@ def test_a_train_job_runs_the_same_pod_as_the_manifests(rendered: dict[str, list
     command, *arguments = container["args"]
     with pytest.raises(SystemExit):  # parsed, and then it finds no params
         main.commands[command].main(arguments)
+
+
+def test_an_inference_service_runs_the_same_pod_as_the_deployment(rendered: dict[str, list[Object]]) -> None:
+    for case in (FULL, "on-local-s-k"):
+        pod = find(rendered[case], "Deployment/realmops-serve")["spec"]["template"]["spec"]
+        predictor = find(rendered[case], "InferenceService/realmops")["spec"]["predictor"]
+        text = yaml.safe_dump({key: predictor[key] for key in pod})
+        same = text.replace("kserve-container", "serve").replace("realmops-kserve", "realmops-serve")
+        assert yaml.safe_load(same.replace("name: kserve", "name: serve")) == pod
+
+
+def test_pods_that_answer_go_where_the_builders_go(rendered: dict[str, list[Object]]) -> None:
+    """To the node of a claim for one node; else anywhere."""
+    for case, near in (("on-local-s-k", True), (FULL, False)):
+        pods = [find(rendered[case], which)["spec"]["template"]["spec"] for which in (BUILDER, SERVE)]
+        pods.append(find(rendered[case], PREDICTOR)["spec"]["predictor"])
+        assert {"podAffinity" in pod.get("affinity", {}) for pod in pods} == {near}
+
+
+def test_a_server_needs_a_champion_so_no_overlay_has_one() -> None:
+    """A sync waits for Deployments before it submits the training that makes the first champion."""
+    for overlay in STARTS[1:]:
+        names = {manifests.name(one) for one in render(K8S / overlay)}
+        assert not {SERVE, PREDICTOR} & names
+
+
+def test_a_run_may_be_served_in_the_place_of_a_champion(rendered: dict[str, list[Object]]) -> None:
+    objects = copy.deepcopy(rendered[FULL])
+    text = (K8S / "components" / "serve" / "serve.yaml").read_text(encoding="utf-8")
+    [words] = re.findall(r"# in the place of a champion, a run of the claim: (.+)", text)
+    [container] = find(objects, SERVE)["spec"]["template"]["spec"]["containers"]
+    container["args"] = yaml.safe_load(words)
+    assert faults(objects) == []
 
 
 def in_production(folder: Path, trainer: dict[str, Any] | None = None) -> list[Object]:
@@ -416,7 +481,10 @@ def test_the_mount_ends_at_once_and_says_if_nobody_can_write(
 
 # What was planted
 
+SERVE, SCALER = "Deployment/realmops-serve", "HorizontalPodAutoscaler/realmops-serve"
+BUDGET, PREDICTOR = "PodDisruptionBudget/realmops-serve", "InferenceService/realmops"
 RETRAIN, MOUNT = "Job/realmops-retrain", "Job/realmops-mount"
+GIVES, GIVEN = "PodDefault/access-ml-pipeline", "spec volumes 0 projected sources 0 serviceAccountToken"
 POD = "spec template spec"
 FIRST = f"{POD} containers 0"
 TOKEN = f"{POD} volumes 0 projected sources 0 serviceAccountToken"
@@ -475,7 +543,30 @@ PLANTED = [
     ("files_lie_in_volumes", RETRAIN, f"{FIRST} env 5 value", "/var/run/secrets/kubeflow/pipelines/tokens", "none of"),
     ("files_lie_in_volumes", RETRAIN, f"{TOKEN} audience", "ml-pipeline",
      "a token for ml-pipeline"),
-    ("strategies", "Deployment/mlflow", "spec strategy", GONE, "strategy is None"),
+    ("strategies", BUILDER, "spec strategy", GONE, "strategy is None"),
+    ("strategies", SERVE, "spec strategy", {"type": "Recreate"}, "wanted RollingUpdate"),
+    ("strategies", SERVE, "spec strategy rollingUpdate maxUnavailable", 1, "maxUnavailable 0"),
+    ("strategies", SERVE, "spec strategy rollingUpdate maxSurge", 0, "both 0"),
+    ("strategies", SERVE, f"{FIRST} lifecycle", GONE, "preStop sleeps 0 s"),
+    ("strategies", SERVE, f"{FIRST} readinessProbe", GONE, "no readinessProbe"),
+    ("strategies", SERVE, f"{POD} terminationGracePeriodSeconds", 40, "the server's own end take 45"),
+    ("strategies", SERVE, f"{FIRST} volumeMounts 0 readOnly", GONE, "wanted Recreate"),
+    ("scaled", SCALER, "spec scaleTargetRef name", "serve", "no Deployment serve"),
+    ("scaled", SCALER, "spec scaleTargetRef apiVersion", "v1", "in v1"),
+    ("scaled", SCALER, "spec minReplicas", 9, "above maxReplicas"),
+    ("scaled", SERVE, "spec replicas", 2, "each apply"),
+    ("scaled", BUDGET, "spec minAvailable", 2, "2 of 2 pods"),
+    ("scaled", BUDGET, "spec minAvailable", GONE, "None of 2 pods"),
+    ("scaled", SCALER, "spec minReplicas", 1, "1 of 1 pods"),
+    ("selectors_match", BUDGET, "spec selector matchLabels", {"app": "serve"}, "no pod has"),
+    ("selectors_match", BUDGET, "spec selector", {}, "every pod"),
+    ("selectors_match", "PodMonitor/realmops-serve", "spec selector matchLabels", {"app": "serve"}, "no pod has"),
+    ("one_node_for_one_claim", "PersistentVolumeClaim/realmops-data", "spec accessModes", ["ReadWriteOnce"],
+     "Deployment/realmops-serve: mounts"),
+    ("network_policies", "NetworkPolicy/realmops-serve", "spec egress", [], "lets it call http://mlflow"),
+    ("network_policies", "NetworkPolicy/realmops-serve", "spec egress 0 ports 0 port", 80, "lets it call http://mlflow"),
+    ("probes_and_ports", SERVE, f"{FIRST} readinessProbe httpGet path", "/ready", "asks for /ready"),
+    ("quota_has_room", SCALER, "spec maxReplicas", 200, "requests.memory is 128Gi"),
     ("affinities", MOUNT, f"{NEAR} labelSelector matchLabels", {"realmops/claim": "data"}, "finds no place"),
     ("affinities", MOUNT, f"{NEAR} topologyKey", "kubernetes.io/host", "no node has"),
     ("claims_are_mounted", MOUNT, "metadata annotations argocd.argoproj.io/hook", "PostSync", "waits for it for ever"),
@@ -489,6 +580,13 @@ PLANTED = [
     ("network_policies", "ConfigMap/realmops-tracking", "data MLFLOW_TRACKING_URI", "http://mlflow:80", "no service"),
     ("proxies_are_off", MOUNT, "spec template metadata labels sidecar.istio.io/inject", GONE, "not the label sidecar"),
     ("syncs", "Application/realmops", "spec source path", "k8s/overlays/prod", "no kustomization"),
+    ("affinities", MOUNT, f"{NEAR} labelSelector matchLabels", {"app.kubernetes.io/name": "mount"},
+     "no pod of the pipelines"),
+    ("pod_defaults", GIVES, "spec selector matchLabels", {"access-ml-pipelines": "true"}, "no pod of the pipelines"),
+    ("pod_defaults", GIVES, f"{GIVEN} audience", "kubeflow", "a token for"),
+    ("pod_defaults", GIVES, f"{GIVEN} file", "token", "serviceAccountToken"),
+    ("pod_defaults", GIVES, "spec env 0 value", "/var/run/secrets/kubeflow/pipelines/tokens", "none of"),
+    ("pod_defaults", GIVES, "spec volumeMounts 0 name", "token", "no volume token"),
     ("quota_has_room", "ResourceQuota/realmops", "spec hard requests.memory", "8Gi", "requests.memory is 8Gi"),
     ("quota_has_room", "ResourceQuota/realmops", "spec hard requests.nvidia.com/gpu", "0", "gpu is 0"),
 ]  # fmt: skip
@@ -517,7 +615,7 @@ def test_a_rule_finds_what_was_planted(
         message = "2 times"
     else:
         plant(find(objects, f"{which}/{FULL}" if which == "Namespace" else which), path, value)
-    found = list(getattr(manifest_rules, rule)(objects))
+    found = list(getattr(manifest_rules, rule)([*manifest_rules.as_made(objects)]))
     assert any(message in fault for fault in found), found
     assert {*found} <= {*faults(objects)}
 
@@ -565,6 +663,8 @@ MISTAKES = [
     ("Deployment/mlflow", "metadata annotations external.realmops/secret-mlflow-postgres", "url"),
     ("Deployment/mlflow", f"{FIRST} livenessProbe httpGet path", "/healthz"),
     ("Service/mlflow", "spec ports 0 targetPort", 8080),
+    (GIVES, "spec selector matchlabels", {"access-ml-pipeline": "true"}),
+    (GIVES, "apiVersion", "kubeflow.org/v1"),
     # and what else can be mistyped
     (RETRAIN, f"{FIRST} volumeMounts 0 mountPath", "/var/run/secrets/kubeflow"),
     (RETRAIN, f"{FIRST} env 4 value", "http://ml-pipeline.kubeflw:8888"),
@@ -580,6 +680,21 @@ MISTAKES = [
     ("Deployment/mlflow", f"{FIRST} ports 0 name", "http-of-the-server"),
     ("Deployment/mlflow", f"{FIRST} env 2 name", "HO ME"),
     ("Service/mlflow", "metadata name", "5mlflow"),
+    # what others make of an InferenceService has the same faults as what stands here
+    (PREDICTOR, "spec predictor minReplica", 2),
+    (PREDICTOR, "spec predictor scaleMetric", "cpus"),
+    (PREDICTOR, "spec predictor minReplicas", 1),
+    (PREDICTOR, "spec predictor deploymentStrategy rollingUpdate maxUnavailable", "25%"),
+    (PREDICTOR, "spec predictor labels app.kubernetes.io/name", "serving"),
+    (PREDICTOR, "spec predictor terminationGracePeriodSeconds", 30),
+    (PREDICTOR, "spec predictor containers 0 lifecycle preStop sleep seconds", 1),
+    (PREDICTOR, "spec predictor containers 0 readinesProbe", {}),
+    (PREDICTOR, "spec predictor volumes 0 persistentVolumeClaim claimName", "data"),
+    (PREDICTOR, "apiVersion", "serving.kserve.io/v1"),
+    (SCALER, "spec metrics 0 resource target averageUtilisation", 80),
+    ("Service/realmops-serve", "spec ports 0 targetPort", "web"),
+    ("NetworkPolicy/realmops-serve-monitoring", "spec ingress 0 ports 0 port", "metrics"),
+    (SERVE, f"{FIRST} env 3 valueFrom secretKeyRef optional", GONE),
 ]
 
 

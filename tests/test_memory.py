@@ -45,7 +45,8 @@ def main(folder: Path) -> None:
 
     from realmops.bert import keep_freed_memory
     from realmops.index.builder import Builder, BuilderWork
-    from realmops.index.builder_process import EMBEDDINGS, merge
+    from realmops.index.builder_process import merge
+    from realmops.index.embeddings import EMBEDDINGS
     from realmops.index.exchange import Exchange
     from realmops.index.mips import Exact
     from realmops.index.trainer import Policy, Trainer

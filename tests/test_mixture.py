@@ -98,11 +98,5 @@ def test_the_weight_of_reading_by_hand() -> None:
         options=SimpleNamespace(reader_candidates=2),
         evidence=lambda asked, k: (torch.tensor([relevance[asked[0].question][:k]]), None),
     )
-    weight, chosen = fit_reading(model, questions, answers, is_right)
-    assert weight == 0.25
-    assert [answer.text for answer in chosen] == ["right", "same"]
-    assert [[span.score for span in answer.best_of_passage] for answer in chosen] == [[2.0, 3.0], [6.0, 1.0]]
-    assert [answer.best_gold.score for answer in chosen] == [3.0, 6.0]
-    assert chosen[0].best == chosen[0].best_of_passage[1]
-    already = fit_reading(model, questions[1:], answers[1:], is_right)
-    assert already == (1.0, answers[1:]), "of equal weights the present one"
+    assert fit_reading(model, questions, answers, is_right) == 0.25
+    assert fit_reading(model, questions[1:], answers[1:], is_right) == 1.0, "of equal weights the present one"

@@ -235,7 +235,7 @@ def test_those_that_helped_write_and_answer_nothing(
     work.mkdir()
     with Journal(work / JOURNAL, name) as journal:
         sections = parse_sections(STAGES[name], values)
-        assert STAGES[name].run(Job(sections, inputs, out, work, journal, small_project.Quiet())) == {}
+        assert STAGES[name].run(Job(sections, inputs, out, work, journal, small_project.Quiet(), work / "offer")) == {}
     assert not list(out.iterdir())
     assert [file.name for file in work.iterdir()] == [JOURNAL]
 

@@ -65,9 +65,13 @@ METRICS = {
         "index_staleness_steps", "index_staleness_seconds", "top_k_change", "wait_share", "collapsed",
         "masked_log_p", "masked_accuracy", "masked_log_p_without", "masked_accuracy_without",
     },
-    "finetune": {"dev_em", "dev_f1", "span_loss", "early_loss", "no_correct_span", "questions"},
+    "finetune": {
+        "dev_em", "dev_f1", "dev_ece", "dev_precision_at_30", "dev_answered", "span_loss", "early_loss",
+        "no_correct_span", "questions",
+    },
     "evaluate": {
         "em", "em_low", "em_high", "f1", "f1_low", "f1_high", "closed_book_em", "questions", "recall_at_5",
+        "ece", "ece_uncalibrated", "ece_if_perfect", "precision_at_30", "precision_at_30_low", "answered",
         *(f"{name}_{measure}" for name in ("bm25", "rule") for measure in ("em", "em_low", "f1", "f1_high")),
         "ceiling_in_corpus", "ceiling_short_answer", "ceiling_in_top_5",
         *(f"{when}recall_at_{k}_{rule}" for when in ("", "before_realm_", "zero_shot_", "bm25_")
@@ -461,6 +465,7 @@ def test_a_closed_book_answers_and_reads_nothing(project: Path, warm: Path, tmp_
     assert measured["recall_at_5"] == 0.0
     predictions = read_predictions(root / "results/predictions.parquet")
     assert all(p.passage_ids == () and p.evidence_rank == -1 and -math.inf < p.span_score < 0 for p in predictions)
+    assert all(p.confidence is not None and 0 < p.confidence < 1 for p in predictions), "of the words that it said"
     shown = cli("explain", "--root", root)
     assert shown.exit_code == 0, shown.output
     params = small_project.write_params(tmp_path / "params.yaml", values)

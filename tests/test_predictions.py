@@ -43,6 +43,8 @@ PREDICTION = Prediction(
     gold_score=1.5,
     first_hit=0,
     failed_at="correct",
+    confidence=0.75,
+    abstained=False,
 )
 
 

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from click.testing import Result
 from small_project import QUESTIONS, cli, trained_project, write_json_lines
+from small_world import DOCUMENTS
 
 from realmops import artifacts
 from realmops.commands.promote import DIGEST_TAG, read_run
@@ -105,6 +106,8 @@ def test_the_first_run_becomes_the_champion_and_stays_it(project: Path) -> None:
     found = champion(project, "first")
     assert found == (1, candidate.tags(copy=False))
     assert found[1][DIGEST_TAG] == candidate.digest
+    for name in ("ece", "precision_at_30", "answered"):
+        assert found[1][f"realmops.{name}"] == f"{candidate.metrics[name]:.4f}"
     again = promote(project, "first")
     assert again.exit_code == 0
     assert "models:/first/1 is the champion already" in again.stdout
@@ -320,6 +323,11 @@ def test_the_registered_model_answers_as_the_evaluation_did(
         assert [p["passage_id"] for p in ours["passages"]] == list(theirs.passage_ids)
         assert [p["title"] for p in ours["passages"]] == list(theirs.titles)
         assert [p["p_z"] for p in ours["passages"]] == pytest.approx(list(theirs.p_z), abs=1e-6)
+        for cited in ours["citations"]:
+            [source] = [text for title, text, _ in DOCUMENTS if title == cited["title"]]
+            assert source[cited["start"] : cited["end"]] == cited["quote"]
+        assert ours["citations"][0]["quote"] == ours["answer"]
+        assert ours["citations"][0]["passage_id"] == ours["passage_id"]
     table = DataFrame({"question": [predictions[1].question]})
     assert model.predict(table) == found[1:2]
     with pytest.raises(ValueError, match="looked for in the column 'question'; found 'id' first"):
@@ -436,3 +444,64 @@ def test_a_copied_model_needs_no_other_file(another: Path, server: str) -> None:
     assert not [p for p in (another / "root/.realmops").iterdir() if p.is_dir() and p.name not in ("work", "mlflow")]
     shutil.rmtree(another / "root")
     assert len(mlflow.pyfunc.load_model("models:/copied@champion").predict(["Who wrote a novel?"])) == 1
+
+
+# ---- the champion served
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_champion_is_served_with_its_version(project: Path, predictions: list[Prediction], copy: bool) -> None:
+    from realmops.serve.answers import Asked
+    from realmops.serve.generations import Champion
+
+    name = f"served-{copy}"
+    assert promote(project, name, *(["--copy"] if copy else [])).exit_code == 0
+    origin = Champion(f"models:/{name}@champion", project / "root")
+    generation = origin.open()
+    generation.probe()
+    [record] = generation.answer([Asked(predictions[0].question)])
+    assert record["answer"] == predictions[0].prediction
+    assert record["model"]["version"] == f"models:/{name}/1"
+    assert record["model"]["weights_step"] == 6
+    assert origin.mark() == (1, read_run(project, project / "root").digest)
+
+
+def test_another_champion_takes_over_and_a_bad_one_does_not(
+    project: Path, another: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from realmops.serve.answers import Asked, Generation
+    from realmops.serve.batching import Answerer
+    from realmops.serve.generations import Champion, Keeper
+
+    with pytest.raises(ValueError, match="no version of moves is its champion: run 'realmops promote --name moves'"):
+        Champion("models:/moves@champion", project / "root").mark()
+    answered(another, 0)
+    assert promote(another, "moves").exit_code == 0
+    origin = Champion("models:/moves@champion", another / "root")
+    told: list[Generation | None] = []
+    mark, answerer = origin.mark(), Answerer(origin.open())
+    keeper = Keeper(origin, answerer, mark, told.append)
+    assert keeper.look() is False
+    [accepted] = answerer.ask([Asked("Who wrote a novel?")])
+    answered(another, 10)
+    assert promote(another, "moves").exit_code == 0
+    assert keeper.look() is True
+    assert answerer.generation.version == "models:/moves/2"
+    assert [one.version for one in told if one] == ["models:/moves/2"]
+    assert accepted.record.result(60)["model"]["version"] == "models:/moves/1"
+    client = mlflow_client(database(project))
+    files = Path(client.get_model_version_download_uri("moves", "1").removeprefix("file://"))
+    (files / "artifacts/manifest.json").write_text("{}")
+    client.set_registered_model_alias("moves", CHAMPION, "1")
+    assert keeper.look() is False
+    assert keeper.refused is not None
+    assert "is not the registered one" in keeper.refused.reason
+    assert told[-1] is None
+    assert "a new generation of moves is refused, the old one serves on" in caplog.text
+    monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))
+    assert keeper.look() is False
+    assert keeper.away == "away"
+    assert answerer.generation.version == "models:/moves/2"
+    [record] = [ticket.record.result(60) for ticket in answerer.ask([Asked("Who wrote a novel?")])]
+    assert record["model"]["version"] == "models:/moves/2"
+    answerer.close()

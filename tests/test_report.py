@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,6 +17,7 @@ from realmops.evaluate.charts import line_chart, number, running_mean, ticks
 from realmops.evaluate.predictions import Prediction, write_predictions
 from realmops.evaluate.report import (
     compared_rows,
+    confidence_charts,
     figure_tables,
     headline_rows,
     refresh_steps,
@@ -55,6 +57,8 @@ PREDICTION = Prediction(
     gold_score=None,
     first_hit=-1,
     failed_at="not_in_corpus",
+    confidence=0.25,
+    abstained=True,
 )
 
 
@@ -107,7 +111,8 @@ def test_report_needs_no_network_and_shows_everything(tmp_path: Path) -> None:
     text = page.read_text()
     assert page == tmp_path / "out" / "report.html"
     assert not re.search(r"(src|href)\s*=|@import|url\(|<script|<link", text)
-    assert text.count("<svg") == 3  # pre-training loss, recall, inverse cloze loss
+    assert text.count("<svg") == 5  # pre-training loss, recall, inverse cloze loss, reliability, precision by coverage
+    assert "; confidence 0.25, abstained" in text
     assert text.count('class="refresh"') == 3  # two refreshes and the legend's sample
     assert "0.250 to 0.750" in text
     assert "&lt;Ada&gt; live?" in text
@@ -131,6 +136,25 @@ def test_plots_are_files_of_their_own(tmp_path: Path) -> None:
         "new index at step 0",
         "new index at step 2",
     ]
+
+
+def test_what_confidence_is_worth_is_drawn() -> None:
+    """Three tenths have answers: .25 (none right), .62 to .68 (one of two), .9 (right); 1, 2, 3, 4 answers given."""
+    given = [(0.25, False), (0.62, True), (0.68, False), (0.9, True)]
+    answers = [replace(PREDICTION, confidence=confidence, em=right) for confidence, right in given]
+    drawn = confidence_charts(answers)
+    titles = {
+        name: [title.text for title in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")]
+        for name, svg in drawn.items()
+    }
+    assert titles["reliability"][:3] == [
+        "answers, in tenths, confidence 0.25: 0",
+        "answers, in tenths, confidence 0.65: 0.5",
+        "answers, in tenths, confidence 0.9: 1",
+    ]
+    across = "the surest answers, share of the questions that are answered"
+    assert titles["risk_coverage"] == [f"{across} {at}" for at in ("0.25: 1", "0.5: 0.5", "0.75: 0.6667", "1: 0.5")]
+    assert confidence_charts([replace(PREDICTION, confidence=None, abstained=None)]) == {}
 
 
 def test_headlines_leave_out_what_no_stage_wrote() -> None:

@@ -18,16 +18,18 @@ from typing import Any
 
 import cluster_lab
 import kfp_lab
+import kubernetes_validate
 import pytest
 import small_project
 import yaml
 from click.testing import Result
 from cluster_lab import DEPLOYMENT, Lab
+from compiled import file_of, options
 from kfp_lab import KfpLab, Review, argo_nodes
-from test_pipelines import file_of, options
+from manifests import OLDEST
 
 from realmops.artifacts import canonical_json
-from realmops.cluster import builders, server, submit, tasks
+from realmops.cluster import IMAGE, builders, server, submit, tasks
 from realmops.cluster.key import GIVEN, PLACEMENT, digests_of_files, key_of
 from realmops.cluster.place import place_of
 from realmops.cluster.server import Server
@@ -138,7 +140,7 @@ def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> N
     assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")
     plain = with_arguments("train")
     assert with_arguments("train", "memory=16Gi", "builders=3", "wait_seconds=60") == plain
-    assert with_arguments("train", "image=realmops") == plain != with_arguments("train", "image=other")
+    assert with_arguments("train", f"image={IMAGE}") == plain != with_arguments("train", "image=other")
 
 
 def test_every_parameter_of_placement_is_one_of_a_pipeline() -> None:
@@ -213,13 +215,15 @@ def test_a_submission_carries_options_run_and_key(project: Path, lab: KfpLab) ->
         "accelerators": "1",
     }
     assert run["display_name"] == f"realmops-train-{wanted[:16]}"
-    assert result.stdout.splitlines()[1:] == [
+    assert result.stdout.splitlines()[-2:] == [
         f"submitted: the run realmops-train-{wanted[:16]} ({run['run_id']}, RUNNING) with the key {wanted[:16]}",
         f"the run: {lab.url}/#/runs/details/{run['run_id']}",
     ]
     [version] = lab.kept["versions"]
     assert version["name"] == wanted
-    assert lab.specs[version["pipeline_version_id"]] == COMPILED.read_text()
+    sent, platform = yaml.safe_load_all(lab.specs[version["pipeline_version_id"]])
+    del platform["platforms"]["kubernetes"]["pipelineConfig"]  # how long pods are kept
+    assert [sent, platform] == list(yaml.safe_load_all(COMPILED.read_text()))
     assert [one["display_name"] for one in lab.kept["experiments"]] == ["realmops"]
 
 
@@ -535,7 +539,7 @@ def test_a_name_that_is_empty_is_refused(project: Path, lab: KfpLab, name: str) 
     assert result.exit_code == 2
     assert f"--argument {name}=: Kubeflow Pipelines takes no " in result.stderr
     empty = replace(prepared(project), arguments={**prepared(project).arguments, name: ""})
-    run = submit.submit(empty, Server(lab.url), once=False, say=print)
+    run = submit.submit(empty, Server(lab.url), once=False, keep_hours=0, say=print)
     assert run.state == "FAILED"
     assert "Expected a non-empty string" in run.error.message
 
@@ -571,7 +575,7 @@ def test_an_older_server_is_refused_with_its_version(
 
 
 def test_a_time_to_live_would_have_2_16_forget_all_volumes(project: Path, lab: KfpLab) -> None:
-    """Which is why the pipelines have none."""
+    """Which is why the compiled pipelines have none."""
     compiled = project / "pipelines" / "train.yaml"
     first, second = yaml.safe_load_all(compiled.read_text())
     second["platforms"]["kubernetes"]["pipelineConfig"] = {"resourceTtlOnCompletion": 60}
@@ -579,6 +583,70 @@ def test_a_time_to_live_would_have_2_16_forget_all_volumes(project: Path, lab: K
     for lab.tag_name in ("2.16.1", "2.17.0"):
         assert submitted(project).exit_code == 0
     assert [run["platform"] == {} for run in lab.runs] == [True, False]
+
+
+def test_all_pods_of_a_run_can_be_told_to_go_to_the_node_that_has_the_label(project: Path, lab: KfpLab) -> None:
+    """For a claim of one node at a time: the file that the page names, as Kubernetes takes it."""
+    file = ROOT / "k8s/components/single-node/affinity.json"
+    submitted(project, "--argument", f"affinity={file.read_text()}")
+    given = arguments_of(lab.runs[0])["affinity"]
+    pod = {"containers": [{"name": "one", "image": "one:1"}], "affinity": {"nodeAffinity": given}}
+    kubernetes_validate.validate(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": pod}, OLDEST, strict=True
+    )
+    [term] = given["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    [wanted] = term["matchExpressions"]
+    page = (ROOT / "docs" / "operate.md").read_text()
+    assert f"kubectl label node NODE {wanted['key']}={wanted['values'][0]} " in page
+    assert (
+        'nodes=$(cat k8s/components/single-node/affinity.json)\nrealmops submit --argument affinity="$nodes" ' in page
+    )
+
+
+def config_of(spec: str) -> Any:
+    """What an uploaded pipeline says of its runs as a whole."""
+    _, platform = yaml.safe_load_all(spec)
+    return platform["platforms"]["kubernetes"].get("pipelineConfig")
+
+
+def test_pods_are_kept_for_a_week_where_the_server_can_be_told(project: Path, lab: KfpLab) -> None:
+    """As the compiler writes it; elsewhere the file is sent as it is, for the field would cost it its volumes."""
+    from kfp import compiler, dsl
+
+    @dsl.component(base_image=IMAGE)
+    def nothing():  # type: ignore[no-untyped-def]  # kfp takes the text None for the name of an output's type
+        pass
+
+    @dsl.pipeline(pipeline_config=dsl.PipelineConfig(ttl_seconds_after_finished=604800))
+    def kept():  # type: ignore[no-untyped-def]
+        nothing()
+
+    compiler.Compiler().compile(kept, str(project / "kept.yaml"))
+    wanted = config_of((project / "kept.yaml").read_text())
+    sent = (project / "pipelines" / "train.yaml").read_text()
+    said = "pods are kept after the run as the server's settings say: it is older than 2.17, or tells no version"
+    cases = {"2.17.0": wanted, "2.18.1": wanted, "2.16.1": None, "": None}
+    for number, (tag, config) in enumerate(cases.items()):
+        lab.tag_name = tag
+        result = submitted(project, "--set", f"run.seed={number}")
+        assert result.exit_code == 0, result.output
+        assert (said in result.output) == (config is None)
+        spec = [*lab.specs.values()][-1]
+        assert config_of(spec) == config
+        first, second = yaml.safe_load_all(spec)
+        second["platforms"]["kubernetes"].pop("pipelineConfig", None)
+        assert [first, second] == list(yaml.safe_load_all(sent))
+        assert lab.runs[-1]["platform"], "what pods want is there"
+    lab.tag_name = "2.17.0"
+    for seed, hours, config in ((7, "0", None), (8, "0.5", {"resourceTtlOnCompletion": 1800})):
+        submitted(project, "--keep-hours", hours, "--set", f"run.seed={seed}")
+        assert config_of([*lab.specs.values()][-1]) == config
+
+
+def test_how_long_pods_are_kept_makes_no_other_training(project: Path, lab: KfpLab) -> None:
+    first, second = (submitted(project, "--once", "--keep-hours", hours) for hours in ("1", "2"))
+    assert "submitted: " in first.output
+    assert "nothing to submit: " in second.output
 
 
 def test_a_version_that_is_never_listed_is_explained(

@@ -18,11 +18,12 @@ from small_world import write_documents
 from realmops.commands.explain.sentence import _example, explain_sentence, pretrained
 from realmops.commands.update import of_pipeline
 from realmops.corpus.snapshot import Snapshot
+from realmops.index import embeddings, shards
 from realmops.index.embeddings import embed_corpus, load_index
 from realmops.index.lexical import Bm25
+from realmops.index.versions import Versions
 from realmops.journal import Journal
 from realmops.model.files import load_models
-from realmops.stages import finetune as module
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.1},
@@ -73,6 +74,7 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six steps of the retriever, the embeddings, six of the reader, with dropout and a checkpoint at every second."""
+    monkeypatch.setattr(shards, "SHARD_ROWS", 5)
     report = small_project.Quiet()
     metrics = tune(project, report)
     assert (metrics["passages_with_questions"], metrics["questions_with_evidence"]) == (6, 6)
@@ -84,17 +86,19 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6
     assert json.loads(expected["model.json"])["share_embedders"], "one tower, which made the embeddings"
     embedded: list[int] = []
-    usual = module.embed_corpus
-    monkeypatch.setattr(module, "embed_corpus", lambda *given: (embedded.append(1), usual(*given))[1])
+    usual = embeddings.embed
+    monkeypatch.setattr(
+        embeddings, "embed", lambda *given: (given[0].width and embedded.append(len(given[1])), usual(*given))[1]
+    )
     shutil.rmtree(project / "root/models/finetune")
-    for place, name, count in ((Journal, "log", 4), (module, "save_index", 1), (Journal, "log", 4)):
+    for place, name, count in ((Journal, "log", 4), (Versions, "publish", 5), (Journal, "log", 4)):
         with monkeypatch.context() as patched:
             patched.setattr(place, name, dying(count, getattr(place, name)))
             with pytest.raises(Killed):
                 tune(project)
-    assert len(embedded) == 2, "in the life that was killed as they were written, and in the next"
+    assert embedded == [5, 5, 2, 2], "in the life that was killed as the last shard was committed, and in the next"
     tune(project)
-    assert len(embedded) == 2
+    assert embedded == [5, 5, 2, 2]
     assert files(project) == expected
     assert small_project.without_clock(
         small_project.journal(project / "root/models/finetune")

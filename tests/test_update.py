@@ -59,7 +59,7 @@ def test_what_is_new_is_read_some_at_a_time(world: World, monkeypatch: pytest.Mo
         return document_sequences(snapshot, rows)
 
     monkeypatch.setattr(embeddings, "document_sequences", sequences)
-    monkeypatch.setattr(embeddings, "_ROWS", 4)
+    monkeypatch.setattr(embeddings, "SHARD_ROWS", 4)
     row_P = np.full(12, -1)
     row_P[[2, 7]] = 1, 0
     earlier, embedded = torch.arange(16.0).view(2, 8), list[int]()
@@ -178,7 +178,8 @@ def prediction(question: str, text: str, *, em: bool = False) -> Prediction:
     passages = {"passage_ids": ("p1", "p2"), "titles": ("T1", "T2"), "p_z": (0.7, 0.3), "passage_spans": (None, text)}
     span = {"evidence": "E", "evidence_rank": 1, "char_start": 0, "char_end": 1, "span_score": 2.0}
     gold = {"f1": float(em), "passage_scores": (None, 2.0), "gold_span": None, "gold_score": None, "first_hit": -1}
-    return Prediction(question, f"{question}?", text, ("a",), em, **passages, **span, **gold, failed_at="reader")
+    known = {"failed_at": "reader", "confidence": None, "abstained": None}
+    return Prediction(question, f"{question}?", text, ("a",), em, **passages, **span, **gold, **known)
 
 
 def test_answers_change_when_their_normal_form_does() -> None:

@@ -2,8 +2,9 @@
 
 Sequences of a batch lie one after another without padding, so that every linear layer sees useful
 wordpieces only; attention alone pads, to the longest sequence of the batch, and where that would be much,
-to the longest of each of several groups of like lengths.  Weights and their names on
-disk are those of Hugging Face's BERT, so that folders can be exchanged with other software.
+to the longest of each of several groups of like lengths.  On a GPU with half precision nothing pads: its flash
+attention takes sequences as they lie.  Weights and their names on disk are those of Hugging Face's BERT, so that
+folders can be exchanged with other software.
 
 Shape suffixes: B sequences, T wordpieces of all sequences, G sequences of a group, L its longest, P padded rows,
 D width, H heads, V vocabulary, N chosen positions.
@@ -29,10 +30,13 @@ from torch import Tensor, nn
 from realmops.config import RunOptions
 from realmops.encoders import CONFIG, read_config, read_weights
 
-BATCH_WORDPIECES = {"cpu": 1024, "cuda": 4096}  # padded; on a CPU what stays in a core's cache
+# Padded; on a CPU what stays in a core's cache, on a GPU what keeps it at work while the next kernels are sent.
+BATCH_WORDPIECES = {"cpu": 1024, "cuda": 32_768}
 FORM_STEP = 1 << 32  # a wordpiece may come with its word's form: its id plus the form times this
 _SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in groups of
 _SCORES_OF_GROUP = 1 << 18
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that run.precision has
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
 
 
@@ -143,6 +147,7 @@ class Packed:
             self.padded_rows += size * longest
         self.padded_row_T = torch.from_numpy(np.repeat(first_row_B, self.lengths) + position_T)
         self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
+        self.starts_B = torch.from_numpy(self.starts.astype(np.int32))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -158,20 +163,27 @@ class Packed:
         return other
 
     def to(self, device: torch.device) -> Packed:
-        """Move the tensors to a device, in place."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            if tensor.device == device:
-                return tensor
-            return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-        for name in ("tokens_T", "forms_T", "segments_T", "positions_T", "first_B", "padded_row_T"):
-            setattr(self, name, moved(getattr(self, name)))
-        self.groups = [
-            group if group.is_padding_GL is None else replace(group, is_padding_GL=moved(group.is_padding_GL))
-            for group in self.groups
-        ]
+        """Move the tensors to a device, in place; those of padding follow where something pads."""
+        for name in ("tokens_T", "forms_T", "segments_T", "positions_T", "first_B", "starts_B"):
+            setattr(self, name, _moved(getattr(self, name), device))
         return self
+
+    def pad_on(self, device: torch.device) -> None:
+        """Move what padding takes to a device, in place."""
+        if self.padded_row_T.device != device:
+            self.padded_row_T = _moved(self.padded_row_T, device)
+            self.groups = [
+                group
+                if group.is_padding_GL is None
+                else replace(group, is_padding_GL=_moved(group.is_padding_GL, device))
+                for group in self.groups
+            ]
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def _attended_together(lengths: np.ndarray) -> list[np.ndarray]:
@@ -220,6 +232,12 @@ class _Unpad(torch.autograd.Function):
         return _pad(grad_TD, rows_T, ctx.count), None
 
 
+def _flash_takes(x_TD: Tensor) -> bool:
+    """Whether flash attention can be had for these numbers: on a GPU, in half precision."""
+    halves = (torch.bfloat16, torch.float16)
+    return x_TD.is_cuda and x_TD.dtype in halves and torch.backends.cuda.is_flash_attention_available()
+
+
 def _unpad(x_PD: Tensor, rows_T: Tensor) -> Tensor:
     packed: Tensor = _Unpad.apply(x_PD, rows_T)  # type: ignore[no-untyped-call]
     return packed
@@ -252,6 +270,15 @@ class _Layer(nn.Module):
         return normed
 
     def _attend(self, qkv_TD: Tensor, batch: Packed) -> Tensor:
+        if _flash_takes(qkv_TD) and not (self.training and self.dropout):
+            from torch.nn.attention.varlen import varlen_attn  # takes seconds to import
+
+            q_THD, k_THD, v_THD = qkv_TD.view(len(qkv_TD), 3, self.heads, -1).unbind(1)
+            y_THD: Tensor = varlen_attn(  # type: ignore[assignment]  # one tensor, as nothing more is asked for
+                q_THD, k_THD, v_THD, batch.starts_B, batch.starts_B, batch.longest, batch.longest
+            )
+            return y_THD.flatten(1)
+        batch.pad_on(qkv_TD.device)
         qkv_PD = qkv_TD if batch.in_place else _pad(qkv_TD, batch.padded_row_T, batch.padded_rows)
         parts = [self._attend_group(part, group) for part, group in zip(batch.split(qkv_PD), batch.groups, strict=True)]
         y_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -361,7 +388,7 @@ def resolve_device(name: str) -> torch.device:
 def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bf16 where the processor multiplies it in hardware, fp32 elsewhere."""
     if name != "auto":
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+        return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -517,6 +544,8 @@ def tune_process(threads: int) -> None:
     """What every process that works with models wants, once."""
     keep_freed_memory()
     torch.set_num_threads(threads)
+    # cuDNN's attention plans anew for every shape, and no two batches here have one: a plan takes longer than a step.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def keep_freed_memory() -> None:

@@ -90,6 +90,13 @@ _format = click.option(
 )
 
 
+_model = click.option(
+    "--model",
+    metavar="models:/NAME@champion",
+    help="Take the champion of MLflow's registry; else the run's folder, with its newest update.",
+)
+
+
 def _chosen(*root: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Give a command --params, --preset, --set and, where one is named, --root: all as one first argument."""
 
@@ -130,11 +137,15 @@ def main() -> None:
     """Train REALM: a retriever and a reader learn together from masked words, then answer questions.
 
     Begin with "realmops run all". It runs the stages sample, snapshot, tag, ict, pretrain, finetune, evaluate, and
-    skips what is done; "dvc repro" does the same with DVC. Then "realmops report" prints the results, and "realmops
-    explain" shows which passage each answer rests on. All options of the training are in params.yaml.
+    skips what is done; "dvc repro" does the same with DVC. Then "realmops report" prints the results, "realmops
+    explain" shows which passage each answer rests on, and "realmops ask" and "realmops serve" answer questions of your
+    own. All options of the training are in params.yaml.
     """
     # Trainer and builder share the cores: a thread that waits must not spin while the other process wants to work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # They share a GPU too: without this, batches of ever new lengths leave gaps that fill its memory within minutes.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # where JAX is, bm25s starts it: it would take 3/4 of a GPU's memory
 
 
 @main.command(epilog="\b\n" + "\n".join(f"{name:<10}{what}" for name, what in STAGES.items()))
@@ -411,12 +422,87 @@ def update(chosen: Chosen) -> None:
         report.metrics("update", metrics)
 
 
+@main.command()
+@_old_root
+@_model
+@click.option("--host", default="127.0.0.1", help="The address to listen at; 0.0.0.0 is every one of this machine.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="The port; 0 takes a free one.")
+@click.option(
+    "--token-file",
+    type=_path,
+    metavar="FILE",
+    help="Only callers with the bearer token in FILE, or else in REALMOPS_TOKEN, may ask.",
+)
+@click.option(
+    "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks for a newer generation."
+)
+def serve(root: Path, model: str | None, host: str, port: int, token_file: Path | None, every: float) -> None:
+    """Answer questions over HTTP, every word with its source.
+
+    In a browser its address is a page to ask on. For programs, POST /v1/answer takes {"question": "..."}; the reply has
+    the answer, its probability, and citations: the characters of the document at which each quotation stands. OpenAI's
+    clients can ask at /v1/responses, those of the Open Inference Protocol at /v2. /docs lists the routes, /metrics is
+    for Prometheus.
+
+    After "realmops update" or "realmops promote" the newest generation is loaded beside the old one and takes its
+    place; one that is damaged is refused. SIGTERM ends the server when all that was accepted is answered.
+    """
+    from realmops.serve.server import origin_of, serve, token_of
+
+    token = token_of(token_file)
+    serve(origin_of(root, model), host=host, port=port, token=token, every=every, say=Console().say)
+
+
+@main.command()
+@click.argument("question", nargs=-1)
+@_old_root
+@_model
+@click.option("--questions", "file", type=_path, metavar="FILE", help="Ask the questions of a question file, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print each answer as a line of JSON, as POST /v1/answer has it.")
+def ask(question: tuple[str, ...], root: Path, model: str | None, file: Path | None, as_json: bool) -> None:
+    """Answer questions at the terminal, with their sources.
+
+    QUESTION is a question in quotation marks; several can be given. "realmops verify" checks what --json prints.
+    """
+    from realmops.artifacts import canonical_json
+    from realmops.serve.server import ask, origin_of, short
+
+    for record in ask(origin_of(root, model), question, file):
+        click.echo(canonical_json(record).decode() if as_json else "\n".join([record["question"], *short(record)]))
+
+
+@main.command()
+@click.argument("answers", type=_path)
+@click.argument("documents", type=_path)
+@click.option(
+    "--format", "form", default="auto", metavar="NAME", help="The format of the documents, as snapshot.format names it."
+)
+def verify(answers: Path, documents: Path, form: str) -> None:
+    """Check that every quotation stands in its source.
+
+    ANSWERS holds lines of "realmops ask --json" or of POST /v1/answer, DOCUMENTS is what snapshot.documents names. Each
+    citation and each passage is compared with the document's text, as its format's reader gives it. The exit code is 1
+    when one does not stand where the answer says.
+    """
+    from realmops.commands.verify import verify
+
+    verdict = verify(answers, documents, form, Console().progress)
+    click.echo(
+        f"{verdict.answers} answers, {verdict.quotations} quotations in {verdict.documents} documents checked, "
+        f"{len(verdict.problems)} wrong"
+    )
+    _end_with(verdict.problems[:20])
+
+
 @main.command("index-builder")
 @click.option("--exchange", type=_path, help="The exchange: the folder shared with the trainer.")
 @click.option("--snapshot", type=_path, help="The snapshot folder of the corpus.")
 @_watch_parent
 @click.option(
-    "--follow", type=_path, metavar="FILE", help="Serve the training that FILE names, then the next one that it names."
+    "--follow",
+    type=_path,
+    metavar="FILE",
+    help="Serve the training or the stage that FILE names, then the next one that it names.",
 )
 @click.option("--alive", type=_path, metavar="FILE", help="With --follow: touch FILE at each look, as a sign of life.")
 def index_builder(
@@ -429,6 +515,9 @@ def index_builder(
 
     On a cluster it runs with --follow: a file on the shared volume names the exchange and the snapshot of the run that
     needs a builder, and after one run the builder waits for the next.
+
+    With --follow .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate to tag or embed the corpus.
+    Any number may help; the result is the same bytes.
     """
     from realmops.index.builder_process import Follower, run_index_builder
 
@@ -438,7 +527,9 @@ def index_builder(
         Follower(follow, alive).run()
     if exchange is None or snapshot is None:
         raise ValueError("name --exchange and --snapshot, or with --follow the file that holds both")
-    sys.exit(run_index_builder(exchange, snapshot, watch_parent=watch_parent))
+    from realmops.stages.shards import WORKS
+
+    sys.exit(run_index_builder(exchange, snapshot, watch_parent=watch_parent, works=WORKS))
 
 
 @main.command()
@@ -514,6 +605,13 @@ def report(root: Path) -> None:
     "--namespace",
     help="The namespace of a Kubeflow profile, else, in a pod, its own; without profiles, of Kubeflow Pipelines.",
 )
+@click.option(
+    "--keep-hours",
+    type=click.FloatRange(0, 500_000),
+    default=168.0,
+    show_default=True,
+    help="How long Kubeflow Pipelines 2.17 or newer keeps pods and logs after the run; 0: as it is set up.",
+)
 @click.option("--once", is_flag=True, help="Start nothing if a run with the same key is under way or has succeeded.")
 @click.option(
     "--wait", "waits", is_flag=True, help="Wait until the run has ended; exit code 1 unless it has succeeded."
@@ -526,6 +624,7 @@ def submit(
     name: str | None,
     endpoint: str | None,
     namespace: str | None,
+    keep_hours: float,
     once: bool,
     waits: bool,
 ) -> None:
@@ -544,7 +643,7 @@ def submit(
     for note in notes:
         click.echo(note, err=True)
     server = Server(endpoint, namespace)
-    run = submit(submission, server, once=once, say=click.echo)
+    run = submit(submission, server, once=once, keep_hours=keep_hours, say=click.echo)
     if waits:
         sys.exit(0 if wait(run.run_id, compiled.tasks, server, say=click.echo) == SUCCEEDED else 1)
 

@@ -221,6 +221,7 @@ class Finetune:
     reader_wordpieces: int
     answer_wordpieces: int
     span_width: int
+    wanted_precision: Share
     checkpoint_every: int
 
     @property

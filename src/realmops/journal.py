@@ -21,7 +21,7 @@ class Series:
     """One line: ``steps`` ascending, a finite value for each."""
 
     name: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float]
 
 

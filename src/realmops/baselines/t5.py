@@ -198,7 +198,7 @@ class ClosedBook:
             is_over_BT = F.pad((token_BT == self.end).cumsum(1), (1, -1)) > 0
             log_B = log_BT.masked_fill(is_over_BT, 0.0).sum(1)
             for tokens, log_p in zip(token_BT.tolist(), log_B.tolist(), strict=True):
-                answers.append(Answer(None, [], None, [], [], [], said=self.text(tokens), said_log_p=log_p))
+                answers.append(Answer(None, [], None, [], [], [], said=self.text(tokens), log_p=log_p))
             if progress is not None:
                 progress(len(batch))
         return answers

@@ -1,4 +1,4 @@
-"""The index builders' Deployment, seen from a trainer's pod: how many there are, and whether they live.
+"""The index builders' Deployment, seen from the pod of a stage: how many there are, and whether they live.
 
 The trainer's ServiceAccount may read and change the Deployment's scale and nothing else. That builders live is seen on
 the shared volume, where each leaves a sign beside the file that gives them work.
@@ -6,22 +6,25 @@ the shared volume, where each leaves a sign beside the file that gives them work
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import read_json, read_manifest
 from realmops.cluster.kube import Cluster, RefusedError, connect, looked
 from realmops.cluster.waiting import Say, awaited
+from realmops.stages import Report
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
 SCALING = "scaling"  # beside it: the claim of who changes it and the replicas
 LOOK_SECONDS = 1.0
 AGAIN_SECONDS = 5.0  # before an API server that was away is asked again
 LOWER_SECONDS = 1500.0  # for an API server that is away when builders are given back; the task has half an hour
+RETURN_SECONDS = 60.0  # the same behind shards: what stays is given back at the run's end
 Values = Mapping[str, Mapping[str, Any]]
 
 
@@ -160,27 +163,120 @@ def _why(deployment: str) -> str:
     return f"{shown} '{kubectl} get {events}', and what they say by '{kubectl} logs deployment/{deployment}'"
 
 
+@contextmanager
+def helped(
+    root: Path, stage: str, deployment: str, pods: int, owner: str, report: Report, *, held: bool = False
+) -> Iterator[None]:
+    """Have builders help with the shards that a stage under ``root`` offers, so that ``pods`` work on them in all.
+
+    They are raised while it offers some and no other run has them, and given back then. The stage never waits for them:
+    that they cannot be had is warned of. ``held`` says that the builders are this task's already.
+    """
+    if pods < 2 or not deployment:
+        yield
+        return
+    ended = threading.Event()
+    lending = threading.Thread(target=_lend, args=(root, stage, deployment, pods - 1, owner, report, ended, held))
+    lending.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        lending.join()
+
+
+def _lend(
+    root: Path,
+    stage: str,
+    deployment: str,
+    builders: int,
+    owner: str,
+    report: Report,
+    ended: threading.Event,
+    held: bool,
+) -> None:
+    """Raise and lower builders as a stage offers shards, until it has ended."""
+    from realmops.index.lease import claimed
+    from realmops.stages.runner import offer_of
+
+    offer, assignment, said = offer_of(root, stage), assignment_of(root), ""
+    while not ended.wait(LOOK_SECONDS):
+        if not offer.is_file():
+            continue
+        try:
+            with nullcontext() if held else claimed(assignment.parent / "claim", report.say, ended):
+                _serve(offer, assignment, deployment, builders, owner, report, ended)
+        except InterruptedError:
+            return
+        except ValueError as error:  # for a person to mend
+            report.warn(f"{stage} works without index builders: {error}")
+            return
+        except OSError as error:
+            if str(error) != said:
+                report.warn(f"{stage} works without index builders, which are asked for again: {error}")
+            said = str(error)
+            ended.wait(AGAIN_SECONDS)
+
+
+def _serve(
+    offer: Path, assignment: Path, deployment: str, builders: int, owner: str, report: Report, ended: threading.Event
+) -> None:
+    """Keep builders while there is an offer, and let them work on it."""
+    from realmops.index.builder_process import assign
+    from realmops.index.lease import claimed
+
+    served = b""
+    try:
+        while (content := _content(offer)) and not ended.is_set():
+            if content != served:
+                named = json.loads(content)
+                with claimed(assignment.parent / SCALING, report.say):
+                    assign(assignment, Path(named["exchange"]), Path(named["snapshot"]), owner)
+                    scale(deployment, builders)
+                report.say(f"{builders} index builders are raised to help with {named['exchange']}")
+                served = content
+            ended.wait(LOOK_SECONDS)
+    finally:
+        if served:
+            _lower(deployment, assignment, owner, RETURN_SECONDS, report.say)
+
+
+def _content(offer: Path) -> bytes:
+    try:
+        return offer.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _lower(deployment: str, assignment: Path, owner: str, seconds: float, say: Say) -> bool:
+    """Give back the builders that ``owner`` has raised; False where they are another run's by now."""
+    from realmops.index.lease import claimed
+
+    with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
+        if read_json(assignment).get("owner") != owner:
+            say(f"{assignment}: the index builders work for another run, which gives them back")
+            return False
+        scale_in_time(deployment, 0, seconds, say)
+        return True
+
+
 def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
-    """Give back the builders that ``owner`` has raised, with their exchange where the pre-training in ``root`` is done.
+    """Give back the builders that ``owner`` has raised, and remove the exchange of a pre-training that is done.
 
     Those that another run has raised are left to it.
     """
-    from realmops.index.lease import claimed
     from realmops.stages import STAGES
 
     assignment = assignment_of(root)
     if not deployment or not assignment.is_file():  # nobody has raised them
         return
-    with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
-        named = read_json(assignment)
-        if named.get("owner") != owner:
-            say(f"{assignment}: the index builders work for another run, which gives them back")
-            return
-        scale_in_time(deployment, 0, LOWER_SECONDS, say)
-        with suppress(ValueError):  # it is not done and goes on from there
-            made = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
-            if made["sections"]["pretrain"]["exchange"] == named["exchange"]:
-                shutil.rmtree(named["exchange"], ignore_errors=True)
+    if not _lower(deployment, assignment, owner, LOWER_SECONDS, say):
+        return
+    with suppress(ValueError):  # it is not done and goes on from there
+        made = read_manifest(root / STAGES["pretrain"].folder, "pretrain")
+        exchange = Path(made["sections"]["pretrain"]["exchange"])
+        if exchange.parent == root / "exchange":
+            shutil.rmtree(exchange, ignore_errors=True)
 
 
 def read_signs(folder: Path) -> dict[str, bytes]:

@@ -15,8 +15,9 @@ from realmops.stages import HUB, content_of, outside_files
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
 GIVEN = {"options", "run", "key"}  # parameters of a pipeline whose defaults a submission replaces
 PLACEMENT = {  # parameters that say where and with what a training runs
-    "accelerator", "accelerators", "builders", "cpu", "deployment", "endpoint", "memory", "node_selector",
-    "nproc_per_node", "runs", "secret", "settings", "tolerations", "volume", "wait_seconds",
+    "accelerator", "accelerators", "affinity", "builders", "cpu", "deployment", "endpoint", "memory",
+    "node_selector", "nproc_per_node", "runs", "secret", "settings", "shard_pods", "tolerations", "volume",
+    "wait_seconds",
 }  # fmt: skip
 
 

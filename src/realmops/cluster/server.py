@@ -20,6 +20,7 @@ SIGN_IN = (
     "pipelines.kubeflow.org"
 )
 OLDEST = (2, 16)  # which takes a securityContext for pods; before, a run with one cannot be made
+KEEPS = (2, 17)  # which reads for how long a pipeline wants its pods kept; before, that has it drop what pods want
 LOOK_SECONDS = 1.0
 LISTED_SECONDS = 60.0  # from a version that somebody begins to make to its being listed
 PAGE = 100  # runs that are asked for at a time
@@ -62,21 +63,24 @@ class Server:
         health = self.ask(api.HealthzServiceApi(client).healthz_service_get_healthz)
         if "json" not in client.last_response.getheader("Content-Type", ""):
             raise ValueError(f"{self.endpoint} answers with a page, perhaps a login, not as an API: {SIGN_IN}")
-        self._refuse_too_old(client.last_response.data)
+        tag = str(json.loads(client.last_response.data).get("tag_name") or "")
+        version = re.match(r"v?(\d+)\.(\d+)", tag)
+        # servers that were built from no release tell no version, and are taken as they are
+        self._version = tuple(map(int, version.groups())) if version else None
+        if self._version and self._version < OLDEST:
+            raise ValueError(
+                f"{self.endpoint} is Kubeflow Pipelines {tag}: the securityContext of our pods wants "
+                f"{OLDEST[0]}.{OLDEST[1]}.0 or younger; update it"
+            )
         if health.multi_user and not self._own:
             raise ValueError(f"{self.endpoint} serves many users: name the namespace of a profile with --namespace")
         self._namespace = {"namespace": self._own} if health.multi_user else {}
         self.place: Place = place_of(self.endpoint, self._own if health.multi_user else namespace, health.multi_user)
 
-    def _refuse_too_old(self, health: str | bytes) -> None:
-        """Servers that were built from no release tell no version, and are taken as they are."""
-        tag = str(json.loads(health).get("tag_name") or "")
-        version = re.match(r"v?(\d+)\.(\d+)", tag)
-        if version and tuple(map(int, version.groups())) < OLDEST:
-            raise ValueError(
-                f"{self.endpoint} is Kubeflow Pipelines {tag}: the securityContext of our pods wants "
-                f"{OLDEST[0]}.{OLDEST[1]}.0 or younger; update it"
-            )
+    @property
+    def keeps_pods(self) -> bool:
+        """Whether a pipeline may say how long its pods are kept, as far as the server tells its version."""
+        return self._version is not None and self._version >= KEEPS
 
     def ask(self, function: Callable[..., Any], **arguments: Any) -> Any:
         """Call one of the API's functions."""

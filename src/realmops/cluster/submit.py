@@ -10,10 +10,12 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -66,6 +68,25 @@ class Pipeline:
             return cls(path, documents, spec["pipelineInfo"]["name"], parameters)
         except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError):
             raise ValueError(f"{path} is no compiled pipeline; pipelines/train.yaml is one") from None
+
+    @contextmanager
+    def kept_for(self, hours: float) -> Iterator[Path]:
+        """The file to upload, which says how long the pods of a run are kept after it; 0 says nothing of that.
+
+        It is what the compiler writes for ``PipelineConfig(ttl_seconds_after_finished)``, as a copy: servers of 2.16
+        drop all that pods want for a field that they do not know.
+        """
+        platforms = self.documents[1].get("platforms", {}) if len(self.documents) > 1 else {}
+        if not hours or "kubernetes" not in platforms:
+            yield self.path
+            return
+        written = platforms["kubernetes"].get("pipelineConfig", {})
+        config = {"resourceTtlOnCompletion": round(3600 * hours), **written}
+        platform = {"platforms": platforms | {"kubernetes": platforms["kubernetes"] | {"pipelineConfig": config}}}
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / self.path.name
+            file.write_text(yaml.dump_all([self.documents[0], platform], Dumper=yaml.CSafeDumper), encoding="utf-8")
+            yield file
 
     @cached_property
     def tasks(self) -> set[str]:
@@ -157,12 +178,19 @@ def prepare(
     return Submission(pipeline, key, name or f"{pipeline.name}-{key[:16]}", experiment, given), notes
 
 
-def submit(submission: Submission, server: Server, *, once: bool, say: Say) -> Any:
-    """Start a run; with ``once`` only when none of the same key lives or has succeeded, else that run is returned."""
+def submit(submission: Submission, server: Server, *, once: bool, keep_hours: float, say: Say) -> Any:
+    """Start a run; with ``once`` only when none of the same key lives or has succeeded, else that run is returned.
+
+    ``keep_hours`` says how long pods are kept after a run, 0 for as long as the server's settings say. It counts for a
+    version that is made here and now.
+    """
     check(server.place, submission.objects, say)
     experiment = server.experiment(submission.experiment)
     pipeline = server.pipeline(submission.pipeline.name)
-    version, made = server.version(pipeline, submission.key, submission.pipeline.path)
+    if keep_hours and not server.keeps_pods:
+        say("pods are kept after the run as the server's settings say: it is older than 2.17, or tells no version")
+    with submission.pipeline.kept_for(keep_hours if server.keeps_pods else 0) as file:
+        version, made = server.version(pipeline, submission.key, file)
     if once and not made:
         runs = _runs_of_another(version, server, say)
         for run in runs:

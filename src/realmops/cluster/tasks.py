@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from realmops import artifacts, config
-from realmops.cluster.builders import give_back, raised_builders
+from realmops.cluster.builders import give_back, helped, raised_builders
 from realmops.cluster.server import Server
 from realmops.cluster.submit import older_run
 from realmops.console import Console, end_on_sigterm, explained_errors
@@ -45,7 +45,7 @@ class Artifact(Output, Protocol):
     metadata: dict[str, Any]
 
 
-class Metrics(Output, Protocol):
+class Metrics(Artifact, Protocol):
     """The same for figures: they go to the file, which KFP's cache wants, and are shown in KFP."""
 
     def log_metric(self, metric: str, value: float) -> None:
@@ -75,15 +75,28 @@ def _task() -> Iterator[None]:
 
 
 @_task()
-def run_stage(stage: str, options: str, root: str, manifest: Artifact, metrics: Metrics, processes: int = 1) -> None:
+def run_stage(
+    stage: str,
+    options: str,
+    root: str,
+    manifest: Artifact,
+    metrics: Metrics,
+    processes: int = 1,
+    *,
+    owner: str = "",
+    deployment: str = "",
+    shard_pods: int = 1,
+) -> None:
     """Run a stage under ``root`` and write its small results.
 
     Args:
         options: all sections of params.yaml as JSON.
         manifest: what was made where.
         processes: started by torchrun, to train together.
+        shard_pods: that tag and embed together; those beside this one are replicas of ``deployment``.
     """
-    _run(stage, _parsed(options), Path(root), manifest, metrics, processes)
+    with helped(Path(root), stage, deployment, shard_pods, owner, Console()):
+        _run(stage, _parsed(options), Path(root), manifest, metrics, processes)
 
 
 @_task()
@@ -101,14 +114,28 @@ def pretrain(
     limits: str,
 ) -> None:
     """As :func:`run_stage`; raises the index builders' Deployment first, where one is named and work is left."""
-    values, say = _parsed(options), Console().say
-    say(f"limits of this pod: {limits}")
-    with raised_builders(values, Path(root), deployment, builders, owner, wait_seconds, say) as given:
-        _run("pretrain", given, Path(root), manifest, metrics, processes)
+    values, console, place = _parsed(options), Console(), Path(root)
+    console.say(f"limits of this pod: {limits}")
+    with (
+        raised_builders(values, place, deployment, builders, owner, wait_seconds, console.say) as given,
+        helped(place, "pretrain", deployment, builders + 1, owner, console, held=True),
+    ):
+        _run("pretrain", given, place, manifest, metrics, processes)
 
 
 @_task()
-def evaluate(options: str, root: str, manifest: Artifact, report: Output, summary: Output, metrics: Metrics) -> None:
+def evaluate(
+    options: str,
+    root: str,
+    manifest: Artifact,
+    report: Output,
+    summary: Output,
+    metrics: Metrics,
+    *,
+    owner: str,
+    deployment: str,
+    shard_pods: int,
+) -> None:
     """As :func:`run_stage`, and what people look at.
 
     Args:
@@ -118,7 +145,8 @@ def evaluate(options: str, root: str, manifest: Artifact, report: Output, summar
     from realmops.commands.report import metrics_under, page_under
     from realmops.evaluate.report import figure_tables
 
-    _run("evaluate", _parsed(options), Path(root), manifest, metrics, processes=1)
+    with helped(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
+        _run("evaluate", _parsed(options), Path(root), manifest, metrics, processes=1)
     tables = [f"## {table.title}\n\n{table.as_markdown()}" for table in figure_tables(metrics_under(Path(root)))]
     artifacts.write_bytes(Path(summary.path), "\n".join(tables).encode())
     artifacts.write_bytes(Path(report.path), page_under(Path(root)).read_bytes())
@@ -209,6 +237,7 @@ def variant(
     ablation = _ablation([name], project, presets, settings, seeds, out)
     if failures := train(ablation, jobs=1, report=report):
         raise ValueError("\n".join(failures.values()))
+    metrics.metadata["variant"] = name  # Kubeflow's page that compares calls the pods of all variants by one name
     _show(means_of(ablation), metrics)
 
 
@@ -240,7 +269,11 @@ def table(
     artifacts.write_bytes(Path(rows.path), text.encode())
     shown = (ablation.out / "report.html").read_bytes() if found else escape(text).encode()
     artifacts.write_bytes(Path(page.path), shown)
-    _show({f"{row.variant}_em": row.em.mean for row in found}, metrics)
+    means = [
+        (row.variant, {"em": row.em, "zero_shot_recall_at_5": row.recall_at_5, "em_difference": row.em_difference})
+        for row in found
+    ]
+    _show({f"{name}_{what}": value.mean for name, values in means for what, value in values.items()}, metrics)
 
 
 def _ablation(variants: list[str], project: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
@@ -281,7 +314,7 @@ def _parsed(options: str) -> dict[str, dict[str, Any]]:
 def _run(stage: str, values: Values, root: Path, manifest: Artifact, metrics: Metrics, processes: int) -> None:
     from realmops.stages import runner
 
-    root.mkdir(parents=True, exist_ok=True)
+    _make_folder(root)
     folder = root / STAGES[stage].folder
     if processes > 1:
         _run_together(stage, values, root, processes)
@@ -298,6 +331,20 @@ def _run(stage: str, values: Values, root: Path, manifest: Artifact, metrics: Me
     }
     manifest.metadata.update(known | _figures(found))
     _show(found, metrics)
+
+
+def _make_folder(root: Path) -> None:
+    """Make the run's folder; ValueError where the volume does not let this pod's user write."""
+    place = next(one for one in (root, *root.parents) if one.exists())
+    if not os.access(place, os.W_OK):
+        found = place.stat()
+        raise ValueError(
+            f"{place} belongs to user {found.st_uid} and group {found.st_gid} (mode {found.st_mode & 0o7777:o}), "
+            f"and user {os.getuid()} of this pod may not write there: start one index builder, which gives the volume "
+            "to the pods' group ('kubectl scale deployment/realmops-index-builder --replicas=1', and 0 when it is "
+            "ready), or change the folder's owner"
+        )
+    root.mkdir(parents=True, exist_ok=True)
 
 
 def _run_together(stage: str, values: Values, root: Path, processes: int) -> None:

@@ -154,12 +154,13 @@ def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
 
 
 def means_of(ablation: Ablation) -> dict[str, float]:
-    """Exact match and recall of all that was trained, as means."""
-    outcomes = [outcome_of(ablation, *task) for task in ablation.tasks]
-    return {
-        "em": sum(float(outcome.correct.mean()) for outcome in outcomes) / len(outcomes),
-        "recall_at_5": sum(outcome.recall_at_5 for outcome in outcomes) / len(outcomes),
-    }
+    """What ``evaluate`` measured of all that was trained, under its names, as means of what all have."""
+    found = [
+        artifacts.read_json(folder_of(ablation.out, *task) / STAGES["evaluate"].folder / METRICS)
+        for task in ablation.tasks
+    ]
+    first, *others = ({name for name, value in one.items() if isinstance(value, int | float)} for one in found)
+    return {name: sum(one[name] for one in found) / len(found) for name in sorted(first.intersection(*others))}
 
 
 def _tabulate(ablation: Ablation, failures: Mapping[Task, str], report: Report) -> list[Row]:

@@ -31,9 +31,10 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
     for journal in unsent(tracking_folder(root)):
         yield f"MLflow: {journal} is not sent yet; `realmops sync` sends it when the server answers"
     of_builders = (card.parent for card in (root / "exchange").glob("*/run"))  # raised by a Kubeflow pipeline
-    exchanges = [exchange] if exchange else sorted([*(root / WORK / "work").glob("*/exchange"), *of_builders])
+    of_stages = (folder for place in ("*/exchange", "*/shards/*") for folder in (root / WORK / "work").glob(place))
+    exchanges = [exchange] if exchange else sorted([*of_stages, *of_builders])
     if not exchanges:
-        yield "exchange: none; pretrain makes one while it runs"
+        yield "exchange: none; tag, pretrain, finetune and evaluate make one while they run"
     for folder in exchanges:
         yield f"exchange {folder}:"
         for line in inspect(folder)["summary"]:

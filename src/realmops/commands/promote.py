@@ -18,7 +18,9 @@ from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.baselines.rankers import BY_WORDS
 from realmops.bert import device_and_dtype, tune_process
+from realmops.commands.explain.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, parse_section
+from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.compare import compare, sentence
@@ -32,7 +34,7 @@ from realmops.stages.runner import alone, inputs_of
 from realmops.tracking.registry import ModelVersion, Registry
 from realmops.tracking.spool import sent_run
 from realmops.tracking.stage_runs import tracking_folder
-from realmops.train.finetune import Answer, OpenQa
+from realmops.train.finetune import Answer, OpenQa, Span
 
 KIND = "promoted"
 FOLDER = "promoted"
@@ -43,7 +45,9 @@ EVALUATION_TAG = "realmops.evaluation_digest"
 PREDICTIONS_TAG = "realmops.predictions_sha256"
 CORPUS_TAG = "realmops.corpus_hash"
 QUESTIONS_TAG = "realmops.questions"
+STEPS_TAG = "realmops.weights_step"
 RULE_TAG = "realmops.em_rule"
+SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # tags beside EM: what its confidence is worth
 COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifacts
 _TEXT, _NUMBER = {"type": "string", "required": True}, {"type": "double", "required": True}
 # What goes in and comes out, in MLflow's form; ``reply`` gives the columns of the outputs.
@@ -56,6 +60,18 @@ SIGNATURE = {
         {"name": "passage_id", **_TEXT},
         {"name": "title", **_TEXT},
         {"name": "evidence", **_TEXT},
+        {
+            "name": "citations",
+            "type": "array",
+            "required": True,
+            "items": {
+                "type": "object",
+                "properties": {
+                    **dict.fromkeys(("uri", "document_id", "passage_id", "title", "quote"), _TEXT),
+                    **{key: {"type": "long", "required": False} for key in ("start", "end")},
+                },
+            },
+        },
         {
             "name": "passages",
             "type": "array",
@@ -84,6 +100,7 @@ class FinishedRun:
     sections: Mapping[str, Any]
     metrics: Mapping[str, Any]
     question: str  # the first
+    steps: int | None  # of fine-tuning; None where the model was imported
 
     def __str__(self) -> str:
         return (
@@ -102,6 +119,8 @@ class FinishedRun:
             "realmops.em": f"{self.metrics['em']:.4f}",
             RULE_TAG: self.rule,
             QUESTIONS_TAG: str(self.metrics["questions"]),
+            **({} if self.steps is None else {STEPS_TAG: str(self.steps)}),
+            **{f"realmops.{name}": f"{self.metrics[name]:.4f}" for name in SHOWN if name in self.metrics},
         }
 
 
@@ -202,6 +221,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         sections=used,
         metrics=artifacts.read_json(results / METRICS),
         question=questions[0].question,
+        steps=tuned_steps(root),
     )
 
 
@@ -301,8 +321,13 @@ def open_promoted(folder: Path, registered: Path, kind: type[OpenQa]) -> OpenQa:
 
 
 def reply(question: str, answer: Answer, snapshot: Snapshot) -> dict[str, Any]:
-    """An answer with its evidence, as JSON; without a span to choose it is empty and has no score."""
+    """An answer with its evidence and where that stands, as JSON; without a span to choose it has no score.
+
+    ``citations`` are the answer itself first, then the same answer in other passages that were read, best first.
+    ``start`` and ``end``, characters of the document's text as it was read, are None for a corpus of a version before.
+    """
     best = answer.best
+    spans = [] if best is None else [best, *same_answers(answer)]
     return {
         "question": question,
         "answer": answer.text,
@@ -310,8 +335,31 @@ def reply(question: str, answer: Answer, snapshot: Snapshot) -> dict[str, Any]:
         "passage_id": snapshot.passage_id(best.passage) if best else "",
         "title": snapshot.title(best.passage) if best else "",
         "evidence": snapshot.text(best.passage) if best else "",
+        "citations": [cited(snapshot, span.passage, span.characters) for span in spans],
         "passages": [
             {"passage_id": snapshot.passage_id(p), "title": snapshot.title(p), "p_z": math.exp(log_p)}
             for p, log_p in zip(answer.passages, answer.log_prior, strict=True)
         ],
+    }
+
+
+def same_answers(answer: Answer) -> list[Span]:
+    """The best spans of other passages that have the answer's normal form, best first."""
+    form = normal_form(answer.text)
+    others = [span for span in answer.best_of_passage if span and answer.best and span.passage != answer.best.passage]
+    return sorted((span for span in others if normal_form(span.text) == form), key=lambda span: -span.score)
+
+
+def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> dict[str, Any]:
+    """Where a part of a passage stands: document, passage, and characters of the document's text as it was read."""
+    first = snapshot.start(passage) if snapshot.has_places else None
+    start, end = characters
+    return {
+        "uri": snapshot.uri(passage) if snapshot.has_places else "",
+        "document_id": snapshot.document_id(passage),
+        "passage_id": snapshot.passage_id(passage),
+        "title": snapshot.title(passage),
+        "start": None if first is None else first + start,
+        "end": None if first is None else first + end,
+        "quote": snapshot.text(passage)[start:end],
     }

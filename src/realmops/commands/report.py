@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
+from realmops.evaluate.predictions import read_results, results_file
 from realmops.evaluate.report import figure_tables
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import default_uri
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def summary(root: Path) -> Iterator[Table | str]:
-    """The results under ``root``, and the two commands that people want next; ValueError when there are none."""
+    """The results under ``root``, and the commands that people want next; ValueError when there are none."""
     metrics = metrics_under(root)
     if not metrics:
         raise ValueError(f"{root.resolve()} holds no results; run 'make run' or 'realmops run all' there first")
@@ -27,6 +29,7 @@ def summary(root: Path) -> Iterator[Table | str]:
     if page.is_file():
         yield f"The report, which opens without a network:  {page}"
     yield f"Compare runs in the browser:  {browser_command(root)}"
+    yield from how_to_ask(root)
 
 
 def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
@@ -42,6 +45,22 @@ def page_under(root: Path) -> Path:
 
 def browser_command(root: Path) -> str:
     """What shows the MLflow runs under ``root``, with the mlflow of this environment, which need not be on the PATH."""
-    command = Path(sys.executable).parent / "mlflow"
-    shown = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command
-    return f"{shown} ui --backend-store-uri {default_uri(tracking_folder(root))}"
+    return f"{_command('mlflow')} ui --backend-store-uri {default_uri(tracking_folder(root))}"
+
+
+def how_to_ask(root: Path) -> Iterator[str]:
+    """The commands that answer questions, with one of the test questions; none for a model that reads nothing."""
+    if not results_file(root).is_file():
+        return
+    first = next((one.question for one in read_results(root) if one.passage_ids), None)
+    if first is None:
+        return
+    where = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
+    yield f"Ask, every answer with its source:  {_command('realmops')} ask {shlex.quote(first)}{where}"
+    yield f"The same over HTTP:  {_command('realmops')} serve{where}"
+
+
+def _command(name: str) -> Path:
+    """A program of this environment."""
+    command = Path(sys.executable).parent / name
+    return command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else command

@@ -118,10 +118,12 @@ def newest_state(root: Path) -> CorpusState:
     newest = of_pipeline(root)
     model = _model(newest)
     for path in sorted((root / FOLDER).glob(f"[!.]*/{artifacts.MANIFEST}")):
-        manifest = artifacts.read_manifest(path.parent, KIND)
+        manifest = artifacts.read_manifest(path.parent, KIND, verify=False)
         if manifest["model"] == model and manifest["number"] > newest.number:
             snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", "results"))
             newest = CorpusState(snapshot, finetune, results, manifest["number"])
+    if newest.number:
+        artifacts.read_manifest(newest.snapshot.parent, KIND)  # of the others no file is used
     return newest
 
 
@@ -249,7 +251,7 @@ def _answer(task: _Task, out: Path) -> dict[str, Any]:
     results.mkdir()
     with Journal(task.work / JOURNAL, stage.name) as journal:
         sections = parse_sections(stage, task.values)
-        figures = evaluate.run(Job(sections, inputs, results, task.work, journal, task.report))
+        figures = evaluate.run(Job(sections, inputs, results, task.work, journal, task.report, task.work / "offer"))
     artifacts.write_json(results / METRICS, figures)
     changes = changed_answers(read_predictions(before / PREDICTIONS), read_predictions(results / PREDICTIONS))
     (out / CHANGES).write_bytes(b"".join(artifacts.canonical_json(change) + b"\n" for change in changes))

@@ -24,6 +24,7 @@ BETWEEN = b"\xff"  # occurs in no UTF-8
 MAX_ANSWER_WORDPIECES = 10  # ORQA, Lee et al. 2019
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_BETWEEN_WORDS = r"(?:\s|\b(?:a|an|the)\b)+?"
 _ASCII_TOKEN = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 CharSpan = tuple[int, int]
 
@@ -40,6 +41,42 @@ def normal_form(answer: str) -> str:
 def exact_match(prediction: str, answers: Iterable[str]) -> bool:
     """Whether the prediction has the normal form of one of the answers."""
     return normal_form(prediction) in {normal_form(answer) for answer in answers}
+
+
+def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+    """Which spans [S, 2] (start and end character) of a text have the answer's normal form, [S].
+
+    Only spans that contain its words, one behind another, are brought into their normal form.
+    """
+    form = normal_form(answer)
+    possible = np.ones(len(spans), bool)
+    simple, place = _simple_form(text)
+    if form and simple:
+        at = place[spans]
+        possible[:] = False
+        for found in re.finditer(f"(?=({_BETWEEN_WORDS.join(map(re.escape, form.split()))}))", simple):
+            possible |= (at[:, 0] <= found.start(1)) & (found.end(1) <= at[:, 1])
+    same = np.zeros(len(spans), bool)
+    for row in np.flatnonzero(possible):
+        start, end = spans[row]
+        same[row] = normal_form(text[start:end]) == form
+    return same
+
+
+@lru_cache(1024)
+def _simple_form(text: str) -> tuple[str, NDArray[np.int64]]:
+    """The text as ``normal_form`` has it before it looks for articles and blanks, and where each character went.
+
+    The first is "" where a part of the text could have another form than it has within the whole.
+    """
+    if text.isascii():
+        simple = text.lower().translate(_PUNCTUATION)
+        kept = [1 - (character in string.punctuation) for character in text]
+        return simple, np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])
+    parts = [unicodedata.normalize("NFD", character).lower().translate(_PUNCTUATION) for character in text]
+    simple = "".join(parts)
+    whole = unicodedata.normalize("NFD", text).lower().translate(_PUNCTUATION)
+    return simple if simple == whole and "\u03a3" not in text else "", np.cumsum([0, *map(len, parts)])
 
 
 def token_f1(prediction: str, answers: Iterable[str]) -> float:

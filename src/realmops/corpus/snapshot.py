@@ -5,6 +5,7 @@ Content-addressed: a passage's id depends on its title and text alone, the corpu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,7 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from realmops.artifacts import read_manifest
+from realmops.artifacts import digest_of, read_manifest
+from realmops.corpus.documents import Document
 from realmops.corpus.flat import load_flat
 from realmops.corpus.forms import forms_of
 from realmops.corpus.spans import Spans
@@ -26,6 +28,7 @@ from realmops.corpus.vocabulary import Casing, build_tokenizer, read_vocabulary
 
 KIND = "snapshot"
 GIVEN_SPANS = "given_spans"
+PLACES = "places.npy"
 REJECTS = "rejects.jsonl"
 SOURCES = "sources.jsonl"
 TEXTS = "passages.parquet"
@@ -33,7 +36,13 @@ TEXT_COLUMNS = ("passage_id", "document_id", "title", "text", "extra")
 ROWS_PER_GROUP = 1024
 _GROUPS_IN_MEMORY = 64
 _WRITTEN_IN_MEMORY = 4096  # passages
+_VALUES_IN_MEMORY = 4096  # of texts, titles and ids
 Ints = NDArray[np.int32]
+
+
+def document_name(document: Document) -> str:
+    """The document's id; where the corpus gives none, a digest of its title and text."""
+    return document.id or f"document-{digest_of([document.title, document.text])[:32]}"
 
 
 class Snapshot:
@@ -46,6 +55,8 @@ class Snapshot:
         title_tokens.npy, title_offsets.npy: the same for the titles.
         sentences.npy: int32 [S, 3], passage, first and end wordpiece in the passage's body;
             sentence_offsets.npy int64 [P + 1].
+        places.npy: int64 [P, 2], the number of the passage's document in the corpus, and the character of that
+            document's text at which the passage begins. Versions before wrote none.
         vocab.txt: the wordpieces.
         rejects.jsonl: {"place", "problem"} of every broken record.
         sources.jsonl: for each file of the corpus, how many records it had and what became of them.
@@ -66,9 +77,11 @@ class Snapshot:
         self.title_offsets: NDArray[np.int64] = load_flat(folder / "title_offsets.npy")
         self.sentence_rows: Ints = load_flat(folder / "sentences.npy")
         self.sentence_offsets: NDArray[np.int64] = load_flat(folder / "sentence_offsets.npy")
+        self._places: NDArray[np.int64] | None = load_flat(folder / PLACES) if PLACES in manifest["files"] else None
         self._parquet = pq.ParquetFile(folder / TEXTS, memory_map=True)
         self._group = lru_cache(_GROUPS_IN_MEMORY)(self._parquet.read_row_group)
         self._forms = lru_cache(_WRITTEN_IN_MEMORY)(self.forms)
+        self._value = lru_cache(_VALUES_IN_MEMORY)(self._read_value)
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Snapshot:
@@ -94,6 +107,40 @@ class Snapshot:
     def text(self, index: int) -> str:
         """The passage's text, title left out."""
         return self._value("text", index)
+
+    @property
+    def has_places(self) -> bool:
+        """Whether it is known where in its document a passage stands."""
+        return self._places is not None
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Document and first character of each passage, [P, 2]; ValueError for a snapshot of a version before."""
+        if self._places is None:
+            raise ValueError(
+                f"{self.folder} was made by a version before, which did not write down where in its document a passage "
+                "stands: run 'realmops run snapshot --force'; its passages are the same, nothing need be trained again"
+            )
+        return self._places
+
+    def start(self, index: int) -> int:
+        """The character of its document's text, as the corpus reader gave it, at which the passage begins."""
+        return int(self.places[index, 1])
+
+    def uri(self, index: int) -> str:
+        """The document's URL where it came with one, else the name of its file in the corpus."""
+        extra = self._value("extra", index)
+        url = json.loads(extra).get("url") if extra else None
+        if isinstance(url, str) and url:
+            return url
+        names, ends = self._sources
+        return names[int(np.searchsorted(ends, self.places[index, 0], side="right"))]
+
+    @cached_property
+    def _sources(self) -> tuple[list[str], NDArray[np.int64]]:
+        """The corpus's files, and how many documents there are up to the end of each."""
+        rows = [json.loads(line) for line in (self.folder / SOURCES).read_bytes().splitlines()]
+        return [row["source"] for row in rows], np.cumsum([row["documents"] for row in rows])
 
     def texts(self, indexes: Iterable[int]) -> dict[int, str]:
         """The texts of many passages in any order: each part of the file that holds some is read once."""
@@ -165,6 +212,6 @@ class Snapshot:
         folder = self.folder / GIVEN_SPANS
         return Spans.open(folder, corpus_hash=self.corpus_hash) if folder.is_dir() else None
 
-    def _value(self, column: str, index: int) -> str:
+    def _read_value(self, column: str, index: int) -> str:
         group, row = divmod(range(len(self))[index], ROWS_PER_GROUP)
         return self._group(group).column(column)[row].as_py()  # type: ignore[no-any-return]

@@ -27,7 +27,6 @@ import pyarrow.parquet as pq
 
 from realmops.artifacts import (
     canonical_json,
-    digest_of,
     is_sealed,
     link_or_copy,
     read_json,
@@ -41,7 +40,17 @@ from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
-from realmops.corpus.snapshot import GIVEN_SPANS, KIND, REJECTS, ROWS_PER_GROUP, SOURCES, TEXT_COLUMNS, TEXTS
+from realmops.corpus.snapshot import (
+    GIVEN_SPANS,
+    KIND,
+    PLACES,
+    REJECTS,
+    ROWS_PER_GROUP,
+    SOURCES,
+    TEXT_COLUMNS,
+    TEXTS,
+    document_name,
+)
 from realmops.corpus.spans import SpansWriter
 from realmops.corpus.tokenizer import CachedTokenizer
 from realmops.corpus.vocabulary import UNCASED, Casing, build_tokenizer, vocabulary_bytes, vocabulary_hash
@@ -204,6 +213,7 @@ class _Writer:
         self._title_offsets = growing("title_offsets.npy", FlatOffsets)
         self._sentences = growing("sentences.npy", FlatArray, np.int32, (3,))
         self._sentence_offsets = growing("sentence_offsets.npy", FlatOffsets)
+        self._places = growing(PLACES, FlatArray, np.int64, (2,))
         self._texts, self._rejects, self._told = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
         (work / GIVEN_SPANS).mkdir(exist_ok=True)
         self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
@@ -331,6 +341,10 @@ class _Writer:
         first = self._token_offsets.items
         titles = [batch.titles[passage.document] for passage in batch.passages]
         passages = np.arange(first, first + len(titles), dtype=np.int32)
+        documents = batch.documents()
+        earlier = self._total.documents - len(documents)  # each that was counted has a passage
+        number = {document: earlier + place for place, document in enumerate(documents)}
+        places = [(number[passage.document], passage.chars[0]) for passage in batch.passages]
         sentences = [end - start for start, end in (p.sentences for p in batch.passages)]
         self._token_offsets.append_lengths([end - start for start, end in (p.tokens for p in batch.passages)])
         self._title_offsets.append_lengths([len(title) for title in titles])
@@ -338,11 +352,12 @@ class _Writer:
         self._tokens.append(batch.ids)
         self._token_chars.append(batch.chars)
         self._title_tokens.append(np.fromiter(itertools.chain.from_iterable(titles), np.int32))
+        self._places.append(np.array(places, np.int64).reshape(-1, 2))
         self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
 
     def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:
         """The rows of passages.parquet."""
-        names = {index: documents[index].id or _made_id(documents[index]) for index in batch.documents()}
+        names = {index: document_name(documents[index]) for index in batch.documents()}
         rows = [
             (
                 self._seen.passage_id(passage.digest),
@@ -419,15 +434,13 @@ def _restored(work: Path) -> dict[str, Any]:
     """The state that a killed writer left, if its files are still there; otherwise an empty folder and no state."""
     with suppress(OSError, ValueError):
         state: dict[str, Any] = read_json(work / _CHECKPOINT)
-        if is_sealed(state) and all((work / name).stat().st_size >= size for name, size in state["bytes"].items()):
+        sizes = state["bytes"] if is_sealed(state) else {}
+        # one without PLACES was left by a version before
+        if PLACES in sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
             return state
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     return {}
-
-
-def _made_id(document: Document) -> str:
-    return f"document-{digest_of([document.title, document.text])[:32]}"
 
 
 class _SeenIds:

@@ -70,7 +70,7 @@ def line_chart(
         f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
         *_axes(frame, unit, across),
         *(_refresh(frame, step) for step in refreshes),
-        *(part for colour, line in enumerate(series) for part in _line(frame, line, colour % 4, smooth)),
+        *(part for colour, line in enumerate(series) for part in _line(frame, line, colour % 4, smooth, across)),
         *_legend([line.name for line in series], bool(refreshes)),
     ]
     return (
@@ -140,7 +140,7 @@ def _refresh(frame: _Frame, step: int) -> str:
     )
 
 
-def _line(frame: _Frame, line: Series, colour: int, smooth: bool) -> list[str]:
+def _line(frame: _Frame, line: Series, colour: int, smooth: bool, across: str) -> list[str]:
     stroke = f'style="stroke: var(--s{colour})"'
     if len(line.steps) > _DOTS_UP_TO:
         raw = _points(frame, line.steps, line.values)
@@ -153,13 +153,13 @@ def _line(frame: _Frame, line: Series, colour: int, smooth: bool) -> list[str]:
         ]
     dots = [
         f'<circle cx="{frame.x(step):.1f}" cy="{frame.y(value):.1f}" r="3" style="fill: var(--s{colour})">'
-        f"<title>{escape(line.name)}, step {step}: {number(value)}</title></circle>"
+        f"<title>{escape(line.name)}, {escape(across)} {number(step)}: {number(value)}</title></circle>"
         for step, value in zip(line.steps, line.values, strict=True)
     ]
     return [f'<polyline class="line" {stroke} points="{_points(frame, line.steps, line.values)}"/>', *dots]
 
 
-def _points(frame: _Frame, steps: Sequence[int], values: Sequence[float]) -> str:
+def _points(frame: _Frame, steps: Sequence[float], values: Sequence[float]) -> str:
     every = max(1, len(steps) // _LINES_UP_TO)
     pairs = list(zip(steps, values, strict=True))
     return " ".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in pairs[::every])

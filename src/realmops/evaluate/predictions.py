@@ -14,6 +14,7 @@ import numpy.typing as npt
 from realmops.artifacts import write_bytes
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.openqa import Score
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class Prediction:
     p(z|x) of the passages that the reader saw, best first; ``passage_spans`` and ``passage_scores`` are the best
     span of each and its score, as ``gold_span`` and ``gold_score`` of those that match an answer (None without
     one). ``first_hit`` is the rank from 0 of the first retrieved passage with an answer, -1 without one, and
-    ``failed_at`` a key of ``FAILED_AT``.
+    ``failed_at`` a key of ``FAILED_AT``. ``confidence`` is the calibrated probability that the answer is right, and
+    ``abstained`` says that it is better held back; None of a model without a calibration.
     """
 
     question_id: str
@@ -65,6 +67,8 @@ class Prediction:
     gold_score: float | None
     first_hit: int
     failed_at: str
+    confidence: float | None
+    abstained: bool | None
 
     def shown_row(self) -> dict[str, Any]:
         """What people compare answers by, as one row of a table."""
@@ -75,6 +79,7 @@ class Prediction:
             "em": self.em,
             "f1": round(self.f1, 3),
             "failed_at": self.failed_at,
+            "confidence": None if self.confidence is None else round(self.confidence, 3),
             "evidence": self.titles[self.evidence_rank] if self.evidence_rank >= 0 else "",
             "question_id": self.question_id,
         }
@@ -88,6 +93,7 @@ def predictions_of(
     first_hit_Q: npt.NDArray[np.int64],
     in_corpus_Q: npt.NDArray[np.bool_],
     passages_read: int,
+    confidence: Confidence | None,
 ) -> list[Prediction]:
     """The answers of a model to questions, how they were scored, and what each failed at."""
     predictions = []
@@ -108,7 +114,7 @@ def predictions_of(
             evidence_rank=answer.passages.index(best.passage) if best else -1,
             char_start=best.characters[0] if best else 0,
             char_end=best.characters[1] if best else 0,
-            span_score=best.score if best else answer.said_log_p,
+            span_score=best.score if best else answer.log_p,
             passage_spans=tuple(span.text if span else None for span in answer.best_of_passage),
             passage_scores=tuple(span.score if span else None for span in answer.best_of_passage),
             gold_span=gold.text if gold else None,
@@ -120,6 +126,8 @@ def predictions_of(
                 retrieved=first_hit < passages_read,
                 choosable=gold is not None,
             ),
+            confidence=confidence.probability(answer) if confidence else None,
+            abstained=confidence.abstains(answer) if confidence else None,
         )
         predictions.append(prediction)
     return predictions
@@ -154,7 +162,8 @@ def write_predictions(path: Path, predictions: Sequence[Prediction]) -> None:
     column |= {f"{name} | None": kind for name, kind in column.items()}
     column |= {f"tuple[{name}, ...]": pa.list_(kind) for name, kind in column.items()}
     schema = pa.schema([(field.name, column[str(field.type)]) for field in fields(Prediction)])
-    schema = schema.set(schema.get_field_index("f1"), pa.field("f1", pa.float64()))
+    for name in ("f1", "confidence"):
+        schema = schema.set(schema.get_field_index(name), pa.field(name, pa.float64()))
     _write_table(path, pa.Table.from_pylist([asdict(prediction) for prediction in predictions], schema))
 
 

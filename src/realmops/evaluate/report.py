@@ -13,9 +13,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from realmops.artifacts import write_bytes
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES
 from realmops.evaluate.charts import line_chart, number, standalone
+from realmops.evaluate.confidence import coverage_curve, reliability
 from realmops.evaluate.page import page_of, table_of
 from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.evaluate.retrieval import SHOWN_AT
@@ -83,6 +86,12 @@ HEADLINES = (
     ("F1 (test questions)", "evaluate", "f1"),
     ("EM, expression found anywhere in the answer", "evaluate", "em_regex_search"),
     ("EM of the closed-book floor", "evaluate", "closed_book_em"),
+    ("precision of the most certain 30 %", "evaluate", "precision_at_30"),
+    ("share of the questions not abstained from", "evaluate", "answered"),
+    ("precision of their answers", "evaluate", "answered_precision"),
+    ("expected calibration error", "evaluate", "ece"),
+    ("the same of p(y|x), not calibrated", "evaluate", "ece_uncalibrated"),
+    ("the same of a perfect calibration, by chance", "evaluate", "ece_if_perfect"),
     ("ceiling: an answer is in the corpus", "evaluate", "ceiling_in_corpus"),
     ("ceiling: as a short span in the 5 passages read", "evaluate", "ceiling_in_top_5"),
     ("hit@5 of masked sentences before REALM", "pretrain", "hit_at_5_before"),
@@ -207,15 +216,45 @@ def write_report(folder: Path, *, journals: Sequence[Path], metrics: Metrics, pr
             charts.append(line_chart(chart.title, chart.unit, lines, marks, smooth=chart.smooth))
             write_bytes(folder / "plots" / f"{chart.name}.svg", standalone(charts[-1]).encode())
     answers = read_predictions(predictions) if predictions else []
+    trust = confidence_charts(answers)
+    for name, svg in trust.items():
+        write_bytes(folder / "plots" / f"{name}.svg", standalone(svg).encode())
     page = folder / "report.html"
-    write_bytes(page, _page(metrics, charts, answers).encode())
+    write_bytes(page, _page(metrics, charts, answers, list(trust.values())).encode())
     return page
+
+
+def confidence_charts(answers: Sequence[Prediction]) -> dict[str, str]:
+    """By name: how often answers of a confidence are right, and precision where only the surest are given.
+
+    Empty where answers have no confidence.
+    """
+    known = [(answer.confidence, answer.em) for answer in answers if answer.confidence is not None]
+    if not known:
+        return {}
+    probability_Q, correct_Q = np.array([p for p, _ in known]), np.array([right for _, right in known])
+    bins, curve = reliability(probability_Q, correct_Q), coverage_curve(probability_Q, correct_Q)
+    seen = Series("answers, in tenths", [one.confidence for one in bins], [one.right for one in bins])
+    ideal = Series("as it should be", [0.0, 1.0], [0.0, 1.0])
+    surest = Series("the surest answers", curve.coverage.tolist(), curve.precision.tolist())
+    return {
+        "reliability": line_chart(
+            "Confidence, and what it is worth", "share that is right", [seen, ideal], across="confidence"
+        ),
+        "risk_coverage": line_chart(
+            "Precision, if only the surest are given",
+            "share that is right",
+            [surest],
+            smooth=False,
+            across="share of the questions that are answered",
+        ),
+    }
 
 
 def refresh_steps(records: Iterable[Mapping[str, Any]], stage: str) -> list[int]:
     """The steps at which the stage logged ``refreshed``: a new index was taken into use."""
     adopted = series_of(records, stage, "refreshed")
-    return [step for step, value in zip(adopted.steps, adopted.values, strict=True) if value]
+    return [int(step) for step, value in zip(adopted.steps, adopted.values, strict=True) if value]
 
 
 def _csv(line: Series) -> bytes:
@@ -223,11 +262,16 @@ def _csv(line: Series) -> bytes:
     return ("\n".join([f"step,{line.name}", *rows]) + "\n").encode()
 
 
-def _page(metrics: Metrics, charts: Sequence[str], answers: Sequence[Prediction]) -> str:
+def _page(metrics: Metrics, charts: Sequence[str], answers: Sequence[Prediction], trust: Sequence[str]) -> str:
     sections = ["<h2>Results</h2>"]
     sections += [f'<div class="card scroll figures">{table.as_html()}</div>' for table in figure_tables(metrics)]
     if charts:
         sections += ["<h2>While it trained</h2>", f'<div class="charts">{"".join(charts)}</div>']
+    if trust:
+        sections += [
+            "<h2>How certain it is, and how often it is right</h2>",
+            f'<div class="charts">{"".join(trust)}</div>',
+        ]
     if answers:
         shown = answers[:: -(-len(answers) // SAMPLES)]
         sections += [
@@ -244,6 +288,12 @@ def _all_figures(stage: str, found: Mapping[str, Any]) -> str:
     return f'<details><summary>{escape(stage)}</summary><div class="card scroll">{figures}</div></details>'
 
 
+def _certainty(row: Prediction) -> str:
+    if row.confidence is None:
+        return ""
+    return f"; confidence {row.confidence:.2f}{', abstained' if row.abstained else ''}"
+
+
 def _answer(row: Prediction) -> str:
     verdict = '<span class="right">&#10003; right</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
     source = f"; the answer is from number {row.evidence_rank + 1}" if row.evidence_rank >= 0 else ""
@@ -257,7 +307,7 @@ def _answer(row: Prediction) -> str:
         f'<div class="card"><p class="question">{escape(row.question)}</p>'
         f"<p>{verdict}: <b>{escape(row.prediction) or '(no answer)'}</b> "
         f'<span class="soft">wanted: {escape("; ".join(row.answers))}; F1 {row.f1:.2f}; '
-        f"span score {row.span_score:.2f}</span></p>"
+        f"span score {row.span_score:.2f}{_certainty(row)}</span></p>"
         f"<p>{escape(before)}<mark>{escape(row.prediction)}</mark>{escape(after)}</p>"
         f'<details><summary class="soft">p(z|x) of the {len(row.p_z)} passages read{source}</summary>'
         f'<div class="scroll"><table class="candidates">{candidates}</table></div></details></div>'

@@ -1,6 +1,6 @@
 """The index builder's loop: newest weights -> parts, committed one by one -> an index.
 
-It needs neither a leader nor a lock. Any number of builders may run: each begins at another part, skips what
+It needs neither a leader nor a lock. Any number of builders may run: each takes the parts in another order, skips what
 others have committed, and whoever finds all parts there publishes the index; a second one is dropped by the
 store. A builder that is killed loses the part in its hand.
 """
@@ -8,9 +8,9 @@ store. A builder that is killed loses the part in its hand.
 from __future__ import annotations
 
 import logging
+import random
 import signal
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,10 +137,10 @@ class Builder:
         self._say(f"{'published' if first else 'another builder published'} the index of step {weights.step}")
 
     def _embed(self, weights: Version, ranges: list[tuple[int, int]]) -> None:
-        """Commit the parts that are missing, beginning elsewhere than other builders."""
+        """Commit the parts that are missing, in an order of this builder's own: two of them seldom take the same."""
         embed_rows: EmbedRows | None = None
-        turn = zlib.crc32(self.exchange.holder.encode()) % len(ranges)
-        for number, (first, end) in enumerate([*ranges[turn:], *ranges[:turn]], start=1):
+        mine = random.Random(self.exchange.holder).sample(ranges, len(ranges))
+        for number, (first, end) in enumerate(mine, start=1):
             name = part_name(weights.name, first, end)
             if name in self.exchange.parts.names():
                 continue

@@ -1,35 +1,38 @@
-"""The index builder's process: REALM's retriever behind the exchange's builder loop."""
+"""The index builder's process: REALM's retriever behind the exchange's builder loop, or help with a stage's shards."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save as save_tensors
-
 from realmops.artifacts import digest_of, write_json
 from realmops.bert import resolve_device, resolve_precision, tune_process
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.builder import DONE, MISCONFIGURED, BuilderWork, Parts, run_builder
-from realmops.index.embed import document_sequences, embed
-from realmops.index.embeddings import embeddings_in, index_header
+from realmops.index.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
+from realmops.index.embed import untold
+from realmops.index.embeddings import EMBEDDINGS, embedding, embeddings_in, index_header
 from realmops.index.exchange import CARD, Exchange
 from realmops.index.files import Files
 from realmops.index.process import Child, end_with
+from realmops.index.shards import Work, help_with
 from realmops.index.signs import Sign
 from realmops.index.versions import HOLDER, MANIFEST_LIMIT, Damaged, Version
-from realmops.model.files import MODEL, RETRIEVER, retriever_from_files
+from realmops.model.files import MODEL, RETRIEVER
 
-EMBEDDINGS = "embeddings.safetensors"
 SIGNS, SIGN_SECONDS = "alive", 5.0
+NO_WORK: Mapping[str, Work] = {}
+
+log = logging.getLogger(__name__)
 
 
 def identity(
@@ -49,8 +52,13 @@ def identity(
     }
 
 
-def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> int:
-    """Serve one exchange until its trainer has finished; returns the exit code (builder.run_builder)."""
+def run_index_builder(
+    root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work] = NO_WORK
+) -> int:
+    """Serve one exchange until its trainer has finished; returns the exit code (builder.run_builder).
+
+    Where a stage offers shards there, ``works`` says by name how they are made.
+    """
     if watch_parent is not None:
         end_with(watch_parent)
     snapshot = Snapshot.open(folder)
@@ -60,6 +68,8 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
         exchange.clock.sleep(1.0)
     try:
         card = exchange.card.manifest(CARD).run
+        if "work" in card:
+            return _help(root, card, snapshot, works)
         taken = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
     except (Damaged, KeyError) as error:
         _say(f"the identity card of the exchange {root} cannot be used: {error}")
@@ -74,13 +84,8 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
     tune_process(card["threads"])
 
     def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
-        retriever = retriever_from_files(weights.files).to(device)
-
-        def rows(first: int, end: int) -> dict[str, bytes]:
-            sequences = document_sequences(snapshot, range(first, end))
-            return {EMBEDDINGS: save_tensors({"embeddings": embed(retriever.document, sequences, dtype)})}
-
-        return rows
+        make = embedding(snapshot, weights.files, device, dtype)
+        return lambda first, end: make(first, end, untold)
 
     work = BuilderWork(len(snapshot), card["part_rows"], embedder, merge)
     return run_builder(
@@ -92,6 +97,25 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None) -> 
         grace=120.0 if watch_parent is None else 0.0,
         on_status=_say,
     )
+
+
+def _help(root: Path, card: dict[str, Any], snapshot: Snapshot, works: Mapping[str, Work]) -> int:
+    """Make shards for a stage; it may end at any time, and its exchange with it."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
+    tune_process(card["threads"])
+    name = builder_name(f"{os.environ.get('HOSTNAME', '0')}-{os.getpid()}")  # several may run on one machine
+    try:
+        help_with(Exchange.open(root, card, f"builder-{name}"), snapshot, works, _say)
+    except ValueError as error:
+        _say(str(error))
+        return MISCONFIGURED
+    except Exception:
+        if (root / "run" / CARD).is_dir():
+            log.exception("the index builder failed")
+            return FAULT
+    _say(f"{root} needs no more help")
+    return DONE
 
 
 def builder_name(host: str) -> str:

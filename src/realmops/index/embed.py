@@ -35,14 +35,14 @@ def embed(
     was_training = tower.training
     tower.eval()
     device = tower.device
-    out = torch.empty(len(sequences), tower.width)
+    out = torch.empty(len(sequences), tower.width, device=device)  # a copy for each batch would wait for it
     for rows in length_batches([len(tokens) for tokens, _ in sequences], device):
         batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
         with autocast(device, dtype):
-            out[torch.tensor(rows)] = tower(batch).to("cpu")
+            out[torch.tensor(rows).to(device, non_blocking=True)] = tower(batch).float()
         progress(len(rows))
     tower.train(was_training)
-    return out
+    return out.cpu()
 
 
 def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
+from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from realmops import artifacts
@@ -17,15 +19,18 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.approximate import Approximate, Recipe
 from realmops.index.embed import Progress, document_sequences, embed, untold
 from realmops.index.mips import Exact, PassageIndex
+from realmops.index.shards import SHARD_ROWS, MakeShard
+from realmops.model.files import retriever_from_files
 from realmops.model.retriever import Retriever
 
 INDEX = "index.safetensors"
 RECIPE = "index.json"
+EMBEDDINGS = "embeddings.safetensors"  # of a part of the corpus, or of all of it
 _ROWS = 1 << 16
 
 
 def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Progress = untold) -> Tensor:
-    """Embeddings P x E of all passages."""
+    """Embeddings P x E of all passages, the same bytes as in shards."""
     nothing = torch.empty(0, retriever.document.width)
     return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, progress)
 
@@ -45,9 +50,31 @@ def embed_changed(
     new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
     embedding_PE = torch.empty(len(snapshot), earlier.shape[1])
     embedding_PE[old] = earlier[row_P[old]]
-    for first in range(0, len(new), _ROWS):
-        rows = new[first : first + _ROWS].tolist()
+    for first in range(0, len(new), SHARD_ROWS):
+        rows = new[first : first + SHARD_ROWS].tolist()
         embedding_PE[rows] = embed(retriever.document, document_sequences(snapshot, rows), dtype, progress)
+    return embedding_PE
+
+
+def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
+    """What embeds a shard of the corpus; the model's files are those of ``model.files.retriever_files``."""
+    retriever = retriever_from_files(model).to(device)
+
+    def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+        sequences = document_sequences(snapshot, range(first, end))
+        return {EMBEDDINGS: save_tensors({"embeddings": embed(retriever.document, sequences, dtype, progress)})}
+
+    return make
+
+
+def joined(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tensor:
+    """Embeddings P x E of all passages from those of every part, in order; a part is let go when it has its place."""
+    embedding_PE, first = torch.empty(passages, width), 0
+    for part in parts:
+        rows_RE = embeddings_in(part.pop(EMBEDDINGS))
+        embedding_PE[first : first + len(rows_RE)] = rows_RE
+        first += len(rows_RE)
+    assert first == passages
     return embedding_PE
 
 
@@ -90,13 +117,6 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
             "with snapshot.whole_documents=true"
         )
     return embedding_PE
-
-
-def passage_embeddings(folder: Path, retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
-    """Embeddings P x E of all passages: those imported with the model in ``folder``, else made now."""
-    if (folder / INDEX).is_file():
-        return load_index(folder, snapshot)
-    return embed_corpus(retriever, snapshot, dtype)
 
 
 def save_passages(folder: Path, passages: PassageIndex) -> None:

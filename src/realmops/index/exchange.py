@@ -258,7 +258,8 @@ def inspect(root: Path, clock: Clock | None = None) -> dict[str, Any]:
     for kind, store in exchange.stores.items():
         problems += [f"{kind}: {entry} was set aside as damaged or superseded" for entry in store.bad()]
     weights, indexes = exchange.weights.names(), exchange.indexes.names()
-    awaited = [name for name in weights if name not in indexes]
+    card = newest["run"].run if newest["run"] else {}
+    awaited = [name for name in weights if name not in indexes and "work" not in card]
     finished = exchange.finished()
     for sign in [*alive["trainer"], *alive["builder"]]:
         problems += _problems_of(sign, exchange, None if finished else awaited, clock)
@@ -272,6 +273,9 @@ def inspect(root: Path, clock: Clock | None = None) -> dict[str, Any]:
         for sign in signs
     ]
     summary += [f"no {role} has ever been seen" for role, signs in alive.items() if not signs]
+    if "work" in card:  # shards.py
+        wanted = -(-card["passages"] // card["shard_rows"])
+        summary.append(f"{card['work']}: {len(exchange.parts.names())} of {wanted} shards are committed")
     summary += [f"awaited: the index of {name}" for name in awaited]
     summary += [f"finished: {finished}"] if finished else []
     return {

@@ -42,7 +42,29 @@ def claimed(folder: Path, say: Callable[[str], None], stop: threading.Event | No
     Raises InterruptedError when ``stop`` is set before it is this one's turn.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    life = _take(folder, say, stop or threading.Event())
+    with _held(folder, _take(folder, say, stop or threading.Event())) as claim:
+        yield claim
+
+
+class Turns:
+    """Many claims, of which this process takes those that are free; how long each has looked the same is remembered."""
+
+    def __init__(self) -> None:
+        self._ages = Ages(Clock())
+
+    @contextmanager
+    def taken(self, folder: Path) -> Iterator[Claim | None]:
+        """Hold the claim in ``folder`` alone; None while another has it. The folder above must be there."""
+        folder.mkdir(exist_ok=True)
+        if (life := _next_life(folder, self._ages)) is None:
+            yield None
+            return
+        with _held(folder, life) as claim:
+            yield claim
+
+
+@contextmanager
+def _held(folder: Path, life: Path) -> Iterator[Claim]:
     claim, ended = Claim(), threading.Event()
     with open(life / LOCK, "ab") as lock:
         artifacts.try_lock(lock)
@@ -60,22 +82,30 @@ def claimed(folder: Path, say: Callable[[str], None], stop: threading.Event | No
 
 def _take(folder: Path, say: Callable[[str], None], stop: threading.Event) -> Path:
     """The folder of a new life, made when the one before is over."""
-    files, clock = Files(), Clock()
+    clock = Clock()
     ages = Ages(clock)
     began, said = clock.monotonic(), float("-inf")
     while True:
-        number = _newest(folder)
-        sign = _read(_life(folder, number))
-        if number == 0 or _is_over(_life(folder, number), sign, ages):
-            with suppress(FileExistsError):
-                files.mkdir(_life(folder, number + 1))
-                return _life(folder, number + 1)
+        if (life := _next_life(folder, ages)) is not None:
+            return life
         if (now := clock.monotonic()) - said >= SAID_SECONDS:
+            sign = _read(_life(folder, _newest(folder)))
             holder = f"{sign['host']}, process {sign['pid']}" if sign else "a process that has not signed yet"
             say(f"waiting for {folder}, which {holder} holds, since {now - began:.0f} s")
             said = now
         if stop.wait(LOOK_SECONDS):
             raise InterruptedError(f"stopped while waiting for {folder}")
+
+
+def _next_life(folder: Path, ages: Ages) -> Path | None:
+    """The folder of a new life; None while the one before goes on, or when somebody else was faster."""
+    number = _newest(folder)
+    last, following = _life(folder, number), _life(folder, number + 1)
+    if number == 0 or _is_over(last, _read(last), ages):
+        with suppress(FileExistsError):
+            Files().mkdir(following)
+            return following
+    return None
 
 
 def _newest(folder: Path) -> int:
@@ -97,7 +127,7 @@ def _read(life: Path) -> dict[str, Any] | None:
 def _is_over(life: Path, sign: dict[str, Any] | None, ages: Ages) -> bool:
     if sign and (sign["done"] or (sign["host"] == socket.gethostname() and _is_unlocked(life / LOCK))):
         return True
-    return ages.age(life.name, sign) >= DEAD_SECONDS
+    return ages.age(str(life), sign) >= DEAD_SECONDS
 
 
 def _is_unlocked(path: Path) -> bool:

@@ -50,6 +50,12 @@ SIZES = {
 }
 
 
+def _among(key_T: Tensor, chosen_T: Tensor) -> Tensor:
+    """Whether each number is one of the chosen; unlike ``torch.isin`` of them, a GPU need not be asked how many."""
+    sorted_T = torch.where(chosen_T, key_T, torch.iinfo(key_T.dtype).min).sort().values
+    return sorted_T[torch.searchsorted(sorted_T, key_T).clamp(max=len(key_T) - 1)] == key_T
+
+
 class Matches(nn.Module):
     """Vectors of the classes of each wordpiece, summed; what it knows of wordpieces comes from the snapshot."""
 
@@ -110,7 +116,7 @@ class Matches(nn.Module):
         def on_both_sides(value_T: Tensor) -> Tensor:
             """Whether what stands in z stands in x too, or the other way round."""
             key_T = value_T * count + sequence_T
-            return torch.isin(key_T, key_T[in_x_T]) & in_z_T | torch.isin(key_T, key_T[in_z_T]) & in_x_T
+            return _among(key_T, in_x_T) & in_z_T | _among(key_T, in_z_T) & in_x_T
 
         def share(part_T: Tensor) -> Tensor:
             return torch.where(in_z_T, 1 + (SHARES * part_T // whole_N[sequence_T]).clamp(max=SHARES - 1), 0)

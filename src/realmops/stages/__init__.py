@@ -43,6 +43,7 @@ class Job:
     work: Path  # outlives a killed process; empty on the first try
     journal: Journal
     report: Report
+    offer: Path  # the file that tells index builders what they can help with
 
     def section(self, kind: type[Section]) -> Section:
         """The options of one section, by their type; KeyError where the stage does not declare it."""

@@ -17,6 +17,7 @@ from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.ceilings import ceilings
+from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import Score, closed_book_floor, em_rules, score_predictions
 from realmops.evaluate.predictions import (
     FIRST_HITS,
@@ -31,13 +32,14 @@ from realmops.evaluate.retrieval import RECALL_AT, Rows, hit_ranks_by_rule, padd
 from realmops.evaluate.tuned import open_tuned
 from realmops.index.approximate import Approximate
 from realmops.index.embed import embed, query_sequences
-from realmops.index.embeddings import passage_embeddings
+from realmops.index.embeddings import INDEX, load_index
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import open_snapshot, question_queries, rank, sampled, warn_of_timeouts
+from realmops.stages.shards import embeddings_of
 from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa, Ranker
 
 TRAINED = ("ict", "pretrain", "finetune")
@@ -62,6 +64,11 @@ def run(job: Job) -> dict[str, Any]:
     right = {rule: score([answer.text for answer in answers], rule) for rule in em_rules(questions)}
     metrics: dict[str, Any] = {"questions": len(questions), **right[em_rule].figures("")}
     metrics |= {f"em_{rule}": found.em.mean for rule, found in right.items() if len(right) > 1}
+    confidence = Confidence.load(job.inputs["finetune"])
+    if confidence is None:
+        job.report.say("evaluate: the model was not calibrated on dev questions, so its answers have no confidence")
+    else:
+        metrics |= confidence_figures(confidence, answers, right[em_rule].correct, **bootstrap)
     if cloze := sum(bool(question.not_in) for question in questions):
         metrics["cloze_questions"] = cloze
         job.report.say(
@@ -95,7 +102,14 @@ def run(job: Job) -> dict[str, Any]:
     possible = ceilings(snapshot, questions, rankings[""], hits[""], match_rule)
     metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in possible.items()}
     predictions = predictions_of(
-        snapshot, questions, answers, right[em_rule], hits[""], possible["in_corpus"], options.reader_candidates
+        snapshot,
+        questions,
+        answers,
+        right[em_rule],
+        hits[""],
+        possible["in_corpus"],
+        options.reader_candidates,
+        confidence,
     )
     metrics |= failure_shares([prediction.failed_at for prediction in predictions])
     metrics |= warn_of_timeouts(job, questions)
@@ -174,7 +188,8 @@ def _zero_shot(
     """The first passages by the embeddings of a stage's retriever and, where it is one, by its hybrid, ids [Q, K]."""
     device, dtype = device_and_dtype(job.section(RunOptions))
     retriever = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
-    passages = Exact(passage_embeddings(job.inputs[name], retriever, snapshot, dtype))
+    imported = (job.inputs[name] / INDEX).is_file()
+    passages = Exact(load_index(job.inputs[name], snapshot) if imported else embeddings_of(job, retriever, snapshot))
     query_QE = embed(retriever.query, query_sequences(queries), dtype)
     found = {"": passages.search(query_QE, DEPTH)[1].cpu().numpy()}
     if retriever.mixture.lexical:

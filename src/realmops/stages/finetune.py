@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realmops.artifacts import atomic_folder
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE, ranker_of
 from realmops.baselines.t5 import ClosedBook
@@ -21,11 +20,12 @@ from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import is_right, score_predictions
 from realmops.evaluate.retrieval import RECALL_AT
 from realmops.index.approximate import Approximate, index_type
 from realmops.index.embed import embed, query_sequences
-from realmops.index.embeddings import INDEX, embed_corpus, load_index, passage_embeddings, save_index, save_passages
+from realmops.index.embeddings import INDEX, load_index, save_passages
 from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact
 from realmops.index.trainer import Policy
@@ -35,8 +35,9 @@ from realmops.model.reader import Reader
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 from realmops.stages import Job
 from realmops.stages.common import Course, open_snapshot, question_queries, sampled, searchable, warn_of_timeouts
+from realmops.stages.shards import embeddings_of
 from realmops.train.exchange import Refresh, Site, exchange
-from realmops.train.finetune import ANSWERED_TOGETHER, OpenQa, finetune, finetune_steps
+from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa, finetune, finetune_steps
 from realmops.train.loop import Context
 from realmops.train.mixture import fit_reading, fit_to_questions
 from realmops.train.parallel import team
@@ -102,9 +103,11 @@ def run(job: Job) -> dict[str, Any]:
             metrics["passages_with_questions"] = _learn_by_passages(course, retriever, snapshot, questions)
             if options.reader_training == "passages":  # the query tower goes on learning
                 retriever = _with_query_apart(retriever)
-            embedding_PE = _embeddings_kept(job, retriever, snapshot, dtype)
+            embedding_PE = _embedded(job, retriever, snapshot)
+        elif (job.inputs[options.retriever] / INDEX).is_file():  # imported with the model
+            embedding_PE = load_index(job.inputs[options.retriever], snapshot)
         else:
-            embedding_PE = passage_embeddings(job.inputs[options.retriever], retriever, snapshot, dtype)
+            embedding_PE = _embedded(job, retriever, snapshot)
         asked = question_queries(snapshot, sampled(questions, seed), options.query_wordpieces)
         passages = searchable(job, embedding_PE, retriever.query, asked, options.retriever_candidates)
     ranker = ranker_of(options.retriever, snapshot, path)
@@ -129,8 +132,11 @@ def run(job: Job) -> dict[str, Any]:
     progress = job.report.progress("dev questions", len(held_out))
     answers = model.answer(held_out, ranked=5, batch_size=ANSWERED_TOGETHER, progress=progress)
     if model.hybrid:
-        weight, answers = fit_reading(model, held_out, answers, is_right)
+        before = retriever.mixture.reading
+        weight = fit_reading(model, held_out, answers, is_right)
         retriever.mixture = replace(retriever.mixture, reading=weight)
+        if weight != before:  # p(y|x) is over all spans, which nothing kept
+            answers = model.answer(held_out, ranked=5, batch_size=ANSWERED_TOGETHER)
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.say(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} x the embeddings' + {retriever.mixture.lexical:g} x BM25 "
@@ -144,7 +150,7 @@ def run(job: Job) -> dict[str, Any]:
         save_passages(job.out, passages)
     logged = JournalValues(job.journal)
     return {
-        **_dev_scores(held_out, [a.text for a in answers], seed),
+        **_dev_figures(job, held_out, answers),
         "span_loss": logged.mean("span_loss", last=50),
         "early_loss": logged.mean("early_loss", last=50),
         "no_correct_span": logged.mean("no_correct_span", last=50),
@@ -236,15 +242,15 @@ def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Posit
     return Positives.of(found)
 
 
-def _embeddings_kept(job: Job, retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype) -> Tensor:
-    """All passages embedded by the tuned retriever, once, whatever kills come after."""
-    kept = job.work / "embedded"
-    if not (kept / INDEX).is_file():
-        bar = job.report.progress("embeddings", len(snapshot))
-        embedding_PE = embed_corpus(retriever, snapshot, dtype, bar)
-        with atomic_folder(kept) as stage:
-            save_index(stage / INDEX, embedding_PE)
-    return load_index(kept, snapshot).clone()
+def _embedded(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
+    """Embeddings P x E of all passages, which the first of several processes has made and the others are sent."""
+    all_of_us = team()
+    if all_of_us.leads:
+        embedding_PE = embeddings_of(job, retriever, snapshot)
+    else:
+        embedding_PE = torch.empty(len(snapshot), retriever.document.width)
+    all_of_us.send([embedding_PE])
+    return embedding_PE
 
 
 def _closed_book(job: Job, snapshot: Snapshot, questions: list[Question], held_out: list[Question]) -> dict[str, Any]:
@@ -258,16 +264,35 @@ def _closed_book(job: Job, snapshot: Snapshot, questions: list[Question], held_o
     model.save(job.out)
     answers = model.answer(held_out, progress=job.report.progress("dev questions", len(held_out)))
     return {
-        **_dev_scores(held_out, [answer.text for answer in answers], seed),
+        **_dev_figures(job, held_out, answers),
         "closed_book_loss": JournalValues(job.journal).mean("loss", last=50),
         "questions": learned,
     }
 
 
-def _dev_scores(questions: list[Question], said: list[str], seed: int) -> dict[str, float]:
-    """Exact match and F1 on the dev questions."""
-    score = score_predictions(questions, said, seed=seed)
-    return {"dev_em": score.em.mean, "dev_f1": score.f1.mean}
+def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> dict[str, float]:
+    """Exact match, F1 and calibration on the dev questions; writes the calibration, which is fitted on them."""
+    seed, wanted = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
+    score = score_predictions(questions, [answer.text for answer in answers], seed=seed)
+    confidence = Confidence.fit(answers, score.correct, wanted)
+    confidence.save(job.out)
+    figures = confidence_figures(confidence, answers, score.correct, seed=seed)
+    if confidence.threshold is None:
+        job.report.say(
+            f"finetune: no confidence reaches finetune.wanted_precision={wanted:g} on the {len(questions)} dev "
+            "questions, so no answer is held back; ask for less, or look at the confidence of each answer"
+        )
+    else:
+        job.report.say(
+            f"finetune: {figures['answered'] * len(questions):.0f} of {len(questions)} dev questions are answered with "
+            f"a confidence of {confidence.threshold:.3f} or more, and {figures['answered_precision']:.0%} of these "
+            f"answers are right; finetune.wanted_precision is {wanted:g}"
+        )
+    return {
+        "dev_em": score.em.mean,
+        "dev_f1": score.f1.mean,
+        **{f"dev_{name}": value for name, value in figures.items()},
+    }
 
 
 def _fit_to_tuned(job: Job, model: OpenQa, passages: Approximate, questions: list[Question]) -> float:

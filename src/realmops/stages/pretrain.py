@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
@@ -18,7 +17,6 @@ from realmops.corpus.questions import answers_are_expressions, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.index.approximate import QUERIES, Approximate, index_type
-from realmops.index.embeddings import embed_corpus
 from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact, PassageIndex
 from realmops.index.trainer import Policy
@@ -27,6 +25,7 @@ from realmops.model.files import load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.stages.common import Course, open_snapshot, open_spans, question_queries, rank, searchable
+from realmops.stages.shards import embeddings_of
 from realmops.train import held_out
 from realmops.train.exchange import ExchangeSource, Refresh, Site, exchange
 from realmops.train.held_out import BestModels
@@ -74,13 +73,13 @@ def run(job: Job) -> dict[str, Any]:
         pretrain(surroundings, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
     if not surroundings.team.leads:
         return {}
-    final = _final_index(retriever, snapshot, dtype, options.steps)
+    final = _final_index(job, retriever, snapshot, options.steps)
     after = measure(final)
     if best.step != options.steps:
         job.report.say(best.told(after))
         retriever, reader = best.models()
         realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, words)
-        final, after = _final_index(retriever, snapshot, dtype, best.step), best.figures
+        final, after = _final_index(job, retriever, snapshot, best.step), best.figures
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
     assert isinstance(source.own, ExchangeSource)
     metrics = _metrics(job, after, source.own) | {"best_step": best.step}
@@ -154,5 +153,5 @@ def _measure(job: Job, masked: list[Example], realm: Realm, best: BestModels) ->
     return measure
 
 
-def _final_index(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, step: int) -> Index:
-    return Index(step, Exact(embed_corpus(retriever, snapshot, dtype)), retriever, time.time(), True)
+def _final_index(job: Job, retriever: Retriever, snapshot: Snapshot, step: int) -> Index:
+    return Index(step, Exact(embeddings_of(job, retriever, snapshot)), retriever, time.time(), True)

@@ -70,6 +70,11 @@ def alone(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
+def offer_of(root: Path, name: str) -> Path:
+    """The file by which a stage offers shards of its work to index builders that follow it."""
+    return root / WORK / f"{name}.shards.json"
+
+
 def is_running(folder: Path, name: str) -> bool:
     """Whether a process holds the lock of a stage, looked at without making one."""
     with suppress(OSError), open(folder / f"{name}.lock", "rb") as file:
@@ -99,7 +104,8 @@ def _run_alone(
         out = stack.enter_context(artifacts.atomic_folder(final))
         journal = stack.enter_context(Journal(work / JOURNAL, name))
         tracker = tracked(stack, journal, name, values, inputs, project, root)
-        metrics = _finite(_worked(stage, values, Job(sections, inputs, out, work, journal, report)))
+        job = Job(sections, inputs, out, work, journal, report, offer_of(root, name))
+        metrics = _finite(_worked(stage, values, job))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
@@ -140,7 +146,8 @@ def _help(
         tempfile.TemporaryDirectory(prefix="realmops-") as folder,
         Journal(Path(folder) / JOURNAL, stage.name) as journal,
     ):
-        _worked(stage, values, Job(sections, inputs, Path(folder), Path(folder), journal, _Silent()))
+        place = Path(folder)
+        _worked(stage, values, Job(sections, inputs, place, place, journal, _Silent(), place / "offer"))
     return {}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,14 @@ from realmops.artifacts import seed_for
 from realmops.bert import device_and_dtype
 from realmops.config import BertOptions, Optimiser, RunOptions, Tag
 from realmops.corpus.conll import read_conll
-from realmops.corpus.dates import find_dates
 from realmops.corpus.snapshot import GIVEN_SPANS, Snapshot
 from realmops.corpus.spans import Spans, SpansWriter
 from realmops.model.files import build_bert
 from realmops.stages import Job
 from realmops.stages.common import Course, open_snapshot
+from realmops.stages.shards import spans_of
 from realmops.train.parallel import team
-from realmops.train.tagger import Tagger, find_entities, predict_words, tag_names, train_tagger
-
-DATE = "DATE"
+from realmops.train.tagger import Tagger, predict_words, tag_names, tagger_files, train_tagger
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -85,28 +82,13 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
             shutil.copyfile(file, folder / file.name)
         return {"spans": len(Spans.open(folder).rows)}
     folder.mkdir()
-    progress = job.report.progress(f"tags of {snapshot.folder.name}", len(snapshot))
-    dtype = device_and_dtype(job.section(RunOptions))[1]
-    entities: Iterator[list[tuple[int, int, str]]] = (
-        find_entities(tagger, snapshot, options, dtype, progress) if tagger else iter([[]] * len(snapshot))
-    )
-    dates = options.dates or tagger is None
     with SpansWriter(folder) as writer:
-        for passage, found in enumerate(entities):
-            chars = snapshot.chars(passage)
-            when = [(start, end, DATE) for start, end in find_dates(snapshot.text(passage))] if dates else []
+        for passage, found in enumerate(spans_of(job, tagger_files(tagger, options), snapshot)):
             writer.add(
-                _without_overlap(when, found),
-                chars,
+                found,
+                snapshot.chars(passage),
                 snapshot.sentences(passage),
                 int(snapshot.sentence_offsets[passage]),
             )
         manifest = writer.close(corpus_hash=snapshot.corpus_hash, vocabulary_hash=snapshot.vocabulary_hash)
     return {"spans": manifest["spans"], "spans_dropped": manifest["dropped"]["not_in_one_sentence"]}
-
-
-def _without_overlap(
-    dates: list[tuple[int, int, str]], entities: list[tuple[int, int, str]]
-) -> list[tuple[int, int, str]]:
-    """Dates, and the entities that touch none of them."""
-    return dates + [e for e in entities if not any(e[0] < d[1] and d[0] < e[1] for d in dates)]

@@ -58,12 +58,19 @@ class Registry:
         return max(found, key=lambda version: version.number, default=None)
 
     def fetch(self, version: ModelVersion, artifact: str, folder: Path) -> Path:
-        """Download one of a version's artifacts into a folder."""
+        """Download one of a version's artifacts into a folder; all of them where it is ""."""
         with _trouble_in_one_line():
             from mlflow.artifacts import download_artifacts
 
             uri = f"{self._client.get_model_version_download_uri(self.name, str(version.number))}/artifacts/{artifact}"
             return Path(download_artifacts(artifact_uri=uri, dst_path=str(folder), tracking_uri=self._uri))
+
+    def settings(self, version: ModelVersion) -> dict[str, Any]:
+        """What the model's code finds in ``context.model_config``."""
+        with _trouble_in_one_line(), _current_server(self._uri):
+            from mlflow.models import get_model_info
+
+            return dict(get_model_info(version.uri).flavors["python_function"].get("config") or {})
 
     def register(
         self,

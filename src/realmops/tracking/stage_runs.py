@@ -72,7 +72,7 @@ def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
 def headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The figures that people compare runs by, under their plain names."""
     names = {
-        "evaluate": ("em", "f1", "recall_at_5"),
+        "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
         "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
     }
     return {key: metrics[key] for key in names.get(name, ()) if key in metrics}

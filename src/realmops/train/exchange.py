@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from realmops.bert import PRECISIONS
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.builder import MISCONFIGURED
-from realmops.index.builder_process import EMBEDDINGS, builder_command, identity
-from realmops.index.embeddings import embeddings_in
+from realmops.index.builder_process import builder_command, identity
+from realmops.index.embeddings import EMBEDDINGS, embeddings_in
 from realmops.index.exchange import Exchange, Fenced
 from realmops.index.mips import PassageIndex
 from realmops.index.process import Child
@@ -78,7 +79,7 @@ def exchange(
         snapshot,
         run_key=site.work.name,
         embedding_width=retriever.query.width,
-        precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[context.dtype],
+        precision=PRECISIONS[context.dtype],
         threads=site.threads,
         part_rows=refresh.shard_rows,
     )

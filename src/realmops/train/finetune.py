@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -20,19 +21,20 @@ from realmops.corpus.answers import answer_token_spans, contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import Progress, embed, query_sequences, text_queries, untold
+from realmops.index.embed import Progress, embed, query_sequences, untold
 from realmops.index.hybrid import Found, Hybrid, Words
 from realmops.index.mips import PassageIndex
-from realmops.model.likelihood import hard_em_span_loss, log_prior, marginal_span_loss
+from realmops.model.likelihood import hard_em_span_loss, log_prior, log_sum_correct, marginal_span_loss
 from realmops.model.reader import Reader, enumerate_spans
 from realmops.model.retriever import Retriever
-from realmops.model.sequences import SpecialTokens, join_reader
+from realmops.model.sequences import SpecialTokens, join_query, join_reader
 from realmops.train.loop import Context, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 Ranker = Callable[[str, int], np.ndarray]  # a question's k best passages, best first, -1 for none
 HYBRID_DEPTH = 100  # passages that embeddings and words find each, of which the best are taken
 ANSWERED_TOGETHER = 4  # questions; the spans of more are tensors of hundreds of MB, slower and no better
+_QUESTIONS_IN_MEMORY = 1024
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Answer:
     passages: list[int]  # read, best first
     log_prior: list[float]  # log p(z|x) over the passages that were read
     ranked: list[int]  # the top passages of the whole corpus, for recall
-    said: str = ""  # by a model that reads nothing, and
-    said_log_p: float = -math.inf
+    said: str = ""  # by a model that reads nothing
+    log_p: float = -math.inf  # log p(y|x) of the text, the sum over passages; 0 has none
 
     @property
     def text(self) -> str:
@@ -90,6 +92,11 @@ class OpenQa:
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
         self.sources = Sources(self.snapshot)
         self._correct: dict[str, dict[int, bool]] = {}
+        encode = self.snapshot.tokenizer.encode
+        # A question is looked at several times: its length is checked, it is embedded, and it is read.
+        self._wordpieces = lru_cache(_QUESTIONS_IN_MEMORY)(
+            lambda text: np.array(encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        )
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
         """Scores f(x, z) and ids of the top k passages, best first, B x k, with gradient into the query tower.
@@ -139,7 +146,8 @@ class OpenQa:
 
     def queries(self, questions: Sequence[str]) -> list[np.ndarray]:
         """[CLS] question [SEP] of each question."""
-        return text_queries(self.snapshot, questions, self.options.query_wordpieces)
+        limit = self.options.query_wordpieces
+        return [join_query(self.wordpieces(question), self.special, limit) for question in questions]
 
     def find(self, questions: Sequence[str], k: int, depth: int) -> Found:
         """The best k passages of each question among the ``depth`` best of embeddings and words, with both scores."""
@@ -152,8 +160,8 @@ class OpenQa:
         return search.search(query_BE.detach(), questions, k, depth)
 
     def wordpieces(self, text: str) -> np.ndarray:
-        """A text's wordpieces."""
-        return np.array(self.snapshot.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        """A text's wordpieces; only to be read."""
+        return self._wordpieces(text)
 
     def is_correct(self, question: Question, passages: Sequence[int]) -> np.ndarray:
         """Whether each passage contains an answer, by the question's rule."""
@@ -295,12 +303,30 @@ class OpenQa:
                 best, gold, *best_of_passage = (
                     self._best(chosen, rows, logit_S, read[b]) for chosen in (mine, mine & gold_S, *at)
                 )
-                ranked_ids = id_BK[b, :ranked].tolist()
                 answers.append(
-                    Answer(best, best_of_passage, gold, read[b], log_prior_BK[b][: len(read[b])], ranked_ids)
+                    Answer(
+                        best=best,
+                        best_of_passage=best_of_passage,
+                        best_gold=gold,
+                        passages=read[b],
+                        log_prior=log_prior_BK[b][: len(read[b])],
+                        ranked=id_BK[b, :ranked].tolist(),
+                        log_p=self.log_p(best, rows[mine], logit_S[mine], read[b]) if best else -math.inf,
+                    )
                 )
             progress(len(batch))
         return answers
+
+    def log_p(self, best: Span, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> float:
+        """log p(y|x) of the best span's text y, from all spans of one question (section 3.2, fine-tuning).
+
+        One softmax goes over the spans of all passages: those that match y, as in the loss, add up.
+        """
+        of_one = np.column_stack([np.zeros_like(rows[:, 0]), rows[:, 1:]])
+        says_y_S = self._is_gold(of_one, [Question("", "", (best.text,))], [read])
+        says_y_S[logit_S.argmax()] = True  # the best span may begin or end inside a word, where nothing matches
+        log_p_1 = log_sum_correct(torch.from_numpy(logit_S)[None].double(), torch.from_numpy(says_y_S)[None])
+        return log_p_1.item()
 
     def _best(self, chosen_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
         """The best of the chosen spans of one question, cut from the text by characters."""

@@ -37,8 +37,8 @@ def fit_reading(
     questions: Sequence[Question],
     answers: Sequence[Answer],
     is_right: Callable[[str, Question], bool],
-) -> tuple[float, list[Answer]]:
-    """The weight of f(x, z) beside a span's score that has the highest exact match, and the answers that it gives.
+) -> float:
+    """The weight of f(x, z) beside a span's score that has the highest exact match.
 
     Of equal ones the nearest to the present weight is taken. The best span of a passage is the same under any weight,
     so nothing has to be read again. ``is_right`` says whether an answer to a question is.
@@ -47,25 +47,18 @@ def fit_reading(
     with torch.no_grad():
         relevance = [model.evidence([q], model.options.reader_candidates)[0][0].tolist() for q in questions]
 
-    def chosen(weight: float) -> list[Answer]:
-        return [_reweighted(a, f, weight - before) for a, f in zip(answers, relevance, strict=True)]
-
     def right(weight: float) -> float:
-        pairs = zip(chosen(weight), questions, strict=True)
-        return sum(is_right(answer.text, question) for answer, question in pairs)
+        texts = [_text(answer, f, weight - before) for answer, f in zip(answers, relevance, strict=True)]
+        return sum(map(is_right, texts, questions))
 
-    best = max(sorted(READING_WEIGHTS, key=lambda w: abs(w - before)), key=right)
-    return best, chosen(best)
+    return max(sorted(READING_WEIGHTS, key=lambda w: abs(w - before)), key=right)
 
 
-def _reweighted(answer: Answer, relevance: Sequence[float], change: float) -> Answer:
+def _text(answer: Answer, relevance: Sequence[float], change: float) -> str:
+    """Which text is the answer when f(x, z) counts for so much more."""
     spans = [
-        None if span is None else replace(span, score=span.score + change * f)
+        (span.score + change * f, span.text)
         for span, f in zip(answer.best_of_passage, relevance, strict=False)
+        if span is not None
     ]
-    there = [span for span in spans if span is not None]
-    best = max(there, key=lambda span: span.score, default=None)
-    gold = answer.best_gold
-    if gold is not None:
-        gold = replace(gold, score=gold.score + change * relevance[answer.passages.index(gold.passage)])
-    return replace(answer, best=best, best_of_passage=spans, best_gold=gold)
+    return max(spans, key=lambda span: span[0], default=(0.0, ""))[1]

@@ -46,12 +46,12 @@ class BertAdamW:
     def __init__(
         self, groups: Iterable[Group], *, weight_decay: float, clip: float, bias_correction: bool = False
     ) -> None:
-        self.clip, self.bias_correction = clip, bias_correction
+        self.clip, self.bias_correction, self.weight_decay = clip, bias_correction, weight_decay
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
         self.rates: list[float] = []
         self.begins: list[int] = []
-        self.decays: list[float] = []
+        self.decays: list[bool] = []
         seen: set[int] = set()
         for group in groups:
             for name, parameter in group.module.named_parameters():
@@ -61,7 +61,7 @@ class BertAdamW:
                     self.parameters.append(parameter)
                     self.rates.append(group.learning_rate)
                     self.begins.append(group.begin)
-                    self.decays.append(weight_decay if parameter.dim() > 1 else 0.0)
+                    self.decays.append(parameter.dim() > 1)
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
 
@@ -90,9 +90,11 @@ class BertAdamW:
             torch._foreach_div_(root, [(1 - BETA_2**t) ** 0.5 for t in taken])
             mean = list(torch._foreach_div(m, [1 - BETA_1**t for t in taken]))
         update = torch._foreach_div(mean, torch._foreach_add(root, EPSILON))
-        for place, i in enumerate(use):
-            if self.decays[i]:
-                update[place].add_(self.parameters[i], alpha=self.decays[i])
+        decayed = [place for place, i in enumerate(use) if self.decays[i]]
+        if decayed:
+            torch._foreach_add_(
+                [update[place] for place in decayed], [parameters[place] for place in decayed], alpha=self.weight_decay
+            )
         torch._foreach_mul_(update, [-schedule.factor(step, self.begins[i]) * self.rates[i] for i in use])
         torch._foreach_add_(parameters, update)
         return float(norm)

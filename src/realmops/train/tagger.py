@@ -7,24 +7,37 @@ Shape suffixes: T wordpieces of all sentences, D width, L tags.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.bert import Bert, Packed, autocast, length_batches
+from realmops.bert import Bert, BertConfig, Packed, autocast, length_batches
 from realmops.config import Optimiser, Tag
 from realmops.corpus.conll import TaggedSentence
+from realmops.corpus.dates import find_dates
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import Progress, untold
+from realmops.index.embed import Progress
+from realmops.index.shards import MakeShard
+from realmops.model.files import cpu_state
 from realmops.model.sequences import SpecialTokens
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
+
+DATE = "DATE"
+TAGGER, WEIGHTS, SPANS = "tagger.json", "tagger.safetensors", "spans.json"
+_TOGETHER = 2048  # passages whose sentences are put into batches of like lengths
+Entity = tuple[int, int, str]
+"""(first character, end, type)."""
 
 
 class Tagger(nn.Module):
@@ -133,36 +146,72 @@ def predict_words(
     ]
 
 
+def tagger_files(tagger: Tagger | None, options: Tag) -> dict[str, bytes]:
+    """What finds the spans of a passage, as files; without a tagger it finds dates alone."""
+    known: dict[str, Any] = {"dates": options.dates or tagger is None}
+    if tagger is None:
+        return {TAGGER: json.dumps(known, sort_keys=True).encode()}
+    known |= {"bert": tagger.bert.config.to_json(), "tags": tagger.tags, "wordpieces": options.wordpieces}
+    return {TAGGER: json.dumps(known, sort_keys=True).encode(), WEIGHTS: save_tensors(cpu_state(tagger))}
+
+
+def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
+    """What finds the spans of a shard of the corpus, with the files of :func:`tagger_files`."""
+    known, tagger = json.loads(files[TAGGER]), None
+    if WEIGHTS in files:
+        tagger = Tagger(Bert(BertConfig.from_json(known["bert"], TAGGER)), known["tags"])
+        tagger.load_state_dict(load_tensors(files[WEIGHTS]))
+        tagger.to(device)
+
+    def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+        spans: list[list[Entity]] = []
+        for low in range(first, end, _TOGETHER):
+            passages = range(low, min(low + _TOGETHER, end))
+            found = find_entities(tagger, snapshot, passages, known["wordpieces"], dtype) if tagger else {}
+            for passage in passages:
+                dates = find_dates(snapshot.text(passage)) if known["dates"] else []
+                spans.append(_without_overlap([(start, stop, DATE) for start, stop in dates], found.get(passage, [])))
+            progress(len(passages))
+        return {SPANS: json.dumps(spans).encode()}
+
+    return make
+
+
+def spans_in(files: Mapping[str, bytes]) -> list[list[Entity]]:
+    """For each passage of a shard its spans, which :func:`tagging` has found."""
+    return [[(start, end, name) for start, end, name in spans] for spans in json.loads(files[SPANS])]
+
+
+def _without_overlap(dates: list[Entity], entities: list[Entity]) -> list[Entity]:
+    """Dates, and the entities that touch none of them."""
+    return dates + [e for e in entities if not any(e[0] < d[1] and d[0] < e[1] for d in dates)]
+
+
 def find_entities(
-    tagger: Tagger, snapshot: Snapshot, options: Tag, dtype: torch.dtype, progress: Progress = untold
-) -> Iterator[list[tuple[int, int, str]]]:
-    """For each passage, in order, its entities as (character start, end, type), cut at whole words."""
+    tagger: Tagger, snapshot: Snapshot, passages: range, limit: int, dtype: torch.dtype
+) -> dict[int, list[Entity]]:
+    """For each of some passages its entities, cut at whole words; ``limit`` wordpieces of a sentence are read."""
     special = SpecialTokens.of(snapshot.tokenizer)
     continues = snapshot.continues_word
-    chunk = 2048
-    for low in range(0, len(snapshot), chunk):
-        passages = range(low, min(low + chunk, len(snapshot)))
-        sequences, places = [], []
-        for passage in passages:
-            body, text, chars = snapshot.body(passage), snapshot.text(passage), snapshot.chars(passage)
-            for first, end in snapshot.sentences(passage).tolist():
-                end = min(end, first + options.wordpieces - 2)
-                tokens = np.concatenate([[special.cls], body[first:end], [special.sep]])
-                capitals = np.zeros(len(tokens), dtype=np.int64)
-                for row in range(first, end):
-                    is_word = row == first or not continues[body[row]]
-                    capitals[1 + row - first] = _is_capital(text[chars[row, 0]]) if is_word else capitals[row - first]
-                sequences.append((tokens, capitals))
-                places.append((passage, first, end))
-        found: dict[int, list[tuple[int, int, str]]] = {p: [] for p in passages}
-        for (passage, first, end), best in zip(places, _predict(tagger, sequences, dtype), strict=True):
-            body, chars = snapshot.body(passage), snapshot.chars(passage)
-            starts_word = ~continues[body[first:end]]
-            for start, stop, name in _runs([tagger.tags[b] for b in best[1:-1]], starts_word):
-                found[passage].append((int(chars[first + start, 0]), int(chars[first + stop - 1, 1]), name))
-        for passage in passages:
-            yield found[passage]
-        progress(len(passages))
+    sequences, places = [], []
+    for passage in passages:
+        body, text, chars = snapshot.body(passage), snapshot.text(passage), snapshot.chars(passage)
+        for first, end in snapshot.sentences(passage).tolist():
+            end = min(end, first + limit - 2)
+            tokens = np.concatenate([[special.cls], body[first:end], [special.sep]])
+            capitals = np.zeros(len(tokens), dtype=np.int64)
+            for row in range(first, end):
+                is_word = row == first or not continues[body[row]]
+                capitals[1 + row - first] = _is_capital(text[chars[row, 0]]) if is_word else capitals[row - first]
+            sequences.append((tokens, capitals))
+            places.append((passage, first, end))
+    found: dict[int, list[Entity]] = {p: [] for p in passages}
+    for (passage, first, end), best in zip(places, _predict(tagger, sequences, dtype), strict=True):
+        body, chars = snapshot.body(passage), snapshot.chars(passage)
+        starts_word = ~continues[body[first:end]]
+        for start, stop, name in _runs([tagger.tags[b] for b in best[1:-1]], starts_word):
+            found[passage].append((int(chars[first + start, 0]), int(chars[first + stop - 1, 1]), name))
+    return found
 
 
 def _runs(tags: Sequence[str], starts_word: np.ndarray) -> Iterator[tuple[int, int, str]]:

@@ -1,17 +1,13 @@
 """What the fine-tuned model makes of a question of one's own: its answer, and what each passage that it read is worth.
 
-One softmax goes over all answer spans of the passages that were read; the score of a span is the reader's plus the
-retriever's f(x, z) (paper, section 3.2; ORQA). p(y|x) is the sum over all spans with the normal form of y, p(y, z|x)
-the part of it that lies in z, and p(z|x, y) that part's share. p(z|x) is the retriever's, before reading. Fine-tuning
-has no null document, and its reader answers from passages only: there is no answer without retrieval to compare with.
+Where the probabilities come from is in ``evaluate/posterior.py``. Fine-tuning has no null document, and its reader
+answers from passages only: there is no answer without retrieval to compare with.
 
     run = open_run(Path("."))
     found = run.explain("Where was Ada Lovelace born?")
     print(found.prediction, found.probability)
     for candidate in found.candidates:
         print(candidate.title, candidate.span, candidate.p_z, candidate.p_z_given_y)
-
-Shape suffixes: B questions (one), K passages that are read, S answer spans of all of them.
 """
 
 from __future__ import annotations
@@ -19,16 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
-
 from realmops import artifacts
 from realmops.bert import device_and_dtype, tune_process
 from realmops.commands.explain.render import Sheet, passage_name
 from realmops.commands.explain.trained import Generation, options_of, sections_of, trained_steps
 from realmops.commands.update import CorpusState, of_pipeline
-from realmops.corpus.answers import normal_form
 from realmops.corpus.snapshot import Snapshot
+from realmops.evaluate.posterior import check_question, find, read
 from realmops.evaluate.tuned import open_tuned
 from realmops.index.embeddings import INDEX
 from realmops.stages import METRICS, STAGES
@@ -93,55 +86,22 @@ class OpenedRun:
 
         Raises ValueError when the question is empty or too long.
         """
-        model, options, snapshot = self.model, self.model.options, self.model.snapshot
-        tokens, limit = model.wordpieces(question), min(options.query_wordpieces - 2, options.reader_wordpieces - 4)
-        if not 0 < len(tokens) <= limit:
-            raise ValueError(
-                f"the question {question!r} has {len(tokens)} wordpieces, 1 to {limit} are read: change it"
+        model, snapshot = self.model, self.model.snapshot
+        check_question(model, question)
+        [found] = read(model, find(model, [question]), [answer])
+        candidates = tuple(
+            QuestionCandidate(
+                snapshot.title(one.passage),
+                snapshot.passage_id(one.passage),
+                one.p_z,
+                one.p_z_given_y,
+                one.p_y_z,
+                one.best.text if one.best else None,
+                one.best.score if one.best else None,
             )
-        with torch.no_grad():
-            relevance_BK, id_BK = model.relevance([question], options.reader_candidates)
-            read = [p for p in id_BK[0, : options.reader_candidates].tolist() if p >= 0]
-            relevance_K = relevance_BK[0, : len(read)]
-            score_S, rows = model.spans([tokens], [read])
-        rank_S = rows[:, 1]
-        prior_S = model.retriever.mixture.reading * relevance_K.cpu()[rank_S]
-        logit_S = (score_S.cpu() + prior_S).double()
-        p_S, score = logit_S.softmax(0).numpy(), logit_S.tolist()
-        sources = [(snapshot.text(passage), snapshot.chars(passage).tolist()) for passage in read]
-        cuts = ((*sources[rank], first, last) for _, rank, first, last in rows.tolist())
-        texts = [text[characters[first][0] : characters[last][1]] for text, characters, first, last in cuts]
-        form_S = np.array([normal_form(text) for text in texts])
-
-        def best(at: np.ndarray) -> int | None:
-            return int(at[p_S[at].argmax()]) if len(at) else None
-
-        def p_by_passage(y: str) -> np.ndarray:
-            """p(y, z|x), length K."""
-            return np.bincount(rank_S, weights=np.where(form_S == normal_form(y), p_S, 0.0), minlength=len(read))
-
-        chosen = best(np.arange(len(rows)))
-        prediction = "" if chosen is None else texts[chosen]
-        y = prediction if answer is None else answer
-        p_y_K = p_by_passage(y)
-        p_y = float(p_y_K.sum())
-        candidates = []
-        for rank, (passage, p_z) in enumerate(zip(read, relevance_K.double().softmax(0).tolist(), strict=True)):
-            place = best(np.flatnonzero(rank_S == rank))
-            candidates.append(
-                QuestionCandidate(
-                    snapshot.title(passage),
-                    snapshot.passage_id(passage),
-                    p_z,
-                    float(p_y_K[rank]) / p_y if p_y else None,
-                    float(p_y_K[rank]),
-                    None if place is None else texts[place],
-                    None if place is None else score[place],
-                )
-            )
-        return QuestionExplanation(
-            question, y, self.index, prediction, float(p_by_passage(prediction).sum()), p_y, tuple(candidates)
+            for one in found.read
         )
+        return QuestionExplanation(question, found.y, self.index, found.text, found.probability, found.p_y, candidates)
 
 
 def open_run(root: Path, where: CorpusState | None = None) -> OpenedRun:

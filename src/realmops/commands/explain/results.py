@@ -68,6 +68,8 @@ def answer_lines(prediction: Prediction) -> Iterator[str]:
     yield f"{prediction.question_id}  {prediction.question}"
     yield f"  wanted: {'; '.join(prediction.answers)}"
     yield f"  answer: {prediction.prediction or '(none)'}  (score {prediction.span_score:.2f})"
+    if prediction.confidence is not None:
+        yield f"  confidence: {prediction.confidence:.2f}{' (abstained)' if prediction.abstained else ''}"
     yield f"  failed at: {prediction.failed_at} ({FAILED_AT[prediction.failed_at]})"
     if prediction.gold_span is not None:
         yield f"  best right span: {prediction.gold_span}  (score {prediction.gold_score:.2f})"

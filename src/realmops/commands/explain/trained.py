@@ -10,6 +10,7 @@ from typing import Any
 from realmops import artifacts
 from realmops.config import parse_section
 from realmops.stages import METRICS, STAGES
+from realmops.train.finetune import finetune_steps
 
 
 @dataclass(frozen=True)
@@ -54,3 +55,13 @@ def trained_steps(root: Path, stage: str) -> int | None:
     if steps is None:
         return None
     return int(artifacts.read_json(root / STAGES[stage].folder / METRICS).get("best_step", steps))
+
+
+def tuned_steps(root: Path) -> int | None:
+    """How many steps of fine-tuning the weights have that answer questions; None where they were imported."""
+    sections = sections_of(root, "finetune")
+    if not sections:
+        return None
+    metrics = artifacts.read_json(root / STAGES["finetune"].folder / METRICS)
+    options = parse_section("finetune", sections["finetune"])
+    return finetune_steps(metrics.get("questions_with_evidence", metrics["questions"]), options)

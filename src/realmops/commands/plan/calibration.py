@@ -18,7 +18,7 @@ import torch
 
 from realmops import artifacts
 from realmops.artifacts import seed_for
-from realmops.bert import device_and_dtype, tune_process
+from realmops.bert import PRECISIONS, device_and_dtype, tune_process
 from realmops.commands.plan.scales import Measured
 from realmops.config import BertOptions, Optimiser, Pretrain, RunOptions, SnapshotOptions, parse_section
 from realmops.corpus.formats import sources
@@ -117,7 +117,7 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
         return Measured(
             device=device.type,
             threads=run.threads,
-            precision={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype],
+            precision=PRECISIONS[dtype],
             lengths=f"those of {corpus}"
             if there
             else f"assumed: invented text in passages of up to snapshot.block_wordpieces={snapshot.block_wordpieces}",

@@ -1,0 +1,328 @@
+"""``realmops serve`` against MLflow's scoring server with the same model, and against the model's own time.
+
+    python benchmarks/serve.py --sizes 2000 60000
+    python benchmarks/serve.py --root FOLDER
+    python benchmarks/serve.py --sizes 2000 --requests 100000
+
+Generated passages of three sentences, and encoders of the laptop profile that are hardly trained: what they answer is
+of no use, what they cost is the same. --root takes a finished run instead. The questions are the test questions, each
+request asks one. Three sides take turns: the model alone in this process, one question after another
+(``OpenQa.answer``); ``realmops serve``; and ``mlflow models serve`` of what ``realmops promote`` registered, both over
+HTTP on connections that stay open, with 1, 8 and 32 callers. One thread for each. Latency is by the clock, as a caller
+sees it; processor time is that of the server's processes. With --requests so many questions are asked of
+``realmops serve`` by 8 callers at last, and its memory after a tenth of them is compared with that at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import against
+from against import Goal, Row
+
+CALLERS = (1, 8, 32)
+LATENCY, THROUGHPUT, MEMORY = Goal(1.3, at_most=True), Goal(3), Goal(1.05, at_most=True)
+MODEL = "served"
+PROJECT = Path(__file__).parents[1]
+TICK = os.sysconf("SC_CLK_TCK")
+SMALL = {
+    "run.device": "cpu",
+    "sample.warmup_worlds": 1,
+    "snapshot.use_warmup": False,
+    "snapshot.whole_documents": True,
+    "tag.method": "dates",
+    "ict.steps": 1,
+    "ict.reader_steps": 1,
+    "pretrain.steps": 0,
+    "pretrain.masked_sentences": 20,
+    "finetune.epochs": 0.2,
+    "evaluate.bootstrap": 20,
+    "tracking.enabled": False,
+}
+
+
+class Silent:
+    """A report that says nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def warn(self, message: str) -> None:
+        """Nothing."""
+
+    def progress(self, label: str, total: int, unit: str = "") -> Any:
+        """Nothing."""
+        return lambda units: None
+
+
+def prepare(root: Path, size: int) -> None:
+    """All stages over so many passages."""
+    import generated
+
+    from realmops import config
+    from realmops.stages import STAGES
+    from realmops.stages.runner import run_stage
+
+    documents = root / "documents.jsonl"
+    generated.write_documents(documents, size)
+    settings = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
+    values = config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={documents}"])
+    for name in STAGES:
+        run_stage(name, values, project=PROJECT, root=root, report=Silent())
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server process with what is sent to it."""
+
+    process: subprocess.Popen[Any]
+    port: int
+    path: str
+    wrap: Any  # a question to the body's JSON
+
+    def request(self, question: str) -> bytes:
+        """The bytes of a request on a connection that stays open."""
+        body = json.dumps(self.wrap(question)).encode()
+        head = f"POST {self.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    def family(self) -> list[int]:
+        """The process and those that it started."""
+        found, todo = [], [self.process.pid]
+        while todo:
+            found.append(todo.pop())
+            todo += map(int, Path(f"/proc/{found[-1]}/task/{found[-1]}/children").read_text().split())
+        return found
+
+    def processor_seconds(self) -> float:
+        """Of the whole family so far."""
+        fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.family()]
+        return sum(int(one[11]) + int(one[12]) for one in fields) / TICK
+
+    def mib(self) -> float:
+        """Memory of the family."""
+        status = [Path(f"/proc/{pid}/status").read_text() for pid in self.family()]
+        return sum(int(one.partition("VmRSS:")[2].split()[0]) for one in status) / 1024
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What callers saw in one turn."""
+
+    latency: list[float]  # seconds of each answer
+    seconds: float
+    processor: float  # seconds of the server
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Milliseconds, and answers a second."""
+        ranked = sorted(self.latency)
+        return {
+            "p50": 1e3 * statistics.median(ranked),
+            "p99": 1e3 * ranked[int(0.99 * (len(ranked) - 1))],
+            "answers": len(ranked) / self.seconds,
+            "processor": 1e3 * self.processor / len(ranked),
+        }
+
+
+async def _caller(server: Server, questions: Iterator[str], end: Any, latency: list[float]) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    try:
+        while not end():
+            sent = server.request(next(questions))
+            start = time.perf_counter()
+            writer.write(sent)
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            found = re.search(rb"content-length: (\d+)", head)
+            body = await reader.readexactly(int(found[1]) if found else 0)
+            if not head.startswith(b"http/1.1 200"):
+                raise SystemExit(f"the server refused: {head.decode()}{body.decode()[:500]}")
+            latency.append(time.perf_counter() - start)
+    finally:
+        writer.close()
+
+
+def ask(server: Server, questions: list[str], callers: int, *, seconds: float = 1e9, count: int = 1 << 60) -> Turn:
+    """So many callers ask, each one question after another, until the time is over or so many were asked."""
+    latency: list[float] = []
+    source = itertools.cycle(questions)
+    start, processor = time.perf_counter(), server.processor_seconds()
+
+    def end() -> bool:
+        return time.perf_counter() - start > seconds or len(latency) + callers > count
+
+    async def all_callers() -> None:
+        await asyncio.gather(*(_caller(server, source, end, latency) for _ in range(callers)))
+
+    asyncio.run(all_callers())
+    return Turn(latency, time.perf_counter() - start, server.processor_seconds() - processor)
+
+
+def alone(model: Any, questions: list[str], seconds: float) -> Turn:
+    """The model in this process, one question after another."""
+    from realmops.corpus.questions import Question
+
+    latency: list[float] = []
+    begin, processor = time.perf_counter(), time.process_time()
+    for question in itertools.cycle(questions):
+        start = time.perf_counter()
+        model.answer([Question("", question, ())], ranked=1, batch_size=1)
+        latency.append(time.perf_counter() - start)
+        if time.perf_counter() - begin > seconds:
+            break
+    return Turn(latency, time.perf_counter() - begin, time.process_time() - processor)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
+
+
+@contextmanager
+def running(words: list[str], port: int, path: str, wrap: Any, **variables: str) -> Iterator[Server]:
+    """A server until the end of the block, once it listens."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, env={**os.environ, **variables})
+        try:
+            while True:
+                if process.poll() is not None:
+                    log.seek(0)
+                    raise SystemExit(f"{' '.join(words)} ended:\n{log.read().decode()[-3000:]}")
+                try:
+                    socket.create_connection(("127.0.0.1", port)).close()
+                    break
+                except OSError:
+                    time.sleep(0.2)
+            yield Server(process, port, path, wrap)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+@contextmanager
+def ours(root: Path) -> Iterator[Server]:
+    """``realmops serve`` of a run."""
+    port = free_port()
+    words = [sys.executable, "-m", "realmops", "serve", "--root", str(root), "--port", str(port)]
+    with running(words, port, "/v1/answer", lambda question: {"question": question}) as server:
+        yield server
+
+
+@contextmanager
+def theirs(root: Path) -> Iterator[Server]:
+    """MLflow's scoring server with the same run, promoted."""
+    from realmops import config
+    from realmops.commands.promote import promote
+    from realmops.tracking.client import chosen_uri
+    from realmops.tracking.stage_runs import tracking_folder
+
+    values = config.load(PROJECT / "params.yaml", settings=["tracking.enabled=true"])
+    promote(values, project=PROJECT, root=root, name=MODEL, margin=0.0, copy=False)
+    port = free_port()
+    words = [sys.executable, "-m", "mlflow", "models", "serve", "--model-uri", f"models:/{MODEL}@champion"]
+    words += ["--env-manager", "local", "--host", "127.0.0.1", "--port", str(port)]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # it looks for uvicorn there
+    with running(
+        words,
+        port,
+        "/invocations",
+        lambda question: {"inputs": [question]},
+        MLFLOW_TRACKING_URI=chosen_uri(tracking_folder(root)),
+        PATH=path,
+    ) as server:
+        yield server
+
+
+def compare(root: Path, arguments: argparse.Namespace) -> list[Row]:
+    """The rows of one run."""
+    from realmops.commands.explain.question import open_run
+    from realmops.commands.update import newest_state
+    from realmops.corpus.questions import read_questions
+
+    model = open_run(root, newest_state(root)).model
+    file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"
+    questions = [one.question for one in read_questions([file], format="auto")]
+    named = f"{len(model.snapshot):,} passages"
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        serve, mlflow = stack.enter_context(ours(root)), stack.enter_context(theirs(root))
+        seconds = arguments.seconds
+        alone(model, questions[:20], 0.5)  # the first ones take longer
+        sides = [lambda: alone(model, questions, seconds).figures]
+        for callers in CALLERS:
+            for server in (serve, mlflow):
+                ask(server, questions, callers, count=20 + 3 * callers)
+                sides.append(lambda s=server, n=callers: ask(s, questions, n, seconds=seconds).figures)
+        limit, *pairs = against.interleave(sides, arguments.repeats)
+
+        def row(what: str, name: str, unit: str, key: str, mine: Any, other: Any, goal: Goal | None = None) -> None:
+            both = (tuple(turn[key] for turn in side) for side in (mine, other))
+            rows.append(Row(f"{what}, {named}", name, unit, *both, goal))
+
+        row("p50, 1 caller", "the model alone", "ms", "p50", pairs[0], limit, LATENCY)
+        row("p99, 1 caller", "the model alone", "ms", "p99", pairs[0], limit)
+        for n, callers in enumerate(CALLERS):
+            mine, other, by = pairs[2 * n], pairs[2 * n + 1], f"{callers} caller{'s' * (callers > 1)}"
+            row(f"p50, {by}", "MLflow's scoring server", "ms", "p50", mine, other)
+            row(f"p99, {by}", "MLflow's scoring server", "ms", "p99", mine, other)
+            goal = THROUGHPUT if callers == max(CALLERS) else None
+            row(f"answers, {by}", "MLflow's scoring server", "1/s", "answers", mine, other, goal)
+            row(f"answers, {by}", "the model alone", "1/s", "answers", mine, limit)
+            row(f"processor time of an answer, {by}", "MLflow's scoring server", "ms", "processor", mine, other)
+            row(f"processor time of an answer, {by}", "the model alone", "ms", "processor", mine, limit)
+    if arguments.requests:
+        rows.append(_memory(root, questions, arguments.requests, named))
+    return rows
+
+
+def _memory(root: Path, questions: list[str], requests: int, named: str) -> Row:
+    """What the server needs at the end, beside what it needed after a tenth of all requests."""
+    with ours(root) as server:
+        ask(server, questions, 8, count=max(requests // 10, 8))
+        before = server.mib()
+        asked = len(ask(server, questions, 8, count=requests - requests // 10).latency)
+        note = f"{asked:,} answers lie between both"
+        return Row(f"memory, {named}", "after a tenth", "MiB", (server.mib(),), (before,), MEMORY, note)
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """The rows of a named run, or of every size."""
+    against.one_thread()
+    if arguments.root is not None:
+        return compare(arguments.root, arguments)
+    rows = []
+    for size in arguments.sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(Path(folder), size)
+            rows += compare(Path(folder), arguments)
+    return rows
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark takes."""
+    parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 60_000], help="passages (%(default)s)")
+    parser.add_argument("--root", type=Path, help="a finished run, instead of generated ones")
+    parser.add_argument("--questions", type=Path, help="a question file (the run's sample questions)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a turn (%(default)s)")
+    parser.add_argument("--requests", type=int, default=20_000, help="for the memory; 0 leaves it out (%(default)s)")
+
+
+if __name__ == "__main__":
+    against.command(__doc__, "serve", measure, options)

@@ -1,0 +1,200 @@
+"""The routes: ours (``/v1/answer``), health, metrics and their description; other protocols are put beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from realmops import __version__
+from realmops.serve import inference, page, reference, responses
+from realmops.serve.answers import Asked, Generation, Record
+from realmops.serve.batching import Answerer, Busy, Closed, Ticket
+from realmops.serve.generations import Keeper
+from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Token, problem
+from realmops.serve.metrics import Metrics
+
+Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
+PassageId = Annotated[str, Field(max_length=80)]
+
+
+class Question(BaseModel):
+    """What ``POST /v1/answer`` takes: one question, or several."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    question: Text | None = Field(None, description="One question; the reply is its record.")
+    questions: list[Text] | None = Field(
+        None, min_length=1, max_length=QUESTIONS_LIMIT, description='Several; the reply is {"answers": [...]}.'
+    )
+    without: list[PassageId] = Field(
+        default_factory=list, max_length=QUESTIONS_LIMIT, description="Ids of passages that must not be read."
+    )
+    stream: bool = Field(False, description="Server-sent events: the sources first, then the answer.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Question:
+        if (self.question is None) == (self.questions is None):
+            raise ValueError("give either 'question' or 'questions'")
+        return self
+
+    def asked(self) -> list[Asked]:
+        """The questions in order."""
+        texts = [self.question] if self.question is not None else self.questions or []
+        return [Asked(text, frozenset(self.without)) for text in texts]
+
+
+class Desk:
+    """Hands questions of a request to the answerer, and turns its refusals into HTTP's."""
+
+    def __init__(self, answerer: Answerer, keeper: Keeper) -> None:
+        self.answerer, self.keeper = answerer, keeper
+        self.ending = False
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.keeper.origin.name
+
+    def known(self, name: str) -> None:
+        """404 for another model than the one that serves."""
+        if name != self.name:
+            raise HTTPException(404, f"the model here is {self.name!r}: name that one")
+
+    def state(self) -> Record:
+        """What serves, and why a newer generation does not."""
+        refused = self.keeper.refused
+        return {
+            "model": self.answerer.generation.about,
+            "refused": None if refused is None else {"reason": refused.reason, "since": refused.since},
+            "registry_away": self.keeper.away or None,
+        }
+
+    def take(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[Ticket]:
+        """Accept all of a request's questions, for one generation: that which serves, or the one that is named."""
+        longest = max((len(one.question) for one in asked), default=0)
+        if longest > QUESTION_LIMIT:
+            raise HTTPException(422, f"the question has {longest} characters, at most {QUESTION_LIMIT} are read")
+        try:
+            return self.answerer.ask(asked, generation)
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from None
+        except Busy as error:
+            raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
+        except Closed as error:
+            raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
+
+    async def answer(self, asked: Sequence[Asked]) -> list[Record]:
+        """The records, in the order of the questions."""
+        return [await asyncio.wrap_future(ticket.record) for ticket in self.take(asked)]
+
+
+@asynccontextmanager
+async def forgetting(tickets: Sequence[Ticket]) -> AsyncIterator[None]:
+    """While a caller listens; when it has hung up, nobody answers what still waits."""
+    try:
+        yield
+    finally:
+        for ticket in tickets:
+            ticket.gone = True
+
+
+def event(name: str, value: object) -> str:
+    """A server-sent event; JSON has no line breaks of its own."""
+    return f"event: {name}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def make_app(answerer: Answerer, keeper: Keeper, metrics: Metrics, token: str | None) -> FastAPI:
+    """The application; ``app.state.desk`` is what routes ask, ``app.state.token`` what a browser signs in with."""
+    app = FastAPI(
+        title="realmops",
+        version=__version__,
+        summary="Answers from your documents, every word with its source.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    desk = app.state.desk = Desk(answerer, keeper)
+    app.state.token = None if token is None else Token(token)
+
+    @app.post("/v1/answer", summary="Answer questions", response_model=None)
+    async def answer(question: Question) -> Response:
+        """Each answer with its quotations: `start` and `end` are characters of the document's text as it was read.
+
+        With `stream` the events are `sources` (what will be read, with p(z|x)), then `answer` (the record), each with
+        the `index` of its question.
+        """
+        asked = question.asked()
+        if question.stream:
+            return _streamed(_events(desk.take(asked)))
+        records = await desk.answer(asked)
+        return JSONResponse(records[0] if question.question is not None else {"answers": records})
+
+    @app.get("/health/live", summary="The process runs")
+    async def live() -> dict[str, bool]:
+        return {"live": True}
+
+    @app.get("/health/ready", summary="Questions are taken", response_model=None)
+    async def ready() -> Response:
+        """What serves; `refused` says why a newer generation does not."""
+        return JSONResponse({"ready": not desk.ending, **desk.state()}, 503 if desk.ending else 200)
+
+    @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
+    async def figures() -> Response:
+        metrics.waiting.set(answerer.depth)
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(reference.page(app.openapi()))
+
+    app.include_router(page.router)
+    app.include_router(responses.router)
+    app.include_router(inference.router)
+    _explain_errors(app)
+    app.add_middleware(Guard, token=app.state.token, metrics=metrics)
+    return app
+
+
+async def _events(tickets: Sequence[Ticket]) -> AsyncIterator[str]:
+    async with forgetting(tickets):
+        for index, ticket in enumerate(tickets):
+            yield event("sources", {"index": index} | await ticket.sources())
+            yield event("answer", {"index": index} | await asyncio.wrap_future(ticket.record))
+
+
+def _streamed(events: AsyncIterator[str]) -> StreamingResponse:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+def _explain_errors(app: FastAPI) -> None:
+    """Errors as each protocol has them; what a caller wrote is not repeated."""
+
+    def told(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
+        return JSONResponse(problem(request.url.path, status, message), status, headers)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
+        return told(request, error.status_code, _writable(str(error.detail)), error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"][1:])
+        message = first["msg"].removeprefix("Value error, ")
+        return told(request, 422, _writable(f"{place}: {message}" if place else message))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return told(request, 500, "the question could not be answered; the server's log says why")
+
+
+def _writable(text: str) -> str:
+    """Half a surrogate pair, which cannot be written, becomes a question mark."""
+    return text.encode(errors="replace").decode()

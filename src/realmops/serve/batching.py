@@ -1,0 +1,181 @@
+"""Questions of many callers answered together, by one thread, each from one generation.
+
+Callers put their questions into a queue; the thread takes what has gathered there while it was at work, finds the
+passages of all of them at once and reads them packed. Nobody waits for a batch to fill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from realmops.evaluate.posterior import Found
+from realmops.serve.answers import Asked, Generation, Record
+
+_LOG = logging.getLogger(__name__)
+WAITING = 256  # questions that wait or are being answered, of all callers
+
+
+class Busy(Exception):
+    """So many questions wait that no more are taken."""
+
+
+class Closed(Exception):
+    """No questions are taken any more: the process is about to end."""
+
+
+class Watch(Protocol):
+    """What measures the work."""
+
+    def batch(self, questions: int, seconds: float) -> None:
+        """So many questions were answered together, in so much time of the thread."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """One question on its way through: first what it is read from, then the record."""
+
+    asked: Asked
+    generation: Generation
+    found: Future[Found] = field(default_factory=Future)
+    record: Future[Record] = field(default_factory=Future)
+    gone: bool = False  # the caller hung up
+
+    def __post_init__(self) -> None:
+        for future in (self.found, self.record):  # a caller who hangs up cannot cancel them
+            future.set_running_or_notify_cancel()
+
+    async def sources(self) -> Record:
+        """What the question is read from, as soon as that is known."""
+        return self.generation.sources(await asyncio.wrap_future(self.found))
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing comes any more."""
+        for future in (self.found, self.record):
+            if not future.done():
+                future.set_exception(error)
+
+
+class Answerer:
+    """Answers questions from the generation that it holds; another one can take its place at any time.
+
+    Questions that were accepted are answered from the generation that was there when they were accepted.
+
+    Args:
+        waiting: questions that are accepted at most and not yet answered.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        waiting: int = WAITING,
+        watch: Watch | None = None,
+    ) -> None:
+        self._generation = generation
+        self._waiting, self._watch = waiting, watch
+        self._queue: deque[Ticket] = deque()
+        self._open = 0  # accepted and not yet answered
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
+        self._thread.start()
+
+    @property
+    def generation(self) -> Generation:
+        """What new questions are answered from."""
+        return self._generation
+
+    @property
+    def depth(self) -> int:
+        """Questions that were accepted and not yet answered."""
+        return self._open
+
+    def swap(self, generation: Generation) -> None:
+        """From now on new questions are answered from this generation."""
+        with self._changed:
+            self._generation = generation
+
+    def ask(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[Ticket]:
+        """Accept questions, all or none, for one generation.
+
+        Args:
+            generation: another one than that which serves.
+
+        Raises ValueError for a question that cannot be asked, Busy when too many wait, Closed at the end.
+        """
+        generation = generation or self._generation
+        for one in asked:
+            generation.check(one)
+        tickets = [Ticket(one, generation) for one in asked]
+        with self._changed:
+            if self._closed:
+                raise Closed("the server is about to end: ask another one")
+            if self._open + len(tickets) > self._waiting:
+                raise Busy(f"{self._open} questions wait, at most {self._waiting} may: ask again a little later")
+            self._open += len(tickets)
+            self._queue.extend(tickets)
+            self._changed.notify()
+        return tickets
+
+    def close(self) -> None:
+        """Take no more questions, and wait until those that were accepted are answered."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while batch := self._next_batch():
+            try:
+                self._answer(batch)
+            except Exception as error:
+                self._answer_apart(batch, error)
+            finally:
+                with self._changed:
+                    self._open -= len(batch)
+
+    def _answer_apart(self, batch: list[Ticket], error: Exception) -> None:
+        """After an error, so that one question never costs another its answer."""
+        for ticket in (ticket for ticket in batch if not ticket.record.done()):
+            try:
+                if len(batch) == 1:
+                    raise error
+                self._answer([ticket])
+            except Exception as own:
+                _LOG.error("no answer to %r", ticket.asked.question, exc_info=own)
+                ticket.fail(own)
+
+    def _next_batch(self) -> list[Ticket]:
+        """What has gathered, of one generation; empty at the end."""
+        with self._changed:
+            while not self._queue and not self._closed:
+                self._changed.wait()
+            batch: list[Ticket] = []
+            while self._queue and len(batch) < self._queue[0].generation.together:
+                if batch and self._queue[0].generation is not batch[0].generation:
+                    break
+                batch.append(self._queue.popleft())
+            return batch
+
+    def _answer(self, batch: list[Ticket]) -> None:
+        batch = [ticket for ticket in batch if not ticket.gone]
+        if not batch:
+            return
+        started = time.perf_counter()
+        generation = batch[0].generation
+        found = generation.find([ticket.asked for ticket in batch])
+        for ticket, one in zip(batch, found, strict=True):
+            if not ticket.found.done():
+                ticket.found.set_result(one)
+        for ticket, record in zip(batch, generation.read(found), strict=True):
+            ticket.record.set_result(record)
+        if self._watch is not None:
+            self._watch.batch(len(batch), time.perf_counter() - started)

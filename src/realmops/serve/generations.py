@@ -1,0 +1,245 @@
+"""Where generations come from, and how a new one takes the place of the old one while that serves on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from realmops import artifacts
+from realmops.commands.promote import COPIED_TAG, DIGEST_TAG, FINETUNE, STEPS_TAG, open_promoted
+from realmops.commands.update import FOLDER as UPDATES
+from realmops.commands.update import of_pipeline
+from realmops.evaluate.confidence import Confidence
+from realmops.evaluate.predictions import read_results
+from realmops.serve.answers import Generation, generation_of_run
+from realmops.serve.batching import Answerer
+from realmops.stages import STAGES
+from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
+from realmops.tracking.stage_runs import tracking_folder
+from realmops.train.finetune import OpenQa
+
+_LOG = logging.getLogger(__name__)
+_ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
+EXAMPLES = 6
+AGAIN_AFTER = 60.0  # seconds until a generation that was refused is tried again, unchanged
+
+
+class Origin(Protocol):
+    """Where generations come from."""
+
+    @property
+    def name(self) -> str:
+        """The model, as clients call it."""
+
+    def mark(self) -> Hashable:
+        """What changes when there is another generation; cheap. ConnectionError when it cannot be told now."""
+
+    def open(self) -> Generation:
+        """The newest generation. Any error means that it cannot serve."""
+
+    def before(self, generation: Generation) -> Generation | None:
+        """The same model over the corpus of before all updates; None where it was not updated."""
+
+    def examples(self) -> Sequence[str]:
+        """Questions to try; none where nobody knows any."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder: what its stages made, or the newest update of that."""
+
+    root: Path
+    name: str = "realmops"
+
+    def mark(self) -> Hashable:
+        """The manifests that are there, as the disk knows them."""
+        stages = [self.root / STAGES[stage].folder / artifacts.MANIFEST for stage in ("snapshot", "finetune")]
+        updates = sorted((self.root / UPDATES).glob(f"[!.]*/{artifacts.MANIFEST}"))
+        return tuple((str(path), *_identity(path)) for path in (*stages, *updates))
+
+    def open(self) -> Generation:
+        """The newest generation, every file compared with its digest."""
+        return generation_of_run(self.root)
+
+    def before(self, generation: Generation) -> Generation | None:
+        """What the stages made; None too where they made another model since."""
+        if generation.number == 0:
+            return None
+        found = generation_of_run(self.root, of_pipeline(self.root))
+        return found if found.version == generation.version else None
+
+    def examples(self) -> Sequence[str]:
+        """Some of the questions that the run was tested with, from all over their file."""
+        try:
+            questions = list(dict.fromkeys(one.question for one in read_results(self.root)))
+        except (OSError, ValueError):  # it was not tested
+            return ()
+        return questions[:: max(1, len(questions) // EXAMPLES)][:EXAMPLES]
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+class Champion:
+    """The version of a registered model that has the alias ``champion``.
+
+    Args:
+        uri: models:/NAME@champion.
+        root: the folder of the run whose local registry is asked, where MLFLOW_TRACKING_URI names no server.
+    """
+
+    def __init__(self, uri: str, root: Path) -> None:
+        found = _ALIAS.fullmatch(uri)
+        if not found:
+            raise ValueError(f"--model is {uri!r}, wanted models:/NAME@{CHAMPION}, as 'realmops promote' registers it")
+        self.name = found[1]
+        self._registry = Registry(self.name, tracking_folder(root), "realmops")
+
+    def mark(self) -> Hashable:
+        """The version, and what it is made of."""
+        version = self._version()
+        return version.number, version.tags.get(DIGEST_TAG)
+
+    def open(self) -> Generation:
+        """The champion, every file compared with what was registered."""
+        version = self._version()
+        held = tempfile.TemporaryDirectory(prefix="realmops-champion-")
+        if version.tags.get(COPIED_TAG):
+            folder = self._registry.fetch(version, "", Path(held.name))
+            registered = folder / artifacts.MANIFEST
+        else:
+            registered = self._registry.fetch(version, artifacts.MANIFEST, Path(held.name))
+            folder = Path(self._registry.settings(version)["folder"])
+        model = open_promoted(folder, registered, OpenQa)
+        step = version.tags.get(STEPS_TAG)
+        confidence = Confidence.load(folder / FINETUNE)
+        return Generation(model, version.uri, None if step is None else int(step), 0, confidence, held)
+
+    def before(self, generation: Generation) -> None:
+        """A registered model is not updated."""
+
+    def examples(self) -> Sequence[str]:
+        """None are registered."""
+        return ()
+
+    def _version(self) -> ModelVersion:
+        version = self._registry.champion()
+        if version is None:
+            raise ValueError(f"no version of {self.name} is its {CHAMPION}: run 'realmops promote --name {self.name}'")
+        return version
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the newest generation does not serve."""
+
+    reason: str
+    since: float  # seconds since 1970
+
+
+class Keeper:
+    """Looks whether there is another generation, loads it beside the one that serves, and lets it take over.
+
+    A generation that cannot be opened, or does not answer, is refused, and the old one serves on.
+
+    Args:
+        tell: is told of each generation that was tried, whether it serves.
+    """
+
+    def __init__(
+        self, origin: Origin, answerer: Answerer, mark: Hashable, tell: Callable[[Generation | None], None]
+    ) -> None:
+        self.origin = origin
+        self.refused: Refusal | None = None
+        self.away: str = ""  # why the origin could not be asked
+        self.examples = origin.examples()
+        self._answerer, self._mark, self._tell = answerer, mark, tell
+        self._tried = time.monotonic()
+        self._stop = threading.Event()
+        self._swapped = False
+        self._opening = threading.Lock()
+        self._before: tuple[weakref.ref[Generation], Generation | None] | None = None
+
+    def before(self) -> Generation | None:
+        """The corpus of before all updates, with the model that serves; None where there is none.
+
+        It is opened when it is asked for first, and held until another generation serves. Raises ValueError when it
+        cannot be opened.
+        """
+        now = self._answerer.generation
+        if now.number == 0:
+            return None
+        with self._opening:
+            if self._before is None or self._before[0]() is not now:
+                self._before = None  # never two of them in memory
+                found = self.origin.before(now)
+                if found is not None:
+                    found.probe()
+                self._before = weakref.ref(now), found
+            return self._before[1]
+
+    def start(self, every: float) -> None:
+        """Look so often (seconds), in a thread of its own."""
+
+        def look() -> None:
+            while not self._stop.wait(every):
+                self.look()
+
+        self._thread = threading.Thread(target=look, name="generations", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more; one that is being loaded is left."""
+        self._stop.set()
+
+    def look(self) -> bool:
+        """Look once; whether another generation serves now."""
+        if self._swapped:  # what held the old one is gone by now
+            gc.collect()
+            self._swapped = False
+        try:
+            mark = self.origin.mark()
+        except Exception as error:
+            if not self.away:
+                _LOG.warning("%s cannot be looked up, and serves on as it is: %s", self.origin.name, error)
+            self.away = str(error)
+            return False
+        self.away = ""
+        patient = self.refused is None or time.monotonic() - self._tried < AGAIN_AFTER
+        if mark == self._mark and patient:
+            return False
+        self._tried = time.monotonic()
+        self._mark = mark
+        try:
+            generation = self.origin.open()
+            generation.probe()
+        except Exception as error:  # whatever is wrong with it, the old one serves on
+            self.refused = Refusal(str(error) or type(error).__name__, time.time())
+            _LOG.error("a new generation of %s is refused, the old one serves on: %s", self.origin.name, error)
+            self._tell(None)
+            return False
+        self.refused = None
+        if generation.about == self._answerer.generation.about:
+            return False
+        self._answerer.swap(generation)
+        with self._opening:
+            self._before = None
+        self.examples = self.origin.examples()
+        self._swapped = True
+        _LOG.warning("%s: another generation serves now: %s", self.origin.name, generation.about)
+        self._tell(generation)
+        return True

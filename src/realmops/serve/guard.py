@@ -1,0 +1,182 @@
+"""What stands before every route: who may ask, and how much may come in."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from starlette.requests import cookie_parser
+
+from realmops.serve.metrics import Metrics
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+BODY_LIMIT = 1 << 20  # bytes
+QUESTIONS_LIMIT = 64  # of one request
+QUESTION_LIMIT = 2000  # characters
+BODY_SECONDS = 30.0  # to send a request's body in
+OPEN_TO_ALL = ("/health", "/v2/health", "/sign-in")  # a probe has no token, and who signs in has no cookie
+PAGE = "/"
+FOR_BROWSERS = (PAGE, "/docs", "/openapi.json")  # what the cookie opens; the rest wants the token itself
+COOKIE = "realmops"
+SIGNED_IN_SECONDS = 12 * 3600
+
+
+def problem(path: str, status: int, message: str) -> dict[str, object]:
+    """An error as the clients of that path expect it: a text for Open Inference, an object for OpenAI's."""
+    if path.startswith("/v2"):
+        return {"error": message}
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "code": None, "param": None}}
+
+
+class Token:
+    """The bearer token, and the cookie that a browser gets for it.
+
+    The cookie is the second (since 1970) at which it ends, and an HMAC of that under the token: every server with the
+    same token knows it, nothing is stored, and the token is not in it.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    def is_(self, given: str | bytes) -> bool:
+        """Whether this is the token; takes the same time wherever it differs."""
+        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._token)
+
+    def cookie(self, seconds: int = SIGNED_IN_SECONDS) -> str:
+        """A value that is good for so long."""
+        ends = str(int(time.time()) + seconds)
+        return f"{ends}.{self._sign(ends)}"
+
+    def signed(self, cookie: str) -> bool:
+        """Whether a cookie of ours still holds."""
+        ends, _, signature = cookie.partition(".")
+        known = hmac.compare_digest(signature.encode(), self._sign(ends).encode())
+        return known and int(ends) > time.time()
+
+    def _sign(self, ends: str) -> str:
+        return hmac.new(self._token, f"realmops page until {ends}".encode(), "sha256").hexdigest()
+
+
+class Guard:
+    """ASGI middleware: compares the token, holds a body of ``BODY_LIMIT`` bytes at most, and counts requests.
+
+    A body is read before the route is called: none sees half of one.
+
+    Args:
+        token: what "Authorization: Bearer" must say; None lets everybody in. ``FOR_BROWSERS`` may be read with its
+            cookie, too.
+    """
+
+    def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics) -> None:
+        self._app, self._token, self._metrics = app, token, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 500
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, noting)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            self._metrics.request(route, status, time.perf_counter() - started)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        if self._token is None and _is_rebound(scope, headers):
+            told = (
+                "without a token this machine alone may ask: call the server localhost, or start it with --token-file"
+            )
+            await _refuse(scope, send, 403, told)
+            return
+        if not scope["path"].startswith(OPEN_TO_ALL) and not self._may(scope, headers):
+            if scope["path"] == PAGE:
+                await _to_sign_in(scope, send)
+                return
+            await _refuse(scope, send, 401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
+            return
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length[:20]) > BODY_LIMIT:
+            await _refuse(scope, send, 413, f"the body has {int(length[:20])} bytes, at most {BODY_LIMIT} are read")
+            return
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        return  # the client hung up
+                    body += message.get("body", b"")
+                    if len(body) > BODY_LIMIT:
+                        await _refuse(scope, send, 413, f"the body is longer than {BODY_LIMIT} bytes")
+                        return
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            await _refuse(scope, send, 408, f"the body did not come within {BODY_SECONDS:g} s")
+            return
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app(scope, replay, send)
+
+    def _may(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+        if self._token is None:
+            return True
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"bearer" and self._token.is_(given.strip()):
+            return True
+        if scope["path"] not in FOR_BROWSERS or scope["method"] != "GET":
+            return False
+        cookie = cookie_parser(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE, "")
+        return self._token.signed(cookie)
+
+
+def _is_rebound(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    """Whether a name of elsewhere was led to this machine itself, by which a web page could read answers."""
+    server = scope.get("server")
+    name = headers.get(b"host", b"").decode("latin-1")
+    host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return bool(server and is_loopback(server[0]) and host and not is_loopback(host))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an address, or the name, of the machine itself."""
+    try:
+        return host.lower() == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def _to_sign_in(scope: Scope, send: Send) -> None:
+    """With the question, so that it is answered then."""
+    place = b"sign-in?" + scope["query_string"] if scope["query_string"] else b"sign-in"
+    headers = [(b"location", place), (b"content-length", b"0"), (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 303, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _refuse(scope: Scope, send: Send, status: int, message: str) -> None:
+    body = json.dumps(problem(scope["path"], status, message)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(b"connection", b"close")] if status in (408, 413) else []
+    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

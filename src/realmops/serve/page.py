@@ -1,0 +1,251 @@
+"""``/``: a page to ask on. It is rendered here, works without JavaScript and loads nothing from elsewhere.
+
+Every text goes through Jinja2's escaping, and the page's Content-Security-Policy allows no script and no style but
+its own two, by their digests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs, quote, urlencode
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
+from realmops.evaluate.page import STYLE
+from realmops.serve.answers import Asked, Record
+from realmops.serve.batching import Ticket
+from realmops.serve.guard import COOKIE, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token
+
+_LOG = logging.getLogger(__name__)
+BEGIN = 60  # characters of a passage that was taken away
+FAILED = "The question could not be answered; the server's log says why."
+router = APIRouter(include_in_schema=False)
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One that was read, as it is shown: ``quoted`` stands between ``before`` and ``after``."""
+
+    record: Record
+    before: str
+    quoted: str
+    after: str
+    gone: str  # where the page without it is
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An answer as it is shown."""
+
+    record: Record
+    calibrated: bool
+    passages: tuple[Passage, ...]
+    best: Passage | None  # with the quotation that was chosen
+
+    @property
+    def said(self) -> str:
+        """The answer in a sentence, for those who hear it."""
+        if not self.record["answer"]:
+            return "No answer was found."
+        held_back = " Better held back." if self.record["abstained"] else ""
+        return f"Answer: {self.record['answer']}. Probability {percent(self.record['probability'])}.{held_back}"
+
+
+@router.get("/")
+async def ask(request: Request) -> HTMLResponse:
+    """The page; ``q`` is a question, ``without`` a passage not to read for it, ``before`` asks the old corpus too."""
+    desk, given, sent = request.app.state.desk, request.query_params, request.headers
+    if sent.get("sec-fetch-site") == "cross-site" and sent.get("sec-fetch-dest") != "document":
+        raise HTTPException(403, "a page of another site may lead here, and not ask by itself")
+    question, without = given.get("q", "").strip(), tuple(given.getlist("without")[:QUESTIONS_LIMIT])
+    view: dict[str, Any] = {
+        "question": question,
+        "now": None,
+        "whole": None,
+        "gone": [],
+        "before": None,
+        "before_closed": False,
+        "error": "",
+        "status": 200,
+        "wants_before": "before" in given,
+        "about": desk.state()["model"],
+        "examples": [(one, address(one)) for one in desk.keeper.examples],
+        "limit": QUESTION_LIMIT,
+        "signed_in": request.app.state.token is not None,
+    }
+    if question:
+        try:
+            view |= await _answered(request, question, without)
+        except HTTPException as error:
+            view |= {"error": f"{str(error.detail)[:1].upper()}{str(error.detail)[1:]}.", "status": error.status_code}
+        except Exception:
+            _LOG.exception("the page has no answer")
+            view |= {"error": FAILED, "status": 500}
+    return _html("page.html", view, view["status"])
+
+
+@router.get("/sign-in", response_model=None)
+async def form(request: Request) -> Response:
+    """Asks for the token, where one is wanted."""
+    if request.app.state.token is None:
+        return _onwards(request)
+    return _sign_in(request, "", 200)
+
+
+@router.post("/sign-in", response_model=None)
+async def sign_in(request: Request) -> Response:
+    """The token becomes a cookie that no script and no other site can use."""
+    token: Token | None = request.app.state.token
+    if token is None:
+        return _onwards(request)
+    given = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=1 << 4).get("token", [""])[0]
+    if not token.is_(given.strip()):
+        return _sign_in(request, "This is not the server's token.", 401)
+    reply = _onwards(request)
+    reply.set_cookie(
+        COOKIE,
+        token.cookie(),
+        max_age=SIGNED_IN_SECONDS,
+        secure=request.url.scheme == "https",
+        httponly=True,
+        samesite="strict",
+    )
+    return reply
+
+
+@router.post("/sign-in/end")
+async def sign_out() -> Response:
+    """Takes the cookie away."""
+    reply = RedirectResponse("../sign-in", 303)
+    reply.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return reply
+
+
+def _onwards(request: Request) -> Response:
+    """To the page, with the question that was asked there; never to another place."""
+    return RedirectResponse(f".?{request.url.query}" if request.url.query else ".", 303)
+
+
+def _sign_in(request: Request, error: str, status: int) -> Response:
+    return _html("page.sign_in.html", {"error": error, "query": request.url.query}, status)
+
+
+async def _answered(request: Request, question: str, without: Sequence[str]) -> dict[str, Any]:
+    """What there is to show of a question: all from one generation, but for the answer of before the updates."""
+    desk = request.app.state.desk
+    asked = [Asked(question, frozenset(without))] + ([Asked(question)] if without else [])
+    tickets: list[Ticket] = desk.take(asked)
+    earlier, closed = None, False
+    if "before" in request.query_params:
+        try:
+            earlier = await asyncio.to_thread(desk.keeper.before)
+        except Exception:  # whatever is wrong with it, what serves has an answer
+            _LOG.exception("the documents of before cannot be opened")
+            closed = True
+    if earlier is not None:
+        tickets += desk.take([Asked(question)], earlier)
+    shown = [_shown(ticket, await asyncio.wrap_future(ticket.record), without) for ticket in tickets]
+    now, whole = shown[0], shown[1] if without else shown[0]
+    begins = {one["passage_id"]: _begin(one) for one in whole.record["passages"]}
+    gone = [(begins.get(name) or name, address(question, [one for one in without if one != name])) for name in without]
+    return {
+        "now": now,
+        "whole": whole,
+        "gone": gone,
+        "before": shown[-1] if earlier is not None else None,
+        "before_closed": closed,
+        "whole_address": address(question),
+        "about": now.record["model"],
+    }
+
+
+def _begin(passage: Record) -> str:
+    text = passage["text"]
+    begin = text if len(text) <= BEGIN else f"{text[:BEGIN].rsplit(' ', 1)[0]} …"
+    return f"{passage['title']}: {begin}" if passage["title"] else begin
+
+
+def _shown(ticket: Ticket, record: Record, without: Sequence[str]) -> Shown:
+    cited = {one["passage_id"]: one for one in record["citations"]}
+    passages = tuple(_passages(record, cited, without))
+    first = record["citations"][0]["passage_id"] if cited else None
+    best = next((one for one in passages if one.record["passage_id"] == first), None)
+    return Shown(record, ticket.generation.confidence is not None, passages, best)
+
+
+def _passages(record: Record, cited: dict[str, Record], without: Sequence[str]) -> Iterator[Passage]:
+    for one in record["passages"]:
+        text, found = one["text"], cited.get(one["passage_id"])
+        start = end = len(text)
+        if found is not None:
+            start, end = found["start"] - one["start"], found["end"] - one["start"]
+        gone = address(record["question"], [*without, one["passage_id"]])
+        yield Passage(one, text[:start], text[start:end], text[end:], gone)
+
+
+def address(question: str, without: Sequence[str] = ()) -> str:
+    """Where a question is answered on this page, without some passages."""
+    return "?" + urlencode([("q", question), *(("without", one) for one in without)])
+
+
+def percent(share: float) -> str:
+    """A probability as people say it; none is said to be certain or impossible that is not."""
+    if 0 < share < 0.005:
+        return "below 1%"
+    return "above 99%" if 0.995 < share < 1 else f"{share:.0%}"
+
+
+def source_link(passage: Record, quoted: str) -> str:
+    """The document's address on the web, at the quotation where the browser can find it; "" where it has none."""
+    uri: str = passage["uri"]
+    if not uri.lower().startswith(("http://", "https://")):
+        return ""  # a file's name; and no link to what a browser would run
+    part = quote(quoted, safe="").replace("-", "%2D")
+    return uri if "#" in uri or not quoted else f"{uri}#:~:text={part}"
+
+
+@cache
+def _templates() -> tuple[Environment, dict[str, str]]:
+    """The templates' surroundings, and the headers that go with each page."""
+    folder = files(__package__)
+    style = f"{STYLE}{(folder / 'page.css').read_text('utf-8')}"
+    script = (folder / "page.js").read_text("utf-8")
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made.filters["percent"] = percent
+    made.globals |= {"style": Markup(style), "script": Markup(script), "source_link": source_link}
+    policy = (
+        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; connect-src 'self'; "
+        "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    )
+    return made, {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",  # the question stands in the address
+        "Cross-Origin-Opener-Policy": "same-origin",
+        "Cross-Origin-Resource-Policy": "same-origin",
+        "Cache-Control": "no-store",
+    }
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def _template(name: str) -> Template:
+    return _templates()[0].from_string((files(__package__) / name).read_text("utf-8"))
+
+
+def _html(name: str, view: dict[str, Any], status: int) -> HTMLResponse:
+    return HTMLResponse(_template(name).render(view), status, _templates()[1])

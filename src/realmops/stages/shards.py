@@ -1,0 +1,41 @@
+"""What stages have made of all passages in shards, by themselves and by index builders that help: spans, embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from realmops.bert import device_and_dtype
+from realmops.config import RunOptions
+from realmops.corpus.snapshot import Snapshot
+from realmops.index.embeddings import embedding, joined
+from realmops.index.shards import Work, Workplace, in_shards
+from realmops.model.files import retriever_files
+from realmops.model.retriever import Retriever
+from realmops.stages import Job
+from realmops.train.tagger import Entity, spans_in, tagging
+
+EMBEDDING, TAGGING = "embedding", "tagging"
+WORKS: Mapping[str, Work] = {EMBEDDING: embedding, TAGGING: tagging}
+
+
+def spans_of(job: Job, tagger: Mapping[str, bytes], snapshot: Snapshot) -> Iterator[list[Entity]]:
+    """For each passage, in order, what a tagger finds, which is given as files (``train.tagger.tagger_files``)."""
+    for files in _made(job, TAGGING, snapshot, tagger, f"tags of {snapshot.folder.name}"):
+        yield from spans_in(files)
+
+
+def embeddings_of(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
+    """Embeddings P x E of all passages."""
+    model = retriever_files(retriever, snapshot.vocabulary_hash)
+    parts = _made(job, EMBEDDING, snapshot, model, "embeddings")
+    return joined(parts, len(snapshot), retriever.document.width)
+
+
+def _made(
+    job: Job, name: str, snapshot: Snapshot, model: Mapping[str, bytes], label: str
+) -> Iterator[dict[str, bytes]]:
+    run = job.section(RunOptions)
+    place = Workplace(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.say)
+    return in_shards(place, name, WORKS[name], snapshot, model, job.report.progress(label, len(snapshot)))

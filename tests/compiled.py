@@ -1,0 +1,31 @@
+"""The compiled pipelines of the project, and the options of the small project for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import small_project
+import yaml
+
+ROOT = Path(__file__).parents[1]
+
+
+def file_of(pipeline: str) -> Path:
+    return ROOT / "pipelines" / f"{pipeline}.yaml"
+
+
+def compiled(pipeline: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = next(yaml.safe_load_all(file_of(pipeline).read_text()))
+    return loaded
+
+
+def options(project: Path, **changes: dict[str, Any]) -> str:
+    """The toy project's options; names of files as a pod sees them."""
+    values = small_project.toy_values(**changes)
+    values["snapshot"]["documents"] = str(project / "documents.jsonl")
+    for split in small_project.QUESTIONS:
+        values["questions"][split] = str(project / f"questions.{split}.jsonl")
+    values["tag"] |= {"train": str(project / "tagged.conll"), "dev": str(project / "tagged.conll")}
+    return json.dumps(values)

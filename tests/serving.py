@@ -1,0 +1,89 @@
+"""A server under test: a process of ``realmops serve`` on a free port, or the same in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import small_project
+import yaml
+
+QUESTION = "Where did Jon Vik build ships?"
+
+
+def answering_project(folder: Path, **changes: Any) -> Path:
+    """A small project with a fine-tuned model and its results."""
+    project = small_project.trained_project(folder)
+    values = yaml.safe_load((project / "params.yaml").read_text())
+    for name in ("finetune", "evaluate"):
+        small_project.stage(name, values, project, project / "root")
+    return project
+
+
+class Served:
+    """A process of ``realmops serve``; ``log`` is what it said so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.log: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = small_project.wait_for(self._address, 60, process)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(iter(self.process.stderr.readline, ""))
+
+    def _address(self) -> str | None:
+        found = re.search(r"(http://\S+) answers", "".join(self.log))
+        return found[1] if found else None
+
+    def call(
+        self, path: str, body: Any = None, *, raw: bytes | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], Any]:
+        """Status, headers and JSON (else text) of the reply; a body makes it a POST."""
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        named = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        request = urllib.request.Request(self.url + path, data, named)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                status, found, text = reply.status, dict(reply.headers), reply.read().decode()
+        except urllib.error.HTTPError as error:
+            status, found, text = error.code, dict(error.headers), error.read().decode()
+        return status, found, json.loads(text) if "json" in found.get("content-type", "") else text
+
+    def ask(self, question: str = QUESTION, **more: Any) -> dict[str, Any]:
+        status, _, record = self.call("/v1/answer", {"question": question, **more})
+        assert status == 200, record
+        return record
+
+
+@contextmanager
+def served(root: Path, *options: str, **variables: str) -> Iterator[Served]:
+    import os
+
+    process = subprocess.Popen(
+        small_project.command("serve", "--root", root, "--port", "0", "--every", "0.1", *options),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    try:
+        yield Served(process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if process.stderr is not None:
+            process.stderr.close()

@@ -1,0 +1,465 @@
+"""The index builders' Deployment, raised and given back by the tasks of a pipeline; and how tasks end."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cluster_lab
+import pytest
+import small_project
+from cluster_lab import DEPLOYMENT, Lab, Output
+
+from realmops import artifacts
+from realmops.cluster import builders, kube, tasks
+from realmops.index import shards
+from realmops.index.builder_process import assign
+from realmops.index.exchange import Fenced
+from realmops.index.lease import claimed
+from realmops.index.shards import Shards
+from realmops.stages import STAGES
+from realmops.stages.runner import offer_of
+
+# Scaling
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with cluster_lab.serve(Lab(), tmp_path / "kubeconfig") as found:
+        yield found
+
+
+@pytest.fixture(params=["lab", pytest.param("cluster", marks=pytest.mark.cluster)])
+def api(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, str]]:
+    """The client and the namespace of a Deployment without replicas; of the ServiceAccount that may scale it."""
+    given = os.environ.get("KUBECONFIG")
+    if request.param == "lab":
+        serving: Any = cluster_lab.serve(Lab(), tmp_path / "kubeconfig")
+    elif given and "cluster" in request.config.option.markexpr:
+        serving = cluster_lab.real(tmp_path / "kubeconfig", given)
+    else:
+        pytest.skip("not run: wants a cluster of yours, KUBECONFIG=FILE pytest -m cluster")
+    with serving:
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+        cluster = builders._cluster()
+        from kubernetes import client
+
+        yield client.AppsV1Api(cluster.client), cluster.namespace
+
+
+def replicas_of(api: tuple[Any, str]) -> int | None:
+    """By a patch that changes nothing, as the ServiceAccount may not read."""
+    apps, namespace = api
+    found: int | None = apps.patch_namespaced_deployment_scale(DEPLOYMENT, namespace, {}).spec.replicas
+    return found
+
+
+def test_scaling_sets_the_replicas(api: tuple[Any, str]) -> None:
+    assert replicas_of(api) is None, "0, as the API says it"
+    builders.scale(DEPLOYMENT, 3)
+    assert replicas_of(api) == 3
+    builders.scale(DEPLOYMENT, 0)
+    assert replicas_of(api) is None
+
+
+def test_a_number_below_0_is_refused(api: tuple[Any, str]) -> None:
+    with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace {api[1]}, -1 replicas: .*says 422"):
+        builders.scale(DEPLOYMENT, -1)
+
+
+@pytest.mark.parametrize("spec", [{"replicas": 2, "replica": 1}, {"replicas": "two"}])
+def test_a_patch_of_another_shape_is_refused(api: tuple[Any, str], spec: dict[str, Any]) -> None:
+    from kubernetes.client.exceptions import ApiException
+
+    apps, namespace = api
+    with pytest.raises(ApiException) as refused:
+        apps.patch_namespaced_deployment_scale(DEPLOYMENT, namespace, {"spec": spec}, field_validation="Strict")
+    assert refused.value.status in (400, 422)
+    assert replicas_of(api) is None
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("api", ["cluster"], indirect=True)
+def test_who_may_scale_the_builders_may_do_nothing_else(api: tuple[Any, str]) -> None:
+    from kubernetes import client
+
+    apps, namespace = api
+    reviews = client.AuthorizationV1Api(apps.api_client)
+
+    def allowed(verb: str, resource: str, name: str = "", subresource: str = "", group: str = "apps") -> bool:
+        asked = {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "name": name}
+        review = {"spec": {"resourceAttributes": {"namespace": namespace, **asked}}}
+        answer: bool = reviews.create_self_subject_access_review(review).status.allowed
+        return answer
+
+    assert allowed("patch", "deployments", DEPLOYMENT, "scale")
+    assert not allowed("patch", "deployments", "mlflow", "scale")
+    assert not allowed("get", "deployments", DEPLOYMENT, "scale")
+    assert not allowed("update", "deployments", DEPLOYMENT, "scale")
+    assert not allowed("patch", "deployments", DEPLOYMENT)
+    assert not allowed("get", "secrets", group="")
+    assert not allowed("list", "pods", group="")
+    with pytest.raises(ValueError, match=r"Deployment mlflow .* may not scale it"):
+        builders.scale("mlflow", 1)
+
+
+def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) -> None:
+    builders.scale(DEPLOYMENT, 3)
+    builders.scale(DEPLOYMENT, 0)
+    assert lab.replicas == [3, 0]
+    assert lab.requests == [("PATCH", cluster_lab.SCALE)] * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [(403, "may not scale it.*get rolebindings"), (404, "none of that name.*get deployments"), (409, "says 409")],
+)
+def test_a_cluster_that_refuses_is_explained(lab: Lab, status: int, message: str) -> None:
+    lab.status = status
+    with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace lab, 2 replicas: .*{message}"):
+        builders.scale(DEPLOYMENT, 2)
+
+
+def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kube, "TIME_OUT", (5, 0.1))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        cluster_lab.write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {}, cluster_lab.NAMESPACE)
+        with pytest.raises(TimeoutError, match=r"API server does not answer: .*Read timed out"):
+            builders.scale(DEPLOYMENT, 1)
+
+
+def test_without_a_cluster_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"no cluster to speak to .*leave the name of the builders"):
+        builders.scale(DEPLOYMENT, 1)
+
+
+def waits_for_builders(lab: Lab, seen: bool) -> str:
+    """What is said of a builder's pod that has no node, where its events may be seen, and where not."""
+    if not seen:
+        lab.forbidden.add("events")
+    for pod in (f"{DEPLOYMENT}-7d-x", "mlflow-0"):
+        about = {"kind": "Pod", "name": pod}
+        told = {"reason": "FailedScheduling", "message": "0/3 nodes are available", "type": "Warning"}
+        lab.put("events", cluster_lab.NAMESPACE, pod, involvedObject=about, **told)
+    kubectl = f"kubectl -n {cluster_lab.NAMESPACE}"
+    commands = f"'{kubectl} get events --field-selector involvedObject.kind=Pod,type=Warning', .*'{kubectl} logs "
+    if seen:
+        return f"s; {DEPLOYMENT}-7d-x: FailedScheduling: 0/3 nodes are available more is shown by {commands}"
+    return f"s; the reason is shown by {commands}"
+
+
+def test_scaling_outlives_an_api_server_that_is_away(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a run, whose builders would stay up otherwise; and at the start of its pre-training."""
+    monkeypatch.setattr(builders, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.01)
+    root, said = tmp_path / "runs/one", list[str]()
+    lab.away = 10
+    builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 0, "us", 60, said.append)
+    lab.away, lab.status = 10, 503
+    timer = threading.Timer(0.2, setattr, (lab, "status", 200))
+    timer.start()
+    builders.give_back(DEPLOYMENT, root, "us", said.append)
+    assert lab.replicas == [0, 0]
+    assert re.fullmatch("the cluster's API server .*; trying again for 60 s", said[0])
+    assert said[-1].endswith("; trying again for 1500 s")
+    lab.away = 1000
+    monkeypatch.setattr(builders, "LOWER_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match="API server does not answer"):
+        builders.give_back(DEPLOYMENT, root, "us", said.append)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_builders_that_never_live_end_the_wait(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    """A sign that was there before and does not change is of a builder that is gone."""
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.01)
+    root, assignment = tmp_path / "runs/one", tmp_path / "builder" / "assignment.json"
+    (assignment.parent / "alive").mkdir(parents=True)
+    (assignment.parent / "alive" / "gone.json").write_text("{}")
+    said: list[str] = []
+    with pytest.raises(TimeoutError, match=f"0 of 2 index builders .*{waits_for_builders(lab, seen)}"):
+        builders.raise_builders(root, tmp_path / "exchange", DEPLOYMENT, 2, "run", 0.2, said.append)
+    assert lab.replicas == [2]
+    assert said == ["waiting for index builders: 0 of 2 live after 0 s"]
+    named = json.loads(assignment.read_text())
+    assert named["exchange"] == str(tmp_path / "exchange")
+    assert named["snapshot"] == str(root / "data/snapshot/corpus")
+
+
+def pretrained(tmp_path: Path, run: str, wait_seconds: int = 100) -> None:
+    """The component, in a pod of a run that has the name and the id ``run``."""
+    values = small_project.toy_values()
+    root, shown = tmp_path / "runs" / run, Output(tmp_path / f"{run}.json")
+    tasks.pretrain(
+        json.dumps(values), str(root), shown, shown, owner=run, deployment=DEPLOYMENT,
+        builders=0, wait_seconds=wait_seconds, processes=1, limits="",
+    )  # fmt: skip
+
+
+def test_builders_of_a_run_that_is_still_starting_are_waited_for_and_taken_at_its_end(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second run comes when the first has raised the builders and not yet made its exchange."""
+    assignment, served = tmp_path / builders.ASSIGNMENT, list[str]()
+
+    def train(*_: Any) -> None:
+        if not served:
+            with pytest.raises(SystemExit):
+                pretrained(tmp_path, "second", wait_seconds=0)
+        served.append(json.loads(assignment.read_text())["owner"])
+
+    monkeypatch.setattr("realmops.stages.runner.inputs_of", lambda *_: {})
+    monkeypatch.setattr(tasks, "_run", train)
+    pretrained(tmp_path, "first")
+    told = capfd.readouterr().err
+    assert f"index builders of {assignment.parent} are another run's, whose end did not come in 0 s" in told
+    assert f"process {os.getpid()} holds" in told
+    assert served == ["first"]
+    assert lab.replicas == [0]
+    pretrained(tmp_path, "second")
+    assert served == ["first", "second"]
+
+
+def test_builders_that_a_newcomer_is_raising_are_left_to_it(lab: Lab, tmp_path: Path) -> None:
+    assignment, waits, said = tmp_path / builders.ASSIGNMENT, threading.Event(), list[str]()
+
+    def say(message: str) -> None:
+        said.append(message)
+        waits.set()
+
+    assign(assignment, tmp_path / "first", tmp_path / "corpus", "first")
+    last = threading.Thread(target=builders.give_back, args=(DEPLOYMENT, tmp_path / "runs/one", "first", say))
+    with claimed(assignment.parent / builders.SCALING, say):
+        last.start()
+        assert waits.wait(60)
+        assign(assignment, tmp_path / "second", tmp_path / "corpus", "second")
+    last.join(60)
+    assert lab.replicas == []
+    assert said[-1] == f"{assignment}: the index builders work for another run, which gives them back"
+
+
+@pytest.mark.parametrize(
+    ("made", "owner", "left"),
+    [("exchange/ours", "us", []), ("exchange/others", "us", ["ours"]), (None, "us", ["ours"]),
+     ("exchange/ours", "them", ["ours"])],
+)  # fmt: skip
+def test_an_exchange_goes_with_its_builders_once_its_pre_training_is_done(
+    lab: Lab, tmp_path: Path, made: str | None, owner: str, left: list[str]
+) -> None:
+    """``made`` is the exchange that the finished pre-training used, ``owner`` the run that has raised the builders."""
+    root, assignment = tmp_path / "runs/one", tmp_path / builders.ASSIGNMENT
+    (root / "exchange/ours/run/v-000000").mkdir(parents=True)
+    folder = root / STAGES["pretrain"].folder
+    folder.mkdir(parents=True)
+    if made:
+        artifacts.write_manifest(folder, "pretrain", sections={"pretrain": {"exchange": str(root / made)}})
+    assign(assignment, root / "exchange/ours", tmp_path / "corpus", owner)
+    tasks.lower_builders(DEPLOYMENT, str(root), "us")
+    assert [path.name for path in (root / "exchange").iterdir()] == left
+    assert lab.replicas == ([0] if owner == "us" else [])
+
+
+# Shards
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with the stage snapshot done, and what ``tag`` makes of it alone."""
+    folder = tmp_path_factory.mktemp("shards")
+    small_project.write_project(folder, tag={"method": "tagger"})
+    for name in ("snapshot", "tag"):
+        small_project.stage(name, tagger_values(folder), folder, folder / "runs/one")
+    (folder / "runs/one/data/spans").rename(folder / "alone")
+    return folder
+
+
+def tagger_values(folder: Path) -> dict[str, dict[str, Any]]:
+    files = {"train": str(folder / "tagged.conll"), "dev": str(folder / "tagged.conll")}
+    return small_project.toy_values(
+        tag={"method": "tagger", **files}, snapshot={"documents": str(folder / "documents.jsonl")}
+    )
+
+
+def tagged(snapshot: Path, folder: Path, shard_pods: int, owner: str = "us") -> dict[str, bytes]:
+    """What the component ``tag`` makes in a pod of its own, on a volume in ``folder``."""
+    shutil.copytree(snapshot / "runs", folder / "runs", dirs_exist_ok=True)
+    shown = Output(folder / "out.json")
+    tasks.run_stage(
+        "tag", json.dumps(tagger_values(snapshot)), str(folder / "runs/one"), shown, shown,
+        owner=owner, deployment=DEPLOYMENT, shard_pods=shard_pods,
+    )  # fmt: skip
+    return spans_of(folder / "runs/one/data/spans")
+
+
+def spans_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / "corpus").glob("*.npy")}
+
+
+def test_builders_are_raised_to_help_with_shards_and_given_back_when_there_are_none(
+    snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four shards the stage's own pod makes the last one alone."""
+    assignment = tmp_path / builders.ASSIGNMENT
+    usual, left = Shards.make_one, list[int]()
+
+    def lazy(self: Shards) -> bool:
+        left.append(len(self.missing()))
+        return left[-1] == 1 and usual(self)
+
+    def replica(number: int) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "HOSTNAME": f"replica-{number}"}
+        return subprocess.Popen(small_project.command("index-builder", "--follow", assignment), env=environment)
+
+    monkeypatch.setattr(shards, "SHARD_ROWS", 3)
+    monkeypatch.setattr(Shards, "make_one", lazy)
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    with cluster_lab.serve(Lab(replica), tmp_path / "kubeconfig") as lab:
+        found = tagged(snapshot, tmp_path, shard_pods=3)
+        assert lab.replicas == [2, 0]
+    assert left[0] == 4
+    assert found == spans_of(snapshot / "alone")
+    assert json.loads(assignment.read_text())["owner"] == "us"
+
+
+@pytest.mark.parametrize(
+    ("shard_pods", "status", "holder", "told", "replicas"),
+    [
+        (1, 200, "", "", []),
+        (3, 404, "", f"tag works without index builders: Deployment {DEPLOYMENT} in namespace lab, 2 replicas: ", []),
+        (3, 200, "another run", "which another-node, process 1 holds", []),
+    ],
+)
+def test_a_stage_never_waits_for_builders_that_would_help(
+    snapshot: Path, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    shard_pods: int, status: int, holder: str, told: str, replicas: list[int],
+) -> None:  # fmt: skip
+    lab.status = status
+    usual = Shards.make_one
+
+    def late(self: Shards) -> bool:
+        """When the offer has been seen."""
+        small_project.wait_for(lambda: told in capfd_text(), 60)
+        return usual(self)
+
+    seen: list[str] = []
+
+    def capfd_text() -> str:
+        seen.append(capfd.readouterr().err)
+        return "".join(seen)
+
+    monkeypatch.setattr(shards, "SHARD_ROWS", 3)
+    monkeypatch.setattr(Shards, "make_one", late)
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
+    if holder:
+        life = tmp_path / builders.ASSIGNMENT.parent / "claim" / "000001"
+        life.mkdir(parents=True)
+        (life / "sign.json").write_text(json.dumps({"host": "another-node", "pid": 1, "beat": 1, "done": False}))
+    assert tagged(snapshot, tmp_path, shard_pods) == spans_of(snapshot / "alone")
+    assert lab.replicas == replicas
+
+
+def test_the_builders_of_a_task_help_it_with_its_shards(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pre-training's, which it holds all the time: for each of its last indexes."""
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
+    root, assignment = tmp_path / "runs/one", tmp_path / builders.ASSIGNMENT
+    offer, report = offer_of(root, "pretrain"), small_project.Quiet()
+    offer.parent.mkdir(parents=True)
+    with (
+        claimed(assignment.parent / "claim", report.say),
+        builders.helped(root, "pretrain", DEPLOYMENT, 3, "us", report, held=True),
+    ):
+        for number in (1, 2):
+            artifacts.write_json(offer, {"exchange": f"/of/{number}", "snapshot": "/corpus"})
+            small_project.wait_for(lambda number=number: len(lab.replicas) == 2 * number - 1, 60)
+            assert json.loads(assignment.read_text())["exchange"] == f"/of/{number}"
+            offer.unlink()
+            small_project.wait_for(lambda number=number: len(lab.replicas) == 2 * number, 60)
+    assert lab.replicas == [2, 0, 2, 0]
+    assert report.warned == []
+
+
+def test_an_api_server_that_is_away_is_asked_again_for_builders(
+    snapshot: Path, lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.away = 1
+    usual = Shards.make_one
+
+    def late(self: Shards) -> bool:
+        small_project.wait_for(lambda: lab.replicas, 60)
+        return usual(self)
+
+    monkeypatch.setattr(shards, "SHARD_ROWS", 3)
+    monkeypatch.setattr(Shards, "make_one", late)
+    monkeypatch.setattr(builders, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(builders, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(kube, "TIME_OUT", (5, 0.1))
+    assert tagged(snapshot, tmp_path, 2) == spans_of(snapshot / "alone")
+    assert lab.replicas == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ValueError("seed is -1"), 2, "seed is -1"),
+        (TimeoutError("no index came"), 1, "no index came"),
+        (ConnectionError("the server is gone"), 2, "the server is gone."),
+        (PermissionError(errno.EACCES, "Permission denied", "runs/one"), 2, "runs/one: Permission denied."),
+        (OSError(errno.ENOSPC, "No space left"), 2, "No space left. Make room and run the same command again: "),
+        (ChildProcessError("the index builder ended with exit code 2"), 2, "the index builder ended with exit code 2."),
+        (Fenced("a newer trainer has taken over"), 2, "a newer trainer has taken over"),
+    ],
+)
+def test_what_a_person_can_mend_ends_a_task_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception, code: int,
+    told: str,
+) -> None:  # fmt: skip
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(tasks, "_run", fail)
+    with pytest.raises(SystemExit) as caught:
+        tasks.run_stage(
+            "ict", json.dumps(small_project.toy_values()), str(tmp_path), Output(tmp_path), Output(tmp_path)
+        )
+    assert caught.value.code == code
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"realmops: {told}")
+
+
+def test_a_volume_that_belongs_to_others_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Seen on a cluster whose volumes are folders of root."""
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    root = str(tmp_path / "runs" / "one")
+    with pytest.raises(SystemExit):
+        tasks.run_stage("ict", json.dumps(small_project.toy_values()), root, Output(tmp_path), Output(tmp_path))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"{tmp_path} belongs to user {os.getuid()} and group " in line
+    assert "kubectl scale deployment/realmops-index-builder --replicas=1" in line
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_fault_of_ours_ends_a_task_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "_run", lambda *_: [].pop())
+    with pytest.raises(IndexError):
+        tasks.run_stage(
+            "ict", json.dumps(small_project.toy_values()), str(tmp_path), Output(tmp_path), Output(tmp_path)
+        )

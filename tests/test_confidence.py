@@ -1,0 +1,262 @@
+"""How certain answers are: the curve against scikit-learn's, its error and thresholds against slow ones, every edge."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+from small_project import Quiet, cli, stage, toy_values, trained_project
+
+from realmops import artifacts
+from realmops.evaluate.confidence import (
+    BINS,
+    FILE,
+    Confidence,
+    calibration_error,
+    chance_error,
+    confidence_figures,
+    coverage_curve,
+    log_odds,
+    most_certain,
+    platt_scaling,
+    reliability,
+    threshold_for,
+)
+from realmops.evaluate.predictions import read_predictions
+from realmops.train.finetune import Answer
+
+
+def answer(p: float, text: str = "Oslo") -> Answer:
+    return Answer(None, [], None, [], [], [], said=text, log_p=math.log(p) if p else -math.inf)
+
+
+def drawn(count: int, seed: int = 0, slope: float = 0.5, intercept: float = -1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Log odds, and answers that are right with the probability of a curve over them."""
+    rng = np.random.default_rng(seed)
+    odds = rng.normal(0, 3, count)
+    return odds, rng.random(count) < 1 / (1 + np.exp(-(slope * odds + intercept)))
+
+
+def test_log_odds_by_hand() -> None:
+    """3 : 1 and 1 : 3; a probability of 1 stays finite, of which the smallest keeps its digits."""
+    odds = log_odds([math.log(0.75), math.log(0.25), -50.0, 0.0, -math.inf])
+    assert odds[:3].tolist() == pytest.approx([math.log(3), -math.log(3), -50.0])
+    assert 20 < odds[3] < 40
+    assert odds[4] == -math.inf
+
+
+def test_the_curve_is_that_of_scikit_learn() -> None:
+    """Its logistic regression without a penalty, each answer once as right and once as wrong, as Platt weighs them."""
+    odds, correct = drawn(300)
+    right, wrong = (correct.sum() + 1) / (correct.sum() + 2), 1 / ((~correct).sum() + 2)
+    share = np.where(correct, right, wrong)
+    slow = LogisticRegression(C=1e12, tol=1e-10, max_iter=10_000).fit(
+        np.concatenate([odds, odds])[:, None],
+        np.repeat([1, 0], len(odds)),
+        sample_weight=np.concatenate([share, 1 - share]),
+    )
+    assert platt_scaling(odds, correct) == pytest.approx((slow.coef_[0, 0], slow.intercept_[0]), rel=1e-3)
+
+
+def test_the_curve_that_answers_were_drawn_from_is_found_again() -> None:
+    assert platt_scaling(*drawn(20_000)) == pytest.approx((0.5, -1.0), abs=0.05)
+
+
+def test_where_all_are_right_or_wrong_every_answer_gets_platts_share() -> None:
+    """(n + 1) / (n + 2) for n right ones, 1 / (n + 2) for n wrong ones, however sure the model is."""
+    sure = [answer(p) for p in (0.2, 0.5, 0.9)]
+    right = Confidence.fit(sure, np.ones(3, bool), 0.8)
+    assert [right.probability(one) for one in sure] == pytest.approx([4 / 5] * 3, abs=1e-4)
+    assert right.threshold == 0.0
+    assert not any(map(right.abstains, [*sure, answer(1e-9)]))
+    wrong = Confidence.fit(sure, np.zeros(3, bool), 0.8)
+    assert [wrong.probability(one) for one in sure] == pytest.approx([1 / 5] * 3, abs=1e-4)
+    assert wrong.threshold is None
+    assert not any(map(wrong.abstains, sure))
+
+
+@pytest.mark.parametrize("correct", [True, False])
+def test_one_question_is_enough_to_go_on(correct: bool) -> None:
+    found = Confidence.fit([answer(0.6)], np.array([correct]), 0.8)
+    assert found.probability(answer(0.6)) == pytest.approx(2 / 3 if correct else 1 / 3, abs=1e-4)
+    assert found.threshold == (0.0 if correct else None)
+
+
+def test_answers_that_are_equally_sure_are_equally_right() -> None:
+    """Two of four: .5 for all; a threshold has all of them or none."""
+    alike, correct = [answer(0.9)] * 4, np.array([True, False, True, False])
+    found = Confidence.fit(alike, correct, 0.5)
+    assert [found.probability(one) for one in alike] == pytest.approx([0.5] * 4, abs=1e-4)
+    assert found.threshold == 0.0
+    assert Confidence.fit(alike, correct, 0.6).threshold is None
+
+
+def test_a_model_that_is_surest_where_it_is_wrong_is_no_guide() -> None:
+    """The slope stays at 0: more p(y|x) never means less confidence."""
+    found = Confidence.fit([answer(p) for p in (0.1, 0.2, 0.8, 0.9)], np.array([True, True, False, False]), 0.8)
+    assert found.slope == 0.0
+    assert found.probability(answer(0.05)) == found.probability(answer(0.95)) == pytest.approx(0.5, abs=1e-4)
+
+
+def test_certain_answers_and_none_at_all_break_nothing() -> None:
+    """p of 1, p of almost 0, and no answer: that has no chance to be right, and is held back whatever is wanted."""
+    answers = [answer(1.0), answer(0.7), answer(1e-30), answer(0.0, "")]
+    found = Confidence.fit(answers, np.array([True, True, False, False]), 0.8)
+    assert all(map(math.isfinite, (found.slope, found.intercept)))
+    probabilities = [found.probability(one) for one in answers]
+    assert probabilities == sorted(probabilities, reverse=True)
+    assert probabilities[-1] == 0.0 < probabilities[-2]
+    assert found.abstains(answer(0.0, ""))
+    assert replace(found, threshold=None).abstains(answer(0.0, ""))
+    only_silent = Confidence.fit(answers[-1:], np.array([False]), 0.8)
+    assert (only_silent.probability(answers[-1]), only_silent.threshold) == (0.0, None)
+
+
+def test_the_threshold_is_the_slow_one() -> None:
+    """Every probability tried as one: of those that reach the precision, that with the most answers."""
+    rng = np.random.default_rng(1)
+    reached = 0
+    for _ in range(200):
+        probability = rng.integers(1, 8, 12) / 8  # many are equal
+        correct = rng.random(12) < probability
+        fitting = [t for t in set(probability) if correct[probability >= t].mean() >= 0.7]
+        found = threshold_for(probability, correct, 0.7)
+        if not fitting:
+            assert found is None
+        else:
+            assert (probability >= found).tolist() == (probability >= min(fitting)).tolist()
+        reached += bool(fitting)
+    assert 20 < reached < 200
+
+
+def test_the_calibration_error_by_hand() -> None:
+    """Two answers at .85 and .95, one right: |1.0 - .85| and |0 - .95|; two at .25, one right: |.5 - .25|."""
+    probability, correct = np.array([0.85, 0.95, 0.25, 0.25]), np.array([True, False, True, False])
+    assert calibration_error(probability, correct) == pytest.approx((0.15 + 0.95 + 2 * 0.25) / 4)
+    assert [(one.confidence, one.right, one.questions) for one in reliability(probability, correct)] == [
+        (0.25, 0.5, 2),
+        (0.85, 1.0, 1),
+        (0.95, 0.0, 1),
+    ]
+
+
+def test_the_calibration_error_is_the_slow_one() -> None:
+    rng = np.random.default_rng(2)
+    probability = np.append(rng.random(500), [0.0, 1.0])
+    correct = rng.random(502) < probability**2
+    slow = 0.0
+    for low in range(BINS):
+        mine = [n for n, p in enumerate(probability) if low / BINS <= p < (low + 1) / BINS or (low == 9 and p == 1)]
+        mean = math.fsum(probability[n] for n in mine) / len(mine)
+        slow += len(mine) / 502 * abs(sum(correct[n] for n in mine) / len(mine) - mean)
+    assert calibration_error(probability, correct) == pytest.approx(slow)
+
+
+def test_chance_alone_makes_an_error_that_more_questions_make_smaller() -> None:
+    """In one bin of n answers at p = .5 the mean of |share - .5| is sqrt(2 / pi) * .5 / sqrt(n)."""
+    for count in (100, 2_500):
+        expected = math.sqrt(2 / math.pi) * 0.5 / math.sqrt(count)
+        assert chance_error(np.full(count, 0.5), seed=0) == pytest.approx(expected, rel=0.2)
+    assert chance_error(np.ones(10), seed=0) == 0.0
+
+
+def test_coverage_and_the_most_certain() -> None:
+    probability, correct = np.array([0.2, 0.9, 0.6, 0.6]), np.array([False, True, False, True])
+    curve = coverage_curve(probability, correct)
+    assert curve.threshold.tolist() == [0.9, 0.6, 0.2]
+    assert curve.coverage.tolist() == [0.25, 0.75, 1.0]
+    assert curve.precision.tolist() == [1.0, pytest.approx(2 / 3), 0.5]
+    assert most_certain(probability, 0.25).tolist() == [False, True, False, False]
+    assert most_certain(probability, 0.3).tolist() == [False, True, True, True], "both that are equally sure"
+    assert most_certain(np.array([0.5]), 0.3).tolist() == [True]
+
+
+def test_a_calibration_learned_on_some_questions_holds_on_others() -> None:
+    """Overconfident answers: the error of p(y|x) itself is many times larger than after the calibration."""
+    odds, correct = drawn(2_000, intercept=-1.5)
+    answers = [answer(1 / (1 + math.exp(-x))) for x in odds]
+    found = Confidence.fit(answers[:1_000], correct[:1_000], 0.6)
+    figures = confidence_figures(found, answers[1_000:], correct[1_000:], seed=0, resamples=200)
+    assert figures["ece"] < 2 * figures["ece_if_perfect"] < 0.3 * figures["ece_uncalibrated"]
+    assert figures["answered_precision_low"] < 0.6 < figures["answered_precision_high"]
+    assert figures["precision_at_30_low"] < figures["precision_at_30"] < figures["precision_at_30_high"]
+    assert 0 < figures["answered"] < 1
+
+
+def test_what_answers_nothing_has_no_precision() -> None:
+    never = Confidence(1.0, 0.0, 0.99, 0.8, 2)
+    figures = confidence_figures(never, [answer(0.5), answer(0.6)], np.array([True, False]), seed=0, resamples=10)
+    assert figures["answered"] == 0.0
+    assert "answered_precision" not in figures
+
+
+def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+    assert Confidence.load(tmp_path) is None
+    for threshold in (0.5, None):
+        saved = Confidence(0.1 + 0.2, -1 / 3, threshold, 0.8, 308)
+        saved.save(tmp_path)
+        assert Confidence.load(tmp_path) == saved
+    for damage in ('{"slope": 1}', "[1]", "{"):
+        (tmp_path / FILE).write_text(damage)
+        with pytest.raises(ValueError, match=FILE):
+            Confidence.load(tmp_path)
+
+
+# ---- in the stages
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_project(tmp_path_factory.mktemp("confidence"))
+
+
+def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
+    """What is stored is part of the model; probabilities of the test questions follow from it and p(y|x) alone."""
+    root, report = project / "root", Quiet()
+    values = toy_values(pretrain={"steps": 0, "builder": "external"})
+    tuned = stage("finetune", values, project, root, report)
+    assert {"dev_em", "dev_ece", "dev_precision_at_30", "dev_answered"} <= tuned.keys()
+    [said] = [line for line in report.said if "wanted_precision" in line]
+    stored = json.loads((root / f"models/finetune/{FILE}").read_text())
+    assert (stored["questions"], stored["wanted_precision"]) == (2, 0.8)
+    assert ("no answer is held back" in said) == (stored["threshold"] is None)
+    assert FILE in artifacts.read_json(root / "models/finetune/manifest.json")["files"]
+    measured = stage("evaluate", values, project, root)
+    rows = read_predictions(root / "results/predictions.parquet")
+    assert all(row.confidence is not None and 0 < row.confidence < 1 for row in rows)
+    assert [row.abstained for row in rows] == [(row.confidence or 0) < (stored["threshold"] or 0) for row in rows]
+    for name in ("ece", "ece_uncalibrated", "ece_if_perfect", "precision_at_30", "precision_at_30_low", "answered"):
+        assert 0 <= measured[name] <= 1
+    page = (root / "results/report.html").read_text()
+    assert "How certain it is, and how often it is right" in page
+    assert {"reliability.svg", "risk_coverage.svg"} <= {path.name for path in (root / "results/plots").iterdir()}
+    shown = cli("explain", "--root", root).stdout
+    assert f"confidence: {rows[0].confidence:.2f}" in shown
+
+
+def test_a_model_without_a_calibration_answers_without_confidence(project: Path, tmp_path: Path) -> None:
+    """As one that was imported: nothing about confidence is said, drawn or counted."""
+    values = toy_values(pretrain={"steps": 0, "builder": "external"})
+    root, report = project / "root", Quiet()
+    stage("finetune", values, project, root)
+    (root / f"models/finetune/{FILE}").unlink()
+    made = artifacts.read_json(root / "models/finetune/manifest.json")
+    artifacts.write_manifest(root / "models/finetune", "finetune", **{k: made[k] for k in ("fingerprint", "sections")})
+    measured = stage("evaluate", values, project, root, report)
+    assert any("not calibrated on dev questions" in line for line in report.said)
+    assert not [name for name in measured if "ece" in name or "answered" in name]
+    rows = read_predictions(root / "results/predictions.parquet")
+    assert [(row.confidence, row.abstained) for row in rows] == [(None, None)] * 2
+    assert "How certain it is" not in (root / "results/report.html").read_text()
+    assert "confidence" not in cli("explain", "--root", root).stdout
+
+
+def test_a_precision_that_is_no_share_is_refused() -> None:
+    refused = cli("params", "--set", "finetune.wanted_precision=80")
+    assert refused.exit_code == 2
+    assert "finetune.wanted_precision is 80" in refused.output

@@ -1,0 +1,566 @@
+"""The page of ``realmops serve``: over plain HTTP, and in a real browser where chromium and its driver are there."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlencode, urljoin, urlsplit
+
+import lxml.html
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from serving import QUESTION, Served, answering_project, served
+from small_project import QUESTIONS, cli, wait_for, write_json_lines
+from small_world import DOCUMENTS
+
+from realmops.serve.guard import COOKIE, Token
+from realmops.serve.page import percent, source_link
+
+EVIL = '<script>window.owned=1</script><img src=x onerror="window.owned=1">'
+TOKEN = "s3cret"
+ASKED = "/?" + urlencode({"q": QUESTION})
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was updated once; each document holds a script since."""
+    project = answering_project(tmp_path_factory.mktemp("page"))
+    shutil.copytree(project / "root", project / "never_updated")
+    documents = [
+        {"title": f"{title} <b>", "text": f"{text} {EVIL}", "url": f"https://a.test/{number}?a=1&b"}
+        for number, (title, text, _) in enumerate(DOCUMENTS)
+    ]
+    write_json_lines(project / "documents.jsonl", documents)
+    result = cli("update", "--params", project / "params.yaml", "--root", project / "root")
+    assert result.exit_code == 0, result.output
+    return project
+
+
+@pytest.fixture(scope="module")
+def server(project: Path) -> Iterator[Served]:
+    with served(project / "root") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def guarded(project: Path) -> Iterator[Served]:
+    with served(project / "never_updated", REALMOPS_TOKEN=TOKEN) as one:
+        yield one
+
+
+def visit(server: Served, path: str, form: dict[str, str] | None = None, **headers: str) -> Any:
+    """The reply as a browser sees it before it follows a redirection; ``text`` is its body."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
+    named = {"Content-Type": "application/x-www-form-urlencoded"} if form is not None else {}
+    body = None if form is None else urlencode(form)
+    connection.request("GET" if form is None else "POST", path, body, {**named, **headers})
+    reply: Any = connection.getresponse()
+    reply.text = reply.read().decode()
+    connection.close()
+    return reply
+
+
+def page_of(server: Served, path: str, status: int = 200) -> Any:
+    reply = visit(server, path)
+    assert reply.status == status, reply.text
+    return lxml.html.fromstring(reply.text)
+
+
+def texts(page: Any, path: str) -> list[str]:
+    return [" ".join(one.text_content().split()) for one in page.xpath(path)]
+
+
+def shown(page: Any, heading: str) -> Any:
+    """The section with this heading."""
+    [section] = page.xpath(f"//section[@aria-labelledby='{heading}']")
+    return section
+
+
+# ---- over HTTP
+
+
+def test_without_a_question_there_are_the_form_and_questions_of_the_test(server: Served) -> None:
+    page = page_of(server, "/")
+    links = {one.text_content(): one.get("href") for one in shown(page, "examples").xpath(".//a")}
+    assert list(links) == [question for question, _ in QUESTIONS["test"]]
+    assert all(parse_qs(urlsplit(place).query)["q"] == [text] for text, place in links.items())
+    assert page.get_element_by_id("q").get("value") == ""
+    assert not page.xpath("//section[@aria-labelledby='answer']")
+
+
+def test_the_answer_is_that_of_the_api_with_its_quotation_in_its_passage(server: Served) -> None:
+    record = server.ask()
+    page = page_of(server, ASKED)
+    answer = shown(page, "answer")
+    assert texts(answer, ".//p[@class='given']") == [record["answer"]]
+    first = record["citations"][0]
+    [passage] = [one for one in record["passages"] if one["passage_id"] == first["passage_id"]]
+    assert answer.xpath("string(.//blockquote/p)") == passage["text"], "every character of it"
+    assert texts(answer, ".//blockquote//mark") == [first["quote"]]
+    before = answer.xpath("string(.//mark/preceding-sibling::text())")
+    assert len(before) == first["start"] - passage["start"]
+    assert f"characters {first['start']} to {first['end']}" in texts(answer, ".//figcaption")[0]
+    assert f"It is right with probability {percent(record['probability'])}" in texts(answer, ".//p[@class='sure']")[0]
+    assert ("better held back" in answer.text_content()) is record["abstained"]
+    assert page.findtext(".//title").startswith(f"{record['answer']}: ")
+    assert f"Answer: {record['answer']}. Probability " in page.get_element_by_id("said").text
+
+
+def test_each_passage_has_its_bars(server: Served) -> None:
+    record = server.ask()
+    items = shown(page_of(server, ASKED), "read").xpath(".//ol/li")
+    assert texts(items[0], ".//h3") == [record["passages"][0]["title"]]
+    for item, passage in zip(items, record["passages"], strict=True):
+        wide = [float(rect.get("width")) for rect in item.xpath(".//rect")]
+        assert wide == pytest.approx([passage["p_z"] * 100, passage["p_z_given_y"] * 100], abs=0.06)
+        assert texts(item, ".//dd") == [percent(passage["p_z"]), percent(passage["p_z_given_y"])]
+        assert item.xpath("string(.//details/p)") == passage["text"]
+
+
+def test_a_passage_can_be_taken_away_and_put_back(server: Served) -> None:
+    whole = server.ask()
+    gone = []
+    page = page_of(server, ASKED)
+    for _ in range(2):
+        place = shown(page, "read").xpath(".//p[@class='if']/a/@href")[0]
+        gone = parse_qs(urlsplit(place).query)["without"]
+        page = page_of(server, f"/{place}")
+        record = server.ask(without=gone)
+        assert texts(shown(page, "read"), ".//h3") == [one["title"] for one in record["passages"]]
+        assert texts(page, "//section[@aria-labelledby='answer']//p[@class='given']") == [record["answer"]]
+        same = record["answer"] == whole["answer"]
+        assert ("The answer stays the same" in page.text_content()) is same
+        assert ("The answer is another one" in page.text_content()) is not same
+    assert len(gone) == 2
+    back = page.xpath("//ul[@class='gone']//a/@href")
+    assert [parse_qs(urlsplit(one).query)["without"] for one in back] == [gone[1:], gone[:1]]
+
+
+def test_a_passage_that_is_not_there_can_be_missing(server: Served) -> None:
+    page = page_of(server, f"{ASKED}&without=%3Cb%3Enothing")
+    assert "The answer stays the same" in page.text_content()
+    assert texts(page, "//ul[@class='gone']/li/span") == ["<b>nothing"]
+
+
+def test_before_and_after_an_update(project: Path, server: Served) -> None:
+    from realmops.commands.update import of_pipeline
+    from realmops.serve.answers import Asked, generation_of_run
+
+    [link] = shown(page_of(server, ASKED), "before").xpath(".//a/@href")
+    sides = shown(page_of(server, f"/{link}"), "before").xpath(".//div[@class='side']")
+    root = project / "root"
+    [earlier] = generation_of_run(root, of_pipeline(root)).answer([Asked(QUESTION)])
+    for side, record, title in zip(
+        sides, (earlier, server.ask()), ("Before any update", "After update 1"), strict=True
+    ):
+        assert texts(side, ".//h3") == [title]
+        assert texts(side, ".//p[@class='given']") == [record["answer"]]
+        first = record["citations"][0]["passage_id"]
+        [passage] = [one["text"] for one in record["passages"] if one["passage_id"] == first]
+        assert side.xpath("string(.//blockquote/p)") == passage
+        assert ("<script>" in passage) is (title != "Before any update")
+
+
+def test_what_was_not_updated_has_no_before(project: Path) -> None:
+    from realmops.serve.batching import Answerer
+    from realmops.serve.generations import Keeper, RunFolder
+
+    told: list[Any] = []
+    for name, updated in (("root", True), ("never_updated", False)):
+        origin = RunFolder(project / name)
+        answerer = Answerer(origin.open())
+        keeper = Keeper(origin, answerer, None, told.append)
+        before = keeper.before()
+        assert (before is not None) is updated
+        assert keeper.before() is before, "opened once"
+        if before is not None:
+            assert (before.number, answerer.generation.number) == (0, 1)
+            answerer.swap(origin.open())
+            assert keeper.before() is not before, "another generation serves: its own is opened"
+        answerer.close()
+
+
+def test_documents_of_before_that_cannot_be_opened_cost_no_answer(project: Path, tmp_path: Path) -> None:
+    from fastapi.testclient import TestClient
+
+    from realmops.serve.app import make_app
+    from realmops.serve.batching import Answerer
+    from realmops.serve.generations import Keeper, RunFolder
+    from realmops.serve.metrics import Metrics
+
+    shutil.copytree(project / "root", tmp_path / "root")
+    (tmp_path / "root/data/snapshot/corpus/manifest.json").unlink()
+    origin = RunFolder(tmp_path / "root")
+    answerer = Answerer(origin.open())
+    app = make_app(answerer, Keeper(origin, answerer, None, print), Metrics(), None)
+    page = lxml.html.fromstring(TestClient(app).get(f"{ASKED}&before=1").text)
+    answerer.close()
+    assert texts(shown(page, "answer"), ".//p[@class='given']")[0]
+    assert texts(shown(page, "before"), ".//p") == [
+        "The documents of before cannot be opened; the server's log says why."
+    ]
+
+
+def test_another_site_may_lead_here_and_not_ask(server: Served) -> None:
+    other = {"Sec-Fetch-Site": "cross-site"}
+    for kind, status in (("document", 200), ("image", 403), ("iframe", 403), ("empty", 403)):
+        assert visit(server, ASKED, **other, **{"Sec-Fetch-Dest": kind}).status == status
+    assert visit(server, ASKED, **{"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Dest": "empty"}).status == 200
+
+
+def test_a_run_that_was_not_tested_has_no_examples(tmp_path: Path) -> None:
+    from realmops.serve.generations import RunFolder
+
+    assert RunFolder(tmp_path).examples() == ()
+
+
+@pytest.mark.parametrize(
+    ("question", "status", "told"),
+    [
+        ("x" * 2001, 422, "The question has 2001 characters, at most 2000 are read."),
+        ("who " * 90, 422, "has 270 wordpieces, 1 to"),
+        ("\u200b", 422, "has 0 wordpieces, 1 to"),
+    ],
+)
+def test_what_cannot_be_asked_is_told(server: Served, question: str, status: int, told: str) -> None:
+    page = page_of(server, "/?" + urlencode({"q": question}), status)
+    [error] = page.xpath("//p[@role='alert']")
+    assert told in error.text
+    field = page.get_element_by_id("q")
+    assert (field.get("aria-invalid"), field.get("aria-describedby"), error.get("id")) == ("true", "error", "error")
+    assert field.get("value") == question.strip()
+
+
+def test_what_is_no_text_does_no_harm(server: Served) -> None:
+    page = page_of(server, "/?q=%ff%00%ed%a0%80", 422)
+    assert "has 0 wordpieces" in page.xpath("//p[@role='alert']")[0].text
+    assert visit(server, "/?q=%20").status == 200
+    assert visit(server, f"{ASKED}" + "&without=x" * 3000).status == 200
+
+
+def test_texts_are_escaped_wherever_they_come_from(server: Served) -> None:
+    own = len(page_of(server, "/").xpath("//script"))
+    for question in (QUESTION, f'"><script>1</script>{QUESTION}'):
+        reply = visit(server, "/?" + urlencode({"q": question, "without": EVIL, "before": "1"}))
+        page = lxml.html.fromstring(reply.text)
+        assert len(page.xpath("//script")) == own
+        assert not page.xpath("//img | //*[@onerror]")
+        assert page.get_element_by_id("q").get("value") == question
+        assert EVIL in page.text_content()
+
+
+def test_the_policy_allows_the_pages_own_style_and_script_alone(server: Served, guarded: Served) -> None:
+    for one, path in ((server, ASKED), (guarded, "/sign-in")):
+        reply = visit(one, path)
+        rules = dict(rule.strip().split(" ", 1) for rule in reply.headers["Content-Security-Policy"].split(";"))
+        assert (rules["default-src"], rules["base-uri"], rules["frame-ancestors"]) == ("'none'",) * 3
+        page = lxml.html.fromstring(reply.text)
+        for name, parts in (("style-src", page.xpath("//style")), ("script-src", page.xpath("//script"))):
+            for part in parts:
+                digest = base64.b64encode(hashlib.sha256(part.text.encode()).digest()).decode()
+                assert rules[name] == f"'sha256-{digest}'"
+        assert "unsafe" not in reply.headers["Content-Security-Policy"]
+        assert (reply.headers["Referrer-Policy"], reply.headers["Cache-Control"]) == ("no-referrer", "no-store")
+        assert not page.xpath("//*[@style] | //@src")
+        elsewhere = [place for place in page.xpath("//@href") if ":" in place and not place.startswith("data:,")]
+        assert all(place.startswith("https://a.test/") for place in elsewhere), "only to documents"
+
+
+def test_a_documents_address_leads_to_the_quotation(server: Served) -> None:
+    first = server.ask()["citations"][0]
+    [link] = shown(page_of(server, ASKED), "answer").xpath(".//figcaption/a")
+    assert (link.text, link.get("rel")) == (first["uri"], "noopener noreferrer")
+    assert link.get("href").startswith(f"{first['uri']}#:~:text=")
+    assert source_link({"uri": "https://a.test/x"}, "a-b, c&d") == "https://a.test/x#:~:text=a%2Db%2C%20c%26d"
+    assert source_link({"uri": "https://a.test/x#y"}, "a") == "https://a.test/x#y"
+    assert [source_link({"uri": uri}, "a") for uri in ("javascript:alert(1)", "corpus.jsonl", "file:///etc")] == [
+        ""
+    ] * 3
+
+
+def test_no_probability_is_said_to_be_certain_that_is_not() -> None:
+    told = [percent(share) for share in (0.0, 1e-9, 0.004, 0.006, 0.494, 0.994, 0.996, 1.0)]
+    assert told == ["0%", "below 1%", "below 1%", "1%", "49%", "99%", "above 99%", "100%"]
+
+
+# ---- the token
+
+
+def test_a_token_is_asked_for_once_and_never_in_an_address(guarded: Served) -> None:
+    sent = visit(guarded, ASKED)
+    assert (sent.status, sent.text) == (303, "")
+    place = urljoin("/", sent.headers["Location"])
+    assert place == ASKED.replace("/?", "/sign-in?")
+    form = page_of(guarded, place)
+    assert form.forms[0].method == "POST"
+    action = urljoin(place, form.forms[0].action)
+    assert action == place, "the question goes on with it"
+    wrong = visit(guarded, action, {"token": "wrong"})
+    assert (wrong.status, wrong.headers["Set-Cookie"]) == (401, None)
+    assert "This is not the server&#39;s token." in wrong.text
+    right = visit(guarded, action, {"token": TOKEN})
+    assert (right.status, urljoin(place, right.headers["Location"])) == (303, ASKED)
+    cookie, *flags = right.headers["Set-Cookie"].split("; ")
+    assert {"HttpOnly", "Path=/", "SameSite=strict", "Max-Age=43200"} == set(flags)
+    assert TOKEN not in cookie
+    page = visit(guarded, ASKED, Cookie=f"other=1; {cookie}")
+    assert page.status == 200
+    assert TOKEN not in page.text
+    assert [visit(guarded, path, Cookie=cookie).status for path in ("/docs", "/openapi.json")] == [200, 200]
+    end = visit(guarded, "/sign-in/end", {}, Cookie=cookie)
+    assert (urljoin("/sign-in/end", end.headers["Location"]), "Max-Age=0" in end.headers["Set-Cookie"]) == (
+        "/sign-in",
+        True,
+    )
+    assert visit(guarded, "/", Authorization=f"Bearer {TOKEN}").status == 200
+
+
+def test_the_cookie_opens_pages_and_nothing_that_programs_call(guarded: Served) -> None:
+    cookie = f"{COOKIE}={Token(TOKEN).cookie()}"
+    assert visit(guarded, "/", Cookie=cookie).status == 200
+    for path in ("/metrics", "/v1/models", "/v2"):
+        assert visit(guarded, path, Cookie=cookie).status == 401
+    assert guarded.call("/v1/answer", {"question": QUESTION}, Cookie=cookie)[0] == 401
+    assert visit(guarded, "/docs", {}, Cookie=cookie).status == 401
+
+
+@pytest.mark.parametrize("value", ["", "x", ".", "9999999999.", f"9999999999.{'0' * 64}", TOKEN, "é.é", "9" * 5000])
+def test_a_cookie_that_is_made_up_opens_nothing(guarded: Served, value: str) -> None:
+    assert visit(guarded, "/", Cookie=f"{COOKIE}={value}").status == 303
+
+
+def test_a_cookie_ends_and_is_good_for_one_token() -> None:
+    assert Token(TOKEN).signed(Token(TOKEN).cookie())
+    assert not Token(TOKEN).signed(Token(TOKEN).cookie(-1))
+    assert not Token(TOKEN).signed(Token("other").cookie())
+    ends, _, signature = Token(TOKEN).cookie().partition(".")
+    assert not Token(TOKEN).signed(f"{int(ends) + 1}.{signature}")
+
+
+def test_after_signing_in_nobody_is_sent_elsewhere(guarded: Served) -> None:
+    for query in ("//evil.test", "q=1&next=https://evil.test", "https://evil.test"):
+        reply = visit(guarded, f"/sign-in?{query}", {"token": TOKEN})
+        place = urljoin(f"{guarded.url}/sign-in", reply.headers["Location"])
+        assert place == f"{guarded.url}/?{query}"
+
+
+def test_behind_tls_the_cookie_stays_there(guarded: Served) -> None:
+    reply = visit(guarded, "/sign-in", {"token": TOKEN}, **{"X-Forwarded-Proto": "https"})
+    assert "; Secure" in reply.headers["Set-Cookie"]
+
+
+def test_without_a_token_nobody_signs_in(server: Served) -> None:
+    for reply in (visit(server, "/sign-in?q=a"), visit(server, "/sign-in?q=a", {"token": "x"})):
+        assert (reply.status, reply.headers["Location"], reply.headers["Set-Cookie"]) == (303, ".?q=a", None)
+    assert "Sign out" not in visit(server, "/").text
+
+
+# ---- in a browser
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+# WCAG 2.2, relative luminance and contrast ratio; what has less than 4.5 is listed.
+LOW_CONTRAST = """
+const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+const light = (text) => {
+  const [r, g, b] = rgb(text).map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const behind = (one) => {
+  for (; one; one = one.parentElement) {
+    const [, , , alpha = 1] = rgb(getComputedStyle(one).backgroundColor);
+    if (alpha) return getComputedStyle(one).backgroundColor;
+  }
+};
+document.querySelectorAll("details").forEach((one) => (one.open = true));
+const found = [], seen = [];
+for (const one of document.body.querySelectorAll("*")) {
+  const own = one.matches("input") || [...one.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+  if (!own || one.matches("script, .hidden") || !one.getClientRects().length) continue;
+  const [a, b] = [light(getComputedStyle(one).color), light(behind(one))].sort((x, y) => y - x);
+  const ratio = (a + 0.05) / (b + 0.05);
+  seen.push(ratio);
+  if (ratio < 4.5) found.push([one.outerHTML.slice(0, 80), ratio]);
+}
+return [seen.length, found];
+"""
+FAULTS = """
+const faults = [];
+const named = (one) => one.textContent.trim() || one.getAttribute("aria-label");
+for (const one of document.querySelectorAll("input")) if (!one.labels.length) faults.push("no label: " + one.outerHTML);
+for (const one of document.querySelectorAll("a, button, summary, nav")) if (!named(one)) faults.push(one.outerHTML);
+for (const one of document.querySelectorAll("[aria-labelledby], [aria-describedby]"))
+  for (const id of (one.getAttribute("aria-labelledby") || one.getAttribute("aria-describedby")).split(" "))
+    if (!document.getElementById(id)) faults.push("no " + id);
+const ids = [...document.querySelectorAll("[id]")].map((one) => one.id);
+if (new Set(ids).size !== ids.length) faults.push("an id twice");
+if (document.querySelectorAll("main").length !== 1 || document.querySelectorAll("h1").length !== 1)
+  faults.push("main, h1");
+let level = 0;
+for (const one of document.querySelectorAll("h1, h2, h3")) {
+  if (one.tagName[1] - level > 1) faults.push("a level is left out: " + one.textContent);
+  level = +one.tagName[1];
+}
+if (!document.documentElement.lang || !document.title) faults.push("lang, title");
+const links = new Map();
+for (const one of document.querySelectorAll("main a[data-here]")) {
+  const name = one.textContent.trim();
+  if (links.has(name) && links.get(name) !== one.href) faults.push("two links of one name: " + name);
+  links.set(name, one.href);
+}
+return faults;
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[webdriver.Chrome]:
+    program, driver = next(filter(None, map(shutil.which, BROWSERS)), None), shutil.which("chromedriver")
+    if program is None or driver is None:
+        missing = "browser (chromium)" if program is None else "chromedriver"
+        pytest.skip(f"not run: there is no {missing}: 'make podman' installs it on Debian")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    # A root in a container may have no sandbox, and little shared memory. The browser calls nobody.
+    for option in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "disable-background-networking"):
+        options.add_argument(f"--{option}")
+    with webdriver.Chrome(options, Service(driver)) as found:
+        yield found
+
+
+@pytest.fixture
+def at(browser: webdriver.Chrome, server: Served) -> Iterator[webdriver.Chrome]:
+    """The browser at the empty page; what it complains about fails the test."""
+    browser.get(f"{server.url}/")
+    browser.get_log("browser")  # what was said before
+    yield browser
+    assert browser.get_log("browser") == []
+
+
+def said(browser: webdriver.Chrome) -> str:
+    return str(browser.find_element(By.ID, "said").get_attribute("textContent"))
+
+
+def wait_for_answer(browser: webdriver.Chrome) -> None:
+    wait_for(lambda: said(browser).startswith("Answer: "), 60)
+
+
+def test_asked_by_keyboard_it_answers_in_place(at: webdriver.Chrome, server: Served) -> None:
+    at.execute_script("window.stays = 1")
+    field = at.switch_to.active_element
+    assert field.get_attribute("id") == "q", "one may type at once"
+    field.send_keys(QUESTION, Keys.ENTER)
+    wait_for_answer(at)
+    record = server.ask()
+    assert said(at).startswith(f"Answer: {record['answer']}. ")
+    assert at.title.startswith(f"{record['answer']}: ")
+    assert at.current_url == f"{server.url}{ASKED}"
+    assert at.execute_script("return window.stays") == 1, "the page was not loaded anew"
+    assert at.switch_to.active_element == field
+    assert at.find_element(By.CSS_SELECTOR, ".given").text == record["answer"]
+
+
+def test_a_script_in_a_document_is_text(at: webdriver.Chrome, server: Served) -> None:
+    at.find_element(By.ID, "q").send_keys(QUESTION, Keys.ENTER)  # put into the page by our script
+    wait_for_answer(at)
+    for _ in range(2):
+        assert EVIL in at.find_element(By.CSS_SELECTOR, "blockquote").text
+        assert at.execute_script("return [window.owned, document.images.length]") == [None, 0]
+        at.get(f"{server.url}{ASKED}&before=1")  # put there by the server
+
+
+def test_a_passage_is_taken_away_and_the_way_back_leads_back(at: webdriver.Chrome, server: Served) -> None:
+    at.get(f"{server.url}{ASKED}")
+    first = said(at)
+    link = at.find_element(By.CSS_SELECTOR, ".if a")
+    link.send_keys(Keys.ENTER)
+    wait_for(lambda: "without=" in at.current_url, 60)
+    wait_for(lambda: at.find_elements(By.CSS_SELECTOR, ".gone"), 60)
+    assert at.switch_to.active_element.get_attribute("id") == "result", "reading goes on where the answer is"
+    at.back()
+    wait_for(lambda: said(at) == first and not at.find_elements(By.CSS_SELECTOR, ".gone"), 60)
+    assert at.find_element(By.ID, "q").get_attribute("value") == QUESTION
+
+
+def test_without_javascript_the_form_and_the_links_do_the_same(at: webdriver.Chrome, server: Served) -> None:
+    at.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    try:
+        at.get(f"{server.url}/")
+        at.find_element(By.ID, "q").send_keys(QUESTION, Keys.ENTER)
+        wait_for(lambda: at.find_elements(By.CSS_SELECTOR, ".given"), 60)
+        assert at.current_url == f"{server.url}{ASKED}"
+        at.find_element(By.CSS_SELECTOR, ".if a").click()
+        wait_for(lambda: at.find_elements(By.CSS_SELECTOR, ".gone"), 60)
+    finally:
+        at.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
+
+
+def test_one_signs_in_and_out(browser: webdriver.Chrome, guarded: Served) -> None:
+    browser.get(f"{guarded.url}{ASKED}")
+    assert "/sign-in?" in browser.current_url
+    browser.switch_to.active_element.send_keys(TOKEN, Keys.ENTER)
+    wait_for(lambda: browser.find_elements(By.CSS_SELECTOR, ".given"), 60)
+    assert browser.current_url == f"{guarded.url}{ASKED}"
+    assert browser.execute_script("return document.cookie") == "", "no script reads it"
+    browser.find_element(By.CSS_SELECTOR, ".plain").click()
+    wait_for(lambda: browser.current_url == f"{guarded.url}/sign-in", 60)
+    browser.get(f"{guarded.url}/")
+    assert browser.current_url == f"{guarded.url}/sign-in"
+
+
+def pages(server: Served, guarded: Served) -> Iterator[str]:
+    gone = server.ask()["passages"][0]["passage_id"]
+    queries = ("", f"{ASKED[1:]}&before=1&without={gone}", "?" + urlencode({"q": "x" * 2001}))
+    yield from (f"{server.url}/{query}" for query in queries)
+    yield f"{guarded.url}/sign-in?q=a"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_everybody_can_read_it(browser: webdriver.Chrome, server: Served, guarded: Served, scheme: str) -> None:
+    media = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+    narrow = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    try:
+        grounds = set()
+        for place in pages(server, guarded):
+            browser.get(place)
+            assert browser.execute_script(FAULTS) == [], place
+            seen, low = browser.execute_script(LOW_CONTRAST)
+            assert (seen > 3, low) == (True, []), place
+            wide, room = browser.execute_script(
+                "const all = document.documentElement; return [all.scrollWidth, all.clientWidth]"
+            )
+            assert (wide, room <= 360) == (room, True), f"{place} scrolls sideways"
+            grounds.add(browser.execute_script("return getComputedStyle(document.body).backgroundColor"))
+        assert grounds == {"rgb(244, 246, 248)" if scheme == "light" else "rgb(18, 22, 27)"}
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_tab_key_goes_through_it_from_top_to_bottom(at: webdriver.Chrome, server: Served) -> None:
+    at.get(f"{server.url}{ASKED}")
+    wanted = at.execute_script(
+        "return [...document.querySelectorAll('a, button, input, summary')].filter((one) => one.checkVisibility())"
+        ".filter((one) => !one.closest('details:not([open])') || one.matches('summary')).map((one) => one.outerHTML)"
+    )
+    reached = []
+    for _ in wanted:
+        at.switch_to.active_element.send_keys(Keys.TAB)
+        html, style, width = at.execute_script(
+            "const one = document.activeElement, how = getComputedStyle(one);"
+            "return [one.outerHTML, how.outlineStyle, parseFloat(how.outlineWidth)]"
+        )
+        assert (style, width >= 2) == ("solid", True), f"no ring around {html}"
+        reached.append(html)
+    assert reached == wanted
+    assert re.search(r"To the question", reached[0])

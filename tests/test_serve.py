@@ -1,0 +1,608 @@
+"""``realmops serve`` over real HTTP: records, limits, protocols by their own clients, and swaps of generations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+from serving import QUESTION, Served, answering_project, served
+from small_project import QUESTIONS, cli, wait_for, write_json_lines
+from small_world import DOCUMENTS
+
+from realmops.artifacts import read_json, write_manifest
+from realmops.evaluate.predictions import read_results
+
+SECOND = "Who wrote a novel?"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return answering_project(tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture(scope="module")
+def server(project: Path) -> Iterator[Served]:
+    with served(project / "root") as one:
+        yield one
+
+
+def source_of(citation: dict[str, Any]) -> str:
+    """What stands in the documents where a citation says; these documents are one passage each."""
+    [text] = [text for title, text, _ in DOCUMENTS if title == citation["title"]]
+    return text[citation["start"] : citation["end"]]
+
+
+# ---- the record
+
+
+def test_an_answer_is_that_of_the_evaluation_with_its_sources(project: Path, server: Served) -> None:
+    [stored] = [p for p in read_results(project / "root") if p.question == QUESTION]
+    record = server.ask()
+    assert record["question"] == QUESTION
+    assert record["answer"] == stored.prediction == record["citations"][0]["quote"]
+    assert [p["passage_id"] for p in record["passages"]] == list(stored.passage_ids)
+    assert [p["p_z"] for p in record["passages"]] == pytest.approx(stored.p_z, rel=1e-4)
+    assert [p["span"] for p in record["passages"]] == list(stored.passage_spans)
+    assert sum(p["p_z_given_y"] for p in record["passages"]) == pytest.approx(1)
+    assert record["probability"] == pytest.approx(stored.confidence, abs=1e-4)
+    assert 0 < record["p_y"] <= 1
+    calibration = read_json(project / "root/models/finetune/confidence.json")
+    assert (record["abstained"], record["threshold"]) == (stored.abstained, calibration["threshold"])
+    for citation in record["citations"]:
+        assert citation["quote"] == source_of(citation)
+        assert (citation["uri"], citation["p_z_given_y"] > 0) == ("documents.jsonl", True)
+    manifest = read_json(project / "root/data/snapshot/corpus/manifest.json")
+    assert record["model"]["snapshot"] == manifest["corpus_hash"]
+    assert record["model"]["weights_step"] == 6, "two epochs of six questions, two at a time"
+    assert record["model"]["index_generation"] == 0
+
+
+def test_several_questions_are_answered_in_their_order_and_as_alone(server: Served) -> None:
+    texts = [question for pairs in QUESTIONS.values() for question, _ in pairs]
+    status, _, reply = server.call("/v1/answer", {"questions": texts})
+    assert status == 200
+    assert [one["question"] for one in reply["answers"]] == texts
+    assert [one["answer"] for one in reply["answers"]] == [server.ask(text)["answer"] for text in texts]
+
+
+def test_callers_at_the_same_time_get_their_own_answers(server: Served) -> None:
+    texts = [question for pairs in QUESTIONS.values() for question, _ in pairs] * 5
+    alone = {text: server.ask(text)["answer"] for text in set(texts)}
+    with ThreadPoolExecutor(16) as pool:
+        records = list(pool.map(server.ask, texts))
+    assert [(one["question"], one["answer"]) for one in records] == [(text, alone[text]) for text in texts]
+    _, _, figures = server.call("/metrics")
+    several = [line for line in figures.splitlines() if line.startswith("realmops_batch_questions_bucket")]
+    assert float(several[-1].split()[-1]) > float(several[0].split()[-1]), "some were answered together"
+
+
+def test_a_passage_that_is_left_out_is_not_read(server: Served) -> None:
+    whole = server.ask()
+    gone = whole["citations"][0]["passage_id"]
+    record = server.ask(without=[gone])
+    ids = [p["passage_id"] for p in record["passages"]]
+    assert gone not in ids
+    assert len(ids) == len(whole["passages"]), "the next one is read instead"
+    assert sum(p["p_z"] for p in record["passages"]) == pytest.approx(1)
+
+
+def test_without_any_passage_there_is_no_answer(project: Path) -> None:
+    from realmops.serve.answers import Asked, generation_of_run
+
+    generation = generation_of_run(project / "root")
+    names = [generation.model.snapshot.passage_id(p) for p in range(len(DOCUMENTS))]
+    some, none = generation.find([Asked(QUESTION), Asked(QUESTION, names)])
+    both = generation.read([some, none])
+    assert both[0]["answer"]
+    assert (both[1]["answer"], both[1]["abstained"], both[1]["citations"], both[1]["passages"]) == ("", True, [], [])
+    assert (both[1]["probability"], both[1]["p_y"]) == (0, 0)
+    assert generation.read([none])[0] == both[1]
+
+
+def test_an_unsure_answer_is_marked_and_no_text_for_chat_clients(project: Path) -> None:
+    from dataclasses import replace
+
+    from realmops.evaluate.confidence import Confidence
+    from realmops.serve.answers import Asked, generation_of_run
+    from realmops.serve.responses import NO_ANSWER, _annotations, _text
+    from realmops.serve.server import short
+
+    generation = generation_of_run(project / "root")
+    [found] = generation.find([Asked(QUESTION)])
+    records = {}
+    for threshold in (0.0, 1.0, None):
+        curve = Confidence(1.0, 0.0, threshold, 0.8, 2)
+        [records[threshold]] = replace(generation, confidence=curve).read([found])
+    assert [record["abstained"] for record in records.values()] == [False, True, False]
+    assert len({record["answer"] for record in records.values()}) == 1
+    assert (_text(records[1.0]), _annotations(records[1.0])) == (NO_ANSWER, [])
+    assert _text(records[None]) == records[None]["answer"]
+    assert "held back below 1)" in short(records[1.0])[0]
+    [plain] = replace(generation, confidence=None).read([found])
+    assert (plain["probability"], plain["abstained"]) == (plain["p_y"], False)
+
+
+def test_a_stream_gives_the_sources_first(server: Served) -> None:
+    status, headers, text = server.call("/v1/answer", {"questions": [QUESTION, SECOND], "stream": True})
+    assert (status, headers["content-type"].split(";")[0]) == (200, "text/event-stream")
+    events = [block.split("\n", 1) for block in text.strip().split("\n\n")]
+    assert [name for name, _ in events] == ["event: sources", "event: answer"] * 2
+    first, second, third, _ = (json.loads(data.removeprefix("data: ")) for _, data in events)
+    record = server.ask()
+    assert second.keys() == record.keys() | {"index"}
+    assert (second["index"], second["answer"]) == (0, record["answer"])
+    assert [p["text"] for p in first["passages"]] == [p["text"] for p in record["passages"]]
+    assert "answer" not in first
+    assert (third["index"], third["question"]) == (1, SECOND)
+
+
+# ---- limits and errors
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({}, 422, "give either 'question' or 'questions'"),
+        ({"question": "a", "questions": ["b"]}, 422, "give either 'question' or 'questions'"),
+        ({"question": "x" * 2001}, 422, "question: String should have at most 2000 characters"),
+        ({"question": "who " * 90}, 422, "has 270 wordpieces, 1 to"),
+        ({"question": "  "}, 422, "has 0 wordpieces, 1 to"),
+        ({"questions": []}, 422, "questions: List should have at least 1 item"),
+        ({"questions": ["a"] * 65}, 422, "questions: List should have at most 64 items"),
+        ({"question": 7}, 422, "question: Input should be a valid string"),
+        ({"question": "a", "k": 1}, 422, "k: Extra inputs are not permitted"),
+        ({"question": "\ud800"}, 422, "unable to parse raw data as a unicode string"),
+        ({"question": "a", "x\ud800": 1}, 422, "unable to parse raw data as a unicode string"),
+    ],
+)
+def test_what_cannot_be_asked_is_told(server: Served, body: Any, status: int, told: str) -> None:
+    found, _, reply = server.call("/v1/answer", body)
+    assert found == status, reply
+    assert told in reply["error"]["message"]
+    assert "Traceback" not in "".join(server.log)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff", b"[" * 100_000, b"null", b"[1]", b'"a"', b'{"question": NaN}'])
+def test_garbage_is_refused(server: Served, raw: bytes) -> None:
+    status, _, reply = server.call("/v1/answer", raw=raw)
+    assert status in (400, 422), reply
+    assert reply["error"]["message"]
+    assert server.ask()["answer"]
+
+
+def test_a_form_of_another_page_is_no_question(server: Served) -> None:
+    """What a browser may send across origins without asking first is refused, and nothing allows more."""
+    body = json.dumps({"question": QUESTION}).encode()
+    status, headers, _ = server.call("/v1/answer", raw=body, Content_Type="text/plain", Origin="http://evil.no")
+    assert status == 422
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+
+
+def exchange(server: Served, head: str, *parts: bytes) -> bytes:
+    """The reply to raw bytes; the parts are sent while the server may have answered already."""
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), 30) as connection:
+        connection.sendall(head.replace("\n", "\r\n").encode())
+        try:
+            for part in parts:
+                connection.sendall(part)
+            found = b""
+            while piece := connection.recv(1 << 16):
+                found += piece
+        except ConnectionError:
+            pass
+    return found
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_comes(server: Served) -> None:
+    """By what its length is said to be, at once; and without that, when it has become too long."""
+    head = "POST /v1/answer HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
+    reply = exchange(server, f"{head}Content-Length: 99999999\n\n")
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert b"at most 1048576 are read" in reply
+    chunk = b"40000\r\n" + b" " * 0x40000 + b"\r\n"
+    reply = exchange(server, f"{head}Transfer-Encoding: chunked\n\n", *[chunk] * 5)
+    assert reply.startswith(b"HTTP/1.1 413 "), reply[:200]
+    assert server.ask()["answer"]
+
+
+def test_no_route_but_the_known_ones(server: Served) -> None:
+    for path in ("/v1/../../etc/passwd", "/docs/../../params.yaml", "/static/x", "/v1/models/..%2f..%2fetc"):
+        assert server.call(path)[0] == 404
+
+
+def test_too_many_waiting_questions_are_refused_all_or_none(project: Path) -> None:
+    from realmops.serve.answers import Asked, generation_of_run
+    from realmops.serve.batching import Answerer, Busy, Closed
+
+    generation = generation_of_run(project / "root")
+    answerer = Answerer(generation, waiting=3)
+    with pytest.raises(Busy, match="at most 3 may"):
+        answerer.ask([Asked(QUESTION)] * 4)
+    assert answerer.depth == 0
+    tickets = answerer.ask([Asked(QUESTION)] * 3)
+    answerer.close()
+    assert {ticket.record.result(0)["question"] for ticket in tickets} == {QUESTION}
+    with pytest.raises(Closed):
+        answerer.ask([Asked(QUESTION)])
+
+
+@pytest.mark.parametrize(("wordpieces", "together"), [(128, 10), (320, 4), (512 * 1024, 1)])
+def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(project: Path, wordpieces: int, together: int) -> None:
+    """The laptop profile's 5 passages of 128 wordpieces with 10 spans each of width 256 are 6.25 MiB, of 64."""
+    from dataclasses import replace
+
+    from realmops.serve.answers import generation_of_run
+
+    generation = generation_of_run(project / "root")
+    options = replace(
+        generation.model.options,
+        reader_candidates=5,
+        reader_wordpieces=wordpieces,
+        answer_wordpieces=10,
+        span_width=256,
+    )
+    assert replace(generation, model=replace(generation.model, options=options)).together == together
+
+
+def test_questions_are_answered_alike_alone_and_in_any_batch(project: Path) -> None:
+    from realmops.serve.answers import Asked, generation_of_run
+
+    generation = generation_of_run(project / "root")
+    asked = [Asked(question) for pairs in QUESTIONS.values() for question, _ in pairs]
+    together = generation.read(generation.find(asked))
+    for one, record in zip(asked, together, strict=True):
+        [alone] = generation.answer([one])
+        assert (alone["answer"], alone["abstained"]) == (record["answer"], record["abstained"])
+        assert [p["passage_id"] for p in alone["passages"]] == [p["passage_id"] for p in record["passages"]]
+        assert alone["p_y"] == pytest.approx(record["p_y"], rel=1e-4)
+    assert len(generation.model.queries([asked[0].question])[0]) == 2 + len(
+        generation.model.wordpieces(asked[0].question)
+    )
+
+
+def test_one_question_that_fails_costs_no_other_its_answer(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from realmops.serve import answers
+    from realmops.serve.batching import Answerer
+
+    generation = answers.generation_of_run(project / "root")
+    real = answers.find
+
+    def fails(model: Any, questions: list[str], without: Any = ()) -> Any:
+        if SECOND in questions:
+            raise RuntimeError("out of memory")
+        return real(model, questions, without)
+
+    monkeypatch.setattr(answers, "find", fails)
+    answerer = Answerer(generation)
+    good, bad, other = answerer.ask([answers.Asked(text) for text in (QUESTION, SECOND, QUESTION)])
+    answerer.close()
+    assert good.record.result(0)["answer"] == other.record.result(0)["answer"]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bad.record.result(0)
+    assert "no answer to" in caplog.text
+
+
+def test_a_name_of_elsewhere_that_leads_here_reads_nothing(server: Served) -> None:
+    """DNS rebinding: a web page's own name is made to mean the loopback address."""
+    body = {"question": QUESTION}
+    status, _, told = server.call("/v1/answer", body, Host="pages.example:80")
+    assert status == 403
+    assert "--token-file" in told["error"]["message"]
+    for name in ("localhost:1", "127.0.0.1", "[::1]:80"):
+        assert server.call("/v1/answer", body, Host=name)[0] == 200
+
+
+def test_a_token_is_asked_for_everywhere_but_by_probes(project: Path, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    with served(project / "root", "--token-file", str(tmp_path / "token")) as server:
+        for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/v2", "/nothing"):
+            status, headers, reply = server.call(path)
+            assert (status, headers["www-authenticate"]) == (401, "Bearer"), path
+            assert "bearer token is wanted" in str(reply)
+        assert [server.call(path)[0] for path in ("/health/live", "/health/ready", "/v2/health/ready")] == [200] * 3
+        body = {"question": QUESTION}
+        assert server.call("/v1/answer", body)[0] == 401
+        assert server.call("/v1/answer", body, Authorization="Bearer wrong")[0] == 401
+        assert server.call("/v1/answer", body, Authorization="Basic s3cret")[0] == 401
+        assert server.call("/v1/answer", body, Authorization="Bearer s3cret")[0] == 200
+
+
+# ---- what describes it
+
+
+def test_health_metrics_and_pages(server: Served) -> None:
+    server.ask()
+    assert server.call("/health/live")[2] == {"live": True}
+    ready = server.call("/health/ready")[2]
+    assert ready["ready"] is True
+    assert ready["refused"] is None
+    assert ready["model"] == server.ask()["model"]
+    _, headers, figures = server.call("/metrics")
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert 'realmops_requests_total{code="200",route="/v1/answer"}' in figures
+    assert ready["model"]["snapshot"] in figures
+    openapi = server.call("/openapi.json")[2]
+    assert {"/v1/answer", "/v1/responses", "/v2/models/{name}/infer"} <= openapi["paths"].keys()
+    page = server.call("/docs")[2]
+    assert "POST /v1/answer" in page
+    assert "http://" not in page.replace(server.url, ""), "nothing is loaded from elsewhere"
+    assert "https://" not in page
+
+
+# ---- others' clients, unmodified
+
+
+@pytest.fixture
+def openai_client(server: Served) -> Any:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_the_openai_client_asks(server: Served, openai_client: Any) -> None:
+    [model] = openai_client.models.list().data
+    assert openai_client.models.retrieve(model.id).id == model.id == "realmops"
+    record = server.ask()
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]},
+    ]
+    for asked in (QUESTION, messages):
+        response = openai_client.responses.create(model=model.id, input=asked, temperature=0.0)
+        assert response.status == "completed"
+        assert response.output_text == record["answer"]
+        [part] = response.output[0].content
+        assert [one.type for one in part.annotations] == ["file_citation"] * len(record["citations"])
+        first, cited = part.annotations[0], record["citations"][0]
+        assert (first.file_id, first.filename, first.index) == (cited["document_id"], cited["title"], 0)
+        assert (first.start, first.end, first.quote) == (cited["start"], cited["end"], cited["quote"])
+        assert response.realmops == record
+        assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens > 0
+
+
+def test_the_openai_client_streams(server: Served, openai_client: Any) -> None:
+    with openai_client.responses.stream(model="realmops", input=QUESTION) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    record = server.ask()
+    assert final.output_text == record["answer"]
+    assert len(final.output[0].content[0].annotations) == len(record["citations"])
+    kinds = [event.type for event in events]
+    assert kinds[0] == "response.created"
+    assert kinds[-1] == "response.completed"
+    assert kinds.count("response.output_text.annotation.added") == len(record["citations"])
+    assert [event.sequence_number for event in events] == sorted({event.sequence_number for event in events})
+    raw = [event.type for event in openai_client.responses.create(model="realmops", input=QUESTION, stream=True)]
+    assert raw == kinds
+
+
+def test_the_openai_client_is_told_what_is_wrong(openai_client: Any) -> None:
+    import openai
+
+    with pytest.raises(openai.NotFoundError, match="the model here is 'realmops'"):
+        openai_client.responses.create(model="gpt-9", input=QUESTION)
+    with pytest.raises(openai.UnprocessableEntityError, match="no message with the role 'user'"):
+        openai_client.responses.create(model="realmops", input=[{"role": "assistant", "content": "x"}])
+    with pytest.raises(openai.UnprocessableEntityError, match="has 0 wordpieces"):
+        openai_client.responses.create(model="realmops", input=" ")
+    with pytest.raises(openai.UnprocessableEntityError, match="at most 2000"):
+        openai_client.responses.create(model="realmops", input="x" * 2001)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_the_triton_client_asks(server: Served, binary: bool) -> None:
+    triton = pytest.importorskip("tritonclient.http")
+    client = triton.InferenceServerClient(urlsplit(server.url).netloc)
+    try:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("realmops")
+        assert client.get_server_metadata()["name"] == "realmops"
+        assert client.get_model_metadata("realmops")["inputs"] == [
+            {"name": "question", "datatype": "BYTES", "shape": [-1]}
+        ]
+        texts = [QUESTION, SECOND, "Hvor er Åse 😀?"]
+        tensor = triton.InferInput("question", [3], "BYTES")
+        tensor.set_data_from_numpy(np.array([text.encode() for text in texts], object), binary_data=binary)
+        reply = client.infer("realmops", [tensor], request_id="7")
+        records = [server.ask(text) for text in texts]
+        assert reply.get_response()["id"] == "7"
+        assert reply.get_response()["model_version"] == records[0]["model"]["version"]
+        assert [str(one) for one in reply.as_numpy("answer")] == [one["answer"] for one in records]
+        assert reply.as_numpy("probability") == pytest.approx([one["probability"] for one in records], rel=1e-5)
+        assert reply.as_numpy("abstained").tolist() == [one["abstained"] for one in records]
+        assert [json.loads(one)["citations"][0]["quote"] for one in reply.as_numpy("record")] == [
+            one["answer"] for one in records
+        ]
+        wanted = [triton.InferRequestedOutput("answer", binary_data=binary)]
+        [output] = client.infer("realmops", [tensor], outputs=wanted).get_response()["outputs"]
+        assert output["name"] == "answer"
+        with pytest.raises(Exception, match="the model here is 'realmops'"):
+            client.infer("other", [tensor])
+    finally:
+        client.close()
+
+
+GOOD = {"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION]}
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ({"inputs": []}, "wanted one tensor"),
+        ({"inputs": [{**GOOD, "datatype": "FP32"}]}, "the datatype BYTES"),
+        ({"inputs": [{**GOOD, "shape": [2]}]}, "has 1 elements, its shape [2]"),
+        ({"inputs": [{**GOOD, "shape": [-1]}]}, "'shape'"),
+        ({"inputs": [{**GOOD, "shape": [True]}]}, "'shape'"),
+        ({"inputs": [{**GOOD, "data": [1]}]}, "no list of strings"),
+        ({"inputs": [{**GOOD, "data": [], "shape": [0]}]}, "0 questions, 1 to 64"),
+        ({"inputs": [{**GOOD, "data": ["a"] * 65, "shape": [65]}]}, "65 questions, 1 to 64"),
+        ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "more than 2000 characters"),
+        ({"inputs": [{**GOOD, "parameters": {"binary_data_size": 9}}]}, "0 bytes follow"),
+        ({"inputs": [GOOD], "outputs": [{"name": "logits"}]}, "wanted some of answer"),
+        ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "wanted some of answer"),
+    ],
+)
+def test_an_open_inference_call_that_is_none(server: Served, call: Any, told: str) -> None:
+    status, _, reply = server.call("/v2/models/realmops/infer", call)
+    assert status == 422
+    assert told in reply["error"]
+
+
+@pytest.mark.parametrize(
+    ("size", "tail", "told"),
+    [
+        (b"2", b"\x01\x00", "end inside of a length"),
+        (b"6", b"\xff\xff\xff\xff\x00\x00", "longer than what is there"),
+        (b"5", b"\x01\x00\x00\x00\xff", "no UTF-8"),
+    ],
+)
+def test_tensors_as_bytes_that_are_damaged(server: Served, size: bytes, tail: bytes, told: str) -> None:
+    tensor = b'{"name":"question","datatype":"BYTES","shape":[1],"parameters":{"binary_data_size":%s}}' % size
+    head = b'{"inputs":[%s]}' % tensor
+    raw, length = head + tail, {"Inference_Header_Content_Length": str(len(head))}
+    status, _, reply = server.call("/v2/models/realmops/infer", raw=raw, **length)
+    assert (status, told in reply["error"]) == (422, True), reply
+    for wrong in ("-1", "x", str(len(raw) + 1), "9" * 5000):
+        status, _, reply = server.call("/v2/models/realmops/infer", raw=raw, Inference_Header_Content_Length=wrong)
+        assert (status, "wanted a number of bytes" in reply["error"]) == (422, True)
+
+
+# ---- generations
+
+
+@pytest.fixture
+def copy(project: Path, tmp_path: Path) -> Path:
+    shutil.copytree(project, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def change(project: Path, text: str) -> None:
+    """Give Anna Berg another text and update the run."""
+    others = [{"title": title, "text": text} for title, text, _ in DOCUMENTS[1:]]
+    write_json_lines(project / "documents.jsonl", [{"title": "Anna Berg", "text": text}, *others])
+    result = cli("update", "--params", project / "params.yaml", "--root", project / "root")
+    assert result.exit_code == 0, result.output
+
+
+def test_an_update_takes_over_and_a_damaged_one_does_not(copy: Path) -> None:
+    with served(copy / "root") as server:
+        before = server.ask()
+        change(copy, "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931.")
+        wait_for(lambda: server.ask()["model"]["index_generation"] == 1, 30, server.process)
+        after = server.ask()
+        assert after["model"]["snapshot"] != before["model"]["snapshot"]
+        assert after["model"]["version"] == before["model"]["version"], "the weights are the same"
+        [update] = (copy / "root/updates").iterdir()
+        bad = copy / "root/updates/bad"
+        shutil.copytree(update, copy / "root/.bad")
+        manifest = read_json(copy / "root/.bad/manifest.json")
+        write_manifest(copy / "root/.bad", "update", **{k: manifest[k] for k in ("model", "corpus_hash")}, number=2)
+        index = copy / "root/.bad/finetune/index.safetensors"
+        index.write_bytes(bytes(len(index.read_bytes())))  # not that of the manifest any more
+        (copy / "root/.bad").rename(bad)
+        ready = wait_for(lambda: (r := server.call("/health/ready")[2])["refused"] and r, 30, server.process)
+        assert "index.safetensors has sha256" in ready["refused"]["reason"]
+        assert server.call("/v1/models")[2]["data"][0]["realmops"]["refused"] == ready["refused"]
+        assert 'realmops_generations_total{result="refused"} 1.0' in server.call("/metrics")[2]
+        assert server.ask() == after, "the old one serves on"
+        shutil.rmtree(bad)
+        wait_for(lambda: server.call("/health/ready")[2]["refused"] is None, 30, server.process)
+
+
+def test_swaps_under_load_lose_and_mix_nothing(project: Path) -> None:
+    """Two generations take turns while questions come in: each record is wholly of one of them."""
+    from dataclasses import replace
+
+    from realmops.serve.answers import Asked, generation_of_run
+    from realmops.serve.batching import Answerer
+
+    first = generation_of_run(project / "root")
+    second = replace(generation_of_run(project / "root"), number=1)
+    answerer = Answerer(first)
+    tickets = []
+    for turn in range(60):
+        answerer.swap((first, second)[turn % 2])
+        tickets += [(turn % 2, ticket) for ticket in answerer.ask([Asked(QUESTION), Asked(SECOND)])]
+    answerer.close()
+    for number, ticket in tickets:
+        record = ticket.record.result(0)
+        assert record["model"]["index_generation"] == ticket.generation.number == number
+
+
+def test_sigterm_answers_what_was_accepted(project: Path) -> None:
+    with served(project / "root") as server, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.call, "/v1/answer", {"questions": [QUESTION] * 64})
+        wait_for(lambda: "realmops_waiting_questions 0.0" not in server.call("/metrics")[2], 30, server.process)
+        server.process.send_signal(signal.SIGTERM)
+        status, _, reply = waiting.result()
+        assert status == 200
+        assert len(reply["answers"]) == 64
+        assert server.process.wait(30) in (0, -signal.SIGTERM)
+
+
+def test_what_cannot_be_served_is_told_at_the_start(project: Path, copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = cli("serve", "--root", tmp_path / "empty", "--port", "0")
+    assert (result.exit_code, "it is no finished finetune" in result.stderr) == (2, True), result.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = cli("serve", "--root", copy / "root", "--port", str(taken.getsockname()[1]))
+    assert (result.exit_code, "in use; name others" in result.stderr) == (2, True), result.stderr
+    (tmp_path / "token").write_text(" \n")
+    result = cli("serve", "--root", copy / "root", "--token-file", tmp_path / "token")
+    assert (result.exit_code, "holds no bearer token" in result.stderr) == (2, True)
+    result = cli("serve", "--root", copy / "root", "--model", "realmops")
+    assert (result.exit_code, "wanted models:/NAME@champion" in result.stderr) == (2, True)
+
+
+def test_a_run_of_a_version_before_is_asked_after_its_snapshot_was_made_again(copy: Path) -> None:
+    folder = copy / "root/data/snapshot/corpus"
+    manifest = read_json(folder / "manifest.json")
+    (folder / "places.npy").unlink()
+    made = {name: v for name, v in manifest.items() if name not in ("schema", "kind", "files", "manifest_digest")}
+    write_manifest(folder, "snapshot", **made)
+    write_manifest(folder.parent, "snapshot", **outer(folder.parent))
+    before = cli("ask", QUESTION, "--root", copy / "root")
+    assert (before.exit_code, "run 'realmops run snapshot --force'" in before.stderr) == (2, True), before.output
+    where = ("--params", copy / "params.yaml", "--root", copy / "root")
+    assert cli("run", "snapshot", "--force", *where).exit_code == 0
+    assert cli("ask", QUESTION, "--root", copy / "root").exit_code == 0
+
+
+def outer(folder: Path) -> dict[str, Any]:
+    """What a stage's manifest holds beside its files."""
+    manifest = read_json(folder / "manifest.json")
+    return {name: manifest[name] for name in ("fingerprint", "sections")}
+
+
+# ---- at the terminal
+
+
+def test_ask_gives_the_same_record_and_verify_agrees(project: Path, server: Served, tmp_path: Path) -> None:
+    result = cli("ask", QUESTION, "--root", project / "root", "--json")
+    record, served_record = json.loads(result.stdout), server.ask()
+    assert record.keys() == served_record.keys()
+    assert (record["answer"], record["model"]) == (served_record["answer"], served_record["model"])
+    shown = cli("ask", QUESTION, "--root", project / "root").stdout
+    first = record["citations"][0]
+    assert f"{record['answer']}  (p = " in shown
+    assert f"[{record['answer']}]" in shown
+    assert f"documents.jsonl, characters {first['start']} to {first['end']}" in shown
+    every = cli("ask", "--questions", project / "questions.test.jsonl", "--root", project / "root", "--json")
+    (tmp_path / "answers.jsonl").write_text(every.stdout)
+    checked = cli("verify", tmp_path / "answers.jsonl", project / "documents.jsonl")
+    assert (checked.exit_code, checked.stdout.startswith("2 answers, ")) == (0, True), checked.output
+    nothing = cli("ask", "--root", project / "root")
+    assert (nothing.exit_code, "there is nothing to ask" in nothing.stderr) == (2, True)

@@ -1,0 +1,421 @@
+"""The campaign against faults, for ``realmops serve``: no answer that was accepted is wrong, mixed or lost.
+
+``make test`` runs it cut short, ``make faults PART=serve`` at full length.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from conftest import Told
+from faults import CAMPAIGN, FailingDisk, times
+from serving import QUESTION, Served, answering_project, served
+from small_project import QUESTIONS, cli, run_command, wait_for
+from small_world import DOCUMENTS
+from updates_killed import TEXTS, write_text
+
+from realmops.artifacts import read_json, sha256_file, write_manifest
+
+pytestmark = pytest.mark.faults
+LONG = pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
+ASKED = [question for pairs in QUESTIONS.values() for question, _ in pairs]
+ROUTES = ("/v1/answer", "/v1/responses", "/v2/models/realmops/infer")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return answering_project(tmp_path_factory.mktemp("serve"))
+
+
+@pytest.fixture(scope="module")
+def updates(project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folder of an update for each of two texts, both of the project as it is."""
+    found = []
+    for number, text in enumerate(TEXTS):
+        copy = tmp_path_factory.mktemp("updated") / str(number)
+        shutil.copytree(project, copy)
+        write_text(copy, text)
+        assert update(copy) == 0
+        found += list((copy / "root" / "updates").iterdir())
+    return found
+
+
+@pytest.fixture
+def copy(project: Path, tmp_path: Path) -> Path:
+    shutil.copytree(project, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def update(project: Path) -> int:
+    return cli("update", "--params", project / "params.yaml", "--root", project / "root").exit_code
+
+
+def put(root: Path, made: Path, number: int, damage: Callable[[Path], object] | None = None) -> Path:
+    """An update as the ``number``-th of a run, as ``realmops update`` puts it there: whole, by its name."""
+    stage, final = root / "updates" / f".new-{number}", root / "updates" / f"new-{number}"
+    shutil.copytree(made, stage)
+    manifest = read_json(stage / "manifest.json")
+    (stage / "manifest.json").unlink()
+    write_manifest(stage, "update", number=number, model=manifest["model"], corpus_hash=manifest["corpus_hash"])
+    if damage is not None:
+        damage(stage)
+    stage.rename(final)
+    return final
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Equal but for the last digits of numbers, which depend on what is read in the same batch."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-6)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+class Crowd:
+    """Callers that ask without a pause; every reply is compared with the first of its question and corpus."""
+
+    def __init__(self, server: Served) -> None:
+        self.answers = 0
+        self.wrong: list[Any] = []
+        self.snapshots: set[str] = set()
+        self._server, self._lock = server, threading.Lock()
+        self._known: dict[tuple[str, str], Any] = {}
+
+    def check(self, question: str, record: dict[str, Any], before: int) -> int:
+        """The number of the record's generation, which is none before the caller's last one."""
+        about = record.pop("model")
+        texts = {passage["passage_id"]: passage for passage in record["passages"]}
+        quoted = [
+            texts[one["passage_id"]]["text"][one["start"] - at : one["end"] - at] == one["quote"]
+            for one in record["citations"]
+            for at in (texts[one["passage_id"]]["start"],)
+        ]
+        with self._lock:
+            self.answers += 1
+            self.snapshots.add(about["snapshot"])
+            known = self._known.setdefault((question, about["snapshot"]), record)
+            if record["question"] != question or not alike(record, known) or not all(quoted):
+                self.wrong.append((question, about, record, known))
+            if about["index_generation"] < before:
+                self.wrong.append((question, about, before))
+        return int(about["index_generation"])
+
+    @contextmanager
+    def asking(self, callers: int = 3) -> Iterator[None]:
+        """So many callers ask within the block."""
+        end = threading.Event()
+
+        def ask(place: int) -> None:
+            number = 0
+            for turn in range(1 << 60):
+                if end.is_set():
+                    return
+                question = ASKED[(place + turn) % len(ASKED)]
+                try:
+                    number = self.check(question, self._server.ask(question), number)
+                except Exception as error:
+                    with self._lock:
+                        self.wrong.append((question, repr(error)))
+                    return
+
+        with ThreadPoolExecutor(callers) as pool:
+            for place in range(callers):
+                pool.submit(ask, place)
+            try:
+                yield
+            finally:
+                end.set()
+
+
+def test_swaps_of_generations_under_load(copy: Path, updates: list[Path], told: Told) -> None:
+    """Each generation is put there and that before the last removed, while callers ask."""
+    swaps = times(4, 200)
+    with served(copy / "root") as server:
+        crowd = Crowd(server)
+        with crowd.asking():
+            for number in range(1, swaps + 1):
+                put(copy / "root", updates[number % 2], number)
+                wait_for(lambda number=number: server.ask()["model"]["index_generation"] == number, 60, server.process)
+                shutil.rmtree(copy / "root" / "updates" / f"new-{number - 2}", ignore_errors=True)
+        assert crowd.wrong == []
+        assert len(crowd.snapshots) == 3, "that of the stages and two updates"
+        assert f'realmops_generations_total{{result="served"}} {swaps:.1f}' in server.call("/metrics")[2]
+    told(f"swaps of generations under load ({crowd.answers} answers)", swaps, "each wholly of one generation")
+
+
+@LONG
+def test_sigkills_of_the_updater_under_load(copy: Path, told: Told) -> None:
+    script = Path(__file__).with_name("updates_killed.py")
+    with served(copy / "root") as server:
+        crowd = Crowd(server)
+        with crowd.asking(2):
+            words = [sys.executable, script, copy, str(times(2, 200)), "0"]
+            process = subprocess.run(words, capture_output=True, text=True)
+            assert process.returncode == 0, process.stderr[-3000:]
+            done = json.loads(process.stdout)
+            wait_for(lambda: server.ask()["model"]["index_generation"] == done["updates"], 60, server.process)
+        assert crowd.wrong == []
+        assert server.call("/health/ready")[2]["refused"] is None
+    told(f"SIGKILL of the updater under load ({done['updates']} updates)", done["killed"], "old or new, each whole")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path], told: Told) -> None:
+    from realmops.serve.answers import Asked
+    from realmops.serve.batching import Answerer
+    from realmops.serve.generations import Keeper, RunFolder
+
+    origin = RunFolder(copy / "root")
+    (copy / "root" / "updates").mkdir()
+    names = [path.relative_to(updates[0]) for path in sorted(updates[0].rglob("*")) if path.is_file()]
+    answerer = Answerer(origin.open())
+    keeper = Keeper(origin, answerer, origin.mark(), lambda generation: None)
+    first = answerer.generation
+    [wanted] = first.answer([Asked(QUESTION)])
+    cases = [(name, damage) for name in names for damage in (cut, flip, Path.unlink)]
+    done = 0
+    for number, (name, damage) in enumerate(cases[:: times(17, 1)], start=1):
+        if not (updates[0] / name).stat().st_size and damage is not Path.unlink:
+            continue
+        bad = put(copy / "root", updates[0], number, lambda stage, name=name, damage=damage: damage(stage / name))
+        assert not keeper.look(), name
+        if (name.name, damage) == ("manifest.json", Path.unlink) and len(name.parts) == 1:
+            assert keeper.refused is None, "a folder without a manifest is no update"
+        else:
+            assert keeper.refused is not None, (name, damage)
+            assert keeper.refused.reason
+        assert answerer.generation is first
+        assert answerer.ask([Asked(QUESTION)])[0].record.result(30) == wanted
+        shutil.rmtree(bad)
+        keeper.look()
+        assert keeper.refused is None
+        done += 1
+    put(copy / "root", updates[0], len(cases) + 1)
+    assert keeper.look()
+    answerer.close()
+    told("files of a new generation cut, with a flipped bit, or missing", done, "refused, the old one serves on")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the failed writer left open
+def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
+    from realmops.serve.answers import Asked
+    from realmops.serve.batching import Answerer
+    from realmops.serve.generations import Keeper, RunFolder
+
+    origin = RunFolder(copy / "root")
+    answerer = Answerer(origin.open())
+    keeper = Keeper(origin, answerer, origin.mark(), lambda generation: None)
+    write_text(copy, TEXTS[0])
+    at, failed = times(5, 0), 0
+    while True:
+        with FailingDisk(at, "torn", lasting=True) as disk:
+            try:
+                update(copy)
+            except OSError:
+                assert disk.failed
+        if not disk.failed:
+            break
+        failed += 1
+        assert not keeper.look(), at
+        assert keeper.refused is None
+        assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 0
+        at += times(60, 3)
+    assert keeper.look(), "there was room again"
+    assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 1
+    answerer.close()
+    told("a disk that is full, at a write of the updater", failed, "the old one serves on, then the new one")
+
+
+def test_clients_that_hang_up_or_send_garbage(project: Path, told: Told) -> None:
+    rng, count = random.Random(0), times(60, 3000)
+    body = json.dumps({"question": QUESTION}).encode()
+    whole = b"POST /v1/answer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    whole += b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with served(project / "root") as server:
+        address = urlsplit(server.url)
+        files = Path(f"/proc/{server.process.pid}/fd")
+        before = len(list(files.iterdir()))
+        crowd = Crowd(server)
+        with crowd.asking(1):
+            for _ in range(count):
+                sent = rng.choice(
+                    (
+                        whole,
+                        whole * rng.randrange(2, 5),
+                        whole[: rng.randrange(len(whole))],
+                        rng.randbytes(rng.randrange(1, 400)),
+                        whole[:20] + rng.randbytes(50) + whole[20:],
+                        whole.replace(b"Content-Length: ", b"Content-Length: -"),
+                        whole.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost"),
+                    )
+                )
+                with suppress(OSError), socket.create_connection((address.hostname, address.port), 30) as connection:
+                    connection.sendall(sent)
+                    if rng.random() < 0.3:  # a reset instead of an end
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                    elif rng.random() < 0.2:
+                        connection.settimeout(0.05)
+                        connection.recv(100)
+        assert crowd.wrong == []
+        wait_for(lambda: "realmops_waiting_questions 0.0" in server.call("/metrics")[2], 30, server.process)
+        wait_for(lambda: len(list(files.iterdir())) <= before + 2, 60, server.process)
+        assert "Traceback" not in "".join(server.log)
+    told(f"clients that hang up or send garbage ({crowd.answers} answers)", count, "others get their answers")
+
+
+SEEDS: tuple[Any, ...] = (
+    {"question": QUESTION},
+    {"questions": [QUESTION, "Who wrote a novel?"], "without": ["x"]},
+    {"question": QUESTION, "stream": True},
+    {"model": "realmops", "input": QUESTION},
+    {"model": "realmops", "input": [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]},
+    {"inputs": [{"name": "question", "shape": [1], "datatype": "BYTES", "data": [QUESTION]}]},
+)
+ODD: tuple[Any, ...] = (
+    None, True, -1, 0, 1 << 70, 1e308, math.nan, "", " ", "\0", "\ud800", "\u202e", "é" * 1999, "a" * 5000, [], {},
+    [[]], {"question": []}, ["a"] * 65, "models:/x@champion", "../../etc/passwd", "<script>alert(1)</script>",
+)  # fmt: skip
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """A JSON value with some of its parts changed."""
+    if rng.random() < 0.15:
+        return rng.choice(ODD)
+    if isinstance(value, dict):
+        found = {name: mutated(one, rng) for name, one in value.items() if rng.random() < 0.95}
+        return found | ({rng.choice(("x", "stream", "without", "question", "\ud800")): rng.choice(ODD)}
+                        if rng.random() < 0.1 else {})  # fmt: skip
+    if isinstance(value, list):
+        return [mutated(one, rng) for one in value for _ in range(rng.choice((1, 1, 1, 0, 2)))]
+    if isinstance(value, str) and rng.random() < 0.3:
+        place = rng.randrange(len(value) + 1)
+        return value[:place] + chr(rng.choice((rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)))) + value[place:]
+    return value
+
+
+def fuzzed(rng: random.Random) -> bytes:
+    body = json.dumps(mutated(rng.choice(SEEDS), rng), ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
+    if rng.random() < 0.2 and body:  # the bytes, too
+        place = rng.randrange(len(body))
+        body = body[:place] + rng.randbytes(rng.randrange(3)) + body[place + rng.randrange(3) :]
+    return body
+
+
+def test_fuzzed_bodies(project: Path, told: Told) -> None:
+    rng, count = random.Random(1), times(400, 10_000)
+    statuses: dict[int, int] = {}
+    with served(project / "root") as server:
+        first = server.ask()
+        address = urlsplit(server.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+        for _ in range(count):
+            path, body = rng.choice(ROUTES), fuzzed(rng)
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            reply = connection.getresponse()
+            text = reply.read()
+            statuses[reply.status] = statuses.get(reply.status, 0) + 1
+            assert reply.status in (200, 400, 404, 413, 422), (path, body, reply.status, text)
+            if reply.status == 200 and reply.headers["content-type"] == "application/json":
+                found = json.loads(text)
+                if path == ROUTES[0]:
+                    asked = json.loads(body)
+                    texts = [asked["question"]] if asked.get("question") is not None else asked["questions"]
+                    assert [one["question"] for one in found.get("answers", [found])] == texts
+            elif reply.status != 200:
+                assert json.loads(text)["error"], (path, body)
+        connection.close()
+        assert server.ask() == first
+        assert "Traceback" not in "".join(server.log)
+    assert statuses[200] > count // 50, statuses
+    assert statuses[422] > count // 10, statuses
+    told("fuzzed bodies on three routes", count, f"{statuses[200]} answered, all others refused with a reason")
+
+
+def test_sigterm_under_load(project: Path, told: Told) -> None:
+    """What is answered is answered whole; a caller who comes too late is refused or not let in."""
+    turns, answered = times(1, 20), 0
+    for turn in range(turns):
+        with served(project / "root") as server:
+            outcomes: list[Any] = []
+
+            def ask(server: Served = server, outcomes: list[Any] = outcomes) -> None:
+                while True:
+                    try:
+                        status, _, reply = server.call("/v1/answer", {"questions": ASKED})
+                    except (urllib.error.URLError, ConnectionError, http.client.RemoteDisconnected) as error:
+                        outcomes.append(error)
+                        return
+                    except http.client.HTTPException as error:
+                        outcomes.append(("cut off", error))
+                        return
+                    outcomes.append((status, [one["question"] for one in reply.get("answers", [])]))
+                    if status == 503:
+                        return
+
+            with ThreadPoolExecutor(6) as pool:
+                for _ in range(6):
+                    pool.submit(ask)
+                wait_for(lambda outcomes=outcomes, turn=turn: len(outcomes) > turn, 60, server.process)
+                server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(40) in (0, -signal.SIGTERM)
+            replies = [one for one in outcomes if isinstance(one, tuple)]
+            assert [one for one in replies if one not in ((200, ASKED), (503, []))] == []
+            answered += sum(one[0] == 200 for one in replies)
+    told(f"SIGTERM under load ({answered} answers)", turns, "what was accepted is answered whole")
+
+
+@LONG
+def test_our_commands_never_change_a_file_that_is_being_served(copy: Path, told: Told) -> None:
+    """They put new files beside old ones: a cut file under a memory map would end the server (SIGBUS)."""
+    root = copy / "root"
+    files = [path for folder in ("data", "models") for path in sorted((root / folder).rglob("*")) if path.is_file()]
+    before = {path: sha256_file(path) for path in files}
+    handles = {path: os.open(path, os.O_RDONLY) for path in files}
+    with served(root) as server:
+        crowd = Crowd(server)
+        with crowd.asking(1):
+            where = ("--params", copy / "params.yaml", "--root", root)
+            for number, text in enumerate(TEXTS, start=1):
+                write_text(copy, text)
+                assert update(copy) == 0
+                wait_for(lambda n=number: server.ask()["model"]["index_generation"] == n, 60, server.process)
+            write_text(copy, DOCUMENTS[0][1])
+            for stage in ("snapshot", "finetune"):
+                done = run_command("run", stage, "--force", *where)
+                assert done.returncode == 0, done.stderr
+        assert [one for one in crowd.wrong if isinstance(one[-1], str)] == [], "no caller was left without a reply"
+        assert server.process.poll() is None
+    for path, handle in handles.items():
+        assert sha256_file(Path(f"/proc/self/fd/{handle}")) == before[path], path
+        os.close(handle)
+    told("files in use under update and run --force", len(files), "unchanged until they are let go")

@@ -1,0 +1,233 @@
+"""`realmops serve` in its pods, on a cluster that enforces the pod security ``restricted``: started, asked, replaced.
+
+Wants a cluster (KUBECONFIG) with one node, which is this machine: pods are asked at their addresses, and a folder that
+is made here is their volume. It has the project's image; IMAGE names it, realmops:local without.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manifests import kubectl, render_all
+from serving import QUESTION, answering_project
+from small_project import cli, write_json_lines
+
+NAMESPACE = "realmops-test-serve"
+IMAGE = os.environ.get("IMAGE", "realmops:local")
+ASKED = json.dumps({"question": QUESTION})
+SMALL = {"cpu": "10m", "memory": "256Mi"}
+SECONDS = 300
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+
+
+def k(*words: str, content: Any = None, check: bool = True) -> str:
+    given = None if content is None else json.dumps(content)
+    command = [kubectl(), "--namespace", NAMESPACE, *words]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}"
+    return done.stdout + done.stderr
+
+
+def get(*words: str) -> Any:
+    return json.loads(k("get", *words, "--output", "json"))
+
+
+def until(what: Callable[[], Any]) -> Any:
+    end = time.monotonic() + SECONDS
+    while not (found := what()):
+        assert time.monotonic() < end, f"not within {SECONDS} s"
+        time.sleep(0.5)
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small project, on a volume that the component serves, laid over standalone in a namespace of its own."""
+    if not os.environ.get("KUBECONFIG") or "cluster" not in request.config.option.markexpr:
+        pytest.skip("not run: wants a cluster of yours, KUBECONFIG=FILE pytest -m cluster")
+    volume = tmp_path_factory.mktemp("volume")
+    volume.chmod(0o755)
+    project = answering_project(volume)
+    level = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
+    k("create", "-f", "-", content=made("v1", "Namespace", NAMESPACE, labels=level))
+    claim = {"name": "realmops-data", "namespace": NAMESPACE}
+    spec = {
+        "capacity": {"storage": "10Gi"}, "accessModes": ["ReadWriteOnce"], "hostPath": {"path": str(volume)},
+        "claimRef": claim, "persistentVolumeReclaimPolicy": "Retain",
+    }  # fmt: skip
+    k("create", "-f", "-", content={**made("v1", "PersistentVolume", NAMESPACE), "spec": spec})
+    named, _, tag = IMAGE.rpartition(":")
+    case = {
+        "resources": ["../overlays/standalone"],
+        "components": ["../components/serve", "../components/single-node"],
+        "images": [{"name": "realmops", "newName": named, "newTag": tag}],
+    }
+    objects = render_all(tmp_path_factory.mktemp("overlay") / "k8s", {NAMESPACE: case})[NAMESPACE]
+    kept = [one for one in objects if "mlflow" not in one["metadata"]["name"]]
+    for one in kept:
+        for subject in one.get("subjects", []):
+            subject["namespace"] = NAMESPACE
+        if one["kind"] == "PersistentVolumeClaim":
+            one["spec"].update(volumeName=NAMESPACE, storageClassName="")
+        if one["kind"] == "Deployment" and one["metadata"]["name"] == "realmops-serve":
+            [container] = one["spec"]["template"]["spec"]["containers"]
+            container["resources"]["requests"] = SMALL  # for one node that has other work
+            # the way that the manifest names, without a registry: a cluster of one node may have no DNS
+            container["args"] = [
+                "serve",
+                "--root",
+                f"/realmops/{project.relative_to(volume)}/root",
+                "--host",
+                "0.0.0.0",
+            ]
+    told = k("apply", "--server-side", "--validate=strict", "-f", "-", content=listed(kept))
+    assert "Warning" not in told, "nothing that the server warns of"
+    k("rollout", "status", "deployment/realmops-serve", f"--timeout={SECONDS}s")
+    yield project
+    k("delete", "namespace", NAMESPACE, "--wait=false")
+    k("delete", "persistentvolume", NAMESPACE, "--wait=false")
+
+
+def made(version: str, kind: str, name: str, **metadata: Any) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, **metadata}}
+
+
+def listed(objects: list[Any]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "List", "items": objects}
+
+
+def addresses() -> list[str]:
+    """The endpoints that take requests, as kube-proxy reads them."""
+    slices = get("endpointslices", "--selector=kubernetes.io/service-name=realmops-serve")["items"]
+    every = [one for found in slices for one in found.get("endpoints") or []]
+    return [address for one in every if one["conditions"].get("ready") for address in one["addresses"]]
+
+
+def asked(address: str, method: str = "POST", path: str = "/v1/answer", **headers: str) -> tuple[int, Any]:
+    headers["Content-Type"] = "application/json"
+    with closing(http.client.HTTPConnection(address, 8080, timeout=60)) as connection:
+        connection.request(method, path, ASKED if method == "POST" else None, headers)
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+
+
+class Callers:
+    """Ask all the time, each request on a connection of its own, at endpoints that are ``late`` seconds old."""
+
+    def __init__(self, late: float, callers: int) -> None:
+        self.answers: list[Any] = []
+        self.lost: list[str] = []
+        self._known = addresses()
+        self._ending = threading.Event()
+        self._threads = [threading.Thread(target=self._look, args=(late,))]
+        self._threads += [threading.Thread(target=self._ask, args=(n,)) for n in range(callers)]
+
+    def _look(self, late: float) -> None:
+        while not self._ending.is_set():
+            found = addresses()
+            self._ending.wait(late)
+            self._known = found
+
+    def _ask(self, turn: int) -> None:
+        while not self._ending.is_set():
+            known = self._known
+            turn += 1
+            address = known[turn % len(known)]
+            try:
+                status, answer = asked(address)
+                if status == 200:
+                    self.answers.append((address, answer))
+                else:
+                    self.lost.append(f"{address}: {status} {answer}")
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self.lost.append(f"{address}: {error!r}")
+
+    @contextmanager
+    def asking(self) -> Iterator[Callers]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._ending.set()
+            for thread in self._threads:
+                thread.join()
+
+
+def test_two_pods_answer_from_a_volume_that_they_cannot_write_to(place: Path) -> None:
+    """The autoscaler wants two, with or without a metrics server."""
+    found = until(lambda: len(known := addresses()) == 2 and known)
+    for address in found:
+        status, answer = asked(address)
+        assert (status, bool(answer["citations"])) == (200, True)
+        assert asked(address, "GET", "/v2/health/ready") == (200, {"ready": True})
+    write = "import pathlib; pathlib.Path('/realmops/x').touch()"
+    told = k("exec", "deployment/realmops-serve", "--", "python", "-IS", "-c", write, check=False)
+    assert "Read-only file system" in told
+
+
+def test_a_rolling_restart_loses_no_request(place: Path) -> None:
+    """Though callers hear of a pod's end 5 s late, and every pod is another one at the end."""
+    before = {*until(lambda: len(known := addresses()) == 2 and known)}
+    with Callers(late=5, callers=4).asking() as callers:
+        k("rollout", "restart", "deployment/realmops-serve")
+        k("rollout", "status", "deployment/realmops-serve", f"--timeout={SECONDS}s")
+        until(lambda: not before & {address for address, _ in callers.answers[-20:]})
+    assert callers.lost == []
+    assert before < {address for address, _ in callers.answers}
+    assert len({(answer["answer"], json.dumps(answer["model"])) for _, answer in callers.answers}) == 1
+
+
+def test_all_pods_take_an_update_over_and_lose_no_request(place: Path) -> None:
+    documents = place / "documents.jsonl"
+    changed = [json.loads(line) for line in documents.read_text(encoding="utf-8").splitlines()]
+    changed[-1]["text"] += " Later that was forgotten."
+    with Callers(late=1, callers=2).asking() as callers:
+        until(lambda: callers.answers)
+        write_json_lines(documents, changed)
+        done = cli("update", "--params", place / "params.yaml", "--root", place / "root")
+        assert done.exit_code == 0, done.output
+        until(lambda: {answer["model"]["index_generation"] for _, answer in callers.answers[-20:]} == {1})
+    assert callers.lost == []
+    assert {answer["model"]["index_generation"] for _, answer in callers.answers} == {0, 1}
+
+
+def test_the_last_pod_is_not_evicted(place: Path) -> None:
+    until(lambda: len(addresses()) == 2)
+    first, last = (
+        one["metadata"]["name"]
+        for one in get("pods", "--selector=app.kubernetes.io/name=serve", "--field-selector=status.phase=Running")[
+            "items"
+        ]
+        if "deletionTimestamp" not in one["metadata"]
+    )
+    until(lambda: get("poddisruptionbudget", "realmops-serve")["status"]["disruptionsAllowed"] == 1)
+    assert "error" not in evict(first).lower()
+    assert "violate the pod's disruption budget" in evict(last)
+    until(lambda: len(addresses()) == 2)  # another one in the place of the first
+
+
+def evict(pod: str) -> str:
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod}/eviction"
+    return k("create", "--raw", path, "-f", "-", content=made("policy/v1", "Eviction", pod), check=False)
+
+
+def test_a_token_is_asked_for_where_there_is_a_secret(place: Path) -> None:
+    k("create", "secret", "generic", "realmops-serve", "--from-literal=token=abc")
+    k("rollout", "restart", "deployment/realmops-serve")
+    k("rollout", "status", "deployment/realmops-serve", f"--timeout={SECONDS}s")
+    for address in until(lambda: len(known := addresses()) == 2 and known):
+        assert asked(address)[0] == 401
+        assert asked(address, Authorization="Bearer abc")[0] == 200
+        assert asked(address, "GET", "/health/ready")[0] == 200, "probes have no token"

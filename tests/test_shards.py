@@ -1,0 +1,345 @@
+"""Tagging and embedding in shards: one worker and eight make the same bytes, and what is committed is used again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import CAMPAIGN
+from shard_kills import PEOPLE, models, some_tagger
+from small_project import Quiet, command, stage, toy_values, wait_for, write_project
+from small_world import DOCUMENTS, World, build_world, section, tiny_models
+
+from realmops.artifacts import read_json
+from realmops.corpus.snapshot import Snapshot
+from realmops.index import shards
+from realmops.index.builder import DONE, MISCONFIGURED
+from realmops.index.builder_process import run_index_builder
+from realmops.index.embed import Progress
+from realmops.index.embeddings import embed_corpus, embedding, joined
+from realmops.index.exchange import Exchange, inspect, part_name
+from realmops.index.shards import MODEL, Shards, Workplace, in_shards
+from realmops.stages import STAGES
+from realmops.stages.runner import offer_of
+from realmops.stages.shards import WORKS
+from realmops.train.tagger import DATE, find_entities, spans_in, tagger_files, tagging
+
+CPU, FP32 = torch.device("cpu"), torch.float32
+ROWS = 5  # of a shard: 12 passages are three
+Files = Mapping[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(autouse=True)
+def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_ROWS", ROWS)
+    monkeypatch.setattr(shards, "LOOK_SECONDS", 0.01)
+
+
+def place(folder: Path, said: list[str] | None = None) -> Workplace:
+    say: Callable[[str], None] = print if said is None else said.append
+    return Workplace(folder / "shards", folder / "offer", CPU, FP32, 1, say)
+
+
+def counting(begun: list[int]) -> shards.Work:
+    """A toy: the files of a shard are its first and its end."""
+
+    def work(snapshot: Snapshot, model: Files, device: torch.device, dtype: torch.dtype) -> shards.MakeShard:
+        def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+            begun.append(first)
+            progress(end - first)
+            return {"rows": f"{model['model']!r} {first} {end}".encode()}
+
+        return make
+
+    return work
+
+
+def rows_of(model: bytes) -> list[dict[str, bytes]]:
+    return [{"rows": f"{model!r} {first} {end}".encode()} for first, end in ((0, 5), (5, 10), (10, 12))]
+
+
+def exchange_in(folder: Path) -> Path:
+    [root] = (folder / "shards").iterdir()
+    return root
+
+
+# What is made
+
+
+def test_the_embeddings_are_those_of_the_whole_corpus(
+    small: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from realmops.index import embeddings
+
+    monkeypatch.setattr(embeddings, "SHARD_ROWS", ROWS)
+    retriever = tiny_models(small)[0]
+    parts = in_shards(place(tmp_path), "embedding", embedding, small.snapshot, models(small)["embedding"])
+    found_PE = joined(parts, 12, retriever.document.width)
+    assert torch.equal(found_PE, embed_corpus(retriever, small.snapshot, FP32))
+
+
+def test_the_spans_are_the_taggers_and_dates_come_first(small: World, tmp_path: Path) -> None:
+    tagger, options = some_tagger(small), section("tag")
+    files = in_shards(place(tmp_path), "tagging", tagging, small.snapshot, tagger_files(tagger, options))
+    found = [spans for part in files for spans in spans_in(part)]
+    entities = find_entities(tagger, small.snapshot, range(12), options.wordpieces, FP32)
+    assert sum(map(len, entities.values())) > 12
+    for passage, spans in enumerate(found):
+        dates = [span for span in spans if span[2] == DATE]
+        others = [span for span in spans if span[2] != DATE]
+        assert spans == dates + others
+        assert set(others) <= set(entities[passage])
+        assert not any(a[0] < b[1] and b[0] < a[1] for a in dates for b in others)
+    text = small.snapshot.text(0)
+    assert [text[start:end] for start, end, name in found[0] if name == DATE] == ["1931"]
+    without = in_shards(place(tmp_path), "tagging", tagging, small.snapshot, tagger_files(None, options))
+    assert [spans for part in without for spans in spans_in(part)] == [
+        [span for span in spans if span[2] == DATE] for spans in found
+    ]
+
+
+def test_one_worker_and_eight_make_the_same_bytes_once(tmp_path: Path) -> None:
+    """The script compares with a stage alone, and counts how often a shard is begun."""
+    script = Path(__file__).with_name("shard_kills.py")
+    process = subprocess.run(
+        [sys.executable, script, tmp_path, "7", "0", "0"], capture_output=True, text=True, timeout=280
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    shard_count = 2 * len(PEOPLE) // 3
+    assert json.loads(process.stdout) == {"done": {"shards": shard_count, "begun again": 0}, "runs": 2, "wrong": []}
+
+
+# What is used again
+
+
+def test_committed_shards_are_used_again_and_the_others_are_made(small: World, tmp_path: Path) -> None:
+    begun: list[int] = []
+    usual = counting(begun)
+
+    def killed_at_the_second(*given: Any) -> shards.MakeShard:
+        make = usual(*given)
+
+        def dying(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+            files = make(first, end, progress)
+            if first == 5:
+                raise KeyboardInterrupt
+            return files
+
+        return dying
+
+    with pytest.raises(KeyboardInterrupt):
+        list(in_shards(place(tmp_path), "toy", killed_at_the_second, small.snapshot, {"model": b"a"}))
+    assert not place(tmp_path).offer.exists()
+    done: list[int] = []
+    again = in_shards(place(tmp_path), "toy", usual, small.snapshot, {"model": b"a"}, done.append)
+    assert list(again) == rows_of(b"a")
+    assert begun == [0, 5, 5, 10]
+    assert sorted(done) == [2, 5, 5], "what was there is progress, too"
+    assert list(in_shards(place(tmp_path), "toy", usual, small.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert begun == [0, 5, 5, 10]
+
+
+def test_another_model_makes_shards_of_its_own(small: World, tmp_path: Path) -> None:
+    begun: list[int] = []
+    for model in (b"a", b"b", b"a"):
+        made = in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": model})
+        assert list(made) == rows_of(model)
+    assert begun == [0, 5, 10] * 2
+    other = Workplace(tmp_path / "shards", tmp_path / "offer", CPU, torch.bfloat16, 1, print)
+    list(in_shards(other, "toy", counting(begun), small.snapshot, {"model": b"a"}))
+    assert begun == [0, 5, 10] * 3, "numbers of another precision"
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
+def test_a_damaged_shard_is_made_again(small: World, tmp_path: Path, harm: str) -> None:
+    begun: list[int] = []
+    list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"}))
+    file = exchange_in(tmp_path) / "parts" / part_name(MODEL, 5, 10) / "rows"
+    content = file.read_bytes()
+    file.unlink()
+    if harm != "gone":
+        file.write_bytes(content[:-1] if harm == "cut" else bytes([content[0] ^ 1]) + content[1:])
+    assert list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert begun == [0, 5, 10, 5]
+
+
+def test_a_damaged_model_is_put_there_again_and_what_it_made_is_made_again(small: World, tmp_path: Path) -> None:
+    begun: list[int] = []
+    list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"}))
+    (exchange_in(tmp_path) / "weights" / MODEL / "model").write_bytes(b"x")
+    assert list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert begun == [0, 5, 10] * 2
+
+
+# Who helps
+
+
+def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
+    small: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a helper on another machine has the second shard, and commits it when the stage has said that it waits."""
+    monkeypatch.setattr(shards, "SAID_SECONDS", 0.05)
+    begun: list[int] = []
+    said: list[str] = []
+
+    def committed(message: str) -> None:
+        said.append(message)
+        if len(said) == 1:
+            helper.parts.publish(part_name(MODEL, 5, 10), rows_of(b"a")[1], {"weights": model.digest})
+
+    list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"}))
+    root = exchange_in(tmp_path)
+    shutil.rmtree(root / "parts" / part_name(MODEL, 5, 10))
+    begun.clear()
+    helper = Exchange.open(root, read_json(root / "run/v-000000/manifest.json")["run"], "builder-elsewhere")
+    model = helper.weights.load(MODEL)
+    life = root / "claims" / f"{5:010d}" / "000002"
+    life.mkdir()
+    sign = {"host": "pod-of-another-node", "pid": 1, "beat": 1, "done": False}
+    (life / "sign.json").write_text(json.dumps(sign))
+    somewhere = Workplace(tmp_path / "shards", tmp_path / "offer", CPU, FP32, 1, committed)
+    assert list(in_shards(somewhere, "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert begun == []
+    assert said[0].startswith(f"waiting for 1 shards in {root}: ")
+
+
+def test_shards_are_offered_while_more_than_one_is_missing(small: World, tmp_path: Path) -> None:
+    offered: list[Any] = []
+
+    def looking(snapshot: Snapshot, model: Files, device: torch.device, dtype: torch.dtype) -> shards.MakeShard:
+        def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+            offered.append(read_json(tmp_path / "offer") if (tmp_path / "offer").is_file() else None)
+            return {"rows": b""}
+
+        return make
+
+    list(in_shards(place(tmp_path), "toy", looking, small.snapshot, {"model": b"a"}))
+    whole = {"exchange": str(exchange_in(tmp_path)), "snapshot": str(small.snapshot.folder)}
+    assert offered == [whole] * 3
+    assert not (tmp_path / "offer").exists()
+    shutil.rmtree(exchange_in(tmp_path) / "parts" / part_name(MODEL, 0, 5))
+    list(in_shards(place(tmp_path), "toy", looking, small.snapshot, {"model": b"a"}))
+    assert offered[3:] == [None]
+
+
+def test_a_helper_refuses_what_is_not_for_it(
+    small: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list(in_shards(place(tmp_path), "toy", counting([]), small.snapshot, {"model": b"a"}))
+    root = exchange_in(tmp_path)
+
+    def told(folder: Path, works: Mapping[str, shards.Work]) -> str:
+        assert run_index_builder(root, folder, watch_parent=None, works=works) == MISCONFIGURED
+        return capfd.readouterr().err
+
+    assert "wants 'toy', which this version of realmops does not know" in told(small.snapshot.folder, WORKS)
+    (tmp_path / "other").mkdir()
+    other = build_world(tmp_path / "other", DOCUMENTS[:5])
+    assert "is for another corpus: corpus_hash is" in told(other.snapshot.folder, {"toy": counting([])})
+    shutil.rmtree(root)
+    on_gpu = Workplace(tmp_path / "shards", tmp_path / "offer", torch.device("cuda"), FP32, 1, print)
+    list(in_shards(on_gpu, "toy", counting([]), small.snapshot, {"model": b"a"}))
+    root = exchange_in(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch finds no GPU here" in told(small.snapshot.folder, {"toy": counting([])})
+
+
+def test_a_helper_ends_when_all_is_done_and_when_the_exchange_is_gone(small: World, tmp_path: Path) -> None:
+    list(in_shards(place(tmp_path), "toy", counting([]), small.snapshot, {"model": b"a"}))
+    root = exchange_in(tmp_path)
+    works = {"toy": counting([])}
+    assert run_index_builder(root, small.snapshot.folder, watch_parent=None, works=works) == DONE
+    shutil.rmtree(root / "finished" / "v-000000")
+    for first in (0, 5):
+        shutil.rmtree(root / "parts" / part_name(MODEL, first, first + 5))
+
+    def leaving(*given: Any) -> shards.MakeShard:
+        def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+            shutil.rmtree(root)
+            return {"rows": b""}
+
+        return make
+
+    assert run_index_builder(root, small.snapshot.folder, watch_parent=None, works={"toy": leaving}) == DONE
+    assert not root.exists(), "nothing is left behind"
+
+
+def test_doctor_counts_shards(small: World, tmp_path: Path) -> None:
+    list(in_shards(place(tmp_path), "toy", counting([]), small.snapshot, {"model": b"a"}))
+    root = exchange_in(tmp_path)
+    shutil.rmtree(root / "parts" / part_name(MODEL, 5, 10))
+    found = inspect(root)
+    assert "toy: 2 of 3 shards are committed" in found["summary"]
+    assert found["awaited"] == []
+
+
+# Stages
+
+
+LONG = pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "name", ["tag", *(pytest.param(one, marks=LONG) for one in ("pretrain", "finetune", "evaluate"))]
+)
+def test_a_builder_that_follows_a_stage_makes_shards_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The stage alone first, then again while it leaves all but the last shard of each work to the builder."""
+    options = {"tag": {"method": "tagger"}, "pretrain": {"steps": 0, "builder": "external"}}
+    write_project(tmp_path, **options)
+    values, root = toy_values(**options), tmp_path / "root"
+    before = list(dict.fromkeys(["snapshot", "tag", "ict", "pretrain", "finetune", name]))
+    for one in before[: before.index(name) + 1]:
+        stage(one, values, tmp_path, root)
+    folder = root / STAGES[name].folder
+    alone = tmp_path / "alone"
+    shutil.move(folder, alone)
+    usual = Shards.make_one
+    by_others: list[int] = []
+
+    def lazy(self: Shards) -> bool:
+        if len(self.missing()) > 1:
+            return False
+        by_others.append(len(self.ranges) - len(self.missing()))
+        return usual(self)
+
+    monkeypatch.setattr(Shards, "make_one", lazy)
+    words = command("index-builder", "--follow", offer_of(root, name))
+    with open(tmp_path / "said", "wb") as output:
+        process = subprocess.Popen(words, stderr=output)
+    try:
+        report = Quiet()
+        stage(name, values, tmp_path, root, report)
+        wait_for(lambda: "needs no more help" in (tmp_path / "said").read_text(), 60)
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert set(by_others) <= {2}, "of three shards, where the stage made one at all"
+    names = sorted(path.name for path in alone.iterdir())
+    assert names == sorted(path.name for path in folder.iterdir())
+    told_by_a_clock = {"metrics.json", "metrics.jsonl", "manifest.json", "report.html", "plots"}
+    compared = sorted(set(names) - told_by_a_clock)
+    assert compared
+    for file in compared:
+        paths = [p for p in (folder / file, *(folder / file).rglob("*")) if p.is_file()]
+        for path in paths:
+            assert path.read_bytes() == (alone / path.relative_to(folder)).read_bytes(), path
+    assert "helps with" in (tmp_path / "said").read_text()
+    assert os.listdir(root / ".realmops/work") == []
