@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from realmops.index import process
 from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
 from realmops.index.builder_process import Follower, assign, builder_name, merge
 from realmops.index.embeddings import EMBEDDINGS, embeddings_in
-from realmops.index.exchange import Exchange, part_name
+from realmops.index.exchange import CARD, Exchange, part_name
 from realmops.index.files import Files
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version, version_name
@@ -304,6 +305,26 @@ def test_a_builder_on_a_host_of_any_name_has_one_of_its_own() -> None:
     assert len({*holders}) == len(hosts)
 
 
+class Started:
+    """What stands in the place of builder processes: each lives for so many seconds, and ends with a fault."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lives: float) -> None:
+        self.now, self.lives = 0, lives
+        self.times: list[int] = []
+        self.ended = 0
+        monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=self.start))
+        monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def start(self, words: list[str], **how: Any) -> Any:
+        began = self.now
+        self.times.append(began)
+        poll: Callable[[], int | None] = lambda: FAULT if self.now >= began + self.lives else None  # noqa: E731
+        return SimpleNamespace(poll=poll, terminate=self.end, wait=lambda seconds: FAULT)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
 @pytest.mark.parametrize(
     ("lives", "starts"),
     [(1, [0, 3, 8, 17, 34, 65, 96]), (40, [0, 41, 82])],  # pauses of 2, 4, 8, 16 and 30 seconds; of 1 second
@@ -311,21 +332,38 @@ def test_a_builder_on_a_host_of_any_name_has_one_of_its_own() -> None:
 def test_a_builder_that_ends_with_a_fault_is_started_again_after_a_longer_pause_unless_it_lived_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: int, starts: list[int]
 ) -> None:
-    now, started = 0, list[int]()
-
-    def start(words: list[str], **how: Any) -> Any:
-        began = now
-        started.append(began)
-        ended: Callable[[], int | None] = lambda: FAULT if now >= began + lives else None  # noqa: E731
-        return SimpleNamespace(poll=ended, terminate=lambda: None, wait=lambda seconds: FAULT)
-
-    monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=start))
-    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now))
+    started = Started(monkeypatch, lives)
     assign(tmp_path / "assignment.json", tmp_path / "exchange", tmp_path / "corpus", "run")
     follower = Follower(tmp_path / "assignment.json", None)
-    for now in range(100):  # noqa: B007  # `start` reads it
+    for started.now in range(100):
         follower.look()
-    assert started == starts
+    assert started.times == starts
+
+
+@pytest.mark.parametrize("lives", [1, 1000], ids=["failed", "waits"])
+def test_no_builder_is_left_for_an_exchange_that_is_gone_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: int
+) -> None:
+    """A stage removes both at its end; a file alone that cannot be read for a moment changes nothing."""
+    started = Started(monkeypatch, lives)
+    file, exchange = tmp_path / "tag.shards.json", tmp_path / "exchange"
+    (exchange / "run" / CARD).mkdir(parents=True)
+    assign(file, exchange, tmp_path / "corpus", "run")
+    follower = Follower(file, None)
+    follower.look()
+    content = file.read_bytes()
+    file.unlink()
+    follower.look()
+    assert (started.ended, follower._builder is None) == (0, False)
+    shutil.rmtree(exchange)
+    for started.now in range(100):
+        follower.look()
+    assert follower._builder is None
+    assert started.ended == 1
+    assert started.times == [0]
+    file.write_bytes(content)  # the same work again
+    follower.look()
+    assert started.times == [0, 99]
 
 
 # Real processes

@@ -30,6 +30,7 @@ from realmops.index.versions import HOLDER, MANIFEST_LIMIT, Damaged, Version
 from realmops.model.files import MODEL, RETRIEVER
 
 SIGNS, SIGN_SECONDS = "alive", 5.0
+GOING_SECONDS = 3.0
 NO_WORK: Mapping[str, Work] = {}
 
 log = logging.getLogger(__name__)
@@ -111,9 +112,12 @@ def _help(root: Path, card: dict[str, Any], snapshot: Snapshot, works: Mapping[s
         _say(str(error))
         return MISCONFIGURED
     except Exception:
-        if (root / "run" / CARD).is_dir():
-            log.exception("the index builder failed")
-            return FAULT
+        until = time.monotonic() + GOING_SECONDS  # the stage may be removing its exchange, file by file
+        while (root / "run" / CARD).is_dir():
+            if time.monotonic() > until:
+                log.exception("the index builder failed")
+                return FAULT
+            time.sleep(0.1)
     _say(f"{root} needs no more help")
     return DONE
 
@@ -144,8 +148,8 @@ class Follower:
     """Serves the exchanges that a file names, one after another, each by a process of its own.
 
     The file is written by :func:`assign`. A builder that has done its work, or does not fit its exchange, is not
-    started again before the file changes; one that failed is, as a pod would be, each time after a longer pause. It
-    leaves a sign of life in the folder ``alive`` beside the file.
+    started again before the file changes; one that failed is, as a pod would be, each time after a longer pause. One
+    whose file and exchange are both gone is ended. A sign of life lies in the folder ``alive`` beside the file.
     """
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
@@ -176,6 +180,9 @@ class Follower:
             named, self._served = json.loads(content), content
             self._exchange = named["exchange"]
             self._builder = Child(builder_command(named["exchange"], named["snapshot"]), pause=self.poll)
+        elif content is None and self._builder is not None and not (Path(self._exchange) / "run" / CARD).is_dir():
+            self._end()  # a stage has ended, and its exchange with it
+            self._builder = self._served = None
         if self._builder is None:
             self._tell(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
             return
