@@ -17,8 +17,15 @@ from safetensors.torch import load_file
 from small_project import cli, trained_project
 from small_world import DOCUMENTS, World, tiny_models
 
-from realmops.artifacts import write_manifest
-from realmops.commands.update import CHANGES, changed_answers, changes_markdown, changes_table, newest_state
+from realmops.artifacts import read_manifest, write_manifest
+from realmops.commands.update import (
+    CHANGES,
+    CorpusState,
+    changed_answers,
+    changes_markdown,
+    changes_table,
+    newest_state,
+)
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.predictions import Prediction
 from realmops.index import embeddings
@@ -100,9 +107,9 @@ def test_only_what_changed_is_embedded_and_answers_are_compared(project: Path) -
     rows = [load_file(str(path))["embeddings"] for path in indices]
     assert rows[0][1:11].equal(rows[1][1:11])
     assert not rows[0][0].allclose(rows[1][0])
-    lines = [json.loads(line) for line in (folder / "changed_answers.jsonl").read_text().splitlines()]
-    assert metrics["answers_changed"] == len(lines)
-    assert metrics["questions"] == 2
+    lines = [json.loads(line) for line in (folder / CHANGES).read_text().splitlines()]
+    answered = json.loads((folder / "results/metrics.json").read_text())
+    assert (answered["answers_changed"], answered["questions"]) == (len(lines), 2)
     assert (folder / "results/report.html").is_file()
 
     again = run(project, "update")
@@ -131,6 +138,42 @@ def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pyte
     result = run(project, "update")
     assert result.exit_code == 0, result.output
     assert not work.exists()
+
+
+def test_an_update_serves_before_its_answers_are_there_and_gets_them_later(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while it answers; the next call answers, also after the documents have changed once more."""
+    root = project / "root"
+    before = newest_state(root)
+
+    def killed(text: str) -> CorpusState:
+        rewrite(project, [{"title": "Fresh", "text": text}])
+        with monkeypatch.context() as patched:
+            patched.setattr("realmops.commands.update.evaluate.run", dies)
+            assert run(project, "update").exit_code != 0
+        return newest_state(root)
+
+    def dies(job: object) -> None:
+        raise KeyboardInterrupt
+
+    first = killed("A page about the first.")
+    assert first.number == before.number + 1
+    assert not first.results.exists()
+    files_of_first = files(first.snapshot.parent)
+    assert run(project, "update").exit_code == 0
+    assert files_of_first.items() <= files(first.snapshot.parent).items()
+    assert read_manifest(first.results, "answers")
+    assert "nothing to do" in run(project, "update").stderr
+
+    second = killed("A page about the second.")
+    third = killed("A page about the third.")
+    assert (second.number, third.number) == (first.number + 1, first.number + 2)
+    told = run(project, "update")
+    assert told.exit_code == 0, told.output
+    assert [state.results.exists() for state in (second, third)] == [False, True]
+    assert newest_state(root) == third
+    assert list((root / ".realmops/work").glob("*")) == []
 
 
 def test_an_update_that_is_being_written_is_not_the_newest(project: Path) -> None:
@@ -194,6 +237,7 @@ def test_answers_change_when_their_normal_form_does() -> None:
 def test_brackets_in_answers_are_shown_as_they_are(tmp_path: Path) -> None:
     side = {"answer": "[red] 5 [/x]", "right": True, "title": "A", "passage_id": "", "evidence": "[b]text[/b]"}
     change = {"id": "q", "question": "Which [i]?", "answers": ["5"], "before": side, "after": side}
+    (tmp_path / CHANGES).parent.mkdir()
     (tmp_path / CHANGES).write_text(json.dumps(change) + "\n")
     console = Console(width=200, record=True, file=StringIO())
     console.print(changes_table(tmp_path))
@@ -204,6 +248,7 @@ def test_brackets_in_answers_are_shown_as_they_are(tmp_path: Path) -> None:
 def test_answers_are_shown_in_markdown_as_they_are_and_as_many_as_wanted(tmp_path: Path) -> None:
     side = {"answer": "a|b", "right": False, "title": "*A*", "passage_id": "", "evidence": "<i>x</i>\n\ny_z"}
     change = {"id": "q", "question": "Which `one`?", "answers": ["5"], "before": side, "after": {**side, "right": True}}
+    (tmp_path / CHANGES).parent.mkdir()
     (tmp_path / CHANGES).write_text(f"{json.dumps(change)}\n" * 3)
     told, empty, *lines = changes_markdown(tmp_path, 2).splitlines()
     assert told.startswith("Answers that changed (the first 2; all: ")

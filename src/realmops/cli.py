@@ -407,10 +407,11 @@ def ceilings(files: tuple[Path, ...], form: str, root: Path) -> None:
 @main.command()
 @_chosen(_old_root)
 def update(chosen: Chosen) -> None:
-    """Answer the test questions again, over changed documents.
+    """Answer over changed documents; nothing is trained.
 
-    The documents that snapshot.documents names are read under the trained model. Passages that are new are embedded,
-    and the answers that changed are listed. Nothing is trained. Everything is written to updates/ under the root.
+    The documents that snapshot.documents names are read again. Passages that are new are embedded; from then on a
+    server answers from them. Then the test questions are answered, and the answers that changed are listed.
+    Everything is written to updates/ under the root.
     """
     from realmops.commands.update import changes_table, update
 

@@ -1,5 +1,6 @@
 """A changed corpus under a trained model (appendix C of the paper): new passages are embedded, the others' embeddings
-are taken over, the test questions are answered again, and nothing is trained."""
+are taken over, and nothing is trained. From then on the new corpus is served; the test questions are answered again
+after that."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 Values = Mapping[str, Mapping[str, Any]]
 KIND = "update"
 FOLDER = "updates"
-CHANGES = "changed_answers.jsonl"
+RESULTS, ANSWERS = "results", "answers"  # folder of an update's answers, and the kind of its manifest
+CHANGES = f"{RESULTS}/changed_answers.jsonl"
 _HEAD = ("question", "before", "after", "evidence after")
 _SHOWN = 10
 _CUT = 60
@@ -66,6 +68,7 @@ class _Task:
     root: Path
     report: Report
     before: CorpusState
+    answered: CorpusState  # the newest one whose answers are there
     old: Snapshot
     work: Path
 
@@ -73,38 +76,52 @@ class _Task:
 def update(values: Values, *, project: Path, root: Path, report: Report) -> tuple[Path, dict[str, Any]] | None:
     """Read ``snapshot.documents`` again; returns the folder updates/HASH that was written, and its metrics.
 
-    None when the passages are those of before.
+    None when the passages are those of before, and the test questions are answered over them.
 
-    The folder holds snapshot, fine-tuned model with the new index, results, and what became of each answer that
-    is another one. Compared with the update before, or with the pipeline's own results; those stay as they are.
+    The folder holds snapshot, and fine-tuned model with the new index, and is there as soon as these are. Then it
+    gets results, and what became of each answer that is another one than in the newest update before that has
+    results, or in the pipeline's own; those stay as they are.
     Raises ValueError when a stage that it builds on has not run, and for a bad corpus.
     """
     with alone(root / WORK, KIND):
-        before = _checked_state(values, project, root)
+        before, answered = _checked_states(values, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
         documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
         key = artifacts.digest_of(
             [old.vocabulary_hash, old.manifest["settings"], str(documents), content_of(documents)]
         )
         work = root / WORK / "work" / f"{KIND}-{key[:16]}"
-        task = _Task(values, project, root, report, before, old, work)
+        for other in work.parent.glob(f"{KIND}-*"):  # killed, and the documents have changed since
+            if other != work:
+                shutil.rmtree(other)
+        task = _Task(values, project, root, report, before, answered, old, work)
         new = _read_corpus(task, documents)
-        if new.corpus_hash == old.corpus_hash:
+        if new.corpus_hash != old.corpus_hash:
+            _index_words(task, new)
+            final = _publish(task, new)
+            report.say(f"update: {final} is there and may serve; the test questions are answered again")
+        elif before != answered:  # killed while it answered
+            final = before.snapshot.parent
+        else:
             shutil.rmtree(work)
             report.say(f"update: nothing to do, {before.snapshot} holds the passages of {documents}")
             return None
-        _index_words(task, new)
-        number = before.number + 1
-        final = root / FOLDER / new.corpus_hash[:12]
-        if final.exists():  # the corpus of an earlier update came back
-            final = final.with_name(f"{final.name}-{number}")
-        with artifacts.atomic_folder(final) as out:
-            shutil.copytree(work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
-            metrics = _embed(task, new, out) | _answer(task, out)
-            artifacts.write_json(out / METRICS, metrics)
-            artifacts.write_manifest(out, KIND, number=number, model=_model(before), corpus_hash=new.corpus_hash)
+        figures = _answer(task, final)
         shutil.rmtree(work)
-        return final, metrics
+        return final, artifacts.read_json(final / METRICS) | figures
+
+
+def _publish(task: _Task, new: Snapshot) -> Path:
+    """The folder of the update, with all but the answers."""
+    number = task.before.number + 1
+    final = task.root / FOLDER / new.corpus_hash[:12]
+    if final.exists():  # the corpus of an earlier update came back
+        final = final.with_name(f"{final.name}-{number}")
+    with artifacts.atomic_folder(final) as out:
+        shutil.copytree(task.work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
+        artifacts.write_json(out / METRICS, _embed(task, new, out))
+        artifacts.write_manifest(out, KIND, number=number, model=_model(task.before), corpus_hash=new.corpus_hash)
+    return final
 
 
 def of_pipeline(root: Path) -> CorpusState:
@@ -115,16 +132,23 @@ def of_pipeline(root: Path) -> CorpusState:
 
 def newest_state(root: Path) -> CorpusState:
     """The newest update of the present model, or what the pipeline made."""
-    newest = of_pipeline(root)
-    model = _model(newest)
-    for path in sorted((root / FOLDER).glob(f"[!.]*/{artifacts.MANIFEST}")):
-        manifest = artifacts.read_manifest(path.parent, KIND, verify=False)
-        if manifest["model"] == model and manifest["number"] > newest.number:
-            snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", "results"))
-            newest = CorpusState(snapshot, finetune, results, manifest["number"])
+    newest = states(root)[-1]
     if newest.number:
         artifacts.read_manifest(newest.snapshot.parent, KIND)  # of the others no file is used
     return newest
+
+
+def states(root: Path) -> list[CorpusState]:
+    """What the pipeline made, and the updates of the present model in their order."""
+    pipeline = of_pipeline(root)
+    model = _model(pipeline)
+    found = [pipeline]
+    for path in (root / FOLDER).glob(f"[!.]*/{artifacts.MANIFEST}"):
+        manifest = artifacts.read_manifest(path.parent, KIND, verify=False)
+        if manifest["model"] == model:
+            snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", RESULTS))
+            found.append(CorpusState(snapshot, finetune, results, manifest["number"]))
+    return sorted(found, key=lambda state: state.number)
 
 
 def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
@@ -141,8 +165,8 @@ def _model(where: CorpusState) -> str:
     return artifacts.digest_of([artifacts.sha256_file(where.finetune / name) for name in (RETRIEVER, READER)])
 
 
-def _checked_state(values: Values, project: Path, root: Path) -> CorpusState:
-    """What an update starts from; ValueError where its answers could not be compared with new ones."""
+def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
+    """What an update starts from, and the newest one with answers; ValueError where new ones could not be compared."""
     for name in ("snapshot", "finetune", "evaluate"):
         made = artifacts.read_manifest(root / STAGES[name].folder, name)
     if (reader := made["sections"]["finetune"]["reader"]) in CLOSED_BOOK:
@@ -151,15 +175,18 @@ def _checked_state(values: Values, project: Path, root: Path) -> CorpusState:
             "changes none of its answers; fine-tune a reader to use one"
         )
     before = newest_state(root)
+    answered = next(state for state in reversed(states(root)) if (state.results / PREDICTIONS).is_file())
+    if answered.number and (answered.results / artifacts.MANIFEST).is_file():  # else written by a version before
+        artifacts.read_manifest(answered.results, ANSWERS)
     path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
     now = {question.id for question in read_questions([path], format=values["questions"]["format"])}
-    known = {prediction.question_id for prediction in read_predictions(before.results / PREDICTIONS)}
+    known = {prediction.question_id for prediction in read_predictions(answered.results / PREDICTIONS)}
     if now != known:
         raise ValueError(
-            f"questions.test is {path} with {len(now)} questions, and {before.results} answers {len(known)} others: "
+            f"questions.test is {path} with {len(now)} questions, and {answered.results} answers {len(known)} others: "
             "repeat the --set, --preset or --params that the run was trained with, or evaluate it on these first"
         )
-    return before
+    return before, answered
 
 
 def _read_corpus(task: _Task, documents: Path) -> Snapshot:
@@ -242,26 +269,26 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     }
 
 
-def _answer(task: _Task, out: Path) -> dict[str, Any]:
-    """Run the stage ``evaluate`` on the new folders and write the answers that changed; returns figures of both."""
-    stage, before = STAGES["evaluate"], task.before.results
-    inputs = {"snapshot": out / "snapshot", "finetune": out / "finetune"}
+def _answer(task: _Task, final: Path) -> dict[str, Any]:
+    """Run the stage ``evaluate`` on an update and write the answers that changed; returns figures of both."""
+    stage, before = STAGES["evaluate"], task.answered.results
+    inputs = {"snapshot": final / "snapshot", "finetune": final / "finetune"}
     inputs |= external_files(stage, task.values, task.project, task.root)
-    results = out / "results"
-    results.mkdir()
-    with Journal(task.work / JOURNAL, stage.name) as journal:
-        sections = parse_sections(stage, task.values)
-        figures = evaluate.run(Job(sections, inputs, results, task.work, journal, task.report, task.work / "offer"))
-    artifacts.write_json(results / METRICS, figures)
-    changes = changed_answers(read_predictions(before / PREDICTIONS), read_predictions(results / PREDICTIONS))
-    (out / CHANGES).write_bytes(b"".join(artifacts.canonical_json(change) + b"\n" for change in changes))
-    earlier = artifacts.read_json(before / METRICS)
-    return {
-        "questions": figures["questions"],
-        "answers_changed": len(changes),
-        **{f"{name}_before": earlier[name] for name in ("em", "recall_at_5")},
-        **{name: figures[name] for name in ("em", "recall_at_5")},
-    }
+    with artifacts.atomic_folder(final / RESULTS) as results:
+        with Journal(task.work / JOURNAL, stage.name) as journal:
+            sections = parse_sections(stage, task.values)
+            figures = evaluate.run(Job(sections, inputs, results, task.work, journal, task.report, task.work / "offer"))
+        changes = changed_answers(read_predictions(before / PREDICTIONS), read_predictions(results / PREDICTIONS))
+        lines = b"".join(artifacts.canonical_json(change) + b"\n" for change in changes)
+        (results / Path(CHANGES).name).write_bytes(lines)
+        earlier = artifacts.read_json(before / METRICS)
+        compared = {
+            "answers_changed": len(changes),
+            **{f"{name}_before": earlier[name] for name in ("em", "recall_at_5")},
+        }
+        artifacts.write_json(results / METRICS, {**figures, **compared})
+        artifacts.write_manifest(results, ANSWERS)
+    return {name: figures[name] for name in ("questions", "em", "recall_at_5")} | compared
 
 
 def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:
