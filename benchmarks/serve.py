@@ -11,6 +11,10 @@ request asks one. Three sides take turns: the model alone in this process, one q
 HTTP on connections that stay open, with 1, 8 and 32 callers. One thread for each. Latency is by the clock, as a caller
 sees it; processor time is that of the server's processes. With --requests so many questions are asked of
 ``realmops serve`` by 8 callers at last, and its memory after a tenth of them is compared with that at the end.
+
+With --edits one document is edited so often under ``realmops serve``: the seconds from the moment at which ``realmops
+update`` has put the new corpus in its place until the new text is read for a question, beside the seconds until that
+moment. With --root say what the run was trained with: --preset, --set.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -27,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,6 +46,7 @@ CALLERS = (1, 8, 32)
 LATENCY, THROUGHPUT, MEMORY = Goal(1.3, at_most=True), Goal(3), Goal(1.05, at_most=True)
 MODEL = "served"
 PROJECT = Path(__file__).parents[1]
+EDITED = "{title} keeps a lighthouse in Quornmouth, says edition {number}."
 TICK = os.sysconf("SC_CLK_TCK")
 SMALL = {
     "run.device": "cpu",
@@ -71,8 +78,8 @@ class Silent:
         return lambda units: None
 
 
-def prepare(root: Path, size: int) -> None:
-    """All stages over so many passages."""
+def prepare(root: Path, size: int) -> dict[str, Any]:
+    """All stages over so many passages; returns the params."""
     import generated
 
     from realmops import config
@@ -85,6 +92,7 @@ def prepare(root: Path, size: int) -> None:
     values = config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={documents}"])
     for name in STAGES:
         run_stage(name, values, project=PROJECT, root=root, report=Silent())
+    return values
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,15 @@ class Server:
         body = json.dumps(self.wrap(question)).encode()
         head = f"POST {self.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+    def texts(self, question: str) -> str:
+        """Of the passages that were read for it, one after another."""
+        body = json.dumps(self.wrap(question)).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{self.path}", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as reply:
+            return " ".join(passage["text"] for passage in json.load(reply)["passages"])
 
     def family(self) -> list[int]:
         """The process and those that it started."""
@@ -302,16 +319,69 @@ def _memory(root: Path, questions: list[str], requests: int, named: str) -> Row:
         return Row(f"memory, {named}", "after a tenth", "MiB", (server.mib(),), (before,), MEMORY, note)
 
 
+def edits(root: Path, values: dict[str, Any], times: int) -> Row:
+    """One document is edited again and again under ``realmops serve``, and asked for until the new text is read."""
+    from realmops.commands.update import FOLDER, update
+    from realmops.corpus.documents import Document
+    from realmops.corpus.formats import sources
+    from realmops.corpus.ingest import batches, convert
+
+    documents = sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
+    records = [(documents[number].format.name, found) for batch in batches(documents) for number, found in batch.runs]
+    kept = [one for one in convert(records) if isinstance(one, Document)]
+    lines = [{"title": one.title, "text": one.text} | ({"id": one.id} if one.id else {}) for one in kept]
+    first, rest = lines[0], "".join(f"{json.dumps(line)}\n" for line in lines[1:])
+    until_read, until_there = [], []
+    with tempfile.TemporaryDirectory() as folder, ours(root) as server:
+        file = Path(folder) / "documents.jsonl"
+        changed = {**values, "snapshot": {**values["snapshot"], "documents": str(file)}}
+        for number in range(times + 1):
+            new = EDITED.format(title=first["title"], number=number)
+            file.write_text(json.dumps({**first, "text": f"{new} {first['text']}"}) + "\n" + rest)
+            found, begin = updates(root / FOLDER), time.perf_counter()
+            updating = multiprocessing.get_context("spawn").Process(
+                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": Silent()}
+            )
+            updating.start()
+            while updates(root / FOLDER) == found:
+                if updating.exitcode is not None:
+                    raise SystemExit(f"realmops update ended with {updating.exitcode} and without an update")
+                time.sleep(0.02)
+            there = time.perf_counter()
+            while new not in server.texts(f"Who keeps a lighthouse in Quornmouth, says edition {number}?"):
+                time.sleep(0.02)
+            if number:  # the first one also takes all documents over, as this file has them
+                until_read.append(time.perf_counter() - there)
+                until_there.append(there - begin)
+            updating.join()  # the answers to the test questions
+    what = f"until an edit is read, {len(lines):,} documents"
+    return Row(what, "realmops update, until it is there", "s", tuple(until_read), tuple(until_there))
+
+
+def updates(folder: Path) -> set[Path]:
+    """Those that are whole."""
+    return set(folder.glob("[!.]*/manifest.json"))
+
+
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """The rows of a named run, or of every size."""
+    from realmops import config
+
     against.one_thread()
+
+    def rows_of(root: Path, values: dict[str, Any]) -> list[Row]:
+        rows = compare(root, arguments)
+        return [*rows, edits(root, values, arguments.edits)] if arguments.edits else rows
+
     if arguments.root is not None:
-        return compare(arguments.root, arguments)
+        presets = [PROJECT / "pipelines" / "presets" / f"{name}.yaml" for name in arguments.preset]
+        return rows_of(
+            arguments.root, config.load(PROJECT / "params.yaml", presets=presets, settings=arguments.settings)
+        )
     rows = []
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as folder:
-            prepare(Path(folder), size)
-            rows += compare(Path(folder), arguments)
+            rows += rows_of(Path(folder), prepare(Path(folder), size))
     return rows
 
 
@@ -319,9 +389,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes."""
     parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 60_000], help="passages (%(default)s)")
     parser.add_argument("--root", type=Path, help="a finished run, instead of generated ones")
+    parser.add_argument("--preset", action="append", default=[], help="the run was made with it; for --edits")
+    parser.add_argument("--set", action="append", default=[], dest="settings", help="the same")
     parser.add_argument("--questions", type=Path, help="a question file (the run's sample questions)")
     parser.add_argument("--seconds", type=float, default=3.0, help="of a turn (%(default)s)")
     parser.add_argument("--requests", type=int, default=20_000, help="for the memory; 0 leaves it out (%(default)s)")
+    parser.add_argument("--edits", type=int, default=3, help="of a document; 0 leaves it out (%(default)s)")
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ def run(job: Job) -> dict[str, Any]:
         metrics |= score(texts, em_rule).figures("rule_")
         if model is not None:
             reading = OpenQa(model.retriever, model.reader, snapshot, None, options, model.dtype, bm25)
-            over_bm25 = reading.answer(questions, ranked=DEPTH, batch_size=ANSWERED_TOGETHER)
+            bar = job.report.progress("the same over BM25's passages", len(questions))
+            over_bm25 = reading.answer(questions, ranked=DEPTH, batch_size=ANSWERED_TOGETHER, progress=bar)
             metrics |= score([answer.text for answer in over_bm25], em_rule).figures("bm25_")
     hits = {}
     for prefix, ranked in rankings.items():
