@@ -9,6 +9,7 @@ Shape suffixes: B questions, K passages that are read, S answer spans of all of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from realmops.corpus.answers import same_form
 from realmops.model.likelihood import log_prior
 from realmops.train.finetune import OpenQa, Span
 
@@ -51,9 +51,13 @@ class Posterior:
     y: str
     prediction: Span | None  # the span with the best score
     probability: float  # p(y|x) of the prediction
-    log_p: float  # log p(y|x) of the prediction as ``OpenQa.answer`` has it, for which confidence is calibrated
     p_y: float  # p(y|x) of y
     read: tuple[Read, ...]  # by p(z|x)
+
+    @property
+    def log_p(self) -> float:
+        """log p(y|x) of the prediction, -inf without one."""
+        return math.log(self.probability) if self.probability else -math.inf
 
     @property
     def text(self) -> str:
@@ -98,56 +102,27 @@ def read(model: OpenQa, found: Sequence[Found], answers: Sequence[str | None] = 
     posteriors = []
     for b, (one, answer) in enumerate(zip(found, answers or [None] * len(found), strict=True)):
         mine = rows[:, 0] == b
-        posteriors.append(_posterior(model, one, answer, score[mine], rows[mine, 1:]))
+        posteriors.append(_posterior(model, one, answer, score[mine], rows[mine]))
     return posteriors
 
 
 def _posterior(
     model: OpenQa, found: Found, answer: str | None, score_S: NDArray[np.float64], rows: NDArray[np.int64]
 ) -> Posterior:
-    """``rows`` [S, 3] are rank of the passage, first and last wordpiece of each span."""
-    snapshot, ranks = model.snapshot, range(len(found.passages))
-    logit_S = score_S + model.retriever.mixture.reading * np.array(found.relevance)[rows[:, 0]]
+    """``rows`` are those of ``OpenQa.spans`` for this question."""
+    passages, rank_S = found.passages, rows[:, 1]
+    logit_S = score_S + model.retriever.mixture.reading * np.array(found.relevance)[rank_S]
     p_S = np.exp(logit_S - np.logaddexp.reduce(logit_S)) if len(rows) else logit_S
-    at = [np.flatnonzero(rows[:, 0] == rank) for rank in ranks]
-    chars = [
-        np.column_stack([of[rows[at_n, 1], 0], of[rows[at_n, 2], 1]])
-        for of, at_n in zip(map(snapshot.chars, found.passages), at, strict=True)
-    ]
-
-    def best(rank: int, among: NDArray[np.int64]) -> Span | None:
-        """Of spans counted within a passage."""
-        if not len(among):
-            return None
-        place = among[p_S[at[rank][among]].argmax()]
-        start, end = chars[rank][place].tolist()
-        passage = found.passages[rank]
-        return Span(snapshot.text(passage)[start:end], passage, (start, end), float(logit_S[at[rank][place]]))
-
-    def of_form(y: str) -> list[NDArray[np.int64]]:
-        """The spans of each passage that are y."""
-        return [
-            np.flatnonzero(same_form(snapshot.text(passage), y, chars[rank]))
-            for rank, passage in enumerate(found.passages)
-        ]
-
-    def p_by_passage(spans: list[NDArray[np.int64]]) -> list[float]:
-        """p(y, z|x), length K."""
-        return [float(p_S[at[rank][among]].sum()) for rank, among in enumerate(spans)]
-
-    best_of_all = [best(rank, np.arange(len(at[rank]))) for rank in ranks]
-    prediction = max(filter(None, best_of_all), key=lambda span: span.score, default=None)
-    said = of_form(prediction.text) if prediction else [np.empty(0, np.int64) for _ in ranks]
-    probability = sum(p_by_passage(said))
-    spans = said if answer is None else of_form(answer)
-    p_y_K = p_by_passage(spans)
+    prediction = model.best(np.ones(len(rows), bool), rows, logit_S, passages)
+    said_S = model.says(prediction.text, rows, passages) if prediction else np.zeros(0, bool)
+    y_S = said_S if answer is None else model.says(answer, rows, passages)
+    p_y_K = np.bincount(rank_S, p_S * y_S, minlength=len(passages)).tolist()  # p(y, z|x)
     p_y = sum(p_y_K)
     return Posterior(
         found.question,
         (prediction.text if prediction else "") if answer is None else answer,
         prediction,
-        probability,
-        model.log_p(prediction, np.insert(rows, 0, 0, axis=1), logit_S, found.passages) if prediction else -np.inf,
+        float(p_S[said_S].sum()),
         p_y,
         tuple(
             Read(
@@ -155,9 +130,9 @@ def _posterior(
                 found.p_z[rank],
                 p_y_K[rank] / p_y if p_y else None,
                 p_y_K[rank],
-                best_of_all[rank],
-                best(rank, spans[rank]),
+                model.best(rank_S == rank, rows, logit_S, passages),
+                model.best((rank_S == rank) & y_S, rows, logit_S, passages),
             )
-            for rank, passage in enumerate(found.passages)
+            for rank, passage in enumerate(passages)
         ),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from realmops.bert import Packed, autocast
 from realmops.config import ClosedBookOptions, Finetune, Optimiser
-from realmops.corpus.answers import answer_token_spans, contains_answer
+from realmops.corpus.answers import answer_token_spans, contains_answer, same_form
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
@@ -301,7 +301,7 @@ class OpenQa:
                 mine = rows[:, 0] == b
                 at = [mine & (rows[:, 1] == rank) for rank in range(len(read[b]))]
                 best, gold, *best_of_passage = (
-                    self._best(chosen, rows, logit_S, read[b]) for chosen in (mine, mine & gold_S, *at)
+                    self.best(chosen, rows, logit_S, read[b]) for chosen in (mine, mine & gold_S, *at)
                 )
                 answers.append(
                     Answer(
@@ -311,25 +311,32 @@ class OpenQa:
                         passages=read[b],
                         log_prior=log_prior_BK[b][: len(read[b])],
                         ranked=id_BK[b, :ranked].tolist(),
-                        log_p=self.log_p(best, rows[mine], logit_S[mine], read[b]) if best else -math.inf,
+                        log_p=self._log_p(best, rows[mine], logit_S[mine], read[b]) if best else -math.inf,
                     )
                 )
             progress(len(batch))
         return answers
 
-    def log_p(self, best: Span, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> float:
-        """log p(y|x) of the best span's text y, from all spans of one question (section 3.2, fine-tuning).
+    def says(self, text: str, rows: np.ndarray, read: Sequence[int]) -> np.ndarray:
+        """Which spans of one question, rows of ``spans``, are an answer y: those with the normal form of its text."""
+        says_S = np.zeros(len(rows), bool)
+        for rank, passage in enumerate(read):
+            [of_z] = np.nonzero(rows[:, 1] == rank)
+            chars = self.snapshot.chars(passage)
+            spans = np.column_stack([chars[rows[of_z, 2], 0], chars[rows[of_z, 3], 1]])
+            says_S[of_z] = same_form(self.snapshot.text(passage), text, spans)
+        return says_S
 
-        One softmax goes over the spans of all passages: those that match y, as in the loss, add up.
+    def _log_p(self, best: Span, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> float:
+        """log p(y|x) of the best span's text y, from all spans of one question.
+
+        One softmax goes over the spans of all passages: those that say y add up (section 3.2, fine-tuning).
         """
-        of_one = np.column_stack([np.zeros_like(rows[:, 0]), rows[:, 1:]])
-        says_y_S = self._is_gold(of_one, [Question("", "", (best.text,))], [read])
-        says_y_S[logit_S.argmax()] = True  # the best span may begin or end inside a word, where nothing matches
-        log_p_1 = log_sum_correct(torch.from_numpy(logit_S)[None].double(), torch.from_numpy(says_y_S)[None])
-        return log_p_1.item()
+        says_1S = torch.from_numpy(self.says(best.text, rows, read))[None]
+        return log_sum_correct(torch.from_numpy(logit_S)[None].double(), says_1S).item()
 
-    def _best(self, chosen_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
-        """The best of the chosen spans of one question, cut from the text by characters."""
+    def best(self, chosen_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
+        """The best of the chosen spans of one question, rows of ``spans``, cut from the text by characters."""
         places = np.flatnonzero(chosen_S)
         if not len(places):
             return None
