@@ -102,7 +102,7 @@ podman: setup  ## install podman, PostgreSQL and chromium, as root on Debian, fo
 test: lint podman  ## every check: ruff, mypy, pytest (what continuous integration calls)
 	@$(ACTIVATE)
 	export OMP_NUM_THREADS=1
-	pytest --numprocesses $(JOBS) --dist loadscope
+	pytest --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder
 
 lint: setup  ## ruff (rules and format) and mypy only
 	@$(ACTIVATE)
