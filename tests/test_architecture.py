@@ -29,6 +29,7 @@ LAYERS = (
 WITHIN_A_ROW = {
     ("artifacts", "config"),
     ("artifacts", "bert"),
+    ("artifacts", "journal"),
     ("config", "bert"),
     ("encoders", "bert"),
     ("train", "baselines"),

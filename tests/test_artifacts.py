@@ -129,8 +129,9 @@ def test_a_fault_at_any_call_of_the_commit_leaves_old_or_new(
     for failing in range(10):
         root = tmp_path / str(failing)
         final = root / "final"
+        root.mkdir()
         if is_there:
-            final.mkdir(parents=True)
+            final.mkdir()
             (final / "a").write_bytes(b"old")
         before, calls = contents(root), 0
 

@@ -548,8 +548,8 @@ def test_the_retriever_rests_at_first(world: World) -> None:
     assert all(torch.equal(p, start.get_parameter(name)) for name, p in retriever.named_parameters())
     _, reader_start = tiny_models(world, dropout=0.1)
     assert not torch.equal(reader.bert.word.weight, reader_start.bert.word.weight)
-    retriever, *_ = run(world, options(steps=8, retriever_delay=3))
-    assert not torch.equal(retriever.query.projection.weight, start.query.projection.weight)
+    retriever, *_ = run(world, options(steps=4, retriever_delay=3))
+    assert not torch.equal(retriever.query.projection.weight, start.query.projection.weight), "it learns in step 3"
 
 
 @pytest.mark.parametrize("query_encoder", ["snapshot", "fresh"])

@@ -100,6 +100,15 @@ def atomic_file(final: Path) -> Iterator[Path]:
     sync_folder(final.parent)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder where it is missing, and those above it, each with a durable name."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
@@ -135,7 +144,7 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     Until then ``final`` stays as it was; after an error the stage folder is gone.  That of a killed process
     goes when ``final`` is made the next time.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent)
     _remove_abandoned(final)
     stage = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
     stage.mkdir()

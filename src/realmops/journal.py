@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from realmops.artifacts import make_folder, sync_folder
+
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 RESERVED = ("stage", "step", "time")
 
@@ -38,8 +40,9 @@ class Journal:
         self.path = path
         self.stage = stage
         self._last_step = -1
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        sync_folder(path.parent)
         self._file.truncate(_end_of_last_line(path))
 
     def log(self, step: int, **metrics: float) -> None:

@@ -344,7 +344,7 @@ def _make_folder(root: Path) -> None:
             "to the pods' group ('kubectl scale deployment/realmops-index-builder --replicas=1', and 0 when it is "
             "ready), or change the folder's owner"
         )
-    root.mkdir(parents=True, exist_ok=True)
+    artifacts.make_folder(root)
 
 
 def _run_together(stage: str, values: Values, root: Path, processes: int) -> None:

@@ -138,7 +138,7 @@ def train(ablation: Ablation, *, jobs: int, report: Report, only_look: bool = Fa
             raise ValueError(f"variant {name!r}: {VARIANTS} has {', '.join(known)}")
     for task in ablation.tasks:
         ablation.values(*task)  # what is wrong with a preset is said before anything is trained
-    ablation.out.mkdir(parents=True, exist_ok=True)
+    artifacts.make_folder(ablation.out)
     return _Runner(ablation, report, only_look).run_all(jobs)
 
 

@@ -29,6 +29,7 @@ from realmops.artifacts import (
     canonical_json,
     is_sealed,
     link_or_copy,
+    make_folder,
     read_json,
     sealed,
     sync_folder,
@@ -439,7 +440,7 @@ def _restored(work: Path) -> dict[str, Any]:
         if PLACES in sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
             return state
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    make_folder(work)
     return {}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.artifacts import read_manifest, write_manifest
+from realmops.artifacts import read_manifest, sync_folder, write_manifest
 from realmops.corpus.flat import FlatArray, FlatOffsets, load_flat
 
 # Shape legend: N spans, P passages, n spans of one passage, t wordpieces and s sentences of one passage.
@@ -68,6 +68,7 @@ class SpansWriter:
         """Make everything so far durable; returns the state to go on from, as JSON values."""
         files = {"spans": self._spans, "labels": self._labels, "offsets": self._offsets}
         sizes = {name: file.sync() for name, file in files.items()}
+        sync_folder(self.folder)
         return {"bytes": sizes, "names": list(self._names), "dropped": self._dropped}
 
     def add(self, spans: Sequence[tuple[int, int, str]], chars: Ints, sentences: Ints, first_sentence: int) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.artifacts import atomic_folder, digest_of, read_manifest, write_manifest
+from realmops.artifacts import atomic_folder, digest_of, make_folder, read_manifest, write_manifest
 from realmops.corpus.flat import FlatArray, GrowingFile
 from realmops.corpus.snapshot import ROWS_PER_GROUP, Snapshot
 from realmops.index.lexical import KIND, STOP_WORDS, Bm25, codes, split_words, stems
@@ -65,7 +65,7 @@ def write_bm25(
     """
     with atomic_folder(folder) as stage:
         place = stage / "parts" if work is None else work
-        place.mkdir(parents=True, exist_ok=True)
+        make_folder(place)
         known = np.full(len(snapshot), -1) if earlier is None else snapshot.places_in(earlier)
         parts = []
         if earlier is not None:

@@ -219,11 +219,12 @@ class Versions:
         """Take a version out of use, loudly; where this side may not write, it is only stepped over."""
         log.warning("%s is set aside: %s", self.folder / name, reason)
         try:
-            if len(self.bad()) < MOST_BAD:
-                self.files.rename(self.folder / name, self.folder / f".bad.{name}.{secrets.token_hex(4)}")
-            else:
-                self._bury(name)
+            keep = len(self.bad()) < MOST_BAD
+            aside = f".{f'bad.{name}' if keep else 'dead'}.{secrets.token_hex(4)}"
+            self.files.rename(self.folder / name, self.folder / aside)
             self.files.sync_folder(self.folder)
+            if not keep:
+                self._delete(aside)
         except FileNotFoundError:
             pass
         except OSError as error:

@@ -60,7 +60,7 @@ def run_stage(
 @contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
     """Refuse to run a stage beside itself, as beside one whose ``dvc`` was killed: both would write one journal."""
-    folder.mkdir(parents=True, exist_ok=True)
+    artifacts.make_folder(folder)
     with open(folder / f"{name}.lock", "ab") as file:
         if artifacts.try_lock(file) is False:
             raise ValueError(
@@ -97,7 +97,7 @@ def _run_alone(
         return done
     if force:
         shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
+    artifacts.make_folder(work)
     started = time.monotonic()
     with ExitStack() as stack:
         stack.callback(_remove_empty, work)
