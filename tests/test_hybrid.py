@@ -17,6 +17,8 @@ from realmops.index.mips import Exact
 from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Mixture
 from realmops.train.pretrain import Candidates, Examples, Index
 
+CPU = torch.device("cpu")
+
 # "rains" stands in passages 3 and 11 of small_world.py's world, "painter" in 2, "zebra" nowhere
 RAINS, PAINTER, UNKNOWN = "Where is it that it rains?", "a painter", "zebra"
 
@@ -112,9 +114,9 @@ def test_words_share_by_hand() -> None:
     """Over the best passage's, whether it is among the chosen or not; the null document (-1) has none."""
     id_QK = torch.tensor([[0, 5, -1], [1, 0, -1], [5, 4, 3]])
     queries = ["q", "nothing", "one"]
-    assert words_share(WORDS, Mixture(1, 1), queries, id_QK).tolist() == [[0.5, 0.25, 0], [0, 0, 0], [1, 0, 0]]
+    assert words_share(WORDS, Mixture(1, 1), queries, id_QK, CPU).tolist() == [[0.5, 0.25, 0], [0, 0, 0], [1, 0, 0]]
     for words, mixture in ((None, Mixture(1, 1)), (WORDS, EMBEDDINGS_ALONE)):
-        assert words_share(words, mixture, queries, id_QK).tolist() == [[0.0] * 3] * 3
+        assert words_share(words, mixture, queries, id_QK, CPU).tolist() == [[0.0] * 3] * 3
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +141,7 @@ def test_with_all_passages_it_is_a_sort_of_all(world: World, bm25: Bm25, mixture
         expected = sorted(range(12), key=lambda p: -f_P[p])[:5]
         assert found.id_QK[q].tolist() == expected
         assert found.relevance(mixture)[q].tolist() == pytest.approx([f_P[p] for p in expected], rel=1e-5)
-        share = words_share(bm25, mixture, [query], found.id_QK[q : q + 1])[0]
+        share = words_share(bm25, mixture, [query], found.id_QK[q : q + 1], CPU)[0]
         torch.testing.assert_close(share, found.words_QK[q], rtol=1e-6, atol=1e-6)
     assert set(np.flatnonzero(bm25.score_of(RAINS, np.arange(12)))) >= {3, 11}
     assert bm25.score_of(PAINTER, np.arange(12)).nonzero()[0].tolist() == [2]

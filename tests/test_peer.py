@@ -134,7 +134,7 @@ def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: BertConfig) 
         batch,
         torch.from_numpy(np.concatenate(rows)),
         torch.from_numpy(np.concatenate(targets)),
-        Bodies.of(batch.starts[:-1], batch.starts[1:], torch.device("cpu")),
+        Bodies.of(batch.starts[:-1], batch.starts[1:]),
         sequence_N,
     )
     flat = torch.zeros(size * count * longest).index_copy(0, torch.from_numpy(np.concatenate(places)), log_token_N)

@@ -114,8 +114,18 @@ class Packed:
     """A batch of sequences without padding.
 
     ``tokens_T``, ``forms_T``, ``segments_T`` and ``positions_T`` are int64; ``starts`` gives each sequence's first row.
-    ``groups`` cover the padded rows, of which ``padded_row_T`` names each wordpiece's.
+    ``groups`` cover the padded rows, of which ``padded_row_T`` names each wordpiece's. All are parts of one tensor,
+    which goes to a GPU by one copy.
     """
+
+    tokens_T: Tensor
+    forms_T: Tensor
+    segments_T: Tensor
+    positions_T: Tensor
+    padded_row_T: Tensor
+    lengths_B: Tensor
+    first_B: Tensor
+    starts_B: Tensor  # int32, the end of the last one too
 
     def __init__(self, sequences: Sequence[np.ndarray], segments: Sequence[np.ndarray] | None = None) -> None:
         self.lengths = np.array([len(s) for s in sequences], dtype=np.int64)
@@ -124,30 +134,34 @@ class Packed:
         self.longest = int(self.lengths.max())
         position_T = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
         token_T = np.concatenate(sequences).astype(np.int64)
-        self.tokens_T = torch.from_numpy(token_T & (FORM_STEP - 1))
-        self.forms_T = torch.from_numpy(token_T // FORM_STEP)
-        self.segments_T = (
-            torch.zeros_like(self.tokens_T)
-            if segments is None
-            else torch.from_numpy(np.concatenate(segments).astype(np.int64))
-        )
-        self.positions_T = torch.from_numpy(position_T)
-        self.first_B = torch.from_numpy(self.starts[:-1])
+        segment_T = np.zeros_like(token_T) if segments is None else np.concatenate(segments).astype(np.int64)
         first_row_B = np.empty(len(self.lengths), dtype=np.int64)
         self.groups: list[PaddedGroup] = []
         self.padded_rows = 0
-        for rows in _attended_together(self.lengths):
+        together = _attended_together(self.lengths)
+        for rows in together:
             lengths_G = self.lengths[rows]
             size, longest = len(rows), int(lengths_G.max())
             first_row_B[rows] = self.padded_rows + np.arange(size) * longest
-            padding = None
-            if lengths_G.min() < longest:
-                padding = torch.arange(longest)[None, :] >= torch.from_numpy(lengths_G)[:, None]
+            padding = _is_padding(torch.from_numpy(lengths_G), longest) if lengths_G.min() < longest else None
             self.groups.append(PaddedGroup(self.padded_rows, size, longest, padding))
             self.padded_rows += size * longest
-        self.padded_row_T = torch.from_numpy(np.repeat(first_row_B, self.lengths) + position_T)
+        padded_row_T = np.repeat(first_row_B, self.lengths) + position_T
         self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
-        self.starts_B = torch.from_numpy(self.starts.astype(np.int32))
+        self._one_segment = False
+        of_wordpieces = [token_T & (FORM_STEP - 1), token_T // FORM_STEP, segment_T, position_T, padded_row_T]
+        of_sequences = [self.lengths, self.lengths[np.concatenate(together)], self.starts]
+        self._take_apart(torch.from_numpy(np.concatenate([*of_wordpieces, *of_sequences])))
+
+    def _take_apart(self, numbers: Tensor) -> None:
+        wordpieces, sequences = int(self.starts[-1]), len(self.lengths)
+        parts = torch.split(numbers, [wordpieces] * 5 + [sequences] * 2 + [sequences + 1])
+        self.tokens_T, self.forms_T, self.segments_T, self.positions_T, self.padded_row_T = parts[:5]
+        self.lengths_B, self._lengths_in_groups_B, starts_B = parts[5:]
+        self.first_B, self.starts_B = starts_B[:-1], starts_B.to(torch.int32)
+        self._numbers = numbers
+        if self._one_segment:
+            self.segments_T = torch.zeros_like(self.segments_T)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -159,31 +173,62 @@ class Packed:
     def in_one_segment(self) -> Packed:
         """The same sequences, all of segment 0."""
         other = copy(self)
+        other._one_segment = True
         other.segments_T = torch.zeros_like(self.segments_T)
         return other
 
     def to(self, device: torch.device) -> Packed:
         """Move the tensors to a device, in place; those of padding follow where something pads."""
-        for name in ("tokens_T", "forms_T", "segments_T", "positions_T", "first_B", "starts_B"):
-            setattr(self, name, _moved(getattr(self, name), device))
+        if self._numbers.device != device:
+            self._take_apart(_moved(self._numbers, device))
         return self
 
-    def pad_on(self, device: torch.device) -> None:
-        """Move what padding takes to a device, in place."""
-        if self.padded_row_T.device != device:
-            self.padded_row_T = _moved(self.padded_row_T, device)
-            self.groups = [
-                group
-                if group.is_padding_GL is None
-                else replace(group, is_padding_GL=_moved(group.is_padding_GL, device))
-                for group in self.groups
-            ]
+    def pad(self) -> None:
+        """Say where the tensors are what is padding, in place."""
+        if all(g.is_padding_GL is None or g.is_padding_GL.device == self._numbers.device for g in self.groups):
+            return
+        lengths = torch.split(self._lengths_in_groups_B, [group.size for group in self.groups])
+        self.groups = [
+            group if group.is_padding_GL is None else replace(group, is_padding_GL=_is_padding(mine_G, group.longest))
+            for group, mine_G in zip(self.groups, lengths, strict=True)
+        ]
+
+
+def _is_padding(lengths_G: Tensor, longest: int) -> Tensor:
+    return torch.arange(longest, device=lengths_G.device)[None, :] >= lengths_G[:, None]
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Whole numbers (int64), truth values and fp32 from the CPU to a device, by one copy that nothing waits for."""
+    if device.type == "cpu":
+        return list(tensors)
+    whole = [tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor for tensor in tensors]  # by its bits
+    flat = _moved(torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in whole]), device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    there = [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, whole, strict=True)]
+    return [part.view(tensor.dtype) for part, tensor in zip(there, tensors, strict=True)]
+
+
+def bring(*tensors: Tensor) -> list[Tensor]:
+    """Small tensors to the CPU without their gradients, by one copy, which waits for the device.
+
+    Their values must be exact as doubles: floats, truth values, and whole numbers below 2 ** 53.
+    """
+    away = [tensor.detach() for tensor in tensors if tensor.device.type != "cpu"]
+    if not away:
+        return [tensor.detach() for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in away]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in away]))
+    return [
+        tensor.detach() if tensor.device.type == "cpu" else next(parts).view(tensor.shape).to(tensor.dtype)
+        for tensor in tensors
+    ]
 
 
 def _attended_together(lengths: np.ndarray) -> list[np.ndarray]:
@@ -278,7 +323,7 @@ class _Layer(nn.Module):
                 q_THD, k_THD, v_THD, batch.starts_B, batch.starts_B, batch.longest, batch.longest
             )
             return y_THD.flatten(1)
-        batch.pad_on(qkv_TD.device)
+        batch.pad()
         qkv_PD = qkv_TD if batch.in_place else _pad(qkv_TD, batch.padded_row_T, batch.padded_rows)
         parts = [self._attend_group(part, group) for part, group in zip(batch.split(qkv_PD), batch.groups, strict=True)]
         y_PD = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -29,7 +29,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.vocabulary import build_tokenizer
 from realmops.encoders import CONFIG, T5, TOKENIZER, encoder_folder, read_config
 from realmops.train.finetune import Answer, finetune_steps
-from realmops.train.loop import Context, Course, epoch_rows, fit
+from realmops.train.loop import Context, Course, Later, StepLoss, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 FILE = "closed_book.json"
@@ -133,7 +133,7 @@ class ClosedBook:
 
     def loss(
         self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray], dtype: torch.dtype
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Later]:
         """Mean cross entropy of the targets' wordpieces; logs the share of them that is the most likely one."""
         self.net.train()
         input_BL, is_input_BL = self._padded(inputs)
@@ -144,8 +144,8 @@ class ClosedBook:
                 input_ids=input_BL, attention_mask=is_input_BL, decoder_input_ids=before_BT, use_cache=False
             ).logits
         logits_NV, target_N = logits_BTV[is_target_BT].float(), target_BT[is_target_BT]
-        accuracy = (logits_NV.argmax(-1) == target_N).float().mean().item()
-        return F.cross_entropy(logits_NV, target_N), {"accuracy": accuracy}
+        accuracy = (logits_NV.argmax(-1) == target_N).float().mean()
+        return F.cross_entropy(logits_NV, target_N), Later([accuracy], lambda share: {"accuracy": share.item()})
 
     def train(
         self,
@@ -255,7 +255,7 @@ def pretrain(
         start = int(rng.integers(max(0, len(body) - room) + 1))
         return np.concatenate([title, body[start : start + room]])
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> tuple[Tensor, Later]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         numbers = rng.integers(len(snapshot), size=options.batch_size).tolist()
         examples = [span_corruption(passage(number, rng), model.sentinels, rng) for number in numbers]
@@ -288,7 +288,7 @@ def finetune(
     targets = [[model.target(answer) for answer in q.answers] for q in questions]
     rows_of = epoch_rows(context, len(questions), options.batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> tuple[Tensor, Later]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "answer", step))
         rows = rows_of(step)
         drawn = [targets[row][rng.integers(len(targets[row]))] for row in rows]
@@ -302,7 +302,7 @@ def _fit(
     model: ClosedBook,
     options: ClosedBookOptions,
     optimiser: Optimiser,
-    step_loss: Callable[[int], tuple[Tensor, dict[str, float]]],
+    step_loss: StepLoss,
     steps: int,
 ) -> int:
     model.net.to(context.device)

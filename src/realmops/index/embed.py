@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.bert import Packed, autocast, length_batches
+from realmops.bert import Packed, autocast, length_batches, send
 from realmops.corpus.snapshot import Snapshot
 from realmops.model.retriever import Tower
 from realmops.model.sequences import SpecialTokens, join_document, join_query
@@ -24,7 +24,6 @@ def untold(done: int) -> None:
     """The progress that nobody wants to see."""
 
 
-@torch.no_grad()
 def embed(
     tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, progress: Progress = untold
 ) -> Tensor:
@@ -32,17 +31,34 @@ def embed(
 
     Equal calls give equal bytes on one machine (``bert.length_batches``).
     """
+    embedding_NE, place_N = _embedded(tower, sequences, dtype, progress)
+    return embedding_NE.cpu()[place_N]
+
+
+def embed_there(tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype) -> Tensor:
+    """The same where the tower is, for a search there: nothing waits for a GPU."""
+    embedding_NE, place_N = _embedded(tower, sequences, dtype, untold)
+    return embedding_NE[send(tower.device, place_N)[0]]
+
+
+@torch.no_grad()
+def _embedded(
+    tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, progress: Progress
+) -> tuple[Tensor, Tensor]:
+    """Embeddings in the order of their batches, and the place of each sequence's there."""
     was_training = tower.training
     tower.eval()
-    device = tower.device
-    out = torch.empty(len(sequences), tower.width, device=device)  # a copy for each batch would wait for it
-    for rows in length_batches([len(tokens) for tokens, _ in sequences], device):
+    out, done = torch.empty(len(sequences), tower.width, device=tower.device), 0
+    place_N = torch.empty(len(sequences), dtype=torch.int64)
+    for rows in length_batches([len(tokens) for tokens, _ in sequences], tower.device):
         batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
-        with autocast(device, dtype):
-            out[torch.tensor(rows).to(device, non_blocking=True)] = tower(batch).float()
+        with autocast(tower.device, dtype):
+            out[done : done + len(rows)] = tower(batch).float()
+        place_N[rows] = torch.arange(done, done + len(rows))
+        done += len(rows)
         progress(len(rows))
     tower.train(was_training)
-    return out.cpu()
+    return out, place_N
 
 
 def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from realmops.bert import bring, send
 from realmops.index.mips import PassageIndex
 from realmops.model.likelihood import log_sum_correct
 from realmops.model.retriever import Mixture
@@ -62,19 +63,19 @@ class Hybrid:
     def search(self, query_QE: Tensor, queries: Sequence[str], k: int, depth: int | None = None) -> Found:
         """The best k passages of each query among the ``depth`` (k) best of either kind; all tensors on the CPU."""
         depth = max(k, depth or k)
-        score_QK, id_QK = (t.cpu() for t in self.passages.search(query_QE, depth))
+        score_QK, id_QK = bring(*self.passages.search(query_QE, depth))
         if self.words is None or not self.mixture.lexical:
             id_QK = id_QK[:, :k]
             return Found(id_QK, self.scale * score_QK[:, :k].float(), torch.zeros(id_QK.shape))
-        embedding_PE, query_QE = self.passages.embedding_PE, query_QE.float()
         word_QK, word_id_QK = self.words.search(queries, depth)
         best_Q = word_QK[:, 0].clip(min=0.0)
+        both = zip(id_QK.numpy(), word_id_QK, strict=True)
+        ids_of = [np.unique(np.concatenate([ids, word_ids[word_ids >= 0]])) for ids, word_ids in both]
+        dense = _dense(self.passages.embedding_PE, query_QE, ids_of)
         rows = []
-        for q, query in enumerate(queries):
-            ids = np.unique(np.concatenate([id_QK[q].numpy(), word_id_QK[q][word_id_QK[q] >= 0]]))
+        for q, (query, ids) in enumerate(zip(queries, ids_of, strict=True)):
             places = torch.from_numpy(ids)
-            found_CE = embedding_PE[places.to(embedding_PE.device)].to(query_QE.device).float()
-            dense_C = self.scale * (found_CE @ query_QE[q]).cpu()
+            dense_C = self.scale * dense[q]
             words_C = torch.zeros(len(ids))
             if best_Q[q] > 0:
                 words_C = torch.from_numpy(self.words.score_of(query, ids) / best_Q[q])
@@ -84,13 +85,26 @@ class Hybrid:
         return Found(*(pad_sequence(list(column), batch_first=True, padding_value=fill) for column, fill in columns))
 
 
-def words_share(words: Words | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor) -> Tensor:
+def _dense(embedding_PE: Tensor, query_QE: Tensor, ids_of: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+    """q . d of each query with passages of its own, on the CPU; from a GPU by one copy each way."""
+    device = embedding_PE.device
+    if device.type == "cpu":
+        of_queries = zip(ids_of, *bring(query_QE.float()), strict=True)
+        return [embedding_PE[torch.from_numpy(ids)].float() @ query_E for ids, query_E in of_queries]
+    (id_QC,) = send(device, pad_sequence([torch.from_numpy(ids) for ids in ids_of], batch_first=True))
+    dense_QC = torch.einsum("qce,qe->qc", embedding_PE[id_QC].float(), query_QE.float().to(device))
+    return [dense_C[: len(ids)] for dense_C, ids in zip(*bring(dense_QC), ids_of, strict=True)]
+
+
+def words_share(
+    words: Words | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor, device: torch.device
+) -> Tensor:
     """BM25 of chosen passages over that of each query's best one, Q x K; 0 where the mixture wants no words."""
     if words is None or not mixture.lexical:
-        return torch.zeros(id_QK.shape)
+        return torch.zeros(id_QK.shape, device=device)
     best_Q1, _ = words.search(queries, 1)
     scores = [words.score_of(query, ids) for query, ids in zip(queries, id_QK.cpu().numpy(), strict=True)]
-    return torch.from_numpy(np.stack(scores) / np.maximum(best_Q1, 1e-6)).clamp(0.0, 1.0)
+    return torch.from_numpy(np.stack(scores) / np.maximum(best_Q1, 1e-6)).clamp(0.0, 1.0).to(device)
 
 
 def fit_mixture(dense_QK: Tensor, words_QK: Tensor, there_QK: Tensor, correct_QK: Tensor) -> Mixture | None:

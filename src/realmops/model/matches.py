@@ -65,6 +65,7 @@ class Matches(nn.Module):
     continues_V: Tensor
     ends_V: Tensor  # sentences
     first_F: Tensor  # row of each kind's first vector
+    bounds: Tensor  # of distances
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -72,6 +73,7 @@ class Matches(nn.Module):
             self.register_buffer(name, torch.zeros(vocabulary, dtype=torch.int64))
         first_F = np.concatenate([[0], np.cumsum(list(SIZES.values()))])
         self.register_buffer("first_F", torch.from_numpy(first_F[:-1]), persistent=False)
+        self.register_buffer("bounds", torch.tensor(DISTANCES), persistent=False)
         self.vectors = nn.Embedding(int(first_F[-1]), width)
         nn.init.zeros_(self.vectors.weight)
 
@@ -106,7 +108,7 @@ class Matches(nn.Module):
         token_T, form_T = batch.tokens_T, batch.forms_T
         count, device = len(batch), token_T.device
         row_T = torch.arange(len(token_T), device=device)
-        lengths_N = torch.from_numpy(batch.lengths).to(device)
+        lengths_N = batch.lengths_B
         sequence_T = torch.arange(count, device=device).repeat_interleave(lengths_N, output_size=len(token_T))
         first_T, last_T = (at_N[sequence_T] for at_N in (batch.first_B, batch.first_B + lengths_N - 1))
         weight_T = self.weight_V[token_T]
@@ -122,7 +124,7 @@ class Matches(nn.Module):
             return torch.where(in_z_T, 1 + (SHARES * part_T // whole_N[sequence_T]).clamp(max=SHARES - 1), 0)
 
         def distance(far_T: Tensor) -> Tensor:
-            return torch.where(in_z_T, 1 + torch.bucketize(far_T, bounds), 0)
+            return torch.where(in_z_T, 1 + torch.bucketize(far_T, self.bounds), 0)
 
         same_T, alike_T = on_both_sides(token_T), on_both_sides(self.stem_V[token_T])
         rarity_T = RARITIES * weight_T // (self.weight_V.max() + 1)
@@ -137,7 +139,7 @@ class Matches(nn.Module):
         sum_T = F.pad(hit_T.cumsum(0), (1, 0))
         near_T = sum_T[torch.minimum(row_T + NEAR, last_T) + 1] - sum_T[torch.maximum(row_T - NEAR, first_T)]
 
-        bounds, far = torch.tensor(DISTANCES, device=device), DISTANCES[-1] + 1
+        far = DISTANCES[-1] + 1
         rare_T = (hit_T > 0) & (rarity_T >= RARE)
         before_T = torch.where(rare_T, row_T, -1).cummax(0).values
         behind_T = torch.where(rare_T, row_T, len(row_T)).flip(0).cummin(0).values.flip(0)

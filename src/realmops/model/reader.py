@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.bert import Bert, MaskedWordHead, Packed
+from realmops.bert import Bert, MaskedWordHead, Packed, send
 from realmops.corpus.snapshot import Snapshot
 from realmops.model.matches import Matches
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
@@ -31,14 +31,29 @@ class Bodies:
     there_NL: Tensor
 
     @staticmethod
-    def of(first: Sequence[int], end: Sequence[int], device: torch.device) -> Bodies:
-        """From the first packed row of each body, and the one behind its last."""
+    def of(first: Sequence[int], end: Sequence[int]) -> Bodies:
+        """From the first packed row of each body, and the one behind its last; on the CPU."""
         first_N, end_N = np.asarray(first, np.int64), np.asarray(end, np.int64)
         rows_NL = first_N[:, None] + np.arange(max(1, int((end_N - first_N).max(initial=0))))
         there_NL = rows_NL < end_N[:, None]
-        return Bodies(
-            torch.from_numpy(np.where(there_NL, rows_NL, 0)).to(device), torch.from_numpy(there_NL).to(device)
-        )
+        return Bodies(torch.from_numpy(np.where(there_NL, rows_NL, 0)), torch.from_numpy(there_NL))
+
+
+@dataclass(frozen=True)
+class MaskRows:
+    """Where the masked wordpieces of a packed batch stand."""
+
+    row_M: Tensor  # packed rows
+    sequence_M: Tensor  # in which sequence, ascending
+    place_M: Tensor  # the how manieth mask of its sequence, from 0
+    most: int  # masks of one sequence
+
+    @staticmethod
+    def of(row_M: Tensor, sequence_M: Tensor) -> MaskRows:
+        """From rows and sequences; all on the CPU."""
+        counts_N = torch.bincount(sequence_M)
+        place_M = torch.arange(len(sequence_M)) - (counts_N.cumsum(0) - counts_N)[sequence_M]
+        return MaskRows(row_M, sequence_M, place_M, int(counts_N.max()) if len(row_M) else 0)
 
 
 class CopyHead(nn.Module):
@@ -61,12 +76,11 @@ class CopyHead(nn.Module):
             self.gate.weight.zero_()
             self.gate.bias.zero_()
 
-    def attention(self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
+    def attention(self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, masks: MaskRows) -> Tensor:
         """The attention of each mask on its own sequence's body, M x L; 0 where there is no wordpiece."""
-        first_N = torch.searchsorted(sequence_M, torch.arange(len(bodies.rows_NL), device=sequence_M.device))
-        place_M = torch.arange(len(sequence_M), device=sequence_M.device) - first_N[sequence_M]
+        sequence_M, place_M = masks.sequence_M, masks.place_M
         query_MD, key_TD = self.query(hidden_MD), self.key(hidden_TD)
-        shape = (len(bodies.rows_NL), int(place_M.max()) + 1, query_MD.shape[1])
+        shape = (len(bodies.rows_NL), masks.most, query_MD.shape[1])
         query_NXD = query_MD.new_zeros(shape).index_put((sequence_M, place_M), query_MD)
         score_NXL = query_NXD @ key_TD[bodies.rows_NL].transpose(1, 2)
         return _softmax(score_NXL[sequence_M, place_M], bodies.there_NL[sequence_M], key_TD.shape[1])
@@ -121,13 +135,13 @@ class Reader(nn.Module):
         ``sequence_M`` says in which sequence a mask stands, ascending. The head is evaluated at those rows only.
         Without a body, as with the null document, the vocabulary alone counts.
         """
-        hidden_TD = self.encode(batch)
-        hidden_MD, targets_M = _rows(hidden_TD, rows_M), targets_M.to(hidden_TD.device)
+        masks, targets_M, bodies = _sent(self.bert.word.weight.device, rows_M, sequence_M, targets_M, bodies)
+        hidden_TD, sequence_M = self.encode(batch), masks.sequence_M
+        hidden_MD = hidden_TD.index_select(0, masks.row_M)
         log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
         if self.copy is None:
             return log_vocabulary_M
-        sequence_M = sequence_M.to(hidden_TD.device)
-        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, sequence_M)
+        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, masks)
         is_target_ML = batch.tokens_T[bodies.rows_NL][sequence_M] == targets_M[:, None]
         p_copy_M1 = (attention_ML * is_target_ML).sum(-1, keepdim=True)
         mixed_M = self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_M1)[:, 0]
@@ -135,13 +149,13 @@ class Reader(nn.Module):
 
     def log_words(self, batch: Packed, rows_M: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
         """log p(y_j|z,x) of every wordpiece of the vocabulary at the packed rows ``rows_M``, M x V."""
-        hidden_TD = self.encode(batch)
-        hidden_MD = _rows(hidden_TD, rows_M)
+        masks, _, bodies = _sent(self.bert.word.weight.device, rows_M, sequence_M, rows_M, bodies)
+        hidden_TD, sequence_M = self.encode(batch), masks.sequence_M
+        hidden_MD = hidden_TD.index_select(0, masks.row_M)
         log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
         if self.copy is None:
             return log_vocabulary_MV
-        sequence_M = sequence_M.to(hidden_TD.device)
-        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, sequence_M)
+        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, masks)
         mixed_MV = self.copy.words(
             hidden_MD, log_vocabulary_MV, attention_ML, batch.tokens_T[bodies.rows_NL][sequence_M]
         )
@@ -153,7 +167,8 @@ class Reader(nn.Module):
         """log p(y_j|z,x) under each of U documents, M x U, and log p(y_j|null,x), length M; x and z are read apart."""
         assert self.copy is not None
         x_TD, z_TD = self.bert(x), self.bert(z)
-        hidden_MD, targets_M = _rows(x_TD, rows_M), targets_M.to(x_TD.device)
+        rows_M, targets_M, *of_bodies = send(x_TD.device, rows_M, targets_M, bodies.rows_NL, bodies.there_NL)
+        hidden_MD, bodies = x_TD.index_select(0, rows_M), Bodies(*of_bodies)
         log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
         attention_MUL = self.copy.attention_apart(hidden_MD, z_TD, bodies)
         is_target_MUL = z.tokens_T[bodies.rows_NL][None] == targets_M[:, None, None]
@@ -164,7 +179,8 @@ class Reader(nn.Module):
         """The same of every wordpiece of the vocabulary: U x M x V, and M x V for the null document."""
         assert self.copy is not None
         x_TD, z_TD = self.bert(x), self.bert(z)
-        hidden_MD = _rows(x_TD, rows_M)
+        rows_M, *of_bodies = send(x_TD.device, rows_M, bodies.rows_NL, bodies.there_NL)
+        hidden_MD, bodies = x_TD.index_select(0, rows_M), Bodies(*of_bodies)
         log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
         attention_MUL, tokens_UL = self.copy.attention_apart(hidden_MD, z_TD, bodies), z.tokens_T[bodies.rows_NL]
         words = [
@@ -178,8 +194,15 @@ class Reader(nn.Module):
         return logits_MV.float()
 
 
-def _rows(hidden_TD: Tensor, rows_M: Tensor) -> Tensor:
-    return hidden_TD.index_select(0, rows_M.to(hidden_TD.device))
+def _sent(
+    device: torch.device, row_M: Tensor, sequence_M: Tensor, targets_M: Tensor, bodies: Bodies
+) -> tuple[MaskRows, Tensor, Bodies]:
+    """Masks, what they hid and bodies, from the CPU to a device by one copy."""
+    here = MaskRows.of(row_M, sequence_M)
+    row_M, sequence_M, place_M, targets_M, rows_NL, there_NL = send(
+        device, row_M, sequence_M, here.place_M, targets_M, bodies.rows_NL, bodies.there_NL
+    )
+    return MaskRows(row_M, sequence_M, place_M, here.most), targets_M, Bodies(rows_NL, there_NL)
 
 
 def _softmax(score: Tensor, there: Tensor, width: int) -> Tensor:
@@ -246,15 +269,14 @@ def log_token_of_pairs(
     device = reader.bert.word.weight.device
     sequence_M = torch.from_numpy(np.repeat(np.arange(len(sentences)), [len(at) for at in positions]))
     if not reader.apart:
-        batch, bodies = _joined(sentences, documents, special, limit, device)
+        batch, bodies = _joined(sentences, documents, special, limit)
         rows = [start + 1 + at for start, at in zip(batch.starts[:-1], positions, strict=True)]
         return reader.log_token(batch, torch.from_numpy(np.concatenate(rows)), targets_M, bodies, sequence_M)
     x = Packed([join_query(one, special, limit) for one in sentences])
     rows = [start + 1 + at for start, at in zip(x.starts[:-1], positions, strict=True)]
-    z, bodies = read_apart(documents, special, limit, device)
+    z, bodies = read_apart(documents, special, limit)
     log_token_MU, log_null_M = reader.log_token_apart(x, torch.from_numpy(np.concatenate(rows)), targets_M, z, bodies)
-    sequence_M = sequence_M.to(device)
-    is_null_M = ~bodies.there_NL.any(-1)[sequence_M]
+    sequence_M, is_null_M = send(device, sequence_M, ~bodies.there_NL.any(-1)[sequence_M])
     return torch.where(is_null_M, log_null_M, log_token_MU.gather(1, sequence_M[:, None])[:, 0])
 
 
@@ -270,11 +292,11 @@ def log_words_of_pairs(
     device = reader.bert.word.weight.device
     if reader.apart:
         batch = Packed([join_query(x, special, limit)])
-        z, bodies = read_apart(documents, special, limit, device)
+        z, bodies = read_apart(documents, special, limit)
         log_word_KMV, log_null_MV = reader.log_words_apart(batch, torch.from_numpy(1 + positions), z, bodies)
-        there_K = bodies.there_NL.any(-1)[:, None, None]
+        there_K = bodies.there_NL.any(-1)[:, None, None].to(device)
         return torch.where(there_K, log_word_KMV, log_null_MV[None])
-    batch, bodies = _joined([x] * len(documents), documents, special, limit, device)
+    batch, bodies = _joined([x] * len(documents), documents, special, limit)
     rows_KM = batch.starts[:-1, None] + 1 + positions
     sequence_N = torch.arange(len(documents)).repeat_interleave(len(positions))
     log_word_NV = reader.log_words(batch, torch.from_numpy(rows_KM.ravel()), bodies, sequence_N)
@@ -286,17 +308,14 @@ def _joined(
     documents: Sequence[np.ndarray],
     special: SpecialTokens,
     limit: int,
-    device: torch.device,
 ) -> tuple[Packed, Bodies]:
     joined = [join_reader(x, z, special, limit) for x, z in zip(sentences, documents, strict=True)]
     batch = Packed([tokens for tokens, _, _ in joined], [segments for _, segments, _ in joined])
     first = [start + offset for start, (*_, offset) in zip(batch.starts[:-1], joined, strict=True)]
-    return batch, Bodies.of(first, (batch.starts[1:] - 1).tolist(), device)
+    return batch, Bodies.of(first, (batch.starts[1:] - 1).tolist())
 
 
-def read_apart(
-    documents: Sequence[np.ndarray], special: SpecialTokens, limit: int, device: torch.device
-) -> tuple[Packed, Bodies]:
+def read_apart(documents: Sequence[np.ndarray], special: SpecialTokens, limit: int) -> tuple[Packed, Bodies]:
     """Documents as the reader takes them on their own: [CLS][SEP] body [SEP], the join of nothing with each."""
     nothing = np.zeros(0, dtype=np.int64)
-    return _joined([nothing] * len(documents), documents, special, limit, device)
+    return _joined([nothing] * len(documents), documents, special, limit)

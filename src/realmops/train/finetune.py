@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.bert import Packed, autocast
+from realmops.bert import Packed, autocast, send
 from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.corpus.answers import answer_token_spans, contains_answer, same_form
 from realmops.corpus.cloze import Sources
@@ -28,7 +28,7 @@ from realmops.model.likelihood import hard_em_span_loss, log_prior, log_sum_corr
 from realmops.model.reader import Reader, enumerate_spans
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
-from realmops.train.loop import Context, epoch_rows, fit
+from realmops.train.loop import Context, Later, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 Ranker = Callable[[str, int], np.ndarray]  # a question's k best passages, best first, -1 for none
@@ -99,30 +99,33 @@ class OpenQa:
         )
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
-        """Scores f(x, z) and ids of the top k passages, best first, B x k, with gradient into the query tower.
+        """Scores f(x, z) of the top k passages, best first, B x k, with gradient into the query tower; ids on the CPU.
 
         A ranker's scores are 0; where it finds fewer passages the id is -1 and the score -inf.
         """
         if self.ranker is not None:
             id_BK = torch.from_numpy(np.stack([self.ranker(question, k) for question in questions]))
-            return torch.zeros(id_BK.shape).masked_fill(id_BK < 0, -torch.inf).to(self.device), id_BK
+            (missing_BK,) = send(self.device, id_BK < 0)
+            return torch.zeros(id_BK.shape, device=self.device).masked_fill(missing_BK, -torch.inf), id_BK
         assert self.passages is not None, "without embeddings there must be a ranker"
         embedding_PE = self.passages.embedding_PE
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(Packed(self.queries(questions)))
         if self.hybrid:
             found = self._search(query_BE, questions, k, max(k, HYBRID_DEPTH))
-            found_BKE = embedding_PE[found.id_QK.clamp(min=0).to(embedding_PE.device)].to(self.device)
-            dense_BK = self.retriever.relevance(query_BE, found_BKE)
-            relevance_BK = self.retriever.mixture.of(dense_BK, found.words_QK.to(self.device))
-            return relevance_BK.masked_fill((found.id_QK < 0).to(self.device), -torch.inf), found.id_QK
+            place_BK, missing_BK = found.id_QK.clamp(min=0), found.id_QK < 0
+            place_BK, missing_BK, words_BK = send(embedding_PE.device, place_BK, missing_BK, found.words_QK.float())
+            dense_BK = self.retriever.relevance(query_BE, embedding_PE[place_BK].to(self.device))
+            relevance_BK = self.retriever.mixture.of(dense_BK, words_BK.to(self.device))
+            return relevance_BK.masked_fill(missing_BK.to(self.device), -torch.inf), found.id_QK
         if k >= len(embedding_PE):
             score_BP: Tensor = self.retriever.scale * query_BE @ embedding_PE.to(self.device).T
-            return torch.sort(score_BP, dim=1, descending=True)
+            score_BP, id_BP = torch.sort(score_BP, dim=1, descending=True)
+            return score_BP, id_BP.cpu()
         with torch.no_grad():
             _, id_BK = self.passages.search(query_BE.detach(), k)
             found_BKE = embedding_PE[id_BK.to(embedding_PE.device)].to(self.device)
-        return self.retriever.relevance(query_BE, found_BKE), id_BK
+        return self.retriever.relevance(query_BE, found_BKE), id_BK.cpu()
 
     def evidence(self, questions: Sequence[Question], k: int) -> tuple[Tensor, Tensor]:
         """``relevance`` without the passages that a question was made from.
@@ -133,11 +136,11 @@ class OpenQa:
         relevance_BK, id_BK = self.relevance([question.question for question in questions], k + most)
         if not most:
             return relevance_BK, id_BK
-        source_BK = torch.from_numpy(self.sources.among(questions, id_BK.cpu().numpy()))
+        source_BK = torch.from_numpy(self.sources.among(questions, id_BK.numpy()))
         order_BK = torch.argsort(source_BK.long(), dim=1, stable=True)[:, :k]
-        id_BK = id_BK.masked_fill(source_BK.to(id_BK.device), -1)
-        relevance_BK = relevance_BK.masked_fill(source_BK.to(self.device), -torch.inf)
-        return relevance_BK.gather(1, order_BK.to(self.device)), id_BK.gather(1, order_BK.to(id_BK.device))
+        id_BK = id_BK.masked_fill(source_BK, -1).gather(1, order_BK)
+        source_BK, order_BK = send(self.device, source_BK, order_BK)
+        return relevance_BK.masked_fill(source_BK, -torch.inf).gather(1, order_BK), id_BK
 
     @property
     def hybrid(self) -> bool:
@@ -206,7 +209,7 @@ class OpenQa:
             offset += len(sequence)
         with autocast(self.device, self.dtype):
             hidden_TD = self.reader.encode(Packed(sequences, segments))
-            score_S: Tensor = self.reader.spans(hidden_TD, *(torch.cat(at).to(self.device) for at in (starts, ends)))
+            score_S: Tensor = self.reader.spans(hidden_TD, *send(self.device, torch.cat(starts), torch.cat(ends)))
         return score_S, spans
 
     def gold(self, question: Question, passages: Sequence[int]) -> set[tuple[int, int, int]]:
@@ -238,7 +241,7 @@ class OpenQa:
         shape = np.maximum(rows.max(0), wanted.max(0)) + 1
         return np.isin(np.ravel_multi_index(rows.T, shape), np.ravel_multi_index(wanted.T, shape))
 
-    def loss(self, questions: Sequence[Question]) -> tuple[Tensor, dict[str, float]]:
+    def loss(self, questions: Sequence[Question]) -> tuple[Tensor, Later]:
         """The early retriever loss over the top passages plus the span loss over those that are read."""
         options = self.options
         depth = options.retriever_candidates if self.ranker is None else max(5, options.reader_candidates)
@@ -246,17 +249,20 @@ class OpenQa:
         correct_BP = torch.from_numpy(
             np.stack([self.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
         )
-        early_B = marginal_span_loss(relevance_BP, correct_BP.to(self.device))
+        early_B = marginal_span_loss(relevance_BP, send(self.device, correct_BP)[0])
         _, rows, logit_S, gold_S = self._read(questions, relevance_BP, id_BP)
-        span_B, has_gold_B = self._span_loss(logit_S, torch.from_numpy(gold_S).to(self.device), rows, len(questions))
-        metrics = {
-            "early_loss": early_B.mean().item(),
-            "span_loss": span_B.mean().item(),
-            "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
-            "no_correct_span": float((~has_gold_B).float().mean()),
-            "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
-        }
-        return (early_B + span_B).mean(), metrics
+        span_B, has_gold_B = self._span_loss(logit_S, torch.from_numpy(gold_S), rows, len(questions))
+
+        def metrics(early_B: Tensor, span_B: Tensor, has_gold_B: Tensor) -> dict[str, float]:
+            return {
+                "early_loss": early_B.mean().item(),
+                "span_loss": span_B.mean().item(),
+                "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
+                "no_correct_span": float((~has_gold_B).float().mean()),
+                "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
+            }
+
+        return (early_B + span_B).mean(), Later((early_B, span_B, has_gold_B), metrics)
 
     def _read(
         self, questions: Sequence[Question], relevance_BP: Tensor, id_BP: Tensor
@@ -264,7 +270,7 @@ class OpenQa:
         """Read the first passages of each question: these, the rows of their spans, logits, and which are right."""
         read = [[p for p in row if p >= 0] for row in id_BP[:, : self.options.reader_candidates].tolist()]
         score_S, rows = self.spans([self.wordpieces(q.question) for q in questions], read)
-        question_S, rank_S = torch.from_numpy(rows[:, :2].T).to(self.device)
+        question_S, rank_S = send(self.device, torch.from_numpy(rows[:, :2].T))[0]
         logit_S = score_S + self.retriever.mixture.reading * relevance_BP[question_S, rank_S]
         return read, rows, logit_S, self._is_gold(rows, questions, read)
 
@@ -349,13 +355,17 @@ class OpenQa:
 
 
 def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of spans by their group (a question, or a passage of it), as count x W with -inf where it has fewer."""
+    """Rows of spans by their group (a question, or a passage of it), as count x W with -inf where it has fewer.
+
+    Which are gold is told on the CPU; both results are where the logits are.
+    """
     sizes = np.bincount(group_S, minlength=count)
     width = int(sizes.max())
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    place = torch.from_numpy(group_S * width + np.arange(len(group_S)) - first[group_S]).to(logit_S.device)
-    logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, place, logit_S)
+    place = torch.from_numpy(group_S * width + np.arange(len(group_S)) - first[group_S])
     gold_BW = gold_S.new_zeros(count * width).index_copy(0, place, gold_S)
+    place, gold_BW = send(logit_S.device, place, gold_BW)
+    logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, place, logit_S)
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
 
@@ -370,12 +380,12 @@ def finetune(
     """Train query tower and reader; every epoch sees the questions in an order of its own."""
     rows_of = epoch_rows(context, len(questions), options.batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> tuple[Tensor, Later]:
         model.retriever.train()
         model.reader.train()
         mine, weight = context.team.share([questions[row] for row in rows_of(step)])
-        loss, metrics = model.loss(mine)
-        return weight * loss, metrics
+        loss, later = model.loss(mine)
+        return weight * loss, later
 
     groups = [Group("reader", model.reader, options.reader_learning_rate)]
     if model.ranker is None:

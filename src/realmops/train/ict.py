@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import Packed, autocast
+from realmops.bert import Packed, autocast, send
 from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
@@ -21,7 +21,7 @@ from realmops.model.likelihood import in_batch_loss
 from realmops.model.reader import Reader, log_token_of_pairs
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
-from realmops.train.loop import Context, fit
+from realmops.train.loop import Context, Later, fit
 from realmops.train.optimiser import Group
 
 CROP_WORDS = (4, 16)  # fewest and most
@@ -108,7 +108,7 @@ def train_retriever(
             "processes cannot share that; start fewer"
         )
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> tuple[Tensor, Later]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
         drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
@@ -119,14 +119,14 @@ def train_retriever(
             query_QE, document_BE = retriever.query(queries), retriever.document(documents)
         relevance_QN = retriever.scale * query_QE @ team.gather(document_BE).T
         place_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
-        own_Q = torch.from_numpy(place_Q).to(relevance_QN.device) + team.rank * len(examples)
-        hit_Q = (relevance_QN.argmax(-1) == own_Q).cpu().numpy()
+        (own_Q,) = send(relevance_QN.device, torch.from_numpy(place_Q) + team.rank * len(examples))
         removed_Q = np.array([e.removed for e in examples])[place_Q]
-        metrics = {}
-        for name, chosen_Q in (("removed", removed_Q), ("kept", ~removed_Q)):
-            if chosen_Q.any():
-                metrics[f"accuracy_{name}"] = float(hit_Q[chosen_Q].mean())
-        return in_batch_loss(relevance_QN, own_Q).mean(), metrics
+
+        def metrics(hit_Q: Tensor) -> dict[str, float]:
+            parts = (("removed", removed_Q), ("kept", ~removed_Q))
+            return {f"accuracy_{name}": float(hit_Q.numpy()[of_Q].mean()) for name, of_Q in parts if of_Q.any()}
+
+        return in_batch_loss(relevance_QN, own_Q).mean(), Later([relevance_QN.argmax(-1) == own_Q], metrics)
 
     groups, every = [Group("retriever", retriever, options.learning_rate)], options.checkpoint_every
     return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)

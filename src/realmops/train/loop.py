@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from realmops.artifacts import seed_for
+from realmops.bert import bring
 from realmops.config import Optimiser
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import ALONE, Team
@@ -71,11 +73,30 @@ class Course(Protocol):
         """The surroundings of the next one."""
 
 
+@dataclass(frozen=True)
+class Later:
+    """Metrics of a step that are worked out on the CPU at its end: a GPU is waited for once, for all of them together.
+
+    ``metrics`` takes ``tensors`` there.
+    """
+
+    tensors: Sequence[Tensor]
+    metrics: Callable[..., dict[str, float]]
+
+    def now(self) -> dict[str, float]:
+        """The metrics, waited for."""
+        return self.metrics(*bring(*self.tensors))
+
+
+StepLoss = Callable[[int], tuple[Tensor, Later | dict[str, float]]]
+"""step -> loss and metrics"""
+
+
 def fit(
     context: Context,
     groups: list[Group],
     options: Optimiser,
-    step_loss: Callable[[int], tuple[Tensor, dict[str, float]]],
+    step_loss: StepLoss,
     *,
     steps: int,
     checkpoint_every: int,
@@ -109,13 +130,16 @@ def fit(
             at_step(step)
         began = time.perf_counter()
         torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step, *([team.rank] if team.rank else [])))
-        loss, metrics = step_loss(step)
+        loss, said = step_loss(step)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         team.average(optimiser.parameters)
         norm = optimiser.step(step, schedule)
+        later = said if isinstance(said, Later) else Later((), partial(dict, said))
+        loss, norm, *values = bring(loss, norm, *later.tensors)
         whole_loss = team.mean(loss.item(), context.device)
-        metrics |= {"loss": whole_loss, "gradient_norm": norm, "rate": schedule.factor(step)}
+        metrics = {**later.metrics(*values), "loss": whole_loss, "gradient_norm": norm.item()}
+        metrics["rate"] = schedule.factor(step)
         between, ended = began - ended, time.perf_counter()
         metrics |= {"step_seconds": ended - began, "between_seconds": between}
         named = {context.prefix + name: value for name, value in metrics.items()}

@@ -71,8 +71,8 @@ class BertAdamW:
             parameter.grad = None
 
     @torch.no_grad()
-    def step(self, step: int, schedule: Schedule) -> float:
-        """One update; returns the norm of the gradients before clipping.
+    def step(self, step: int, schedule: Schedule) -> Tensor:
+        """One update; returns the norm of the gradients before clipping, where they are.
 
         Parameters without a gradient, and those that begin later, stay as they are.
         """
@@ -97,7 +97,7 @@ class BertAdamW:
             )
         torch._foreach_mul_(update, [-schedule.factor(step, self.begins[i]) * self.rates[i] for i in use])
         torch._foreach_add_(parameters, update)
-        return float(norm)
+        return norm
 
     def state(self) -> dict[str, Tensor]:
         """The moments by parameter name, for a checkpoint."""

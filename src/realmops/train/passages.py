@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import Packed, autocast
+from realmops.bert import Packed, autocast, send
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.questions import Question
@@ -29,7 +29,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.retriever import Retriever
-from realmops.train.loop import Context, fit
+from realmops.train.loop import Context, Later, fit
 from realmops.train.optimiser import Group
 from realmops.train.pretrain import Index, IndexSource
 
@@ -96,7 +96,7 @@ def train_by_passages(
     team = context.team
     batch_of = passage_batches(context, len(positives.passages), options.retriever_batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> tuple[Tensor, Later]:
         retriever.train()
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "questions", step))
         drawn = [
@@ -117,17 +117,19 @@ def train_by_passages(
         document_NE = torch.cat([team.gather(document_NE[:each]), document_NE[each:]])
         relevance_QN = retriever.scale * query_QE @ document_NE.T
         own = np.repeat(np.arange(len(mine)), [len(rows) for _, rows in mine]) + team.rank * each
-        own_Q = torch.from_numpy(own).to(relevance_QN.device)
         others = [*team.order([passage for passage, _ in drawn], each), *hard]
         hidden_QN = torch.tensor(
-            [[p is None or contains_answer(snapshot.text(p), q.answers, q.match_rule) for p in others] for q in asked],
-            device=relevance_QN.device,
+            [[p is None or contains_answer(snapshot.text(p), q.answers, q.match_rule) for p in others] for q in asked]
         )
-        hidden_QN.scatter_(1, own_Q[:, None], False)
+        hidden_QN[torch.arange(len(own)), torch.from_numpy(own)] = False
+        own_Q, hidden_QN = send(relevance_QN.device, torch.from_numpy(own), hidden_QN)
         relevance_QN = relevance_QN.masked_fill(hidden_QN, -torch.inf)
-        hit_Q = relevance_QN.argmax(-1) == own_Q
-        metrics = {"accuracy": float(hit_Q.float().mean()), "hard_negatives": float(len(hard))}
-        return weight * in_batch_loss(relevance_QN, own_Q).mean(), metrics
+
+        def metrics(hit_Q: Tensor) -> dict[str, float]:
+            return {"accuracy": float(hit_Q.float().mean()), "hard_negatives": float(len(hard))}
+
+        later = Later([relevance_QN.argmax(-1) == own_Q], metrics)
+        return weight * in_batch_loss(relevance_QN, own_Q).mean(), later
 
     def _hard(step: int, drawn: Sequence[tuple[int, list[int]]]) -> list[int]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "hard", step))

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import Packed, autocast
+from realmops.bert import Packed, autocast, send
 from realmops.config import Optimiser, Pretrain
 from realmops.corpus.masking import mask_positions, recurring
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.wordpieces import contains
-from realmops.index.embed import document_sequences, embed, query_sequences
+from realmops.index.embed import document_sequences, embed, embed_there, query_sequences
 from realmops.index.hybrid import Hybrid, Words, words_share
 from realmops.index.mips import Exact, PassageIndex
 from realmops.index.staleness import top_k_change
@@ -34,7 +35,7 @@ from realmops.model.reader import Reader, log_token_of_pairs, log_words_of_pairs
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
 from realmops.train.ict import crop_run, dropped_words, sentences_with_spans
-from realmops.train.loop import Context, fit
+from realmops.train.loop import Context, Later, fit
 from realmops.train.optimiser import Group
 from realmops.train.parallel import ALONE, Team
 
@@ -268,7 +269,7 @@ class Realm:
     def log_prior(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """log p(z|x) with fresh parameters over each example's candidates, the null document last: B x K.
 
-        Each passage of the batch is embedded once.  The second result marks candidates that do not exist.
+        Each passage of the batch is embedded once.  The second result, on the CPU, marks candidates that do not exist.
         """
         return self._log_prior(examples, candidates, self.embed(examples, candidates))
 
@@ -287,17 +288,16 @@ class Realm:
     ) -> tuple[Tensor, Tensor]:
         id_BK, missing_BK = self._rows(candidates)
         rows_BK = torch.tensor([[embedded.place[p] for p in row] for row in id_BK.tolist()])
-        document_BKE = embedded.document_UE[rows_BK.to(embedded.document_UE.device)]
-        dense_BK = self.retriever.relevance(embedded.query_BE, document_BKE)
-        mixture = self.retriever.mixture
-        words_BK = words_share(self.words, mixture, [e.words for e in examples], id_BK).to(dense_BK.device)
-        missing_BK = missing_BK.to(dense_BK.device)
         if missing_BK.all(-1).any():
             raise ValueError(
                 "a masked sentence has no candidate: every passage found is its own or contains it, and "
                 "pretrain.null_document is false; set it to true, or use a larger corpus"
             )
-        relevance_BK = mixture.of(dense_BK, words_BK).masked_fill(missing_BK, -torch.inf)
+        rows_BK, missing_there_BK = send(self.device, rows_BK, missing_BK)
+        dense_BK = self.retriever.relevance(embedded.query_BE, embedded.document_UE[rows_BK])
+        mixture = self.retriever.mixture
+        words_BK = words_share(self.words, mixture, [e.words for e in examples], id_BK, dense_BK.device)
+        relevance_BK = mixture.of(dense_BK, words_BK).masked_fill(missing_there_BK, -torch.inf)
         return likelihood.log_prior(relevance_BK), missing_BK
 
     def _rows(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -313,9 +313,8 @@ class Realm:
         """log p(y_j|z,x) of every masked wordpiece under every candidate, null last: B x K x M; and which j exist."""
         longest = max(len(e.positions) for e in examples)
         is_mask_BM = torch.arange(longest)[None, :] < torch.tensor([len(e.positions) for e in examples])[:, None]
-        is_mask_BM = is_mask_BM.to(self.device)
         if self.reader.apart:
-            return self._log_token_apart(examples, candidates, is_mask_BM), is_mask_BM
+            return self._log_token_apart(examples, candidates, is_mask_BM)
         count = max(self.options.candidates, *(len(row) + int(self.options.null_document) for row in candidates))
         sentences, documents, flat = [], [], []
         for b, (example, row) in enumerate(zip(examples, candidates, strict=True)):
@@ -338,12 +337,12 @@ class Realm:
                 self.options.reader_wordpieces,
             )
         out = log_token_N.new_zeros(len(examples) * count * longest)
-        out = out.index_copy(0, torch.from_numpy(np.concatenate(flat)).to(out.device), log_token_N)
-        return out.view(len(examples), count, longest), is_mask_BM
+        flat_N, is_mask_BM = send(self.device, torch.from_numpy(np.concatenate(flat)), is_mask_BM)
+        return out.index_copy(0, flat_N, log_token_N).view(len(examples), count, longest), is_mask_BM
 
     def _log_token_apart(
         self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], is_mask_BM: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """The same with each sentence and each passage of the batch read once."""
         passages = sorted({p for row in candidates for p in row})
         place = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
@@ -352,7 +351,6 @@ class Realm:
             [self.snapshot.body(p) for p in passages] or [_EMPTY],
             self.special,
             self.options.reader_wordpieces,
-            self.device,
         )
         rows = np.concatenate([s + 1 + e.positions for s, e in zip(x.starts[:-1], examples, strict=True)])
         targets = np.concatenate([e.targets for e in examples])
@@ -362,11 +360,12 @@ class Realm:
             )
         log_token_NU = torch.cat([log_token_NU[:, : len(passages)], log_null_N[:, None]], dim=1)
         id_BK, _ = self._rows(candidates)
-        column_BK = torch.tensor([[place[p] for p in row] for row in id_BK.tolist()], device=self.device)
+        column_BK = torch.tensor([[place[p] for p in row] for row in id_BK.tolist()])
+        column_BK, at_2N, is_mask_BM = send(self.device, column_BK, is_mask_BM.nonzero().T, is_mask_BM)
         padded_BMU = log_token_NU.new_zeros(*is_mask_BM.shape, log_token_NU.shape[1])
-        padded_BMU = padded_BMU.index_put(tuple(is_mask_BM.nonzero().T), log_token_NU)
+        padded_BMU = padded_BMU.index_put(tuple(at_2N), log_token_NU)
         columns_BMK = column_BK[:, None, :].expand(-1, is_mask_BM.shape[1], -1)
-        return padded_BMU.gather(2, columns_BMK).transpose(1, 2)
+        return padded_BMU.gather(2, columns_BMK).transpose(1, 2), is_mask_BM
 
     def log_words(self, example: Example, candidates: Sequence[int]) -> Tensor:
         """log p(y_j|z,x) of every wordpiece at every mask, for each candidate and the null document last: K x M x V."""
@@ -408,7 +407,7 @@ class Realm:
         weight: float = 1.0,
         crops: np.random.Generator | None = None,
         team: Team = ALONE,
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Later]:
         """-log p(y|x), the mean over examples (joint) or over masked wordpieces (per_token), times ``weight``.
 
         With ``pretrain.crop_weight`` also that much of the crops' loss. Generators of equal state, one of each process,
@@ -424,15 +423,15 @@ class Realm:
             loss = -log_joint_B.mean()
         else:
             loss = -likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM).sum() / is_mask_BM.sum()
-        metrics = self._metrics(log_prior_BK.detach(), log_likelihood_BK.detach(), log_joint_B.detach(), missing_BK)
+        tensors = [log_prior_BK, log_likelihood_BK, log_joint_B]
         loss = weight * loss
         if self.options.crop_weight and retriever_learns and crops is not None:
             passages, document_UE = self._of_all(embedded, team)
             if len(passages) > 1:
                 crop_loss = self._crop_loss(passages, document_UE, crops, team)
                 loss = loss + self.options.crop_weight * crop_loss
-                metrics["crop_loss"] = crop_loss.item()
-        return loss, metrics
+                tensors.append(crop_loss)
+        return loss, Later(tensors, partial(self._metrics, missing_BK))
 
     def _of_all(self, embedded: Embedded, team: Team) -> tuple[list[int], Tensor]:
         """The passages that the processes of a team have embedded, each once and ascending, and their embeddings."""
@@ -461,11 +460,16 @@ class Realm:
         with autocast(self.device, self.dtype):
             query_QE = self.retriever.query(Packed([query for _, query in mine]))
         relevance_QU = self.retriever.scale * query_QE @ document_UE.T
-        own_Q = torch.tensor([place for place, _ in mine], device=relevance_QU.device)
+        (own_Q,) = send(relevance_QU.device, torch.tensor([place for place, _ in mine]))
         return weight * likelihood.in_batch_loss(relevance_QU, own_Q).mean()
 
     def _metrics(
-        self, log_prior_BK: Tensor, log_likelihood_BK: Tensor, log_joint_B: Tensor, missing_BK: Tensor
+        self,
+        missing_BK: Tensor,
+        log_prior_BK: Tensor,
+        log_likelihood_BK: Tensor,
+        log_joint_B: Tensor,
+        crop_loss: Tensor | None = None,
     ) -> dict[str, float]:
         prior_BK = log_prior_BK.exp()
         metrics = {"log_marginal": log_joint_B.mean().item(), "top_share": prior_BK.amax(-1).mean().item()}
@@ -485,7 +489,7 @@ class Realm:
                     "retrieval_utility_top": utility_BK[has_any_B, 0].mean().item(),
                     "retrieval_utility_best": best_B[has_any_B].mean().item(),
                 }
-        return metrics
+        return metrics if crop_loss is None else metrics | {"crop_loss": crop_loss.item()}
 
 
 class CollapseAlarm:
@@ -554,7 +558,7 @@ def pretrain(
         if new.new and context.team.leads:
             adopted.update(evaluate(new), refreshed=1.0)
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> tuple[Tensor, Later]:
         index = current[0]
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         drawn = [examples.draw(rng) for _ in range(options.batch_size)]
@@ -562,20 +566,25 @@ def pretrain(
         batch, weight = context.team.share(drawn, counts)
         searcher = index.retriever if options.query_encoder == "snapshot" else retriever
         asked = drawn if reader.apart else batch  # then what is found for one sentence is a candidate of all
-        query_BE = embed(searcher.query, query_sequences(realm.queries(asked)), realm.dtype)
+        query_BE = embed_there(searcher.query, query_sequences(realm.queries(asked)), realm.dtype)
         found = candidates.retrieve(asked, query_BE, index)
         if reader.apart:
             found = list(context.team.share(candidates.shared(drawn, found))[0])
         crops = np.random.default_rng(seed_for(context.seed, context.stream, "crops", step))
         learns = step >= options.retriever_delay
-        loss, metrics = realm.loss(batch, found, retriever_learns=learns, weight=weight, crops=crops, team=context.team)
+        loss, later = realm.loss(batch, found, retriever_learns=learns, weight=weight, crops=crops, team=context.team)
         learned_from = max(index.step, min(step, options.retriever_delay))  # it stands still during the delay
-        metrics |= {"staleness_steps": float(step - learned_from), "staleness_seconds": time.time() - index.published}
-        metrics["collapsed"] = float(alarm.watch(step, metrics.get("p_null", 0.0), [row[0] for row in found if row]))
-        metrics |= {name: float(count) for name, count in candidates.counts.items()} | adopted
+        known = {"staleness_steps": float(step - learned_from), "staleness_seconds": time.time() - index.published}
+        known |= {name: float(count) for name, count in candidates.counts.items()} | adopted
         candidates.counts.clear()
         adopted.clear()
-        return loss, metrics
+
+        def metrics(*tensors: Tensor) -> dict[str, float]:
+            said = later.metrics(*tensors) | known
+            collapsed = alarm.watch(step, said.get("p_null", 0.0), [row[0] for row in found if row])
+            return said | {"collapsed": float(collapsed)}
+
+        return loss, Later(later.tensors, metrics)
 
     groups = [
         Group("retriever", retriever, options.retriever_learning_rate, options.retriever_delay),

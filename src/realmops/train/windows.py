@@ -22,7 +22,7 @@ from realmops.corpus.questions import Question
 from realmops.index.embed import Progress, untold
 from realmops.model.likelihood import marginal_span_loss
 from realmops.train.finetune import OpenQa, by_group, finetune_steps
-from realmops.train.loop import Context, epoch_rows, fit
+from realmops.train.loop import Context, Later, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 WINDOW = 96  # wordpieces of a passage
@@ -114,7 +114,7 @@ def draw_windows(model: OpenQa, lesson: WindowLesson, rng: np.random.Generator, 
 
 def windows_loss(
     model: OpenQa, lessons: Sequence[WindowLesson], windows: Sequence[Sequence[Window]]
-) -> tuple[Tensor, dict[str, float]]:
+) -> tuple[Tensor, Later]:
     """-log of the share of the right spans among all spans of a question's windows, the mean over questions.
 
     To a span's score comes the weighted f(x, z) of its passage, as at evaluation.
@@ -129,10 +129,14 @@ def windows_loss(
     prior_S = torch.from_numpy(np.repeat(np.array([w.relevance for _, _, w in read], np.float32), counts))
     logit_S = score_S + model.retriever.mixture.reading * prior_S.to(score_S.device)
     question_S = np.repeat([b for b, _, _ in read], counts)
-    logit_BW, gold_BW = by_group(logit_S, gold_S.to(score_S.device), question_S, len(lessons))
+    logit_BW, gold_BW = by_group(logit_S, gold_S, question_S, len(lessons))
     loss_B = marginal_span_loss(logit_BW, gold_BW)
     best_B = gold_BW.gather(1, logit_BW.argmax(-1, keepdim=True))[:, 0]
-    return loss_B.mean(), {"span_loss": loss_B.mean().item(), "span_accuracy": float(best_B.float().mean())}
+
+    def metrics(loss_B: Tensor, best_B: Tensor) -> dict[str, float]:
+        return {"span_loss": loss_B.mean().item(), "span_accuracy": float(best_B.float().mean())}
+
+    return loss_B.mean(), Later((loss_B, best_B), metrics)
 
 
 def train_in_windows(
@@ -144,15 +148,15 @@ def train_in_windows(
     reader = model.reader
     assert reader.spans is not None
 
-    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+    def step_loss(step: int) -> tuple[Tensor, Later]:
         reader.train()
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "windows", step))
         negatives = step >= NEGATIVES_FROM * steps
         some = [lessons[row] for row in rows_of(step)]
         drawn = [(lesson, draw_windows(model, lesson, rng, negatives=negatives)) for lesson in some]
         mine, weight = context.team.share(drawn)
-        loss, metrics = windows_loss(model, [lesson for lesson, _ in mine], [windows for _, windows in mine])
-        return weight * loss, metrics
+        loss, later = windows_loss(model, [lesson for lesson, _ in mine], [windows for _, windows in mine])
+        return weight * loss, later
 
     groups = [
         Group("spans", reader.spans, options.span_learning_rate),
