@@ -51,7 +51,10 @@ def test_a_full_volume_is_named_with_file_and_room_before_anything_is_written(
         Files().write(tmp_path / "weights", bytes(2_000_000))
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(tmp_path / "weights")
+    with pytest.raises(OSError, match=r"1\.1 MB are wanted for this file and 1\.0 MB are free"):
+        Files().write(tmp_path / "weights", bytes(900_000))  # it would fit, with nothing to spare
     assert not (tmp_path / "weights").exists()
+    Files().write(tmp_path / "weights", bytes(800_000))
 
 
 def test_every_step_passes_through_the_hook_in_its_order(tmp_path: Path) -> None:

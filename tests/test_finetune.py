@@ -21,6 +21,7 @@ from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed
 from realmops.index.mips import Exact
 from realmops.model.files import add_spans
+from realmops.model.retriever import Mixture
 from realmops.model.sequences import join_query, join_reader
 from realmops.train.finetune import OpenQa, finetune, finetune_steps
 
@@ -117,6 +118,14 @@ def test_a_question_without_a_gold_span_teaches_nothing_given_or_not(world: Worl
     assert metrics["no_correct_span"] == 1.0
     loss.backward()
     assert all(not p.grad.any() for p in model.reader.parameters() if p.grad is not None)
+
+
+def test_recall_looks_at_five_passages(world: World) -> None:
+    """Oslo is in the passages 0, 1, 4 and 5: once the fifth that is found is the first with it, once the sixth is."""
+    model = given(world)
+    for row, recall in (([2, 3, 6, 7, 0], 1.0), ([2, 3, 6, 7, 8, 0], 0.0), ([0, 2, 3, 6, 7], 1.0)):
+        model.ranker = lambda question, k, row=row: np.array(row[:k])
+        assert model.loss([BORN])[1].now()["recall_at_5"] == recall
 
 
 def test_what_is_given_is_read_and_nothing_else(world: World) -> None:
@@ -298,6 +307,20 @@ def test_the_loss_is_the_slow_ones(world: World) -> None:
     assert metrics["no_correct_span"] == pytest.approx(1 / 3)
 
 
+def test_relevance_counts_as_much_as_reading_says(world: World) -> None:
+    """With a weight of 0 the loss of spans is that of their own scores alone; with any, f(x, z) comes to each."""
+    model = open_qa(world, reader_candidates=12, retriever_candidates=12)
+    with torch.no_grad():
+        relevance_BK, id_BK = model.evidence([BORN], 12)
+        spans = span_logits(model, BORN, id_BK[0].tolist())
+        for weight in (0.0, 0.5, 1.0):
+            model.retriever.mixture = Mixture(1.0, 0.0, weight)
+            added = [weight * f for f in relevance_BK[0].tolist()]
+            whole = [(score + f, right) for f, one in zip(added, spans, strict=True) for score, right in one]
+            found = model.loss([BORN])[1].now()["span_loss"]
+            assert found == pytest.approx(minus_log_share(whole), rel=1e-4)
+
+
 def test_a_question_with_nothing_correct_teaches_nothing(world: World) -> None:
     model = open_qa(world)
     loss, later = model.loss([NEVER])
@@ -413,7 +436,7 @@ def test_the_best_span_over_passages_and_relevance_wins(world: World) -> None:
 
 def test_the_probability_of_an_answer_is_summed_over_its_places_in_all_passages(world: World) -> None:
     """By a slow search for the answer's words in the text of the passages, and one softmax over all their spans."""
-    model = open_qa(world, reader_candidates=12)
+    model = open_qa(world, reader_candidates=12, retriever_candidates=12)
     asked = [Question(str(n), question, ("",)) for n, (question, _) in enumerate(QUESTIONS["train"])]
     several = 0
     for question, answer in zip(asked, model.answer(asked, ranked=5, batch_size=4), strict=True):

@@ -110,6 +110,14 @@ def test_without_words_or_their_weight_it_is_the_search_of_embeddings() -> None:
         assert found.words_QK.tolist() == [[0.0, 0.0]]
 
 
+def test_the_first_passage_is_found_by_words_alone() -> None:
+    """Its inner product is the smallest, and two are looked for by either kind."""
+    words = Table({"q": {0: 3.0}})
+    found = Hybrid(Exact(EMBEDDINGS.flip(0)), words, Mixture(1, 10), 1.0).search(QUERY, ["q"], 3, 3)
+    assert found.id_QK.tolist() == [[0, 5, 4]]
+    assert found.words_QK.tolist() == [[1.0, 0.0, 0.0]]
+
+
 def test_words_share_by_hand() -> None:
     """Over the best passage's, whether it is among the chosen or not; the null document (-1) has none."""
     id_QK = torch.tensor([[0, 5, -1], [1, 0, -1], [5, 4, 3]])

@@ -9,10 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from exchange_lab import StillClock
 from small_project import wait_for
 
 from realmops.index import lease
 from realmops.index.lease import Turns, claimed
+from realmops.index.signs import Ages
 
 # Adds one to a number in a file, slowly: two at once would lose one of the additions.
 ADD = """
@@ -92,6 +94,16 @@ def test_a_holder_elsewhere_is_waited_for_while_its_sign_changes(
     assert taken.is_set(), "its sign stays the same: it is dead"
 
 
+def test_a_holder_elsewhere_is_dead_when_its_sign_has_stayed_the_same_for_so_long(tmp_path: Path) -> None:
+    clock = StillClock()
+    ages = Ages(clock)
+    life = tmp_path / "claim/000001"
+    elsewhere(tmp_path / "claim", 0)
+    for seconds, is_over in ((0.0, False), (999.0, False), (1.0, True)):
+        clock.sleep(seconds)
+        assert lease._is_over(life, lease._read(life), ages) is is_over
+
+
 def test_a_holder_elsewhere_that_has_ended_is_followed_at_once(tmp_path: Path) -> None:
     elsewhere(tmp_path / "claim", -1, done=True)
     with claimed(tmp_path / "claim", never):
@@ -101,7 +113,9 @@ def test_a_holder_elsewhere_that_has_ended_is_followed_at_once(tmp_path: Path) -
 
 def test_who_slept_too_long_is_told_that_the_claim_is_lost(tmp_path: Path) -> None:
     with claimed(tmp_path / "claim", never) as claim:
-        assert not claim.lost
+        sign = tmp_path / "claim/000001/sign.json"
+        wait_for(lambda: json.loads(sign.read_text())["beat"] >= 4, 60)
+        assert not claim.lost, "it has looked and found itself"
         (tmp_path / "claim/000002").mkdir()  # somebody found its sign unchanged for too long
         wait_for(lambda: claim.lost, 10)
 

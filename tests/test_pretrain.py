@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,31 @@ def test_many_copies_are_searched_through_and_counted_once(tmp_path: Path) -> No
     assert dict(candidates.counts) == {"dropped_own": 1, "dropped_containing": 19, "short": 0}
 
 
+@dataclass(frozen=True)
+class Asked(Exact):
+    """Remembers how many passages were asked for."""
+
+    asked_for: list[int]
+
+    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        self.asked_for.append(k)
+        return super().search(query_QE, k)
+
+
+def test_a_deeper_search_is_made_where_candidates_are_missing_alone(tmp_path: Path) -> None:
+    """Of ten that are asked for nine are copies of x: one is left, and the second search finds another."""
+    copies = tuple((f"Copy {i}", "Anna was in Oslo.", ("Oslo",)) for i in range(9))
+    world = build_world(tmp_path, copies + tuple((f"Other {i}", f"Jon saw {i} ships.", ("Jon",)) for i in range(20)))
+    retriever, _ = tiny_models(world)
+    index, query_E = ranked_index(29, retriever)
+    index.passages = Asked(index.passages.embedding_PE, [])
+    candidates = Candidates(world.snapshot, options(candidates=3))
+    assert candidates.retrieve([example(world, 5, 0)], query_E[None], index) == [[9, 10]]
+    assert index.passages.asked_for == [10, 160]
+    assert candidates.retrieve([example(world, 12, 0)], query_E[None], index) == [[0, 1]]
+    assert index.passages.asked_for == [10, 160, 10], "there were as many as wanted"
+
+
 def test_a_small_corpus_is_short_of_candidates(tmp_path: Path) -> None:
     world = build_world(tmp_path, (("A", "Anna is in Oslo.", ("Oslo",)), ("B", "Jon is in Bergen.", ("Jon",))))
     retriever, _ = tiny_models(world)
@@ -323,6 +348,43 @@ def test_an_example_with_the_null_document_alone(world: World) -> None:
     metrics = later.now()
     assert set(metrics) == {"log_marginal", "top_share", "p_null", "marginal_gain"}
     assert metrics["p_null"] == pytest.approx(1.0)
+
+
+def test_the_loss_of_crops_is_that_of_each_crop_against_all_passages(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By loops over crops and passages; it adds ``crop_weight`` of itself to the loss, and nothing while all rests."""
+    retriever, reader = tiny_models(world)
+    examples, found = [example(world, 0, 0), example(world, 6, 0)], [[4, 1, 5], [7, 2, 8]]
+    realm = Realm(retriever, reader, world.snapshot, options(crop_weight=0.25, batch_size=2), FP32)
+    asked: list[np.ndarray] = []
+    joined = module.join_query
+
+    def spy(x: np.ndarray, *more: Any) -> np.ndarray:
+        asked.append(joined(x, *more))
+        return asked[-1]
+
+    def loss(learns: bool, seed: int | None) -> tuple[float, dict[str, float]]:
+        crops = None if seed is None else np.random.default_rng(seed)
+        value, later = realm.loss(examples, found, retriever_learns=learns, crops=crops)
+        return value.item(), later.now()
+
+    plain, _ = loss(True, None)
+    assert loss(False, 0)[0] == pytest.approx(plain)
+    monkeypatch.setattr(module, "join_query", spy)
+    whole, metrics = loss(True, 0)
+    assert whole == pytest.approx(plain + 0.25 * metrics["crop_loss"], rel=1e-5)
+    passages, expected = [1, 2, 4, 5, 7, 8], []
+    places = np.random.default_rng(0).integers(len(passages), size=2).tolist()
+    sequences = document_sequences(world.snapshot, passages)
+    with torch.no_grad():
+        documents = [retriever.document(Packed([tokens], [segments]))[0] for tokens, segments in sequences]
+        for place, crop in zip(places, asked[-2:], strict=True):
+            query = retriever.query(Packed([crop]))[0]
+            f = [math.exp(float(retriever.scale * query @ document)) for document in documents]
+            expected.append(-math.log(f[place] / sum(f)))
+    assert retriever.scale != 1.0
+    assert metrics["crop_loss"] == pytest.approx(sum(expected) / 2, rel=1e-4)
 
 
 def test_without_retrieval_it_is_a_bert_that_guesses_masked_words(world: World) -> None:
@@ -554,6 +616,12 @@ def test_the_retriever_rests_at_first(world: World) -> None:
     assert not torch.equal(reader.bert.word.weight, reader_start.bert.word.weight)
     retriever, *_ = run(world, options(steps=4, retriever_delay=3))
     assert not torch.equal(retriever.query.projection.weight, start.query.projection.weight), "it learns in step 3"
+
+
+def test_an_index_is_not_stale_while_the_retriever_rests(world: World) -> None:
+    """Rest for three steps: the index of step 0 is as fresh in step 3 as in step 0."""
+    *_, journal, _, _ = run(world, options(steps=6, retriever_delay=3, refresh_every=100))
+    assert journal.values("staleness_steps") == [0, 0, 0, 0, 1, 2]
 
 
 @pytest.mark.parametrize("query_encoder", ["snapshot", "fresh"])

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 
+from realmops.index.embeddings import EMBEDDINGS
 from realmops.index.staleness import generation_in_use, top_k_change
+from realmops.index.trainer import Policy
+from realmops.train import exchange
+from realmops.train.exchange import ExchangeSource, Refresh
 
 
 @pytest.mark.parametrize(
@@ -37,3 +45,47 @@ def test_staleness_under_a_fixed_lag_is_between_lag_and_lag_plus_refresh() -> No
 )
 def test_top_k_change(old: list[list[int]], new: list[list[int]], expected: float) -> None:
     assert top_k_change(np.array(old), np.array(new)) == expected
+
+
+class Seen:
+    """A trainer's exchange that remembers which weights were published, and which index was asked for when."""
+
+    def __init__(self) -> None:
+        self.published, self.asked = list[int](), dict[int, int]()
+        self.step, self.index_step, self.lacks_index = 0, 0, False
+
+    def beat(self, step: int) -> None:
+        self.step = step
+
+    def publish_weights(self, step: int, files: dict[str, bytes], meta: dict[str, Any]) -> None:
+        self.published.append(step)
+
+    def index_for(self, step: int) -> Any:
+        self.asked[self.step] = self.index_step = step
+        return SimpleNamespace(step=step, files={EMBEDDINGS: b""}, meta={"published": 0.0})
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("delay", [0, 1, 2, 4, 5, 20])
+def test_what_is_published_is_what_is_adopted(
+    monkeypatch: pytest.MonkeyPatch, every: int, lag: int, delay: int
+) -> None:
+    """Weights are published for the steps whose index a later step takes, and for no other.
+
+    In its first ``delay`` steps the retriever stands still: the weights of step ``delay`` are those of step 0.
+    """
+    monkeypatch.setattr(exchange, "retriever_files", lambda *_: {})
+    monkeypatch.setattr(exchange, "embeddings_in", lambda content: None)
+    monkeypatch.setattr(exchange, "retriever_from_files", lambda files: torch.nn.Identity())
+    steps, trainer = 12, Seen()
+    refresh = Refresh(steps, every, lag, delay, "external", "auto", 1, Policy())
+    passages: Any = lambda embedding_PE, retriever: None  # noqa: E731
+    source = ExchangeSource(trainer, refresh, "", torch.device("cpu"), passages)  # type: ignore[arg-type]
+    new = [bool((index := source.at_step(step, Any)) and index.new) for step in range(steps)]  # type: ignore[arg-type]
+    made = [s if s > delay else 0 for s in range(0, steps, every)]  # the index of step s is made from these weights
+    wanted = [max([0] + [made[i] for i, s in enumerate(range(0, steps, every)) if s + lag <= t]) for t in range(steps)]
+    first = [t for t in range(steps) if t == 0 or wanted[t] != wanted[t - 1]]
+    assert trainer.asked == {t: wanted[t] for t in first}
+    assert [t for t in range(steps) if new[t]] == first
+    assert trainer.published == sorted({*wanted})

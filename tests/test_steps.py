@@ -211,6 +211,9 @@ def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: Worl
 
     expected = found()
     assert torch.equal(expected[0], embed(retriever.document, sequences, FP32))
+    assert retriever.document.training, "as it was before"
+    assert not embed_there(retriever.eval().document, sequences[:1], FP32).requires_grad
+    assert not retriever.document.training
     with recorded():
         retriever.to(ELSEWHERE)
         there = found()

@@ -21,7 +21,16 @@ from exchange_lab import FAULTS, Fault, Inode, Killed, MemoryFiles, StillClock
 
 from realmops.artifacts import canonical_json, digest_of
 from realmops.index.files import Files
-from realmops.index.versions import MANIFEST, Damaged, Version, Versions, fence_of, step_of, version_name
+from realmops.index.versions import (
+    MANIFEST,
+    STALE_SECONDS,
+    Damaged,
+    Version,
+    Versions,
+    fence_of,
+    step_of,
+    version_name,
+)
 
 RUN = {"corpus": "c0ffee", "dimensions": 4}
 OLD, NEW = version_name(1, 10), version_name(1, 20)
@@ -625,9 +634,12 @@ def test_the_pin_of_a_dead_reader_ends_and_that_of_a_living_one_does_not() -> No
     assert store.names() == [OLD]
     store.collect(set)
     assert store.names() == [OLD]
-    store.clock.sleep(600.0)
+    store.clock.sleep(STALE_SECONDS - 501.0)
     store.collect(set)
-    assert store.names() == []
+    assert store.names() == [OLD]
+    store.clock.sleep(1.0)
+    store.collect(set)
+    assert store.names() == [], "as long as that without a change"
 
 
 def test_what_is_published_while_a_collector_asks_for_needs_is_not_moved() -> None:
