@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from elsewhere import ELSEWHERE, Counts, recorded
 from small_world import World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 
-from realmops.bert import bring, send
+from realmops import bert
+from realmops.bert import Packed, bring, send
 from realmops.corpus.questions import Question
 from realmops.index.embed import document_sequences, embed, embed_there, query_sequences
 from realmops.index.hybrid import Hybrid
@@ -194,10 +196,10 @@ def test_what_is_sent_and_brought_together_stays_the_same() -> None:
     assert [id(tensor) for tensor in send(CPU, whole, part)] == [id(whole), id(part)]
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: World, pooling: str) -> None:
+@pytest.mark.parametrize(("pooling", "segments"), [("cls", "two"), ("mean", "one")])
+def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: World, pooling: str, segments: str) -> None:
     """In batches by length as out of them; for words and embeddings together, too."""
-    retriever, _ = tiny_models(world, pooling=pooling)
+    retriever, _ = tiny_models(world, pooling=pooling, segments=segments)
     sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
     texts = [f"{title} {world.snapshot.text(row)}" for row, title in enumerate(world.snapshot.column("title"))][:5]
     queries = query_sequences([world.wordpieces(text) for text in texts])
@@ -219,6 +221,27 @@ def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: Worl
         there = found()
     for ours, theirs in zip(there, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("together", [1 << 20, 1])
+def test_hidden_states_are_those_of_the_cpu(world: World, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """Of sequences in any order of lengths, attended to together and in groups of like lengths."""
+    monkeypatch.setattr(bert, "_SCORES_TOGETHER", together)
+    monkeypatch.setattr(bert, "_SCORES_OF_GROUP", 200)
+    _, reader = tiny_models(world)
+    sequences = [np.arange(5, 5 + length) for length in (9, 3, 7, 3, 8, 1)]
+    segments = [np.arange(len(one)) % 2 for one in sequences]
+    expected_TD = reader.bert(Packed(sequences, segments)).detach()
+    batch = Packed(sequences, segments)
+    assert len(batch.groups) == (1 if together > 1 else 2)
+    with recorded() as counts:
+        reader.to(ELSEWHERE)
+        before = counts.sent
+        hidden_TD = reader.bert(batch)
+        assert counts.sent == before + 1
+        hidden_TD.sum().backward()
+        (found_TD,) = bring(hidden_TD)
+    torch.testing.assert_close(found_TD, expected_TD, rtol=1e-4, atol=1e-5)
 
 
 def main() -> None:
