@@ -183,7 +183,7 @@ def test_what_variants_share_is_trained_once(project: Path) -> None:
 def mlflow_runs(project: Path) -> dict[str, Run]:
     """The runs as MLflow gives them, by name."""
     client = mlflow_client(default_uri(tracking_folder(project / "out")))
-    return {run.info.run_name: run for run in client.search_runs(["1"])}
+    return {run.info.run_name.partition(" corpus ")[0]: run for run in client.search_runs(["1"])}
 
 
 def points(project: Path) -> list[tuple[str, str, float, int, int]]:
@@ -201,6 +201,7 @@ def test_mlflow_has_the_datasets_and_the_tables_of_each_variant(project: Path) -
         read = {found.dataset.name: found.dataset.digest for found in run.inputs.dataset_inputs}
         assert (read["corpus"], read["questions.test"]) == (corpus[:36], questions[:36])
         assert run.data.params["ablation.variant"] == run.data.tags["realmops.variant"]
+        assert run.info.run_name == f"{run.data.tags['realmops.variant']} seed 0 corpus {corpus[:8]}"
     assert realm.data.params.keys() == baseline.data.params.keys()
     shown = Path(realm.info.artifact_uri.removeprefix("file://"))
     for name in ("predictions.parquet", "report.html"):
@@ -245,7 +246,7 @@ def test_mlflow_shows_the_variants_under_one_run(project: Path) -> None:
     database = project / "out" / ".realmops" / "mlflow" / "mlflow.db"
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT name, run_uuid FROM runs").fetchall()
-        runs = dict(rows)
+        runs = {name.partition(" corpus ")[0]: id for name, id in rows}
         assert sorted(runs) == ["ablation", "baseline seed 0", "random_token seed 0", "realm seed 0"]
         parents = dict(
             connection.execute("SELECT run_uuid, value FROM tags WHERE key = 'mlflow.parentRunId'").fetchall()

@@ -157,6 +157,7 @@ def test_everything_that_people_look_at_is_there(finished: Path) -> None:
     assert printed.exit_code == 0
     assert "BM25 (and the model's" in printed.output
     assert "mlflow ui" in printed.output
+    assert "/#/experiments/1/runs?viewStateShareKey=realmops-runs" in printed.output
 
 
 def times(root: Path) -> dict[Path, int]:
@@ -658,7 +659,7 @@ def test_trainer_and_its_child_builder_end_together_or_go_on(lived: tuple[Path, 
 def test_the_stages_of_one_variant_are_one_mlflow_run(finished: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(finished, root)
-    variables = {"MLFLOW_TRACKING_URI": "", "MLFLOW_RUN_ID": "", "DVC_EXP_NAME": "a-name"}
+    variables = {"MLFLOW_TRACKING_URI": "", "MLFLOW_RUN_ID": "", "DVC_EXP_NAME": ""}
     for name in ("ict", "evaluate"):
         process = run_embedded(root, name, "--force", "--set", "tracking.enabled=true", **variables)
         assert process.returncode == 0, process.stderr
@@ -668,18 +669,22 @@ def test_the_stages_of_one_variant_are_one_mlflow_run(finished: Path, tmp_path: 
         def rows(query: str) -> list[Any]:
             return database.execute(query).fetchall()
 
-        assert rows("SELECT name, status FROM runs") == [("a-name", "FINISHED")]
+        corpus = json.loads((root / "data/snapshot/corpus/manifest.json").read_text())["corpus_hash"]
+        assert rows("SELECT name, status FROM runs") == [(f"realm seed 0 corpus {corpus[:8]}", "FINISHED")]
         assert dict(rows("SELECT key, value FROM params"))["pretrain.steps"] == "12"
         steps = rows("SELECT step FROM metrics WHERE key = 'ict/reader_loss' ORDER BY step")
         assert [step for (step,) in steps] == [4, 5, 6, 7]
         metrics = json.loads((root / "results/metrics.json").read_text())
-        plain = dict(rows("SELECT key, value FROM metrics WHERE key IN ('em', 'recall_at_5')"))
-        assert plain == {"em": metrics["em"], "recall_at_5": metrics["recall_at_5"]}
+        found = dict(rows("SELECT key, value FROM metrics WHERE key NOT LIKE '%/%'"))
+        before_questions = metrics["zero_shot_recall_at_5_token_boundary"]
+        assert {name: found[name] for name in ("em", "recall_at_5", "zero_shot_recall_at_5")} == {
+            "em": metrics["em"], "recall_at_5": metrics["recall_at_5"], "zero_shot_recall_at_5": before_questions
+        }  # fmt: skip
         tags = dict(rows("SELECT key, value FROM tags"))
-        corpus = json.loads((root / "data/snapshot/corpus/manifest.json").read_text())["corpus_hash"]
         assert tags["realmops.corpus_hash"] == corpus
         assert {"realmops.params_hash", "realmops.run_key"} <= tags.keys()
-        assert (tags["realmops.kind"], tags["realmops.seed"]) == ("run", "0")
+        kind = (tags["realmops.kind"], tags["realmops.variant"], tags["realmops.seed"])
+        assert kind == ("run", "realm", "0")
         digests = dict(rows("SELECT name, digest FROM datasets"))
         assert digests.keys() == {"corpus", "questions.train", "questions.test"}
         assert digests["corpus"] == corpus[:36]

@@ -108,7 +108,7 @@ def test_one_run_holds_every_stage(
     monkeypatch.setenv("DVC_EXP_NAME", "wild-card")
     for stage, params in (("ict", RUN.params), ("pretrain", {"pretrain": {"k": 8}})):
         path = tmp_path / stage / "metrics.jsonl"
-        run = TrackedRun(RUN.key, params, RUN.tags)
+        run = TrackedRun(RUN.key, params, RUN.tags, else_named="realm seed 0")
         with Journal(path, stage) as journal, Tracker(path, stage, run, folder) as tracker:
             journal.log(1, loss=2.0)
             journal.log(2, loss=1.0)

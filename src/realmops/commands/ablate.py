@@ -42,14 +42,16 @@ from realmops.evaluate.ablation import (
 )
 from realmops.evaluate.compare import correct
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
+from realmops.evaluate.retrieval import zero_shot_recall
 from realmops.index.files import Files
 from realmops.index.lease import Claim, claimed
 from realmops.journal import read_journal, series_of
 from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
 from realmops.stages.runner import inputs_of
+from realmops.tracking.mlflow_views import view_address
 from realmops.tracking.run import TrackedRun, provenance_tags
 from realmops.tracking.sender import sync
-from realmops.tracking.stage_runs import datasets, headline, shown_files, tracking_folder
+from realmops.tracking.stage_runs import datasets, headline, run_name, shown_files, tracking_folder
 from realmops.tracking.tracker import keep_finished
 
 REFERENCE = "realm"
@@ -151,6 +153,7 @@ def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
     yield f"The page, which opens without a network: {out / 'report.html'}"
     if (tracking_folder(out) / "mlflow.db").is_file():
         yield f"Compare runs in the browser: {browser_command(out)}"
+        yield f"and there, with their figures: {view_address('realmops-variants')}"
 
 
 def means_of(ablation: Ablation) -> dict[str, float]:
@@ -311,12 +314,7 @@ def outcome_of(ablation: Ablation, variant: str, seed: int) -> VariantOutcome:
     measured, trained = (artifacts.read_json(view / STAGES[name].folder / METRICS) for name in ("evaluate", "pretrain"))
     tuned = ablation.values(variant, seed)["finetune"]
     retriever, reader = tuned["retriever"], tuned["reader"]
-    if reader in CLOSED_BOOK:
-        recall = math.nan
-    else:
-        prefix = {"pretrain": "zero_shot_", "ict": "before_realm_"}.get(retriever, "")
-        rule = next(name for name in measured if name.startswith("recall_at_5_") and name.endswith("_low"))
-        recall = measured[prefix + rule.removesuffix("_low")]  # under the questions' own rule
+    recall = None if reader in CLOSED_BOOK else zero_shot_recall(measured, retriever)
     names = [*(FIGURES if retriever == "pretrain" else ()), *(MASKED if reader == "pretrain" else ())]
     predictions = sorted(read_predictions(view / STAGES["evaluate"].folder / PREDICTIONS), key=lambda p: p.question_id)
     records = read_journal(view / STAGES["pretrain"].folder / JOURNAL)
@@ -324,7 +322,7 @@ def outcome_of(ablation: Ablation, variant: str, seed: int) -> VariantOutcome:
         variant,
         seed,
         correct(predictions),
-        recall,
+        math.nan if recall is None else recall,
         {name: trained[name] for name in names if name in trained},
         series_of(records, "pretrain", "retrieval_utility"),
     )
@@ -396,7 +394,7 @@ def _child(ablation: Ablation, parent: TrackedRun, variant: str, seed: int, bega
         artifacts.digest_of([parent.key, variant, seed, params_hash, corpus, tags.get("realmops.git_commit")]),
         {"ablation": {"variant": variant}, **values},
         tags | {"realmops.kind": "variant", "realmops.variant": variant, "realmops.seed": str(seed)},
-        name=f"{variant} seed {seed}",
+        name=run_name(variant, seed, corpus),
         experiment=parent.experiment,
         parent=parent,
         datasets=datasets(values, corpus, external_files(STAGES["evaluate"], values, ablation.project, view)),

@@ -13,6 +13,7 @@ from realmops.evaluate.predictions import read_results, results_file
 from realmops.evaluate.report import figure_tables
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import default_uri
+from realmops.tracking.mlflow_views import view_address
 from realmops.tracking.stage_runs import tracking_folder
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def summary(root: Path) -> Iterator[Table | str]:
     if page.is_file():
         yield f"The report, which opens without a network:  {page}"
     yield f"Compare runs in the browser:  {browser_command(root)}"
+    yield f"and there, with their figures:  {view_address('realmops-runs')}"
     yield from how_to_ask(root)
 
 

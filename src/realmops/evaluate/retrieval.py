@@ -17,6 +17,7 @@ from realmops.evaluate.openqa import bootstrap_interval
 
 RECALL_AT = (1, 5, 20, 100)
 SHOWN_AT = (1, 5, 20)  # with intervals
+ZERO_SHOT = {"ict": "before_realm_", "pretrain": "zero_shot_"}  # what recall is called of retrievers not fine-tuned
 
 Rows = NDArray[np.integer[Any]]
 
@@ -78,6 +79,16 @@ def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = ""
         for rule, ranks in ranks_Q.items()
         for k in RECALL_AT
     }
+
+
+def zero_shot_recall(metrics: Mapping[str, Any], retriever: str) -> float | None:
+    """recall@5 of the retriever that fine-tuning starts from, by the questions' own rule, from ``evaluate``'s metrics.
+
+    One that learns nothing, as BM25, is the same before and after. None where nothing is retrieved.
+    """
+    rule = next((name for name in metrics if name.startswith("recall_at_5_") and name.endswith("_low")), "")
+    found = metrics.get(ZERO_SHOT.get(retriever, "") + rule.removesuffix("_low"))
+    return None if found is None else float(found)
 
 
 def recall_intervals(

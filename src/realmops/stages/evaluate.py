@@ -28,7 +28,15 @@ from realmops.evaluate.predictions import (
     write_predictions,
 )
 from realmops.evaluate.report import write_report
-from realmops.evaluate.retrieval import RECALL_AT, Rows, hit_ranks_by_rule, padded, recall_intervals, recall_metrics
+from realmops.evaluate.retrieval import (
+    RECALL_AT,
+    ZERO_SHOT,
+    Rows,
+    hit_ranks_by_rule,
+    padded,
+    recall_intervals,
+    recall_metrics,
+)
 from realmops.evaluate.tuned import open_tuned
 from realmops.index.approximate import Approximate
 from realmops.index.embed import embed, query_sequences
@@ -43,7 +51,6 @@ from realmops.stages.shards import embeddings_of
 from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa, Ranker
 
 TRAINED = ("ict", "pretrain", "finetune")
-ZERO_SHOT = {"ict": "before_realm_", "pretrain": "zero_shot_"}  # what recall is called of retrievers not fine-tuned
 HYBRID = "hybrid_"  # behind that, where words count beside embeddings
 DEPTH = max(RECALL_AT)
 

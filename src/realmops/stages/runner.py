@@ -113,7 +113,9 @@ def _run_alone(
         artifacts.write_json(out / METRICS, metrics)
         artifacts.write_manifest(out, name, fingerprint=key, sections={s: values[s] for s in stage.sections})
         if tracker is not None:
-            figures = {f"final/{name}.{key}": value for key, value in metrics.items()} | headline(name, metrics)
+            figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
+            tuned = values["finetune"]
+            figures |= headline(name, metrics, "" if tuned["reader"] in CLOSED_BOOK else tuned["retriever"])
             tracker.finish(figures, shown_files(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics

@@ -24,6 +24,11 @@ _FIGURES = {
 _CURVES = {"pretrain/retrieval_utility": 80, "pretrain/p_null": 0, "pretrain/staleness_steps": 0}
 
 
+def view_address(view: str) -> str:
+    """Where ``mlflow ui`` shows a view of :func:`experiment_tags`; 1 is the first experiment of a new database."""
+    return f"http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey={view}"
+
+
 def experiment_tags() -> dict[str, str]:
     """What MLflow's UI reads from an experiment: its kind, and the entries of the menu "Views" above the runs.
 

@@ -34,6 +34,7 @@ class TrackedRun:
     replace a point, so a stage that begins anew under the same key adds a second one at each step. ``params``
     are sections of values; they are logged as ``section.key``. ``parent`` is the run that this one is shown
     under; it is created when it is not there. ``began`` is when the run began, in seconds, where that is not now.
+    ``else_named`` is the name of a run that neither its maker nor DVC has named.
     """
 
     key: str
@@ -44,12 +45,13 @@ class TrackedRun:
     parent: TrackedRun | None = None
     datasets: Sequence[TrackedDataset] = ()
     began: float | None = None
+    else_named: str | None = None
 
     def description(self) -> dict[str, Any]:
         """What the process that sends needs to know; MLflow's variables come first, DVC's names what has no name."""
         return {
             "key": self.key,
-            "name": self.name or os.environ.get("DVC_EXP_NAME"),
+            "name": self.name or os.environ.get("DVC_EXP_NAME") or self.else_named,
             "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
             "params": flat_params(self.params),
             "tags": {RUN_KEY_TAG: self.key, **self.tags},

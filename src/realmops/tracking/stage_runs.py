@@ -10,6 +10,7 @@ from typing import Any
 from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
+from realmops.evaluate.retrieval import zero_shot_recall
 from realmops.journal import Journal
 from realmops.tracking.mlflow_views import as_table
 from realmops.tracking.run import TrackedDataset, TrackedRun, provenance_tags
@@ -42,10 +43,28 @@ def tracked(
     params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     run_key = artifacts.digest_of([params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())])
-    tags |= {"realmops.kind": "run", "realmops.seed": str(values["run"]["seed"])}
-    read = datasets(values, corpus_hash, inputs)
-    run = TrackedRun(run_key, values, tags, experiment=options["experiment"], datasets=read)
+    variant, seed = variant_of(values["finetune"]), values["run"]["seed"]
+    tags |= {"realmops.kind": "run", "realmops.variant": variant, "realmops.seed": str(seed)}
+    run = TrackedRun(
+        run_key,
+        values,
+        tags,
+        experiment=options["experiment"],
+        datasets=datasets(values, corpus_hash, inputs),
+        else_named=run_name(variant, seed, corpus_hash),
+    )
     return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
+
+
+def variant_of(finetune: Mapping[str, Any]) -> str:
+    """What a run that is no ablation is called: ``realm``, or the retriever and the reader that it starts from."""
+    retriever, reader = finetune["retriever"], finetune["reader"]
+    return "realm" if retriever == reader == "pretrain" else f"{retriever}+{reader}"
+
+
+def run_name(variant: str, seed: int, corpus_hash: str) -> str:
+    """What MLflow calls a run: variant, seed, and as much of the corpus's digest as its column of data sets shows."""
+    return " ".join([f"{variant} seed {seed}", *([f"corpus {corpus_hash[:8]}"] if corpus_hash else [])])
 
 
 def datasets(
@@ -69,10 +88,16 @@ def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
     return {**found, "predictions.table.json": as_table(rows)}
 
 
-def headline(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures that people compare runs by, under their plain names."""
+def headline(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
+    """The figures that people compare runs by, under their plain names.
+
+    With ``retriever``, the one that fine-tuning starts from, also its recall@5 before that, of the stage ``evaluate``.
+    """
     names = {
         "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
         "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
     }
-    return {key: metrics[key] for key in names.get(name, ()) if key in metrics}
+    found = {key: metrics[key] for key in names.get(name, ()) if key in metrics}
+    if name == "evaluate" and retriever and (recall := zero_shot_recall(metrics, retriever)) is not None:
+        found["zero_shot_recall_at_5"] = recall
+    return found
