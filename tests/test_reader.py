@@ -309,6 +309,8 @@ def test_candidates_are_shared_without_the_trivial_ones(world: World) -> None:
     assert everything.shared(asked, [[8], []]) == [[8, 2, 4], [2, 4, 8]]
     strangers = [replace(one, passage=NULL) for one in asked]
     assert Candidates(world.snapshot, options()).shared(strangers, [[8], []]) == [[8], [8]]
+    without = Candidates(world.snapshot, options(candidates=1))
+    assert without.shared(asked, [[], []]) == [[], []], "a BERT without retrieval"
 
 
 class Source:

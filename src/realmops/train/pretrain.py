@@ -207,7 +207,10 @@ class Candidates:
         """Each example's own candidates, and behind them what was found for the others and the passages they are from.
 
         A reader that reads sentences and passages apart has read them all in any case.  Trivial ones are left out.
+        Where no passage is wanted (``candidates: 1``, the null document alone) there are none of others either.
         """
+        if not self.options.documents:
+            return [list(row) for row in found]
         pool = sorted({p for row in found for p in row} | {e.passage for e in examples if e.passage != NULL})
         result = []
         for example, own in zip(examples, found, strict=True):
