@@ -357,6 +357,32 @@ def test_pre_training_reads_every_passage_of_the_batch_for_every_sentence(
                     assert len(row) == 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"null_document": False},
+        {"exclude_trivial": False},
+        {"marginal": "per_token"},
+        {"masking": "random_token"},
+        {"query_encoder": "fresh"},
+        {"candidates": 1},
+    ],
+    ids=str,
+)
+def test_ablations_train_a_reader_that_reads_apart(world: World, change: dict[str, Any]) -> None:
+    """Three steps of each: the loss is finite, and p(z|x) is 1 for the null document alone and nowhere else."""
+    retriever, reader = models(world, APART)
+    chosen = options(steps=3, staleness_queries=0, retriever_delay=0, **change)
+    realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
+    journal = MemoryJournal()
+    examples = Examples(world.snapshot, world.spans, chosen)
+    arguments = realm, examples, tiny_optimiser(), Source(world)
+    pretrain(tiny_context(journal=journal), *arguments, evaluate=lambda index: {}, warn=print)
+    assert len(journal.values("loss")) == 3
+    assert all(math.isfinite(loss) for loss in journal.values("loss"))
+    assert all((share == 1) == (change == {"candidates": 1}) for share in journal.values("top_share"))
+
+
 @HOW
 def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty steps: the loss falls, and every part of the copy head has moved."""
