@@ -50,18 +50,19 @@ NAMES = {"realm": "REALM", "baseline": "Baseline", "never_run": "Never run"}
 VARIANTS = {name: Variant(title, "words") for name, title in NAMES.items()}
 
 
-def outcome(variant: str, seed: int, correct: str, recall: float, age: float = 1.0) -> VariantOutcome:
-    """``correct`` has a 1 for each question that was answered."""
+def outcome(variant: str, seed: int, correct: str, hit: str | None, age: float = 1.0) -> VariantOutcome:
+    """``correct`` has a 1 for each question that was answered, ``hit`` for each whose answer was found."""
     utility = Series("retrieval_utility", [0, 1, 2], [seed, 2.0 * seed, 3.0])
-    right = np.array([c == "1" for c in correct])
-    return VariantOutcome(variant, seed, right, recall, {"index_staleness_steps": age}, utility)
+    right, found = (None if given is None else np.array([c == "1" for c in given]) for given in (correct, hit))
+    assert right is not None
+    return VariantOutcome(variant, seed, right, found, {"index_staleness_steps": age}, utility)
 
 
 OUTCOMES = [
-    outcome("realm", 0, "1110", 0.5),
-    outcome("realm", 1, "1000", 0.7),
-    outcome("baseline", 0, "1100", 0.4, 30.0),
-    outcome("baseline", 1, "0000", 0.2, 30.0),
+    outcome("realm", 0, "1110", "1010"),
+    outcome("realm", 1, "1000", "1110"),
+    outcome("baseline", 0, "1100", "1010", 30.0),
+    outcome("baseline", 1, "0000", "0000", 30.0),
 ]
 
 
@@ -69,13 +70,14 @@ def test_means_and_differences_by_hand() -> None:
     realm, baseline = table_rows(OUTCOMES, VARIANTS, reference="realm")
     assert (realm.em.mean, realm.recall_at_5.mean, realm.em_difference.mean, realm.seeds) == (
         0.5,
-        pytest.approx(0.6),
+        pytest.approx(0.625),
         0.0,
         2,
     )
-    assert (baseline.em.mean, baseline.recall_at_5.mean) == (0.25, pytest.approx(0.3))
+    assert (baseline.em.mean, baseline.recall_at_5.mean) == (0.25, pytest.approx(0.25))
     assert baseline.em_difference.mean == pytest.approx(-0.25), "two of eight questions"
-    assert baseline.recall_difference == pytest.approx(-0.3), "(-.1 - .5) / 2"
+    assert baseline.recall_difference.mean == pytest.approx(-0.375), "three of eight questions"
+    assert baseline.recall_difference.low < -0.375 < baseline.recall_difference.high <= 0.0
     assert baseline.questions == 8
     assert (realm.em.low, realm.em.high) == (0.25, 0.75), "of two seeds, one or the other twice"
     assert baseline.em_difference.low < -0.25 < baseline.em_difference.high <= 0.0
@@ -83,11 +85,11 @@ def test_means_and_differences_by_hand() -> None:
 
 
 def test_a_difference_takes_the_seeds_that_both_have() -> None:
-    _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", 1.0)], VARIANTS, reference="realm")
+    _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", "1111")], VARIANTS, reference="realm")
     assert (baseline.seeds, baseline.questions) == (3, 8)
     assert baseline.em_difference.mean == pytest.approx(-0.25)
     with pytest.raises(ValueError, match="baseline and realm have no seed in common"):
-        table_rows([OUTCOMES[0], outcome("baseline", 5, "1", 1.0)], VARIANTS, reference="realm")
+        table_rows([OUTCOMES[0], outcome("baseline", 5, "1", "1")], VARIANTS, reference="realm")
 
 
 def test_the_table_as_people_read_it() -> None:
@@ -95,22 +97,23 @@ def test_the_table_as_people_read_it() -> None:
     lines = as_markdown(rows).splitlines()
     assert len(lines) == 4
     assert lines[2] == (
-        "| REALM | words | 0.500 (0.250 to 0.750) | 0.600 (0.500 to 0.700) | – | +0.000 (+0.000 to +0.000) | 2 |"
+        "| REALM | words | 0.500 (0.250 to 0.750) | 0.625 (0.500 to 0.750) | – "
+        "| +0.000 (+0.000 to +0.000) | +0.000 (+0.000 to +0.000) | 2 |"
     )
-    assert lines[3].startswith("| Baseline | words | 0.250 (0.000 to 0.500) | 0.300 (0.200 to 0.400) | – | -0.250 (")
+    assert lines[3].startswith("| Baseline | words | 0.250 (0.000 to 0.500) | 0.250 (0.000 to 0.500) | – | -0.250 (")
     (_, read) = csv.DictReader(io.StringIO(as_csv(rows)))
     assert (read["variant"], float(read["em"])) == ("baseline", 0.25)
 
 
 def test_what_a_variant_does_not_have_is_left_open() -> None:
     """A closed book retrieves nothing; the words that one masked are right in .25 and .75 of the sentences."""
-    closed = outcome("baseline", 0, "0000", float("nan"))
+    closed = outcome("baseline", 0, "0000", None)
     guessed = [
         replace(one, figures={"masked_accuracy": share}) for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
     ]
     realm, baseline = table_rows([*guessed, closed], VARIANTS, reference="realm")
     assert (realm.masked_accuracy, cells(realm)[4]) == (0.5, "0.500")
-    assert (cells(baseline)[3], cells(baseline)[4]) == ("–", "–")
+    assert (cells(baseline)[3], cells(baseline)[4], cells(baseline)[6]) == ("–", "–", "–")
     assert baseline.em_difference.mean == -0.75
 
 

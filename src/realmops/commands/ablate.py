@@ -41,8 +41,8 @@ from realmops.evaluate.ablation import (
     utility_chart,
 )
 from realmops.evaluate.compare import correct
-from realmops.evaluate.predictions import PREDICTIONS, read_predictions
-from realmops.evaluate.retrieval import zero_shot_recall
+from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
+from realmops.evaluate.retrieval import ZERO_SHOT
 from realmops.index.files import Files
 from realmops.index.lease import Claim, claimed
 from realmops.journal import read_journal, series_of
@@ -311,18 +311,22 @@ def put_link(target: Path, link: Path) -> None:
 def outcome_of(ablation: Ablation, variant: str, seed: int) -> VariantOutcome:
     """What one variant reached with one seed."""
     view = folder_of(ablation.out, variant, seed)
-    measured, trained = (artifacts.read_json(view / STAGES[name].folder / METRICS) for name in ("evaluate", "pretrain"))
+    results = view / STAGES["evaluate"].folder
+    trained = artifacts.read_json(view / STAGES["pretrain"].folder / METRICS)
     tuned = ablation.values(variant, seed)["finetune"]
     retriever, reader = tuned["retriever"], tuned["reader"]
-    recall = None if reader in CLOSED_BOOK else zero_shot_recall(measured, retriever)
     names = [*(FIGURES if retriever == "pretrain" else ()), *(MASKED if reader == "pretrain" else ())]
-    predictions = sorted(read_predictions(view / STAGES["evaluate"].folder / PREDICTIONS), key=lambda p: p.question_id)
+    predictions = sorted(read_predictions(results / PREDICTIONS), key=lambda p: p.question_id)
+    hit = None
+    if reader not in CLOSED_BOOK:
+        hits = read_hits(results / FIRST_HITS, ZERO_SHOT.get(retriever, ""), 5)
+        hit = np.array([hits[prediction.question_id] for prediction in predictions])
     records = read_journal(view / STAGES["pretrain"].folder / JOURNAL)
     return VariantOutcome(
         variant,
         seed,
         correct(predictions),
-        math.nan if recall is None else recall,
+        hit,
         {name: trained[name] for name in names if name in trained},
         series_of(records, "pretrain", "retrieval_utility"),
     )

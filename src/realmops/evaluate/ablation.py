@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
@@ -32,14 +33,19 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantOutcome:
-    """One variant trained with one seed. ``correct`` is [Q], in the order of the questions."""
+    """One variant trained with one seed. ``correct`` and ``hit`` are [Q], in the same order of the questions."""
 
     variant: str
     seed: int
     correct: npt.NDArray[np.bool_]
-    recall_at_5: float  # zero-shot, of the retriever that fine-tuning starts from; NaN where nothing is retrieved
+    hit: npt.NDArray[np.bool_] | None  # in the top 5 of the retriever that fine-tuning starts from; None without one
     figures: Mapping[str, float]  # of its pre-training, empty where it has none
     utility: Series  # retrieval utility over the steps of pre-training
+
+    @property
+    def recall_at_5(self) -> float:
+        """Zero-shot; NaN where nothing is retrieved."""
+        return math.nan if self.hit is None else float(self.hit.mean())
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Row:
     em: Interval
     recall_at_5: Interval
     em_difference: Difference
-    recall_difference: float
+    recall_difference: Difference
     masked_accuracy: float
     questions: int
 
@@ -63,15 +69,14 @@ class Row:
         for field in fields(self):
             value = getattr(self, field.name)
             found |= value.figures(field.name) if isinstance(value, Interval) else {field.name: value}
-            if isinstance(value, Difference):
-                found["p_better"] = value.p_better
+        found["p_better"] = self.em_difference.p_better
         return found
 
 
 def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Variant], *, reference: str) -> list[Row]:
     """A row for each variant that has outcomes, in the order of ``variants``.
 
-    Intervals of EM and recall are over seeds, that of the difference over the questions of all seeds that both have.
+    Intervals of EM and recall are over seeds, those of differences over the questions of all seeds that both have.
     What a variant does not have is NaN.
     """
     by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in variants}
@@ -83,7 +88,8 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Varian
         both = [(found[seed], other) for seed, other in by_variant[reference].items() if seed in found]
         if not both:
             raise ValueError(f"{name} and {reference} have no seed in common; run {reference} with the same --seeds")
-        ours, theirs = (np.concatenate([pair[i].correct for pair in both]).astype(float) for i in (0, 1))
+        right = [np.concatenate([pair[i].correct for pair in both]) for i in (0, 1)]
+        hits = [[pair[i].hit for pair in both] for i in (0, 1)]
         rows.append(
             Row(
                 name,
@@ -92,13 +98,22 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Varian
                 len(found),
                 em=bootstrap_interval([o.correct.mean() for o in found.values()], seed=0),
                 recall_at_5=bootstrap_interval([o.recall_at_5 for o in found.values()], seed=0),
-                em_difference=paired_bootstrap(ours, theirs, seed=0),
-                recall_difference=float(np.mean([one.recall_at_5 - other.recall_at_5 for one, other in both])),
+                em_difference=paired_bootstrap(*right, seed=0),
+                recall_difference=_difference_of_hits(*hits),
                 masked_accuracy=float(np.mean([o.figures.get("masked_accuracy", np.nan) for o in found.values()])),
-                questions=len(ours),
+                questions=len(right[0]),
             )
         )
     return rows
+
+
+def _difference_of_hits(
+    ours: Sequence[npt.NDArray[np.bool_] | None], theirs: Sequence[npt.NDArray[np.bool_] | None]
+) -> Difference:
+    known = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None and other is not None]
+    if len(known) < len(ours):
+        return Difference(math.nan, math.nan, math.nan, math.nan)
+    return paired_bootstrap(*map(np.concatenate, zip(*known, strict=True)), seed=0)
 
 
 HEAD = (
@@ -108,6 +123,7 @@ HEAD = (
     "zero-shot recall@5, interval over seeds",
     "masked words right",
     "EM, difference and 95 % interval",
+    "zero-shot recall@5, difference and 95 % interval",
     "seeds",
 )
 
@@ -121,6 +137,7 @@ def cells(row: Row) -> tuple[str, ...]:
         _with_interval(row.recall_at_5, ".3f"),
         "–" if np.isnan(row.masked_accuracy) else f"{row.masked_accuracy:.3f}",
         _with_interval(row.em_difference, "+.3f"),
+        _with_interval(row.recall_difference, "+.3f"),
         str(row.seeds),
     )
 

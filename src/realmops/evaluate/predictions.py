@@ -182,6 +182,23 @@ def write_first_hits(
     _write_table(path, pa.table(columns))
 
 
+def read_hits(path: Path, prefix: str, k: int) -> dict[str, bool]:
+    """By the id of each question, whether one of the first ``k`` passages of a retriever has an answer.
+
+    From what ``write_first_hits`` wrote; ``prefix`` is the retriever's. ValueError names a file that does not have it.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = f"{prefix}first_hit"
+    try:
+        table = pq.read_table(path, columns=["question_id", column])
+        ranks = table.column(column).to_pylist()
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise ValueError(f"{path} holds no {column} ({error}); run 'realmops run evaluate --force' there") from None
+    return {name: 0 <= rank < k for name, rank in zip(table.column("question_id").to_pylist(), ranks, strict=True)}
+
+
 def _write_table(path: Path, table: Any) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
