@@ -54,20 +54,6 @@ SMALL = {
 }
 
 
-class Silent:
-    """A report that says nothing."""
-
-    def say(self, message: str) -> None:
-        """Nothing."""
-
-    def warn(self, message: str) -> None:
-        """Nothing."""
-
-    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """Nothing."""
-        return lambda units: None
-
-
 def values_of(root: Path) -> dict[str, dict[str, Any]]:
     """params.yaml made small, over the documents of the root."""
     from realmops import config
@@ -80,7 +66,7 @@ def stage(name: str, root: Path) -> dict[str, Any]:
     """Run one stage in this process."""
     from realmops.stages.runner import run_stage
 
-    return run_stage(name, values_of(root), project=PROJECT, root=root, report=Silent())
+    return run_stage(name, values_of(root), project=PROJECT, root=root, report=against.Silent())
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:

@@ -64,20 +64,6 @@ SMALL = {
 }
 
 
-class Silent:
-    """A report that says nothing."""
-
-    def say(self, message: str) -> None:
-        """Nothing."""
-
-    def warn(self, message: str) -> None:
-        """Nothing."""
-
-    def progress(self, label: str, total: int, unit: str = "") -> Any:
-        """Nothing."""
-        return lambda units: None
-
-
 def prepare(root: Path, size: int) -> dict[str, Any]:
     """All stages over so many passages; returns the params."""
     import generated
@@ -91,7 +77,7 @@ def prepare(root: Path, size: int) -> dict[str, Any]:
     settings = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
     values = config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={documents}"])
     for name in STAGES:
-        run_stage(name, values, project=PROJECT, root=root, report=Silent())
+        run_stage(name, values, project=PROJECT, root=root, report=against.Silent())
     return values
 
 
@@ -340,7 +326,7 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
             file.write_text(json.dumps({**first, "text": f"{new} {first['text']}"}) + "\n" + rest)
             found, begin = updates(root / FOLDER), time.perf_counter()
             updating = multiprocessing.get_context("spawn").Process(
-                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": Silent()}
+                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": against.Silent()}
             )
             updating.start()
             while updates(root / FOLDER) == found:

@@ -132,10 +132,14 @@ def of_pipeline(root: Path) -> CorpusState:
 
 def newest_state(root: Path) -> CorpusState:
     """The newest update of the present model, or what the pipeline made."""
-    newest = states(root)[-1]
-    if newest.number:
-        artifacts.read_manifest(newest.snapshot.parent, KIND)  # of the others no file is used
-    return newest
+    return _checked(states(root)[-1])
+
+
+def _checked(state: CorpusState) -> CorpusState:
+    """The same; ValueError where a file of an update was changed."""
+    if state.number:
+        artifacts.read_manifest(state.snapshot.parent, KIND)
+    return state
 
 
 def states(root: Path) -> list[CorpusState]:
@@ -174,8 +178,9 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
             f"{root / STAGES['finetune'].folder} answers without reading (finetune.reader is {reader}): another corpus "
             "changes none of its answers; fine-tune a reader to use one"
         )
-    before = newest_state(root)
-    answered = next(state for state in reversed(states(root)) if (state.results / PREDICTIONS).is_file())
+    known_states = states(root)
+    before = _checked(known_states[-1])
+    answered = next(state for state in reversed(known_states) if (state.results / PREDICTIONS).is_file())
     if answered.number and (answered.results / artifacts.MANIFEST).is_file():  # else written by a version before
         artifacts.read_manifest(answered.results, ANSWERS)
     path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
