@@ -18,6 +18,8 @@ from realmops.bert import (
     BertConfig,
     MaskedWordHead,
     Packed,
+    autocast,
+    even_rows,
     export_state,
     import_pooler,
     import_state,
@@ -28,6 +30,7 @@ from realmops.bert import (
     save_bert,
 )
 from realmops.encoders import read_weights
+from realmops.model.reader import SpanHead
 
 SHAPE = {
     "vocab_size": 60,
@@ -156,24 +159,66 @@ def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr("realmops.bert._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
     batch = Packed([np.arange(length) for length in (5, 2, 1, 2)])
     found = [(g.first, g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
-    assert found == [(0, 2, 2, True), (4, 1, 2, False), (6, 1, 5, False)]
-    assert batch.padded_row_T.tolist() == [6, 7, 8, 9, 10, 2, 3, 0, 4, 5]
-    assert batch.padded_rows == 11
+    assert found == [(0, 2, 8, True), (16, 1, 2, False), (18, 1, 5, False)]
+    assert batch.padded_row_T.tolist() == [18, 19, 20, 21, 22, 8, 9, 0, 16, 17]
+    assert batch.padded_rows == 23
 
 
 def test_packed_places() -> None:
-    """Sequences of 2, 1 and 3 wordpieces: rows, positions and the places in a padded 3 x 3 square."""
+    """Sequences of 2, 1 and 3 wordpieces: rows, positions and the places when each is padded to 8."""
     batch = Packed([np.array([7, 8]), np.array([9]), np.array([1, 2, 3])])
     assert batch.tokens_T.tolist() == [7, 8, 9, 1, 2, 3]
     assert batch.segments_T.tolist() == [0] * 6
     assert batch.positions_T.tolist() == [0, 1, 0, 0, 1, 2]
     assert batch.starts.tolist() == [0, 2, 3, 6]
     assert batch.first_B.tolist() == [0, 2, 3]
-    assert batch.padded_row_T.tolist() == [0, 1, 3, 6, 7, 8]
+    assert batch.padded_row_T.tolist() == [0, 1, 8, 16, 17, 18]
     (group,) = batch.groups
     assert group.is_padding_GL is not None
-    assert group.is_padding_GL.tolist() == [[False, False, True], [False, True, True], [False] * 3]
-    assert (len(batch), batch.longest, batch.padded_rows, batch.in_place) == (3, 3, 9, False)
+    assert group.is_padding_GL.tolist() == [[False] * length + [True] * (8 - length) for length in (2, 1, 3)]
+    assert (len(batch), batch.longest, batch.padded_rows, batch.in_place) == (3, 3, 24, False)
+
+
+def test_few_numbers_of_rows_in_bf16() -> None:
+    """A 16th more, or up to 16 rows, is enough for 16 numbers of rows from each power of two to the next."""
+    assert len(even_rows(torch.ones(17, 2))) == 17
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        found = {rows: len(even_rows(torch.ones(rows, 2))) for rows in range(4097)}
+        ids = even_rows(torch.arange(1, 18))
+    assert ids.tolist() == [*range(1, 18), *[0] * 15]
+    assert all(rows <= even <= rows + max(15, rows // 16) for rows, even in found.items())
+    assert len({even for rows, even in found.items() if rows > 2048}) == 16
+    assert len(set(found.values())) < 100
+
+
+def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    bert, spans = Bert(BertConfig(60, 24, 2, 4, 40, 16, dropout=0.0)), SpanHead(24, 8)
+    parameters = [*bert.parameters(), *spans.parameters()]
+    batch = Packed([np.arange(length) for length in (5, 2, 9, 3)])
+    start_S, end_S = torch.tensor([0, 7, 18]), torch.tensor([1, 9, 18])
+
+    def values() -> list[Tensor]:
+        bert.zero_grad()
+        spans.zero_grad()
+        with autocast(torch.device("cpu"), torch.bfloat16):
+            hidden_TD = bert(batch)
+            score_S = spans(hidden_TD, start_S, end_S)
+        assert len(hidden_TD) == 19
+        assert len(score_S) == 3
+        (hidden_TD.float().pow(3).sum() + 10 * score_S.sum()).backward()
+        return [
+            hidden_TD.detach().float(),
+            score_S.detach(),
+            *(p.grad for p in parameters),
+        ]
+
+    even = values()
+    monkeypatch.setattr("realmops.bert.even_rows", lambda x: x)
+    monkeypatch.setattr("realmops.model.reader.even_rows", lambda x: x)
+    for one, other in zip(even, values(), strict=True):
+        # bf16 keeps eight bits, and the order of a sum may differ with the number of rows
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02 * float(other.abs().max()))
 
 
 def test_dropout_only_while_training() -> None:

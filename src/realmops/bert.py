@@ -37,6 +37,8 @@ _SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in gro
 _SCORES_OF_GROUP = 1 << 18
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that run.precision has
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+_ROWS = 16  # of a matrix in bf16 on a CPU: a multiple of it
+_LENGTHS = 8  # sequences are padded to a multiple of it
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
 
 
@@ -131,7 +133,7 @@ class Packed:
         self.lengths = np.array([len(s) for s in sequences], dtype=np.int64)
         assert self.lengths.min(initial=1) > 0, "each sequence needs a wordpiece"
         self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.longest = int(self.lengths.max())
+        self.longest, self.wordpieces = int(self.lengths.max()), int(self.starts[-1])
         position_T = np.arange(self.starts[-1]) - np.repeat(self.starts[:-1], self.lengths)
         token_T = np.concatenate(sequences).astype(np.int64)
         segment_T = np.zeros_like(token_T) if segments is None else np.concatenate(segments).astype(np.int64)
@@ -142,6 +144,8 @@ class Packed:
         for rows in together:
             lengths_G = self.lengths[rows]
             size, longest = len(rows), int(lengths_G.max())
+            if lengths_G.min() < longest:
+                longest += -longest % _LENGTHS
             first_row_B[rows] = self.padded_rows + np.arange(size) * longest
             padding = _is_padding(torch.from_numpy(lengths_G), longest) if lengths_G.min() < longest else None
             self.groups.append(PaddedGroup(self.padded_rows, size, longest, padding))
@@ -154,8 +158,8 @@ class Packed:
         self._take_apart(torch.from_numpy(np.concatenate([*of_wordpieces, *of_sequences])))
 
     def _take_apart(self, numbers: Tensor) -> None:
-        wordpieces, sequences = int(self.starts[-1]), len(self.lengths)
-        parts = torch.split(numbers, [wordpieces] * 5 + [sequences] * 2 + [sequences + 1])
+        sequences = len(self.lengths)
+        parts = torch.split(numbers, [self.wordpieces] * 5 + [sequences] * 2 + [sequences + 1])
         self.tokens_T, self.forms_T, self.segments_T, self.positions_T, self.padded_row_T = parts[:5]
         self.lengths_B, self._lengths_in_groups_B, starts_B = parts[5:]
         self.first_B, self.starts_B = starts_B[:-1], starts_B.to(torch.int32)
@@ -277,6 +281,18 @@ class _Unpad(torch.autograd.Function):
         return _pad(grad_TD, rows_T, ctx.count), None
 
 
+def even_rows(x_N: Tensor) -> Tensor:
+    """The same with zeros behind it, where a CPU computes in bf16: at most a 16th more, or up to 16 rows.
+
+    oneDNN prepares a product for each number of rows that it has not seen: that takes it a millisecond, and what it
+    keeps takes memory. So there are few such numbers.
+    """
+    if not torch.is_autocast_enabled("cpu"):
+        return x_N
+    step = max(_ROWS, (1 << len(x_N).bit_length()) // 32)
+    return F.pad(x_N, [0, 0] * (x_N.dim() - 1) + [0, -len(x_N) % step])
+
+
 def _flash_takes(x_TD: Tensor) -> bool:
     """Whether flash attention can be had for these numbers: on a GPU, in half precision."""
     halves = (torch.bfloat16, torch.float16)
@@ -308,7 +324,7 @@ class _Layer(nn.Module):
     def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
         bias = torch.cat([self.query_bias, torch.zeros_like(self.query_bias), self.value_bias])
         qkv_TD = F.linear(x_TD, self.qkv.weight, bias)
-        attended_TD = self.attention_output(self._attend(qkv_TD, batch))
+        attended_TD = self.attention_output(even_rows(self._attend(qkv_TD[: batch.wordpieces], batch)))
         x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
         inner_TD = self.output(F.gelu(self.intermediate(x_TD), approximate=self.gelu))
         normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
@@ -367,10 +383,10 @@ class Bert(nn.Module):
         x_TD: Tensor = self.word(batch.tokens_T) + self.position(batch.positions_T) + self.segment(batch.segments_T)
         if added_TD is not None:
             x_TD = x_TD + added_TD
-        x_TD = F.dropout(self.norm(x_TD), self.config.dropout, self.training)
+        x_TD = F.dropout(even_rows(self.norm(x_TD)), self.config.dropout, self.training)
         for layer in self.layers:
             x_TD = layer(x_TD, batch)
-        return x_TD
+        return x_TD[: batch.wordpieces]
 
     def cls(self, batch: Packed) -> Tensor:
         """The hidden state of each sequence's first wordpiece, B x D."""

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.bert import Bert, MaskedWordHead, Packed, send
+from realmops.bert import Bert, MaskedWordHead, Packed, even_rows, send
 from realmops.corpus.snapshot import Snapshot
 from realmops.model.matches import Matches
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
@@ -229,9 +229,10 @@ class SpanHead(nn.Module):
 
     def forward(self, hidden_TD: Tensor, start_S: Tensor, end_S: Tensor) -> Tensor:
         """Scores of the spans from row ``start_S`` to row ``end_S`` (both inside), length S."""
+        hidden_TD = even_rows(hidden_TD)
         start_TD, end_TD = self.start(hidden_TD), self.end(hidden_TD)
-        inner_SD = F.relu(start_TD.index_select(0, start_S) + end_TD.index_select(0, end_S))
-        score_S: Tensor = self.score(self.norm(inner_SD))[:, 0]
+        inner_SD = F.relu(start_TD.index_select(0, even_rows(start_S)) + end_TD.index_select(0, even_rows(end_S)))
+        score_S: Tensor = self.score(self.norm(inner_SD))[: len(start_S), 0]
         return score_S.float()
 
 
