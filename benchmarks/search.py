@@ -3,7 +3,8 @@
     python benchmarks/search.py --sizes 20000 200000 --queries 256
 
 Vectors of 128 numbers in clusters, which are hard for approximate search; queries lie near passages. One thread,
-processor time. The torch side multiplies and sorts 65,536 passages at a time and merges. Ids must be the same.
+processor time. The torch side multiplies and sorts 65,536 passages at a time and merges. Ids must be the same. What is
+made once, faiss's index and our copy in bf16 where the processor multiplies that, is made before the clock starts.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def compare(size: int, queries: int, repeats: int) -> list[Row]:
     import faiss
     import torch
 
-    from realmops.index.mips import search
+    from realmops.index.mips import Exact
 
     passage_PE, query_QE = vectors(size, queries)
+    ours = Exact(passage_PE)
     index = faiss.IndexFlatIP(WIDTH)
     index.add(passage_PE.numpy())
     ways = {
-        "ours": lambda: search(query_QE, passage_PE, BEST)[1],
+        "ours": lambda: ours.search(query_QE, BEST)[1],
         "faiss Flat": lambda: torch.from_numpy(index.search(query_QE.numpy(), BEST)[1]),
         "torch matmul and topk": lambda: chunked_topk(query_QE, passage_PE),
     }

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from realmops.index import mips
-from realmops.index.mips import GROUP, search
+from realmops.index.mips import GROUP, Exact, search
 
 
 def obvious(query_QE: Tensor, embedding_PE: Tensor, k: int) -> np.ndarray:
@@ -66,3 +69,183 @@ def test_parts_of_a_large_corpus_are_joined(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(mips, "_GROUPS", 1)
     for rows in (4096 * 2, 4096 * 3 + 5, 4096 * 2 + 700):
         check(normal(3, 7), normal(rows, 8), 9)
+
+
+# ---- candidates by a product in bf16
+
+
+WIDTH = 8
+QUERIES = 20
+
+
+@pytest.fixture
+def in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor that multiplies bf16, whatever this one does, and for small corpora."""
+    monkeypatch.setattr(mips, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(mips, "_LARGE", 1000)
+
+
+@pytest.fixture
+def only_halves(in_halves: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the whole product in fp32 must not be needed."""
+
+    def refused(*_: object) -> None:
+        raise AssertionError("the whole product in fp32")
+
+    monkeypatch.setattr(mips, "search", refused)
+    monkeypatch.setattr(mips, "_FEW", 1)
+
+
+def whole(rows: int, seed: int, most: int = 1000) -> Tensor:
+    """Whole numbers, whose products and sums fp32 has without any rounding, and bf16 has not."""
+    assert WIDTH * most**2 < 2**24
+    numbers = torch.randint(-most, most + 1, (rows, WIDTH), generator=torch.Generator().manual_seed(seed))
+    return numbers.float()
+
+
+def check_scores(query_QE: Tensor, embedding_PE: Tensor, k: int) -> None:
+    """All scores are those of the best, to the last bit, each that of its passage, and no passage comes twice."""
+    score_QK, id_QK = Exact(embedding_PE).search(query_QE, k)
+    true_QP = query_QE.double() @ embedding_PE.double().T
+    assert torch.equal(score_QK.double(), true_QP.topk(min(k, len(embedding_PE)), dim=1).values)
+    assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
+    assert all(len(set(row)) == len(row) for row in id_QK.tolist())
+
+
+@pytest.mark.usefixtures("only_halves")
+@pytest.mark.parametrize("rows", [8192, 8193, 8191 + 16, 3 * 4096 + 15, 20_000])
+@pytest.mark.parametrize("k", [1, 3])
+def test_halves_find_what_fp32_finds(rows: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Around the borders of groups, of products and of parts."""
+    monkeypatch.setattr(mips, "_PART", 4096)
+    monkeypatch.setattr(mips, "_SCORES", QUERIES * 1000)
+    monkeypatch.setattr(mips, "_AGAIN", 700)
+    check_scores(whole(QUERIES, 1), whole(rows, 2), k)
+
+
+@pytest.mark.usefixtures("only_halves")
+def test_halves_find_the_best_in_one_group_and_behind_the_last() -> None:
+    query_QE = whole(1, 3, most=30).expand(QUERIES, -1)
+    for first in (1024, 8192):
+        embedding_PE = whole(8192 + 10, 4, most=30)
+        embedding_PE[first : first + 10] = 40 * query_QE[0] + torch.arange(10)[:, None] * query_QE[0].sign()
+        check_scores(query_QE, embedding_PE, 8)
+        assert Exact(embedding_PE).search(query_QE, 8)[1].tolist() == [list(range(first + 9, first + 1, -1))] * QUERIES
+
+
+@pytest.mark.usefixtures("only_halves")
+@pytest.mark.parametrize("power", [-30, 30])
+def test_halves_of_tiny_and_of_large_numbers(power: int) -> None:
+    check_scores(whole(QUERIES, 5) * 2.0**power, whole(9000, 6) * 2.0**power, 3)
+
+
+@pytest.mark.usefixtures("only_halves")
+def test_halves_where_all_scores_are_negative_or_nearly_the_same() -> None:
+    """What all passages have in common does not count."""
+    query_QE = torch.full((QUERIES, WIDTH), 900.0) + whole(QUERIES, 7, most=50)
+    for sign in (-1, 1):
+        embedding_PE = torch.full((9000, WIDTH), sign * 900.0) + whole(9000, 8, most=50)
+        assert ((query_QE @ embedding_PE.T).sign() == sign).all()
+        check_scores(query_QE, embedding_PE, 3)
+
+
+@pytest.mark.usefixtures("in_halves")
+def test_halves_where_many_passages_are_as_good() -> None:
+    """Copies of a few passages, one alone, numbers that cancel each other, and products too small for a float."""
+    query_QE, few = whole(QUERIES, 9), whole(9, 10)
+    check_scores(query_QE, few[torch.arange(9000) % 9].contiguous(), 12)
+    check_scores(query_QE, few[:1].expand(9000, -1).contiguous(), 12)
+    cancel = whole(9000, 11)
+    cancel[:, WIDTH // 2 :] = -cancel[:, : WIDTH // 2]
+    query_QE[:, WIDTH // 2 :] = query_QE[:, : WIDTH // 2]
+    check_scores(query_QE, cancel, 12)
+    tiny_PE = normal(9000, 12, WIDTH).float() * 1e-22
+    score_QK, id_QK = Exact(tiny_PE).search(query_QE * 1e-22, 12)
+    found = search(query_QE * 1e-22, tiny_PE, 12)
+    assert torch.equal(score_QK, found[0])
+    assert torch.equal(id_QK, found[1])
+
+
+@pytest.mark.usefixtures("in_halves")
+def test_a_crowd_near_the_best_is_scored_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More groups than are looked at first hold a passage that bf16 cannot tell from the best."""
+    asked = []
+    search_once = mips.Halves.search
+
+    def counted(self: mips.Halves, query_QE: Tensor, k: int, groups: int = 0) -> tuple[Tensor, Tensor]:
+        asked.append((len(query_QE), groups))
+        return search_once(self, query_QE, k, groups)
+
+    monkeypatch.setattr(mips.Halves, "search", counted)
+    query_QE, embedding_PE = whole(80, 13), whole(40_000, 14)
+    crowd = torch.arange(20) * 40
+    query_QE[:17] = 900.0
+    embedding_PE[crowd] = 1000.0 - torch.arange(20.0)[:, None] / 8 * torch.eye(WIDTH)[0]
+    check_scores(query_QE, embedding_PE, 3)
+    [(first, _), (again, _)] = asked
+    assert first == 80
+    assert 17 <= again <= 20, "some other query may be near too"
+    assert Exact(embedding_PE).search(query_QE, 3)[1][0].tolist() == crowd[:3].tolist()
+    query_QE[:] = 900.0
+    asked.clear()
+    check_scores(query_QE, embedding_PE, 3)
+    assert [count for count, _ in asked] == [80], "where it is most of them, all is scored in fp32 at once"
+
+
+@pytest.mark.usefixtures("in_halves")
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf, 3.4e38])
+def test_strange_numbers_are_found_as_in_fp32(strange: float) -> None:
+    """In a passage, and in a query; products and sums of the last one are too large for a float."""
+    query_QE, embedding_PE = whole(QUERIES, 15), whole(9000, 16)
+    for numbers in (embedding_PE, query_QE):
+        kept = numbers[7].clone()
+        numbers[7, 3] = strange
+        found, plain = Exact(embedding_PE).search(query_QE, 3), search(query_QE, embedding_PE, 3)
+        assert torch.equal(found[0].nan_to_num(1.5), plain[0].nan_to_num(1.5))
+        assert torch.equal(found[0].isnan(), plain[0].isnan())
+        numbers[7] = kept
+
+
+def worst(rows: int, seed: int) -> Tensor:
+    """Numbers that lose half a unit in the last place of bf16 each, all towards 0."""
+    sign = normal(rows, seed, WIDTH).sign()
+    return (sign * (1 + 2**-8 - 2**-20) * 2.0 ** torch.arange(rows).remainder(3)[:, None]).float()
+
+
+@pytest.mark.usefixtures("in_halves")
+@pytest.mark.parametrize("missing", [None, "lost", "length", "_ROUNDING"])
+def test_the_bound_holds_for_every_passage(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp64; and without one of its parts it does not, so these numbers are hard enough."""
+    broken = 0
+    for seed, scale in enumerate((1.0, 2.0**-40, 2.0**40)):
+        wide = (normal(9008, seed, WIDTH) * 10.0 ** normal(9008, seed + 10, 1)).float()
+        for query_QE, embedding_PE in ((worst(64, seed), worst(9008, seed + 20)), (wide[:64], wide)):
+            halves = mips.Halves.of(embedding_PE * scale)
+            assert halves is not None
+            most_QG, group_QG = halves._best_groups(query_QE, 9008 // mips.SMALL_GROUP)
+            true_QP = query_QE.double() @ (embedding_PE * scale).double().T
+            true_QG = true_QP.view(64, -1, mips.SMALL_GROUP).amax(2).gather(1, group_QG)
+            if missing == "_ROUNDING":
+                monkeypatch.setattr(mips, missing, 0.0)
+            elif missing:
+                halves = replace(halves, **{missing: 0.0})
+            bound_QG = torch.stack([halves.bound(query_QE, most_Q) for most_Q in most_QG.T], dim=1)
+            broken += int((bound_QG < true_QG).sum())
+    assert (broken > 0) == (missing is not None)
+
+
+def test_without_bf16_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mips, "multiplies_bf16", lambda: False)
+    query_QE, embedding_PE = whole(QUERIES, 17), whole(50_001, 18)
+    index = Exact(embedding_PE)
+    found, plain = index.search(query_QE, 5), search(query_QE, embedding_PE, 5)
+    assert index.halves is None
+    assert torch.equal(found[0], plain[0])
+    assert torch.equal(found[1], plain[1])
+
+
+@pytest.mark.usefixtures("in_halves")
+def test_a_few_queries_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mips.Halves, "of", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
+    index = Exact(whole(9000, 19))
+    assert index.search(whole(15, 20), 3)[1].shape == (15, 3)

@@ -69,10 +69,12 @@ def test_a_builder_that_is_faster_than_the_publications_waits_for_them() -> None
 @pytest.mark.parametrize(
     ("measured", "kind", "host", "gpu"),
     [
+        (replace(MEASURED, precision="bf16"), "exact", 3.0, 0.0),  # each with a copy in bf16
         (MEASURED, "ivf", 4.0, 0.0),
         (MEASURED, "pq", 2.125, 0.0),
         (MEASURED, "hnsw", 2 + 2 * 1.64, 0.0),  # 256 bytes of links beside 400
         (GPU, "exact", 1.0, 2.0),
+        (replace(GPU, precision="bf16"), "exact", 1.0, 2.0),
         (GPU, "ivf", 2.0, 2.0),
         (GPU, "pq", 2.0, 0.125),
         (GPU, "hnsw", 2 + 2 * 1.64, 0.0),

@@ -452,8 +452,12 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
         return DTYPES[name]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
-    capable = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if capable else torch.float32
+    return torch.bfloat16 if multiplies_bf16() else torch.float32
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor multiplies bf16 in hardware."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def device_and_dtype(run: RunOptions) -> tuple[torch.device, torch.dtype]:
