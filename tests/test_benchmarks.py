@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import quality
 import real_text
 import serve
 import whole_run
@@ -151,7 +152,7 @@ def test_a_difference_has_an_interval_over_questions_and_one_over_seeds() -> Non
     assert words.endswith("to +1.000 (paired bootstrap over 4 questions); over seeds +0.500 to +1.000.")
 
 
-@pytest.mark.parametrize("name", ["real_text", "seeds", "whole_run"])
+@pytest.mark.parametrize("name", ["quality", "real_text", "seeds", "whole_run"])
 def test_benchmarks_of_whole_runs_answer_to_help(name: str) -> None:
     words = [sys.executable, str(FOLDER / f"{name}.py"), "--help"]
     found = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -165,3 +166,53 @@ def test_help_answers(name: str) -> None:
     found = subprocess.run(words, capture_output=True, text=True, check=True)
     assert found.stdout.startswith(f"usage: {name}.py")
     assert "--repeats" in found.stdout
+
+
+def test_quality_looks_at_dev_questions_while_the_reader_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At toy size; with looks or without, the same weights come out."""
+    params = write_project(tmp_path, sample={"subjects": 60, "warmup_worlds": 1}, finetune={"epochs": 4})
+    (tmp_path / "none.yaml").write_text("{}\n")
+    weights = []
+    for looks in (4, 1):
+        root = tmp_path / f"root-{looks}"
+        words = ["quality.py", "--params", str(params), "--preset", str(tmp_path / "none.yaml"), "--looks", str(looks)]
+        monkeypatch.setattr(sys, "argv", [*words, "--levels", "0", "2", "--root", str(root), "--out", str(tmp_path)])
+        quality.main()
+        weights.append((root / "models/finetune/reader.safetensors").read_bytes())
+        found = json.loads((tmp_path / "quality.json").read_text())
+        assert len(found["looks"]) == looks
+    assert weights[0] == weights[1]
+    assert found["stages"].keys() == {"sample", "snapshot", "tag", "ict", "pretrain", "finetune", "evaluate"}
+    assert "fine-tuning" in found["stages"]["finetune"]["parts"]
+    printed = capsys.readouterr().out
+    assert "| 2.00 | not reached |" in printed
+    assert "| finetune | " in printed
+
+
+def test_a_level_is_reached_at_the_first_look_that_has_it() -> None:
+    looks = [quality.Look(step, (10.0 * step, step), em) for step, em in ((1, 0.1), (2, 0.2), (3, 0.19), (4, 0.3))]
+    assert quality.reached(looks, 0.15) == (20.0, 2)
+    assert quality.reached(looks, 0.2) == (20.0, 2)
+    assert quality.reached(looks, 0.31) is None
+    assert quality.look_steps(10, 4) == {2, 5, 8, 10}
+    assert quality.look_steps(2, 4) == {0, 1, 2}
+
+
+def test_what_is_left_out_is_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(quality.Watch, "_now", staticmethod(lambda: (now[0], now[0] / 2)))
+    watch = quality.Watch()
+    parts = quality.Parts(watch)
+    tick = parts.progress("bar", 3)
+    now[0] = 4.0
+    with watch.stopped():
+        now[0] = 104.0
+    now[0] = 106.0
+    tick(1)
+    assert watch.read() == (6.0, 3.0)
+    now[0] = 206.0
+    parts.progress("bar", 1)(1)
+    now[0] = 210.0
+    assert parts.of_bar == {"bar": (6.0, 3.0)}

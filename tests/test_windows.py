@@ -172,6 +172,15 @@ def test_windows_mark_the_right_spans_that_they_hold(long_world: World, monkeypa
     assert len(seen) == 2
 
 
+def test_right_spans_of_a_window_by_hand() -> None:
+    """Two of them; one begins before the window, one ends behind it, and one is longer than a span may be."""
+    gold = frozenset({(0, 1), (2, 2), (-1, 0), (2, 3), (0, 2)})
+    spans = np.array([(0, 0), (0, 1), (1, 1), (1, 2), (2, 2)])
+    found = module.is_gold(spans, module.Window(0, 0, 3, 0.0, gold))
+    assert found.tolist() == [False, True, False, False, True]
+    assert module.is_gold(spans, module.Window(0, 0, 3, 0.0, frozenset())).tolist() == [False] * 5
+
+
 def test_question_and_window_fit_the_reader(long_world: World) -> None:
     """Room for 40 with a question of 7: windows of 30; a longer question leaves room for an answer."""
     model = open_qa(long_world, order=[0, 1], reader_wordpieces=40)

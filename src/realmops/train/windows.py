@@ -112,6 +112,14 @@ def draw_windows(model: OpenQa, lesson: WindowLesson, rng: np.random.Generator, 
     return windows
 
 
+def is_gold(spans: np.ndarray, window: Window) -> np.ndarray:
+    """Which rows (first, last wordpiece) are one of the window's right spans."""
+    gold = np.zeros(len(spans), dtype=bool)
+    for first, last in window.gold:
+        gold |= (spans[:, 0] == first) & (spans[:, 1] == last)
+    return gold
+
+
 def windows_loss(
     model: OpenQa, lessons: Sequence[WindowLesson], windows: Sequence[Sequence[Window]]
 ) -> tuple[Tensor, Later]:
@@ -123,9 +131,7 @@ def windows_loss(
     bodies = [model.reader.document(model.snapshot, w.passage)[w.begin : w.end] for _, _, w in read]
     score_S, spans = model.score_spans([lesson.question for _, lesson, _ in read], bodies)
     counts = [len(some) for some in spans]
-    gold_S = torch.tensor(
-        [tuple(at) in w.gold for (_, _, w), some in zip(read, spans, strict=True) for at in some.tolist()]
-    )
+    gold_S = torch.from_numpy(np.concatenate([is_gold(some, w) for (_, _, w), some in zip(read, spans, strict=True)]))
     prior_S = torch.from_numpy(np.repeat(np.array([w.relevance for _, _, w in read], np.float32), counts))
     logit_S = score_S + model.retriever.mixture.reading * prior_S.to(score_S.device)
     question_S = np.repeat([b for b, _, _ in read], counts)
