@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from realmops.artifacts import atomic_folder
-from realmops.config import SECTIONS, BertOptions, Optimiser, RetrieverOptions, parse_section, read_yaml
+from realmops.config import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions, parse_section, read_yaml
 from realmops.corpus.formats import sources
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
@@ -45,6 +45,7 @@ DOCUMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Rain", "It rains in Bergen.", ("Bergen",)),
 )
 PARAMS = Path(__file__).parents[1] / "params.yaml"
+PAPERS_READER = {"copies": False, "apart": False, "matches": False}
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,15 @@ def tiny_models(
     copying: Mapping[str, bool] = MappingProxyType({}),
     **changes: Any,
 ) -> tuple[Retriever, Reader]:
-    """Two layers of width 16, with weights so large that documents make a difference from the start."""
+    """Two layers of width 16, with weights so large that documents make a difference from the start.
+
+    The reader is the paper's, but for what ``copying`` changes.
+    """
     shape: BertOptions = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64, dropout=dropout)
     options: RetrieverOptions = section("retriever", **{"embedding_width": 8, **changes})
+    reading: ReaderOptions = section("reader", **{**PAPERS_READER, **copying})
     vocabulary = world.snapshot.tokenizer.get_vocab_size()
-    retriever, reader = build_models(shape, options, section("reader", **copying), vocabulary, seed)
+    retriever, reader = build_models(shape, options, reading, vocabulary, seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in (retriever, reader):
