@@ -27,7 +27,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("encode", "step", "search", "lexical", "ingest", "tagging", "refresh", "shards", "growth", "serve", "gpu")
+BENCHMARKS = ("encode", "step", "search", "big_index", "lexical", "ingest", "tagging", "refresh", "shards", "growth")
+BENCHMARKS += ("serve", "gpu")
 PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu", "bm25s", "mlflow")
 REPEATS = 5
 OUT = Path("build/bench")

@@ -20,7 +20,8 @@ from typing import Any
 
 from realmops.index.builder import Builder, BuilderWork, run_builder
 from realmops.index.exchange import Exchange
-from realmops.index.files import SPARE_ROOM, Clock, Files
+from realmops.index.files import Clock, Files
+from realmops.index.mapped import SPARE_ROOM
 from realmops.index.process import end_with
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version

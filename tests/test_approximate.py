@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,15 @@ from small_world import section
 from torch import Tensor
 
 from realmops.index import approximate
-from realmops.index.approximate import EXACT_PASSAGES, Approximate, fitting_type, index_type, memory_of, passage_index
+from realmops.index.approximate import (
+    EXACT_PASSAGES,
+    Approximate,
+    Recipe,
+    fitting_type,
+    index_type,
+    memory_of,
+    passage_index,
+)
 from realmops.index.mips import Exact, PassageIndex, search
 
 CPU = torch.device("cpu")
@@ -66,6 +75,35 @@ def test_the_same_embeddings_and_seed_give_the_same_index(kind: str) -> None:
         for score_QK, id_QK in results[1:]:
             assert torch.equal(id_QK, results[0][1])
             assert torch.equal(score_QK, results[0][0])
+
+
+@pytest.mark.parametrize("kind", ["ivf", "pq"])
+def test_passages_added_some_at_a_time_give_the_index_of_all_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It learns from 12 x 64 of 70,000 passages, drawn by the seed."""
+    embedding_PE, query_QE = scattered(70_000, 1, 8), scattered(50, 2, 8)
+    learned = Recipe(kind, 5, 12, 3, 0.0, 10, 0.5)
+    results = []
+    for together in (1 << 30, 1 << 16):
+        monkeypatch.setattr(approximate, "_TOGETHER", together)
+        results.append(Approximate(embedding_PE, learned, CPU).search(query_QE, 10))
+    assert torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][0], results[1][0])
+    other = Approximate(embedding_PE, replace(learned, seed=6), CPU).search(query_QE, 10)
+    assert not torch.equal(other[1], results[0][1])
+
+
+def test_a_sample_is_drawn_without_repeats_from_all_passages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(approximate, "_READ", 7)
+    embedding_PE = torch.arange(1000.0)[:, None]
+    sample_R = approximate._sample(embedding_PE, 400, 1)[:, 0]
+    assert len(set(sample_R.tolist())) == 400
+    assert (sample_R.diff() > 0).all()
+    assert 440 < sample_R.mean() < 560
+    assert torch.equal(approximate._sample(embedding_PE, 400, 1)[:, 0], sample_R)
+    assert not torch.equal(approximate._sample(embedding_PE, 400, 2)[:, 0], sample_R)
+    assert torch.equal(approximate._sample(embedding_PE, 1000, 1), embedding_PE)
 
 
 def test_it_looks_at_no_more_than_the_target_needs() -> None:

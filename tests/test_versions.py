@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import mmap
 import os
 import random
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ import pytest
 from exchange_lab import FAULTS, Fault, Inode, Killed, MemoryFiles, StillClock
 
 from realmops.artifacts import canonical_json, digest_of
+from realmops.index import mapped
 from realmops.index.files import Files
 from realmops.index.versions import (
     MANIFEST,
@@ -95,6 +97,23 @@ def test_what_was_published_comes_back(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "pins" / "trainer") == [version.pin.name]  # type: ignore[union-attr]
     store.unpin(version)
     assert os.listdir(tmp_path / "pins" / "trainer") == []
+
+
+def test_a_large_file_is_copied_while_it_is_checked_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "LEAST", 1)
+    store = store_on(Files(), root=real_volume(tmp_path))
+    store.publish(OLD, CONTENT, {})
+    found = store.load(OLD, mapped=("a.bin",)).files
+    assert [type(found[name]) for name in ("a.bin", "b.bin")] == [mmap.mmap, bytes]
+    for file in (tmp_path / "kind" / OLD).iterdir():
+        os.truncate(file, 0)
+    assert {name: bytes(content) for name, content in found.items()} == CONTENT
+    store.publish(NEW, found, {})
+    assert store.load(NEW).files == CONTENT
+    file = tmp_path / "kind" / NEW / "a.bin"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with pytest.raises(Damaged, match=r"a\.bin has sha256"):
+        store.load(NEW, mapped=("a.bin",))
 
 
 def test_the_first_of_two_publishers_wins_and_the_second_leaves_nothing(tmp_path: Path) -> None:

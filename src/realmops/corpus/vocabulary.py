@@ -176,7 +176,8 @@ class _Merges:
     def __init__(self, words: Mapping[str, int]) -> None:
         ordered = sorted(words.items())
         self._counts = [count for _, count in ordered]
-        self._words = [[word[0], *(_PREFIX + character for character in word[1:])] for word, _ in ordered]
+        inner = {character: _PREFIX + character for character in set().union(*words)}  # one string for all places
+        self._words = [[word[0], *(inner[character] for character in word[1:])] for word, _ in ordered]
         self._pairs: defaultdict[_Pair, int] = defaultdict(int)
         self._where: defaultdict[_Pair, set[int]] = defaultdict(set)
         for index, (pieces, count) in enumerate(zip(self._words, self._counts, strict=True)):
@@ -204,6 +205,8 @@ class _Merges:
         for index in self._where[pair]:
             before = self._words[index]
             after = _join(before, pair, piece)
+            if len(after) == len(before):
+                continue  # another merge has taken the pair out of this word
             self._words[index] = after
             count = self._counts[index]
             for old in pairwise(before):

@@ -1,6 +1,8 @@
 """Approximate search by FAISS: it chooses candidates, whose inner products are then computed exactly.
 
 The structures are built from the embeddings whenever they are wanted, with fixed seeds, and never read from a disk.
+Embeddings that are mapped (mapped.py) stay on the disk: a structure learns from a sample of them, takes them in some at
+a time, and a search reads those of its candidates.
 
 Shape suffixes: Q queries, P passages, E embedding width, K results, D candidates.
 """
@@ -17,19 +19,23 @@ from torch import Tensor
 
 from realmops.config import IndexOptions
 from realmops.index.files import memory_bytes
+from realmops.index.mapped import release
 from realmops.index.mips import Exact, PassageIndex, search
 
 EXACT_PASSAGES = 20_000_000
 MEMORY_SHARE = 0.25
-QUERIES = 64  # that the recall of an index is measured with
-_RESCORED = 16  # candidates of pq for each result
+QUERIES = 256  # that the recall of an index is measured with
+_RESCORED = 16  # candidates of pq for each result; on a CPU its codes have 4 bits for each number
 _LINKS = 32  # of each passage in hnsw's graph
+_LISTS = {"ivf": 4, "pq": 0.5}  # times the root of the passages; pq scans a list in no time, to find lists takes longer
 _POINTS_PER_LIST = (39, 64)  # for k-means: fewer are too few, more are not used
 _CODE_BYTES = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)  # those that FAISS has on a GPU, too
 _CODE_VALUES = 256
 _WIDEST = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists or graph nodes looked at; a GPU's FAISS has no more
 _MOST_ON_GPU = 2048  # results of one query
 _TIES = 1e-5
+_TOGETHER = 1 << 18  # passages that are read and added; a multiple of FAISS's own 65,536
+_READ = 1 << 13  # single passages that are read together; with each the system maps 64 KiB of a file
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def passage_index(
     kind = index_type(options, len(embedding_PE), embedding_PE.shape[1], device)
     if kind == "exact":
         return Exact(embedding_PE.to(device))
-    lists = 0 if kind == "hnsw" else 2 ** round(math.log2(4 * math.sqrt(len(embedding_PE))))
+    lists = 0 if kind == "hnsw" else 2 ** round(math.log2(_LISTS[kind] * math.sqrt(len(embedding_PE))))
     found = Approximate(embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
     found.widen(queries(), k)
     return found
@@ -108,7 +114,7 @@ class Approximate:
         code = max((n for n in _CODE_BYTES if width % (2 * n) == 0 and n <= max(1, width // 4)), default=1)
         form = {
             "ivf": f"IVF{self.recipe.lists},Flat",
-            "pq": f"IVF{self.recipe.lists}," + (f"PQ{code}x8" if self._on_gpu else f"PQ{2 * code}x4fs"),
+            "pq": f"IVF{self.recipe.lists}," + (f"PQ{code}x8" if self._on_gpu else f"PQ{width}x4fs"),
             "hnsw": f"HNSW{_LINKS},Flat",
         }[recipe.type]
         # threads join hnsw's graph in another order each time
@@ -123,9 +129,11 @@ class Approximate:
         if recipe.type != "hnsw":
             self._index.cp.seed = recipe.seed % 2**31
             self._index.cp.max_points_per_centroid = most
-        rows = embedding_PE.detach().cpu().numpy()
-        self._index.train(rows)
-        self._index.add(rows)
+        if recipe.type != "hnsw":
+            self._index.train(_sample(embedding_PE, most * self.recipe.lists, recipe.seed).numpy())
+        for rows_RE in torch.split(embedding_PE.detach(), _TOGETHER):
+            self._index.add(rows_RE.cpu().numpy())
+            release(embedding_PE)
         faiss.omp_set_num_threads(torch.get_num_threads())
         self._look_at(recipe.width)
 
@@ -145,7 +153,7 @@ class Approximate:
         _, found = self._index.search(query.cpu().numpy(), candidates)
         id_QD = torch.from_numpy(found).to(query.device)
         known = zip(query, id_QD.clamp(min=0), strict=True)
-        score_QD = torch.stack([self.embedding_PE[id_D] @ query_E for query_E, id_D in known])
+        score_QD = torch.stack([self._scores(query_E, id_D) for query_E, id_D in known])
         score_QK, place_QK = score_QD.masked_fill(id_QD < 0, -torch.inf).topk(k, dim=1)
         id_QK = id_QD.gather(1, place_QK)
         short_Q = id_QK[:, -1] < 0
@@ -153,23 +161,36 @@ class Approximate:
             score_QK[short_Q], id_QK[short_Q] = search(query[short_Q], self.embedding_PE, k)
         return score_QK.to(query_QE.device), id_QK.to(query_QE.device)
 
+    def _scores(self, query_E: Tensor, id_D: Tensor) -> Tensor:
+        scores = []
+        for id_R in torch.split(id_D, _READ):
+            scores.append(self.embedding_PE[id_R] @ query_E)
+            release(self.embedding_PE)
+        return torch.cat(scores)
+
     def recall(self, query_QE: Tensor, k: int) -> float:
         """The share of the exact top k that is found; of equal scores any will do."""
-        query = query_QE.detach().float().to(self.embedding_PE.device)
-        exact_QK = search(query, self.embedding_PE, k)[0]
-        worst_Q1 = exact_QK[:, -1:] - _TIES * exact_QK.abs().amax(1, keepdim=True)
-        return float((self.search(query, k)[0] >= worst_Q1).double().mean())
+        return self._found(query_QE, k, self._worst(query_QE, k))
+
+    def _worst(self, query_QE: Tensor, k: int) -> Tensor:
+        """The score, Q x 1, from which on a passage is of the exact top k."""
+        exact_QK = search(query_QE.detach().float().to(self.embedding_PE.device), self.embedding_PE, k)[0]
+        return exact_QK[:, -1:] - _TIES * exact_QK.abs().amax(1, keepdim=True)
+
+    def _found(self, query_QE: Tensor, k: int, worst_Q1: Tensor) -> float:
+        return float((self.search(query_QE, k)[0].to(worst_Q1.device) >= worst_Q1).double().mean())
 
     def widen(self, query_QE: Tensor, k: int) -> None:
         """Look at more and more until the recall of the top k reaches its target; ValueError when it does not."""
         wanted = self.recipe.target_recall
         most = _WIDEST[self.recipe.type]
         if self.recipe.type != "hnsw":
-            most = max(1, min(most, self.recipe.lists // 4))  # beyond it exact search is no slower
-        width = 1
+            part = 2 if self.recipe.type == "pq" else 4  # beyond it exact search is no slower
+            most = max(1, min(most, self.recipe.lists // part))
+        width, worst_Q1 = 1, self._worst(query_QE, k)
         while True:
             self._look_at(width)
-            recall = self.recall(query_QE, k)
+            recall = self._found(query_QE, k, worst_Q1)
             self.recipe = replace(self.recipe, width=width, recall=recall, k=k)
             if recall >= wanted:
                 return
@@ -186,6 +207,20 @@ class Approximate:
             self._index.hnsw.efSearch = width
         else:
             self._index.nprobe = width
+
+
+def _sample(embedding_PE: Tensor, most: int, seed: int) -> Tensor:
+    """So many rows in their order, in memory; all of them where there are no more."""
+    passages = len(embedding_PE)
+    if passages <= most:
+        return embedding_PE.detach().cpu()
+    row_R = torch.randperm(passages, generator=torch.Generator().manual_seed(seed))[:most].sort().values
+    sample_RE = torch.empty(most, embedding_PE.shape[1])
+    for first in range(0, most, _READ):
+        chosen = row_R[first : first + _READ]
+        sample_RE[first : first + _READ] = embedding_PE.detach()[chosen.to(embedding_PE.device)].cpu()
+        release(embedding_PE)
+    return sample_RE
 
 
 def _faiss(kind: str, passages: int, width: int) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 
 from realmops.index.exchange import Exchange, OtherRun, part_name
 from realmops.index.files import Clock, Files
+from realmops.index.mapped import Content
 from realmops.index.process import LONGEST_PAUSE
 from realmops.index.versions import Damaged, Version, Versions
 
@@ -34,7 +35,7 @@ EmbedRows = Callable[[int, int], dict[str, bytes]]
 Parts = Iterator[tuple[int, int, dict[str, bytes]]]
 """(first, end, files) of every part, in the order of the rows, read and verified when it is asked for."""
 
-Merge = Callable[[Version, Parts], tuple[dict[str, bytes], dict[str, Any]]]
+Merge = Callable[[Version, Parts], tuple[dict[str, Content], dict[str, Any]]]
 """(weights, parts) -> files and description of the index."""
 
 

@@ -23,6 +23,7 @@ from realmops.index.embed import untold
 from realmops.index.embeddings import EMBEDDINGS, embedding, embeddings_in, index_header
 from realmops.index.exchange import CARD, Exchange
 from realmops.index.files import Files
+from realmops.index.mapped import Content, mapped, scratch
 from realmops.index.process import Child, end_with
 from realmops.index.shards import Work, help_with
 from realmops.index.signs import Sign
@@ -222,17 +223,18 @@ class Follower:
             _say(message)
 
 
-def merge(weights: Version, parts: Parts) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """All parts as one matrix, beside the retriever that made it; a part is let go when it has its place there."""
+def merge(weights: Version, parts: Parts) -> tuple[dict[str, Content], dict[str, Any]]:
+    """All parts as one matrix, mapped where it is large, beside the retriever that made it; one part is in memory."""
     passages, width = weights.run["passages"], weights.run["embedding_width"]
     header = index_header(passages, width)
     size = len(header) + 4 * passages * width
-    matrix = BytesIO(bytes(size))  # at once: growing would copy
-    matrix.write(header)
-    for _, _, part in parts:
-        matrix.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
-    assert matrix.tell() == size
-    files = {EMBEDDINGS: matrix.getvalue(), MODEL: weights.files[MODEL], RETRIEVER: weights.files[RETRIEVER]}
+    with scratch(size) or BytesIO(bytes(size)) as file:  # at once: growing would copy
+        file.write(header)
+        for _, _, part in parts:
+            file.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
+        assert file.tell() == size
+        matrix = file.getvalue() if isinstance(file, BytesIO) else mapped(file)
+    files = {EMBEDDINGS: matrix, MODEL: weights.files[MODEL], RETRIEVER: weights.files[RETRIEVER]}
     return files, {"published": weights.meta["trainer"]["published"]}
 
 

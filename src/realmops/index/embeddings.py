@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +17,7 @@ from realmops import artifacts
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.approximate import Approximate, Recipe
 from realmops.index.embed import Progress, document_sequences, embed, untold
+from realmops.index.mapped import Content, mapped, matrix, read_only, release
 from realmops.index.mips import Exact, PassageIndex
 from realmops.index.shards import SHARD_ROWS, MakeShard
 from realmops.model.files import retriever_from_files
@@ -48,8 +48,12 @@ def embed_changed(
     The wordpieces of some new passages at a time are in memory.
     """
     new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
-    embedding_PE = torch.empty(len(snapshot), earlier.shape[1])
-    embedding_PE[old] = earlier[row_P[old]]
+    embedding_PE = matrix(len(snapshot), earlier.shape[1])
+    for first in range(0, len(old), _ROWS):
+        rows = old[first : first + _ROWS]
+        embedding_PE[rows] = earlier[row_P[rows]]
+        release(earlier)
+        release(embedding_PE)
     for first in range(0, len(new), SHARD_ROWS):
         rows = new[first : first + SHARD_ROWS].tolist()
         embedding_PE[rows] = embed(retriever.document, document_sequences(snapshot, rows), dtype, progress)
@@ -69,11 +73,12 @@ def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.devi
 
 def joined(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tensor:
     """Embeddings P x E of all passages from those of every part, in order; a part is let go when it has its place."""
-    embedding_PE, first = torch.empty(passages, width), 0
+    embedding_PE, first = matrix(passages, width), 0
     for part in parts:
         rows_RE = embeddings_in(part.pop(EMBEDDINGS))
         embedding_PE[first : first + len(rows_RE)] = rows_RE
         first += len(rows_RE)
+        release(embedding_PE)
     assert first == passages
     return embedding_PE
 
@@ -92,31 +97,33 @@ def save_index(path: Path, embedding_PE: Tensor) -> None:
         file.write(index_header(*embedding_PE.shape))
         for rows_RE in torch.split(embedding_PE, _ROWS):
             file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
+            release(embedding_PE)
 
 
-def embeddings_in(content: bytes) -> Tensor:
+def embeddings_in(content: Content) -> Tensor:
     """The embeddings P x E (fp32) in the bytes of such a file, whose memory they share: only to be read.
 
-    An index of the exchange is taken so and not memory-mapped: what its digest was compared with is what is used, and
-    where a mapped file stays when it is deleted on a local disk, on NFS it is gone, and the process with it (SIGBUS).
+    A file on the exchange is copied before its digest is compared, into memory or to a local disk, never mapped where
+    it lies: what its digest was compared with is what is used, and where a mapped file stays when it is deleted on a
+    local disk, on NFS it is gone, and the process with it (SIGBUS).
     """
     start = 8 + int.from_bytes(content[:8], "little")
     shape = json.loads(content[8:start])["embeddings"]["shape"]
-    with warnings.catch_warnings(action="ignore"):  # that the bytes cannot be written
-        return torch.frombuffer(content, dtype=torch.float32, offset=start).view(shape)
+    return read_only(content, start).view(shape)
 
 
 def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
     """The embeddings P x E of a folder, memory-mapped; ValueError when they are of other passages."""
-    with safe_open(folder / INDEX, "pt") as file:
-        embedding_PE: Tensor = file.get_tensor("embeddings")
-    if len(embedding_PE) != len(snapshot):
+    with safe_open(folder / INDEX, "pt") as header:
+        passages = header.get_slice("embeddings").get_shape()[0]
+    if passages != len(snapshot):
         raise ValueError(
-            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} {len(snapshot)} passages; an "
+            f"{folder / INDEX} has {passages} embeddings, {snapshot.folder} {len(snapshot)} passages; an "
             "imported index wants the passages that it was made from, in their order: run the stage snapshot on them "
             "with snapshot.whole_documents=true"
         )
-    return embedding_PE
+    with open(folder / INDEX, "rb") as file:
+        return embeddings_in(mapped(file))
 
 
 def save_passages(folder: Path, passages: PassageIndex) -> None:

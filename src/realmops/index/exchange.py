@@ -42,7 +42,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops import __version__
-from realmops.index.files import SPARE_ROOM, Clock, Files, free_bytes, modified, writable
+from realmops.index.files import Clock, Files, free_bytes, modified, writable
+from realmops.index.mapped import SPARE_ROOM
 from realmops.index.signs import Ages, Sign
 from realmops.index.versions import MANIFEST_LIMIT, ROLES, Damaged, Version, Versions, check_run
 

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from realmops import artifacts
+from realmops.index.mapped import SPARE_ROOM, Content, blocks, mapped, scratch
 
 Around = Callable[[str, Path, Callable[[], Any]], Any]
 
-SPARE_ROOM = 1.2  # a file is written only where this many times its size is free
+_CHUNK = 1 << 22
 
 
 class Clock:
@@ -57,7 +59,12 @@ class Files:
         content: bytes = self._around("read", path, lambda: _read_plain(path, limit))
         return content
 
-    def write(self, path: Path, content: bytes) -> None:
+    def copy(self, path: Path, limit: int) -> Content:
+        """The same, of a large file as a mapped copy where there is room for one (mapped.py)."""
+        content: Content = self._around("read", path, lambda: _copied(path, limit))
+        return content
+
+    def write(self, path: Path, content: Content) -> None:
         """Create a file that is not there yet and make its bytes durable.
 
         An error of write, fsync or close is final: a second fsync reports success and has lost the data.
@@ -113,7 +120,7 @@ class Files:
         self._around("rmdir", folder, lambda: os.rmdir(folder))
 
 
-def _read_plain(path: Path, limit: int) -> bytes:
+def _open_plain(path: Path, limit: int) -> IO[bytes]:
     if os.path.islink(path.parent):
         raise ValueError(f"{path.parent} is a symbolic link, wanted a folder")
     try:
@@ -122,19 +129,39 @@ def _read_plain(path: Path, limit: int) -> bytes:
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path} is a symbolic link, wanted a plain file") from None
         raise
-    with open(handle, "rb") as file:
+    file = open(handle, "rb")  # noqa: SIM115
+    try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path} is not a plain file")
         if status.st_size > limit:  # looked at first: nothing is allocated for a file that is too long
             raise ValueError(f"{path} has {status.st_size} bytes, more than the expected {limit}")
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _read_plain(path: Path, limit: int) -> bytes:
+    with _open_plain(path, limit) as file:
         return file.read()
 
 
-def _write_all(handle: int, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
+def _copied(path: Path, limit: int) -> Content:
+    with _open_plain(path, limit) as file:
+        room = scratch(os.fstat(file.fileno()).st_size)
+        if room is None:
+            return file.read()
+        with room:
+            shutil.copyfileobj(file, room, _CHUNK)
+            return mapped(room)
+
+
+def _write_all(handle: int, content: Content) -> None:
+    for block in blocks(content):
+        rest = block
+        while rest:
+            rest = rest[os.write(handle, rest) :]
 
 
 def _write_and_close(handle: int, content: bytes) -> None:

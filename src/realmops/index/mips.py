@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from realmops.bert import multiplies_bf16
+from realmops.index.mapped import release
 
 GROUP = 256
+_HELD = 1 << 21  # passages of mapped embeddings whose pages are in memory together, no less than a chunk
 _LARGE = 50_000
 _CHUNK = {"cpu": 1 << 14, "cuda": 1 << 18}  # passages; on a CPU their scores stay in a core's cache
 _GROUPS = 4  # for each result; with fewer the maxima of groups choose little
@@ -65,9 +67,20 @@ def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tens
     if embedding_PE.shape[0] <= _LARGE:
         return (query_QE @ embedding_PE.T).topk(k, dim=1)
     chunk = max(_CHUNK[embedding_PE.device.type], _GROUPS * k * GROUP)
-    best = [_search_groups(query_QE, part_PE, min(k, len(part_PE))) for part_PE in torch.split(embedding_PE, chunk)]
-    score = torch.cat([s for s, _ in best], dim=1)
-    ids = torch.cat([i + n * chunk for n, (_, i) in enumerate(best)], dim=1)
+    parts = torch.split(embedding_PE, chunk)
+    # made at once: many small results kept between large ones that go would break the memory up into pieces
+    columns = sum(min(k, len(part_PE)) for part_PE in parts)
+    score = torch.empty(len(query_QE), columns, dtype=query_QE.dtype, device=query_QE.device)
+    ids = torch.empty(len(query_QE), columns, dtype=torch.int64, device=query_QE.device)
+    at = 0
+    for number, part_PE in enumerate(parts):
+        best_QK, id_QK = _search_groups(query_QE, part_PE, min(k, len(part_PE)))
+        end = at + best_QK.shape[1]
+        score[:, at:end] = best_QK
+        ids[:, at:end] = id_QK + number * chunk
+        at = end
+        if (number + 1) * chunk % _HELD == 0:
+            release(embedding_PE)
     top_QK, place_QK = score.topk(k, dim=1)
     return top_QK, ids.gather(1, place_QK)
 

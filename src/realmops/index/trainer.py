@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -40,11 +40,15 @@ class Trainer:
 
     One thread may publish weights while the main thread does the rest. The weights of a step are published
     after the checkpoint of that step (if there is one) and before the next checkpoint.
-    ``on_wait(message, seconds)`` is called at once and then every second of a wait.
+    ``on_wait(message, seconds)`` is called at once and then every second of a wait. Of an index the files ``mapped``
+    are mapped copies where they are large.
     """
 
-    def __init__(self, exchange: Exchange, policy: Policy = Policy(), on_wait: OnWait | None = None) -> None:
-        self.exchange, self.policy = exchange, policy
+    def __init__(
+        self, exchange: Exchange, policy: Policy = Policy(), on_wait: OnWait | None = None,
+        mapped: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        self.exchange, self.policy, self.mapped = exchange, policy, mapped
         self._on_wait: OnWait = on_wait or (lambda message, seconds: log.info("%s", message))
         self.fence = exchange.take_fence()
         self._index: Version | None = None  # in use: without its bytes
@@ -204,7 +208,7 @@ class Trainer:
         if name not in indexes.names():
             return None
         try:
-            return indexes.load(name)
+            return indexes.load(name, mapped=self.mapped)
         except FileNotFoundError:
             return None
         except Damaged as error:

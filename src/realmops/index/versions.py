@@ -20,7 +20,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from errno import EEXIST, ENOENT, ENOMEM, ENOTEMPTY, ESTALE
@@ -29,6 +29,7 @@ from typing import Any
 
 from realmops.artifacts import canonical_json, digest_of
 from realmops.index.files import Clock, Files, memory_bytes
+from realmops.index.mapped import Content, blocks
 from realmops.index.signs import Ages
 
 SCHEMA = 1
@@ -63,7 +64,7 @@ class Version:
     listing: dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
     meta: dict[str, Any]
     created_unix: float
-    files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    files: dict[str, Any] = field(default_factory=dict, repr=False)  # bytes, or mapped where that was asked for
     pin: Path | None = None
 
     @property
@@ -89,6 +90,13 @@ def check_run(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for key in sorted({*theirs, *ours}):
         if key not in theirs or key not in ours or theirs[key] != ours[key]:
             raise ValueError(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
+
+
+def _sha256(content: Content) -> str:
+    digest = hashlib.sha256()
+    for block in blocks(content):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 class Versions:
@@ -154,15 +162,15 @@ class Versions:
 
     # Reading
 
-    def load(self, name: str) -> Version:
-        """A version with its bytes, pinned until :meth:`unpin`.
+    def load(self, name: str, mapped: Collection[str] = ()) -> Version:
+        """A version with its bytes, pinned until :meth:`unpin`; those of ``mapped`` files as mapped copies if large.
 
         What looks damaged is read twice. Damaged: it is, for everybody. FileNotFoundError: it was removed
         in the meantime. OSError: the volume failed, which says nothing about the version.
         """
         pin = self._pin(name)
         try:
-            return self._read_twice(name, pin)
+            return self._read_twice(name, pin, mapped)
         except BaseException:
             self._unpin(pin)
             raise
@@ -183,35 +191,37 @@ class Versions:
         with suppress(OSError):  # a pin that stays ends with its holder
             self.files.unlink(pin)
 
-    def _read_twice(self, name: str, pin: Path) -> Version:
+    def _read_twice(self, name: str, pin: Path, mapped: Collection[str]) -> Version:
         try:
-            return self._read(name, pin)
+            return self._read(name, pin, mapped)
         except (Damaged, FileNotFoundError):
             self.clock.sleep(SECOND_LOOK)
         if name not in self.names():
             raise FileNotFoundError(f"{self.folder / name} was removed while it was read")
         try:
-            return self._read(name, pin)
+            return self._read(name, pin, mapped)
         except FileNotFoundError as error:
             raise Damaged(f"{error.filename} is missing") from error
 
-    def _read(self, name: str, pin: Path) -> Version:
+    def _read(self, name: str, pin: Path, mapped: Collection[str]) -> Version:
         version, files = self.manifest(name), {}
-        if (size := sum(entry["bytes"] for entry in version.listing.values())) > memory_bytes():
+        size = sum(entry["bytes"] for file, entry in version.listing.items() if file not in mapped)
+        if size > memory_bytes():
             path = self.folder / name / MANIFEST
             raise OSError(ENOMEM, f"it lists {size} bytes, more than the memory here", str(path))
         for file, entry in version.listing.items():
             path = self.folder / name / file
             try:
-                files[file] = self._checked(path, self.files.read(path, entry["bytes"]), entry)
+                read = self.files.copy if file in mapped else self.files.read
+                files[file] = self._checked(path, read(path, entry["bytes"]), entry)
             except ValueError as error:
                 raise Damaged(str(error)) from error
         return replace(version, files=files, pin=pin)
 
-    def _checked(self, path: Path, content: bytes, entry: Mapping[str, Any]) -> bytes:
+    def _checked(self, path: Path, content: Content, entry: Mapping[str, Any]) -> Content:
         if len(content) != entry["bytes"]:
             raise ValueError(f"{path} has {len(content)} bytes, its manifest says {entry['bytes']}")
-        if (found := hashlib.sha256(content).hexdigest()) != entry["sha256"]:
+        if (found := _sha256(content)) != entry["sha256"]:
             raise ValueError(f"{path} has sha256 {found}, its manifest says {entry['sha256']}")
         return content
 
@@ -234,7 +244,7 @@ class Versions:
     # Publishing
 
     def publish(
-        self, name: str, contents: Mapping[str, bytes], meta: Mapping[str, Any],
+        self, name: str, contents: Mapping[str, Content], meta: Mapping[str, Any],
         guard: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
         """Commit a version; False when somebody else's version has that name already (mine is dropped).
@@ -257,7 +267,7 @@ class Versions:
         return self._publish(name, contents, meta, guard)
 
     def _publish(
-        self, name: str, contents: Mapping[str, bytes], meta: Mapping[str, Any], guard: Callable[[], None]
+        self, name: str, contents: Mapping[str, Content], meta: Mapping[str, Any], guard: Callable[[], None]
     ) -> bool:
         nonce = secrets.token_hex(8)
         stage = self.folder / f".stage.{self.holder}.{nonce}"
@@ -275,10 +285,9 @@ class Versions:
         guard()
         return mine
 
-    def _describe(self, name: str, nonce: str, contents: Mapping[str, bytes], meta: Mapping[str, Any]) -> bytes:
+    def _describe(self, name: str, nonce: str, contents: Mapping[str, Content], meta: Mapping[str, Any]) -> bytes:
         listing = {
-            file: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-            for file, content in sorted(contents.items())
+            file: {"bytes": len(content), "sha256": _sha256(content)} for file, content in sorted(contents.items())
         }
         fields = {
             "kind": self.kind, "name": name, "nonce": nonce, "writer": self.holder, "run": self.run,
@@ -286,7 +295,7 @@ class Versions:
         }  # fmt: skip
         return canonical_json({**fields, "digest": digest_of(fields), "schema": SCHEMA})
 
-    def _fill(self, stage: Path, contents: Mapping[str, bytes], manifest: bytes) -> None:
+    def _fill(self, stage: Path, contents: Mapping[str, Content], manifest: bytes) -> None:
         for file, content in contents.items():
             self.files.write(stage / file, content)
         self.files.write(stage / MANIFEST, manifest)

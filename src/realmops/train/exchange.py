@@ -91,7 +91,8 @@ def exchange(
         if seconds >= QUIET_SECONDS:
             site.say(message)
 
-    trainer = Trainer(Exchange.open(root, card, grace=0.0 if child else 120.0), refresh.policy, on_wait)
+    opened = Exchange.open(root, card, grace=0.0 if child else 120.0)
+    trainer = Trainer(opened, refresh.policy, on_wait, mapped=(EMBEDDINGS,))
     own = ExchangeSource(trainer, refresh, snapshot.vocabulary_hash, device, passages)
     try:
         with child or nullcontext():

@@ -3,11 +3,12 @@
 A refresh is embedding alone: what trainer and builders write and read in between is not counted. Memory is what the
 code holds when a generation changes hands, in copies of the embeddings (P x E x 4 bytes):
 
-- a trainer has the generation in use and the new one; an ``ivf`` index holds a copy of its own beside each, ``pq`` a
-  sixteenth. On a GPU the exact matrices lie there, old and new, and of other types the structures alone;
-- a builder that merges has the file that it writes, and one part;
-- on the disk lie the generations that the exchange keeps, the one that is being written with its parts, and the
-  fine-tuned model's.
+- a trainer has the generation in use and the new one, both mapped: exact search wants them in memory all the same. An
+  ``ivf`` index holds a copy of its own of each, ``pq`` an eighth. On a GPU the exact matrices lie there, old and new,
+  and of other types the structures alone, of which that of ``pq`` is a sixteenth;
+- a builder that merges has one part, the rest is mapped;
+- on the disk lie the generations that the exchange keeps, the one that is being written with its parts, the fine-tuned
+  model's, and what is mapped: the trainer's two and the builder's.
 """
 
 from __future__ import annotations
@@ -96,14 +97,14 @@ def scale(passages: int, index_type: str, refresh_every: int, measured: Measured
     embeddings = 4.0 * passages * measured.embedding_width
     graph = 1 + LINK_BYTES / (4 * measured.embedding_width)
     half = 0.5 if measured.precision == "bf16" else 0.0  # the copy that a CPU's exact search multiplies
-    structure = {"exact": half, "ivf": 1.0, "hnsw": graph, "pq": 1 / 16}[index_type]
     on_gpu = measured.device == "cuda"
-    if on_gpu and index_type == "exact":
-        host, gpu = 1.0, 2.0
+    structure = {"exact": 0.0, "ivf": 1.0, "hnsw": graph, "pq": 1 / 16 if on_gpu else 1 / 8}[index_type]
+    if index_type == "exact":
+        host, gpu = (0.0, 2.0) if on_gpu else (2 + 2 * half, 0.0)
     elif on_gpu and index_type != "hnsw":
-        host, gpu = 2.0, 2 * structure
+        host, gpu = 0.0, 2 * structure
     else:
-        host, gpu = 2 + 2 * structure, 0.0
+        host, gpu = 2 * structure, 0.0
     return Scale(
         passages,
         index_type,
@@ -116,8 +117,8 @@ def scale(passages: int, index_type: str, refresh_every: int, measured: Measured
         wanted,
         measured.trainer_bytes + host * embeddings,
         gpu * embeddings,
-        measured.builder_bytes + embeddings,
-        passages * measured.passage_bytes + (KEPT + 3) * embeddings + (KEPT + 1) * STATES * measured.parameter_bytes,
+        float(measured.builder_bytes),
+        passages * measured.passage_bytes + (KEPT + 6) * embeddings + (KEPT + 1) * STATES * measured.parameter_bytes,
     )
 
 
@@ -180,9 +181,10 @@ def notes(measured: Measured, scales: Sequence[Scale]) -> Iterator[str]:
         "more than pretrain.lag steps."
     )
     yield (
-        "Memory when a generation changes hands: the trainer holds it beside the one in use, a merging builder once; "
-        "activations of the step are in it as measured. Disk: snapshot, checkpoints, the generations that the exchange "
-        "keeps with the one in the making, and the fine-tuned model's."
+        "Memory when a generation changes hands: the trainer has it beside the one in use; activations of the step are "
+        "in it as measured, embeddings that lie on the disk are not, except for exact search, which reads them all. "
+        "Disk: snapshot, checkpoints, the generations that the exchange keeps with the one in the making, the "
+        "fine-tuned model's, and in the folder for temporary files two of the trainer and one of the builder."
     )
     needed = [n for one in scales for n in (one.trainer_bytes, one.builder_bytes)]
     if max(needed, default=0) > measured.host_memory:

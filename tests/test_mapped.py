@@ -1,0 +1,146 @@
+"""Large matrices in files without a name: what is written stays, and no memory is held."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from realmops.index import mapped
+from realmops.index.approximate import Approximate, Recipe
+from realmops.index.mapped import blocks, matrix, read_only, release, scratch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(mapped, "LEAST", 1)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def of(content: bytes) -> mmap.mmap:
+    """A mapped file with that content."""
+    file = scratch(len(content))
+    assert file is not None
+    with file:
+        file.write(content)
+        return mapped.mapped(file)
+
+
+def made(size: int) -> bool:
+    """Whether there is a file for so many bytes."""
+    file = scratch(size)
+    if file is not None:
+        file.close()
+    return file is not None
+
+
+def test_a_file_for_a_large_matrix_has_no_name_and_is_as_large_as_asked(tmp_path: Path) -> None:
+    file = scratch(100_000)
+    assert file is not None
+    with file:
+        assert os.fstat(file.fileno()).st_size == 100_000
+        assert os.listdir(tmp_path) == []
+
+
+def test_what_is_small_or_has_no_room_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "LEAST", 101)
+    assert not made(100)
+    assert made(101)
+    for free in (1199, 1200):
+        room = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, room=room: room)
+        assert made(1000) == (free == 1200)
+        assert matrix(125, 2).shape == (125, 2)
+
+
+def test_what_was_written_is_there_after_its_pages_were_dropped() -> None:
+    wanted = torch.randn(3000, 7)
+    found = matrix(3000, 7)
+    found[:] = wanted
+    for held in (found, found[100:], found.T):
+        release(held)
+        assert torch.equal(found, wanted)
+
+
+def test_memory_that_is_no_file_is_left_as_it_is() -> None:
+    keep = matrix(3000, 7)
+    wanted = torch.arange(100_000.0)
+    found = wanted.clone()
+    release(found)
+    release(torch.empty(0))
+    assert torch.equal(found, wanted)
+    content = bytes(range(256)) * 100
+    release(content)
+    assert content == bytes(range(256)) * 100
+    assert len(keep) == 3000
+
+
+def test_blocks_are_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped, "_BLOCK", 1000)
+    for size in (1, 999, 1000, 1001, 5500):
+        content = os.urandom(size)
+        for kind in (content, of(content)):
+            found = [bytes(block) for block in blocks(kind)]
+            assert b"".join(found) == content
+            assert max(map(len, found)) <= 1000
+    assert list(blocks(b"")) == []
+
+
+def test_numbers_are_read_where_they_lie() -> None:
+    content = b"head" + torch.arange(6.0).numpy().tobytes()
+    for kind in (content, of(content)):
+        assert read_only(kind, 4).tolist() == [0, 1, 2, 3, 4, 5]
+
+
+ANONYMOUS = """
+import sys, torch
+from realmops.index import mapped
+from realmops.index.approximate import Approximate, Recipe
+def anonymous():
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(sys.argv[1]))
+torch.set_num_threads(1)
+rows = torch.randn(1000, 128)
+found = mapped.matrix(300_000, 128)  # 146 MiB
+for first in range(0, 300_000, 1000):
+    found[first : first + 1000] = rows + first / 300_000
+mapped.release(found)
+Approximate(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0), torch.device("cpu")).widen(rows[:8], 8)
+before = anonymous()
+index = Approximate(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0), torch.device("cpu"))
+index.widen(rows[:8], 8)
+print(anonymous() - before)
+"""
+
+
+@pytest.mark.parametrize("kind", ["RssAnon", "RssFile"])
+def test_a_structure_over_mapped_embeddings_holds_no_second_copy(kind: str) -> None:
+    """146 MiB of embeddings; the codes are 9 MiB, what is added at a time is read where it lies."""
+    words = [sys.executable, "-c", ANONYMOUS, kind]
+    grown = float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert grown < 73
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw", "pq"])
+def test_an_index_over_mapped_embeddings_is_that_over_the_same_in_memory(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.randn(4000, 16, generator=generator)
+    query_QE = torch.randn(20, 16, generator=generator)
+    there = matrix(4000, 16)
+    there[:] = kept
+    indexes = [Approximate(e, Recipe(kind, 3, 20, 1, 0.0, 10, 0.5), CPU) for e in (kept, there)]
+    for index in indexes:
+        index.widen(query_QE, 10)
+    assert indexes[0].recipe == indexes[1].recipe
+    (score_QK, id_QK), (mapped_QK, mapped_id_QK) = (index.search(query_QE, 10) for index in indexes)
+    assert torch.equal(id_QK, mapped_id_QK)
+    assert torch.equal(score_QK, mapped_QK)
