@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 from small_project import stage, toy_values, write_params
-from small_world import section, tiny_context, tiny_optimiser
+from small_world import PAPERS_READER, section, tiny_context, tiny_optimiser
 
 from realmops.artifacts import digest_of, seed_for
 from realmops.bert import Packed
@@ -120,8 +120,8 @@ class NoNeighbours:
 def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
     """The inputs of the first steps of ict's two loops, and the masked sentences of pretrain's."""
     shape = section("bert", **BERT, dropout=0.0)
-    size = snapshot.tokenizer.get_vocab_size()
-    retriever, reader = build_models(shape, section("retriever", embedding_width=4), section("reader"), size, SEED)
+    size, papers_reader = snapshot.tokenizer.get_vocab_size(), section("reader", **PAPERS_READER)
+    retriever, reader = build_models(shape, section("retriever", embedding_width=4), papers_reader, size, SEED)
     found: dict[str, Any] = {}
     for name in ("ict", "warm_start"):
         seen, context = Seen(snapshot), tiny_context(stream=name, seed=SEED)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import small_project
 import torch
-from small_world import DOCUMENTS, write_documents
+from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
 from realmops.commands.explain.question import open_run
 from realmops.corpus.snapshot import Snapshot
@@ -22,7 +22,11 @@ from realmops.train.exchange import ExchangeSource
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.
 COPIES = 21
-OPTIONS = {"index": {"type": "ivf", "target_recall": 0.1}, "pretrain": {"retriever_delay": 0, "masked_sentences": 4}}
+OPTIONS = {
+    "index": {"type": "ivf", "target_recall": 0.1},
+    "reader": PAPERS_READER,
+    "pretrain": {"retriever_learning_rate": 5.0e-5, "retriever_delay": 0, "masked_sentences": 4},
+}
 
 
 def numbered(count: int) -> tuple[Any, ...]:

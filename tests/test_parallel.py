@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from cluster_lab import Output
 from safetensors.torch import load_file
-from small_world import World, tiny_models
+from small_world import PAPERS_READER, World, tiny_models
 from torch import Tensor
 
 from realmops import config
@@ -34,10 +34,11 @@ from realmops.stages.runner import inputs_of
 from realmops.train.parallel import Team, join
 from realmops.train.pretrain import Index, SharedSource
 
-TOGETHER = {
+TOGETHER: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.0},
+    "reader": PAPERS_READER,
     "ict": {"batch_size": 4, "reader_batch_size": 3},
-    "pretrain": {"batch_size": 3, "adopt": "fixed_lag", "exchange": "auto"},
+    "pretrain": {"batch_size": 3, "retriever_learning_rate": 5.0e-5, "adopt": "fixed_lag", "exchange": "auto"},
     "finetune": {"batch_size": 2},
 }
 # The same with all that is not in the paper. Nothing is held out: what is handed on is what was learned, not the start.
