@@ -13,11 +13,11 @@ PASSAGES, WIDTH, PART_ROWS = 1 << 17, 128, 1 << 13
 COPY = PASSAGES * WIDTH * 4  # 64 MiB: small beside it are a part, both models, and what is freed and kept
 
 
-def test_a_builder_holds_the_index_and_a_part_and_a_trainer_two_generations(tmp_path: Path) -> None:
+def test_a_builder_holds_less_than_the_index_and_a_trainer_two_generations(tmp_path: Path) -> None:
     child = subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, stdout=subprocess.PIPE, text=True)
     took = [json.loads(line) for line in child.stdout.splitlines()]
     assert [what for what, _ in took] == ["build", "build", "adopt", "adopt beside another"]
-    assert all(0.9 < copies < 1.8 for what, copies in took if what == "build"), took
+    assert all(copies < 1 for what, copies in took if what == "build"), took  # the matrix is mapped, and let go
     assert all(0.9 < copies < 1.3 for what, copies in took if what != "build"), took
 
 

@@ -216,15 +216,15 @@ def watch(monkeypatch: pytest.MonkeyPatch, disk: Disk) -> list[str]:
         safe(store.folder / name, store.kind)
         return mine
 
-    def loaded(store: Versions, name: str) -> Version:
+    def loaded(store: Versions, name: str, **named: Any) -> Version:
         read = store._read
 
-        def reading(version: str, pin: Path) -> Version:
+        def reading(version: str, pin: Path, *arguments: Any) -> Version:
             safe(pin, "pin")
-            return read(version, pin)
+            return read(version, pin, *arguments)
 
         monkeypatch.setattr(store, "_read", reading)
-        return load(store, name)
+        return load(store, name, **named)
 
     def taken(exchange: Exchange) -> int:
         number = fence(exchange)
