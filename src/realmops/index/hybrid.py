@@ -112,22 +112,21 @@ def fit_mixture(dense_QK: Tensor, words_QK: Tensor, there_QK: Tensor, correct_QK
 
     Queries without a right passage among the K do not count; None where no query counts.
     """
+    from scipy.optimize import minimize
+
     counts_Q = (correct_QK & there_QK).any(-1) & ~(correct_QK | ~there_QK).all(-1)
     if not counts_Q.any():
         return None
     dense_QK, words_QK = dense_QK[counts_Q].double(), words_QK[counts_Q].double()
     there_QK, correct_QK = there_QK[counts_Q], (correct_QK & there_QK)[counts_Q]
-    weights = torch.zeros(2, dtype=torch.float64, requires_grad=True)  # logarithms: both are above 0
-    optimiser = torch.optim.LBFGS([weights], max_iter=200, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
 
-    def loss() -> Tensor:
-        optimiser.zero_grad()
+    def loss(logarithms: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        weights = torch.from_numpy(logarithms).requires_grad_()  # both weights are above 0
         dense, lexical = weights.exp()
         f_QK = (dense * dense_QK + lexical * words_QK).masked_fill(~there_QK, -torch.inf)
         # a weak pull to 1 (that of one query) keeps weights finite where everything is right
         value = -log_sum_correct(f_QK, correct_QK).mean() + 0.5 * (weights**2).sum() / len(f_QK)
-        value.backward()  # type: ignore[no-untyped-call]
-        return value
+        return value.item(), torch.autograd.grad(value, weights)[0].numpy()
 
-    optimiser.step(loss)  # type: ignore[no-untyped-call]
-    return Mixture(*(max(LEAST, round(weight, 4)) for weight in weights.detach().exp().tolist()))
+    fitted = minimize(loss, np.zeros(2), jac=True, options={"gtol": 1e-9})
+    return Mixture(*(max(LEAST, round(weight, 4)) for weight in np.exp(fitted.x).tolist()))
