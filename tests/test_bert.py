@@ -21,6 +21,7 @@ from realmops.bert import (
     autocast,
     even_rows,
     export_state,
+    freeze_products,
     import_pooler,
     import_state,
     initialise_small,
@@ -219,6 +220,27 @@ def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPa
     for one, other in zip(even, values(), strict=True):
         # bf16 keeps eight bits, and the order of a sum may differ with the number of rows
         torch.testing.assert_close(one, other, rtol=0, atol=0.02 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = BertConfig(60, 24, 2, 4, 40, 16, 0.0)
+    bert, spans = Bert(config).eval(), SpanHead(24, 32)
+    sequences = [np.arange(1, 1 + length) for length in LENGTHS]
+    first, last = torch.tensor([0, 8, 9]), torch.tensor([2, 8, 20])
+
+    def scores() -> Tensor:
+        with torch.no_grad(), autocast(torch.device("cpu"), dtype):
+            found: Tensor = spans(bert(Packed(sequences)), first, last)
+        return found
+
+    before = scores()
+    for module in (bert, spans):
+        freeze_products(module, dtype)
+    assert torch.equal(scores(), before)
+    assert bert.layers[0].output.weight.dtype == dtype
+    assert bert.word.weight.dtype == bert.layers[0].output_norm.weight.dtype == torch.float32  # no products of theirs
 
 
 def test_dropout_only_while_training() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.rankers import ranker_of
+from realmops.bert import freeze_products
 from realmops.config import Finetune
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.embeddings import load_passages
@@ -26,6 +27,8 @@ def open_tuned(
 ) -> OpenQa:
     """The model that the stage ``finetune`` left, with its index or its ranker."""
     retriever, reader = load_models(folder, snapshot.vocabulary_hash)
+    for model in (retriever, reader):
+        freeze_products(model, dtype)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     ranker = ranker_of(options.retriever, snapshot, path)
     passages = load_passages(folder, snapshot, device) if ranker is None else None

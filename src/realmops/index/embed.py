@@ -50,13 +50,13 @@ def _embedded(
     tower.eval()
     out, done = torch.empty(len(sequences), tower.width, device=tower.device), 0
     place_N = torch.empty(len(sequences), dtype=torch.int64)
-    for rows in length_batches([len(tokens) for tokens, _ in sequences], tower.device):
-        batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
-        with autocast(tower.device, dtype):
+    with autocast(tower.device, dtype):  # around all batches: it copies the weights to its numbers once
+        for rows in length_batches([len(tokens) for tokens, _ in sequences], tower.device):
+            batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
             out[done : done + len(rows)] = tower(batch).float()
-        place_N[rows] = torch.arange(done, done + len(rows))
-        done += len(rows)
-        progress(len(rows))
+            place_N[rows] = torch.arange(done, done + len(rows))
+            done += len(rows)
+            progress(len(rows))
     tower.train(was_training)
     return out, place_N
 
