@@ -120,7 +120,7 @@ def test_no_span_of_a_held_out_sentence_is_drawn(world: World) -> None:
     """Rows 0 (passage 0, first sentence) and 6: those of the same sentences go too, other sentences stay."""
     options = section("pretrain", masking="salient", query_wordpieces=40, reader_wordpieces=60)
     examples = Examples(world.snapshot, world.spans, options)
-    rows = examples.rows
+    rows = examples.rows[:]
     held = np.array([0, 6])
     gone = [n for n, row in enumerate(rows.tolist()) if any(row[:2] == rows[h, :2].tolist() for h in held)]
     examples.hold_out(held)
@@ -213,7 +213,7 @@ def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
 
     snapshot = Snapshot.open(project / "root/data/snapshot/corpus")
     spans = Spans.open(project / "root/data/spans/corpus")
-    rows = Examples(snapshot, spans, section("pretrain", masking="salient")).rows
+    rows = Examples(snapshot, spans, section("pretrain", masking="salient")).rows[:]
     chosen = np.random.default_rng(seed_for(0, "evaluate", "masked")).permutation(len(rows))[: len(rows) // 10]
     held = {(int(rows[n, 0]), snapshot.body(int(rows[n, 0]))[slice(*rows[n, 1:3])].tobytes()) for n in chosen}
     assert len(held) == 2

@@ -18,7 +18,7 @@ from realmops.corpus.masking import passages_with
 from realmops.corpus.questions import Question, json_line, read_questions
 from realmops.evaluate.predictions import read_results
 from realmops.model.retriever import Mixture
-from realmops.train.ict import sentences_with_spans
+from realmops.train.ict import SentencesWithSpans
 from realmops.train.mixture import fit_to_questions
 from realmops.train.windows import lessons_of
 
@@ -84,7 +84,7 @@ def test_years_and_numbers_have_words_of_their_own() -> None:
 def test_numbers_outside_of_spans(tmp_path: Path) -> None:
     text = "In 1950 he sold 1,250.5 of 30% there, 3 in B2 and a 4-door. Then 7."
     world = build_world(tmp_path, (("A", text, ("1950",)), ("B", "It rains.", ())))
-    rows = sentences_with_spans(world.snapshot, world.spans)
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     chars = world.snapshot.chars(0)
     found = numbers(world.snapshot, rows)
     assert [text[chars[s, 0] : chars[e - 1, 1]] for _, _, _, s, e in found.tolist()] == ["1,250.5", "30", "3", "7"]
@@ -101,7 +101,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def made(world: World, seed: int = 0, limit: int = 100) -> list[Question]:
     labels = [world.spans.labels[label] for label in world.spans.label_ids.tolist()]
-    return cloze_questions(world.snapshot, sentences_with_spans(world.snapshot, world.spans), labels, seed, limit)
+    return cloze_questions(world.snapshot, SentencesWithSpans(world.snapshot, world.spans)[:], labels, seed, limit)
 
 
 def test_every_question_of_a_small_corpus(world: World) -> None:
@@ -124,7 +124,7 @@ def test_a_span_that_stands_only_beside_its_own_sentence_is_not_asked_for(tmp_pa
     said = "He painted the port of Bodin twice."
     names = ("Bodin",)
     world = build_world(tmp_path, (("A", f"One. {said}", names), ("B", f"{said} Two.", names), ("C", "It rains.", ())))
-    rows = sentences_with_spans(world.snapshot, world.spans)
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     assert passages_with(world.snapshot, rows, 16).tolist() == [2, 2]
     assert made(world) == []
 

@@ -17,11 +17,11 @@ from realmops.config import Ict
 from realmops.model.reader import Reader
 from realmops.train import ict
 from realmops.train.ict import (
+    SentencesWithSpans,
     cloze_batch,
     crop_run,
     draw_cloze,
     dropped_words,
-    sentences_with_spans,
     train_reader,
     train_retriever,
 )
@@ -265,7 +265,7 @@ def test_the_first_loss_is_the_slow_ones(world: World) -> None:
 
 def test_rows_of_sentences_with_spans(world: World) -> None:
     """Passage 1, "The Cold Sea": Anna Berg in its first sentence, Oslo in its second."""
-    rows = sentences_with_spans(world.snapshot, world.spans)
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     assert rows.dtype == np.int64
     found = [
         (world.words(world.snapshot.body(1)[first:end]), world.words(world.snapshot.body(1)[start:stop]))
@@ -281,7 +281,7 @@ def test_a_corpus_without_spans_is_refused(world: World) -> None:
         folder = "some/tag"
 
     with pytest.raises(ValueError, match="some/tag holds no salient span: nothing can be masked; see the tag"):
-        sentences_with_spans(world.snapshot, NoSpans())  # type: ignore[arg-type]
+        SentencesWithSpans(world.snapshot, NoSpans())  # type: ignore[arg-type]
 
 
 class Spy(Reader):
@@ -297,7 +297,7 @@ def test_the_readers_examples(world: World) -> None:
     _, reader = tiny_models(world)
     spy = Spy(reader.bert, reader.masked_words)
     train_reader(tiny_context(), spy, world.snapshot, world.spans, options(), tiny_optimiser())
-    rows = sentences_with_spans(world.snapshot, world.spans)
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     sentences = {world.snapshot.body(int(p))[a:b].tobytes(): int(p) for p, a, b, _, _ in rows}
     spans = {
         (world.snapshot.body(int(p))[a:b].tobytes(), tuple(range(s - a, t - a))) for p, a, b, s, t in rows.tolist()

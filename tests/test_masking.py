@@ -8,7 +8,7 @@ from small_world import World, build_world, section
 
 from realmops.corpus import masking
 from realmops.corpus.masking import mask_positions, recurring
-from realmops.train.ict import sentences_with_spans
+from realmops.train.ict import SentencesWithSpans
 from realmops.train.pretrain import Examples
 
 SCHEMES = ("salient", "random_token", "random_span", "matched_span")
@@ -137,7 +137,7 @@ def test_recurring_spans_are_those_of_brute_force(
 ) -> None:
     """Also when few passages are looked at together."""
     monkeypatch.setattr(masking, "_TOKENS_TOGETHER", together)
-    rows = sentences_with_spans(world.snapshot, world.spans)
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     found = recurring(world.snapshot, rows, limit)
     assert found.tolist() == [by_brute_force(world, row, limit) for row in rows]
     if limit == 10:
@@ -154,7 +154,7 @@ def test_a_part_of_a_word_does_not_recur(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         world = build_world(folder, (*once, *more))
-        rows = sentences_with_spans(world.snapshot, world.spans)
+        rows = SentencesWithSpans(world.snapshot, world.spans)[:]
         assert recurring(world.snapshot, rows, 10).tolist() == [by_brute_force(world, row, 10) for row in rows]
         assert recurring(world.snapshot, rows, 10).tolist() == [bool(more), False, *[True] * len(more)]
 
@@ -164,7 +164,7 @@ def test_what_stands_everywhere_does_not_count(tmp_path: Path, monkeypatch: pyte
     texts = ("Oslo and Oslo.", "Oslo is cold.", "Oslo and Bergen.", "Bergen, then Oslo.", "Rome.")
     documents = tuple((text, text, (text.split()[0].strip(".,"),)) for text in texts)
     world = build_world(tmp_path, documents)
-    rows = sentences_with_spans(world.snapshot, world.spans)
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     for most, expected in ((50, 4), (4, 4), (3, 1), (1, 0)):
         monkeypatch.setattr(masking, "MOST_PASSAGES", most)
         found = recurring(world.snapshot, rows, 10)

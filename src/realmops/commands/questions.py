@@ -16,7 +16,7 @@ from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, r
 from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule, hits_at
 from realmops.index.lexical import Bm25, rank
 from realmops.stages import CLOZE, STAGES
-from realmops.train.ict import sentences_with_spans
+from realmops.train.ict import SentencesWithSpans
 
 KIND = "questions"
 
@@ -65,7 +65,7 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[s
     snapshot = Snapshot.open(folders["snapshot"])
     spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
     labels = [spans.labels[label] for label in spans.label_ids.tolist()]
-    questions = cloze_questions(snapshot, sentences_with_spans(snapshot, spans), labels, seed, limit)
+    questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
     parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}
     line = f"{len(questions)} questions made of {len(spans.rows)} salient spans in {len(snapshot)} passages"
     return [line, *_write(out, parts, corpus_hash=snapshot.corpus_hash, seed=seed)]

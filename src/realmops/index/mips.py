@@ -105,6 +105,7 @@ def _search_groups(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tens
 SMALL_GROUP = 16
 _SCORES = 1 << 20  # of one product; in bf16 they stay in a core's cache
 _PART = 1 << 18  # passages whose maxima are kept at a time
+_COPIED = 1 << 10  # passages that are copied to bf16 at a time, and measured in fp64
 _AGAIN = 1 << 13  # passages that are scored again at a time, of some queries
 _SHARE = 24  # to score more than one passage in so many again costs more than the whole product in fp32
 _FEW = 16  # queries; with fewer a search takes as long as it takes to read the passages, in fp32 too
@@ -142,12 +143,14 @@ class Halves:
             return None
         mean_E = embedding_PE.mean(dim=0)
         half_PE = torch.empty_like(embedding_PE, dtype=torch.bfloat16)
-        lengths, lost = [], []
-        for half, part in zip(torch.split(half_PE, _AGAIN), torch.split(embedding_PE, _AGAIN), strict=True):
+        parts = list(zip(torch.split(half_PE, _COPIED), torch.split(embedding_PE, _COPIED), strict=True))
+        most = torch.empty(len(parts), 2, dtype=torch.float64)  # made at once, as in the function search
+        for row, (half, part) in zip(most, parts, strict=True):
             half.copy_(_half(part - mean_E))
-            lengths.append(_lengths(half).max())
-            lost.append(_lengths(part.double() - mean_E - half).max())
-        found = Halves(embedding_PE, mean_E, half_PE, float(torch.stack(lengths).max()), float(torch.stack(lost).max()))
+            row[0] = _lengths(half).max()
+            row[1] = _lengths(part.double() - mean_E - half).max()
+        length, lost = most.amax(dim=0).tolist()
+        found = Halves(embedding_PE, mean_E, half_PE, length, lost)
         return found if math.isfinite(found.length + found.lost) else None
 
     def search(self, query_QE: Tensor, k: int, groups: int = 0) -> tuple[Tensor, Tensor]:

@@ -36,11 +36,9 @@ def run(job: Job) -> dict[str, Any]:
     """Pre-train and write both models; returns utility, staleness, refreshes and recall before and after."""
     options, run_options = job.section(Pretrain), job.section(RunOptions)
     snapshot = open_snapshot(job)
+    rows, masked = _held_out(job, snapshot)
     examples = _examples(job, snapshot)
-    salient = _examples(job, snapshot, masking="salient", exclude_trivial=True)
-    rows = held_out.held_out_rows(salient, run_options.seed)
     examples.hold_out(rows)
-    masked = held_out.masked_at(salient, rows, run_options.seed)
     retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
     surroundings = Course(job).context("pretrain", options.steps, "pre-training")
     device, dtype = surroundings.device, surroundings.dtype
@@ -99,6 +97,13 @@ def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
     text = corpus if options.examples == "corpus" else open_snapshot(job, "warmup")
     spans = open_spans(job, text, options.examples)
     return Examples(text, spans, options, elsewhere=text is not corpus)
+
+
+def _held_out(job: Job, snapshot: Snapshot) -> tuple[np.ndarray, list[Example]]:
+    """The spans that are measured and not trained on, and their sentences with them masked, whatever training masks."""
+    salient, seed = _examples(job, snapshot, masking="salient", exclude_trivial=True), job.section(RunOptions).seed
+    rows = held_out.held_out_rows(salient, seed)
+    return rows, held_out.masked_at(salient, rows, seed)
 
 
 def _metrics(job: Job, after: Mapping[str, float], source: ExchangeSource) -> dict[str, Any]:

@@ -132,14 +132,29 @@ def train_retriever(
     return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
 
-def sentences_with_spans(snapshot: Snapshot, spans: Spans) -> np.ndarray:
-    """All spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body."""
-    if not len(spans.rows):
-        raise ValueError(
-            f"{spans.folder} holds no salient span: nothing can be masked; see the tag section of params.yaml"
-        )
-    sentences = snapshot.sentence_rows[spans.rows[:, 1], 1:]
-    return np.column_stack([spans.rows[:, 0], sentences, spans.rows[:, 2:4]]).astype(np.int64)
+class SentencesWithSpans:
+    """Spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body.
+
+    A row is made when it is asked for, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]``, all of them, takes 40 bytes for
+    each span. ValueError for a folder without any.
+    """
+
+    def __init__(self, snapshot: Snapshot, spans: Spans) -> None:
+        if not len(spans.rows):
+            raise ValueError(
+                f"{spans.folder} holds no salient span: nothing can be masked; see the tag section of params.yaml"
+            )
+        self._spans, self._sentences = spans.rows, snapshot.sentence_rows
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, at: int | slice | np.ndarray) -> np.ndarray:
+        span = self._spans[at]
+        found = np.empty((*span.shape[:-1], 5), np.int64)
+        found[..., 0], found[..., 1:3] = span[..., 0], self._sentences[span[..., 1], 1:]
+        found[..., 3:] = span[..., 2:4]
+        return found
 
 
 Z_SHARES = {"own": 0.3, "neighbour": 0.35, "random": 0.2, "null": 0.15}
@@ -174,12 +189,12 @@ def train_reader(
     near to the unmasked x by words (BM25), any other passage, or nothing (``Z_SHARES``).
     """
     special = SpecialTokens.of(snapshot.tokenizer)
-    rows = sentences_with_spans(snapshot, spans)
+    rows = SentencesWithSpans(snapshot, spans)
     neighbours = Neighbours(snapshot)
 
     def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """x as it was, which of its wordpieces are masked, and z."""
-        passage, first, end, start, stop = rows[rng.integers(len(rows))]
+        passage, first, end, start, stop = rows[int(rng.integers(len(rows)))]
         body = snapshot.body(int(passage))
         x = body[first:end][: options.reader_wordpieces - 3]
         salient = (int(start - first), int(stop - first))

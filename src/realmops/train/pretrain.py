@@ -34,7 +34,7 @@ from realmops.model import likelihood
 from realmops.model.reader import Reader, log_token_of_pairs, log_words_of_pairs, read_apart
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
-from realmops.train.ict import crop_run, dropped_words, sentences_with_spans
+from realmops.train.ict import SentencesWithSpans, crop_run, dropped_words
 from realmops.train.loop import Context, Later, fit
 from realmops.train.optimiser import Group
 from realmops.train.parallel import ALONE, Team
@@ -64,10 +64,10 @@ class Examples:
     def __init__(self, snapshot: Snapshot, spans: Spans, options: Pretrain, *, elsewhere: bool = False) -> None:
         self.snapshot, self.options, self.elsewhere = snapshot, options, elsewhere
         self.special = SpecialTokens.of(snapshot.tokenizer)
-        self.rows = sentences_with_spans(snapshot, spans)
+        self.spans, self.rows = spans, SentencesWithSpans(snapshot, spans)
         self.usable = np.ones(len(self.rows), dtype=bool)
         if options.masking == "recurring":
-            self.usable = recurring(snapshot, self.rows, options.max_masks)
+            self.usable = recurring(snapshot, self.rows[:], options.max_masks)
             if not self.usable.any():
                 raise ValueError(
                     f"{spans.folder}: no salient span stands in a second passage; set pretrain.masking to salient"
@@ -75,16 +75,19 @@ class Examples:
         self._draws_from(self.usable)
 
     def _draws_from(self, usable: np.ndarray) -> None:
-        self.drawn = np.flatnonzero(usable)
-        passages = self.rows[self.drawn, 0]
-        self.first_row = np.flatnonzero(np.diff(passages, prepend=-1))
-        self.end_row = np.append(self.first_row[1:], len(passages))
+        self.drawn = np.flatnonzero(usable).astype(np.int32)
+        place = np.searchsorted(self.drawn, self.spans.offsets)
+        there = place[1:] > place[:-1]
+        self.first_row, self.end_row = place[:-1][there], place[1:][there]
 
     def hold_out(self, rows: np.ndarray) -> None:
         """Draw no span of the sentences of these rows from now on; where nothing would be left, they are drawn."""
-        held = np.isin(_sentence(self.rows), _sentence(self.rows[rows]))
-        if (self.usable & ~held).any():
-            self._draws_from(self.usable & ~held)
+        sentence_N = self.spans.rows[:, 1]
+        held_S = np.zeros(len(self.snapshot.sentence_rows), dtype=bool)
+        held_S[sentence_N[rows]] = True
+        left = self.usable & ~held_S[sentence_N]
+        if left.any():
+            self._draws_from(left)
 
     def draw(self, rng: np.random.Generator) -> Example:
         """A passage uniform among those with a span, then one of its spans uniform; x is the span's sentence."""
@@ -94,7 +97,7 @@ class Examples:
 
     def example(self, row: int, rng: np.random.Generator) -> Example:
         """The sentence of one span, masked."""
-        passage, first, end, start, stop = (int(v) for v in self.rows[row])
+        passage, first, end, start, stop = self.rows[row].tolist()
         limit = min(self.options.query_wordpieces - 2, self.options.reader_wordpieces - 3)
         if start >= first + limit:  # the span lies behind the limit: take the sentence's end instead of its start
             first, end = max(first, min(start, stop - limit)), stop
@@ -107,12 +110,6 @@ class Examples:
         x[at] = self.special.mask
         words = unmasked_text(self.snapshot.text(passage), self.snapshot.chars(passage)[first:end], at)
         return Example(NULL if self.elsewhere else passage, original, x, at, original[at], words)
-
-
-def _sentence(rows: np.ndarray) -> np.ndarray:
-    """A number for each row's sentence."""
-    numbers: np.ndarray = rows[:, 0] * (1 << 20) + rows[:, 1]
-    return numbers
 
 
 def unmasked_text(text: str, chars: np.ndarray, positions: np.ndarray) -> str:
