@@ -5,7 +5,8 @@
 Generated passages of about 30 wordpieces and encoders of one layer and width 32, so that 200,000 passages take minutes.
 Each size is a fresh root: the stages snapshot and tag, the embedding of all passages, 10 searches of 64 queries each,
 evaluate's ranking of questions with all its match rules; then, in a process of its own, the stage pretrain with its
-index builder: seconds of one step, and the most memory of the trainer alone. Sizes take turns: as many as --repeats,
+index builder: seconds of one step, and the most memory of the trainer alone, what it maps from disk included, with and
+without its embeddings (two generations in fp32, and exact search's copy). Sizes take turns: as many as --repeats,
 but no more than 60,000 passages allow, and one at least. A row compares the turns of one size with the median of the
 size before it; the exponent is that of the size in the time (1: linear). Seconds are by the clock.
 """
@@ -31,7 +32,8 @@ from against import Goal, Row
 
 TURNS_OF = 60_000  # passages
 QUERIES, SEARCHES, STEPS = 64, 10, 5
-TIME, MEMORY = 1.1, Goal(1.3, at_most=True)  # of the growth of the corpus; of the memory before
+TIME, SPACE = 1.1, Goal(1.3, at_most=True)  # of the growth of the corpus; of the memory before
+MEMORY, OWN = "trainer's memory", "trainer's memory without its embeddings"
 PROJECT = Path(__file__).parents[1]
 SMALL = {
     "run.device": "cpu",
@@ -113,10 +115,19 @@ def chain(root: Path) -> dict[str, float]:
 
 def trainer(root: Path) -> dict[str, float]:
     """The stage pretrain: seconds of a step, MiB of this process."""
+    import torch
+
+    from realmops.corpus.snapshot import Snapshot
+    from realmops.index.mips import Exact
+
     stage("pretrain", root)
     lines = map(json.loads, (root / "models" / "pretrain" / "metrics.jsonl").read_text().splitlines())
     step = statistics.median(line["step_seconds"] for line in lines if "step_seconds" in line)
-    return {"pre-training step": step, "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    passages = len(Snapshot.open(root / "data" / "snapshot" / "corpus"))
+    width = values_of(root)["retriever"]["embedding_width"]
+    copied = 2 if Exact(torch.zeros(passages, width)).halves else 0
+    return {"pre-training step": step, MEMORY: most, OWN: most - passages * width * (2 * 4 + copied) / 2**20}
 
 
 PARTS = {"chain": chain, "trainer": trainer}
@@ -143,12 +154,13 @@ def compare(size: int, before: int, ours: list[dict[str, float]], theirs: list[d
     for part in ours[0]:
         turns = tuple(turn[part] for turn in ours)
         base = statistics.median(turn[part] for turn in theirs)
-        name, unit, goal, note = part, "s", Goal(round(TIME * growth, 3), at_most=True), ""
-        if part == "mib":
-            name, unit, goal = "trainer's memory", "MiB", MEMORY
+        unit, note = "s", ""
+        goal: Goal | None = Goal(round(TIME * growth, 3), at_most=True)
+        if part in (MEMORY, OWN):
+            unit, goal = "MiB", SPACE if part == OWN else None
         else:
             note = f"exponent {math.log(statistics.median(turns) / base) / math.log(growth):.2f}"
-        rows.append(Row(f"{name}, {size:,}", f"{before:,}", unit, turns, (base,) * len(turns), goal, note))
+        rows.append(Row(f"{part}, {size:,}", f"{before:,}", unit, turns, (base,) * len(turns), goal, note))
     return rows
 
 
@@ -160,7 +172,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         for size in sizes:
             if turn < max(1, TURNS_OF // size):
                 found = run(size)
-                whole = sum(seconds for part, seconds in found.items() if part != "mib")
+                whole = sum(seconds for part, seconds in found.items() if part not in (MEMORY, OWN))
                 turns[size].append({**found, "all parts": whole})
     return [
         row for before, size in itertools.pairwise(sizes) for row in compare(size, before, turns[size], turns[before])
