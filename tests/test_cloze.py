@@ -170,6 +170,8 @@ def test_sources_are_left_out(world: World) -> None:
     found = np.array([[4, 0, 1, 5], [4, 0, 1, -1]])
     assert sources.of(question) == [1, 4]
     assert sources.of(replace(question, not_in=("gone",))) == []
+    assert sources.lost([BORN]) == (0, 0)
+    assert sources.lost([question, replace(BORN, not_in=(question.not_in[0], "gone"))]) == (1, 3)
     assert sources.among([question, BORN], found).tolist() == [[True, False, True, False], [False] * 4]
     assert sources.left_out([question, BORN], found).tolist() == [[0, 5, -1, -1], [4, 0, 1, -1]]
 
@@ -255,6 +257,11 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     assert [line for line in report.said if "made from the corpus" in line]
     own = {q.id: set(q.not_in) for q in parts["test"]}
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
+    assert not report.warned
+    path = root / FILES["questions"]["test"]
+    path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))
+    stage("evaluate", values, project, root, report)
+    assert [line for line in report.warned if "passages that questions were made from are not in the corpus" in line]
 
 
 def test_what_is_missing_is_said(project: Path) -> None:

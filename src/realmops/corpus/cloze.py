@@ -185,6 +185,11 @@ class Sources:
             return []
         return [self._row_of[name] for name in question.not_in if name in self._row_of]
 
+    def lost(self, questions: Sequence[Question]) -> tuple[int, int]:
+        """How many of the passages that questions were made from the snapshot does not have, and of how many."""
+        named = {name for question in questions for name in question.not_in}
+        return (len(named - self._row_of.keys()), len(named)) if named else (0, 0)
+
     def among(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Which of the passages found for each question they are, Q x K."""
         rows = [self.of(question) for question in questions]

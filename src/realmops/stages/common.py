@@ -12,9 +12,10 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.bert import device_and_dtype
-from realmops.config import IndexOptions, RunOptions
+from realmops.config import IndexOptions, QuestionFiles, RunOptions
 from realmops.corpus.answers import MATCH_SECONDS, expression
-from realmops.corpus.questions import Question
+from realmops.corpus.cloze import Sources
+from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.index.approximate import QUERIES, passage_index
@@ -27,6 +28,20 @@ from realmops.train.loop import Context
 from realmops.train.parallel import team
 
 T = TypeVar("T")
+
+
+def questions_of(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
+    """The questions of ``questions.SPLIT``; warns where the corpus lacks passages that they were made from."""
+    name = f"questions.{split}"
+    questions = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
+    lost, named = Sources(snapshot).lost(questions)
+    if lost:
+        job.report.warn(
+            f"{job.inputs[name]}: {lost} of {named} passages that questions were made from are not in the corpus. If "
+            "they are there in another form, with another id, they count as evidence, and recall and EM are too high: "
+            "run realmops cloze again after a change of documents, encoder or the section snapshot"
+        )
+    return questions
 
 
 @dataclass

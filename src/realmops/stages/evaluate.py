@@ -14,7 +14,7 @@ from realmops.baselines.t5 import ClosedBook
 from realmops.bert import device_and_dtype
 from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question, read_questions
+from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.ceilings import ceilings
 from realmops.evaluate.confidence import Confidence, confidence_figures
@@ -46,7 +46,7 @@ from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
-from realmops.stages.common import open_snapshot, question_queries, rank, sampled, warn_of_timeouts
+from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts
 from realmops.stages.shards import embeddings_of
 from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa, Ranker
 
@@ -60,8 +60,7 @@ def run(job: Job) -> dict[str, Any]:
     options = job.section(Finetune)
     bootstrap = {"seed": job.section(RunOptions).seed, "resamples": job.section(Evaluate).bootstrap}
     snapshot = open_snapshot(job)
-    form = job.section(QuestionFiles).format
-    questions = read_questions([job.inputs["questions.test"]], format=form)
+    questions = questions_of(job, snapshot, "test")
     match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
     model, answers = _answers(job, snapshot, questions)
 
@@ -82,7 +81,7 @@ def run(job: Job) -> dict[str, Any]:
             f"evaluate: {cloze} of {len(questions)} test questions were made from the corpus: exact match says whether "
             "the training worked, not how well questions of people are answered"
         )
-    training = read_questions([job.inputs["questions.train"]], format=form)
+    training = questions_of(job, snapshot, "train")
     _warn_of_other_questions(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]

@@ -15,10 +15,10 @@ from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE, ranker_of
 from realmops.baselines.t5 import ClosedBook
 from realmops.bert import device_and_dtype
-from realmops.config import ClosedBookOptions, Finetune, IndexOptions, Optimiser, QuestionFiles, RunOptions
+from realmops.config import ClosedBookOptions, Finetune, IndexOptions, Optimiser, RunOptions
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question, read_questions
+from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import is_right, score_predictions
@@ -34,7 +34,15 @@ from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 from realmops.stages import Job
-from realmops.stages.common import Course, open_snapshot, question_queries, sampled, searchable, warn_of_timeouts
+from realmops.stages.common import (
+    Course,
+    open_snapshot,
+    question_queries,
+    questions_of,
+    sampled,
+    searchable,
+    warn_of_timeouts,
+)
 from realmops.stages.shards import embeddings_of
 from realmops.train.exchange import Refresh, Site, exchange
 from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa, finetune, finetune_steps
@@ -82,9 +90,8 @@ def run(job: Job) -> dict[str, Any]:
     options, seed = job.section(Finetune), job.section(RunOptions).seed
     device, dtype = device_and_dtype(job.section(RunOptions))
     snapshot = open_snapshot(job)
-    form = job.section(QuestionFiles).format
-    questions = read_questions([job.inputs["questions.train"]], format=form)
-    held_out = read_questions([job.inputs["questions.dev"]], format=form)
+    questions = questions_of(job, snapshot, "train")
+    held_out = questions_of(job, snapshot, "dev")
     if not options.reads_passages:
         return _closed_book(job, snapshot, questions, held_out)
     retriever, reader = start_models(job, snapshot, options)

@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import IndexOptions, Optimiser, Pretrain, QuestionFiles, RunOptions
+from realmops.config import IndexOptions, Optimiser, Pretrain, RunOptions
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import answers_are_expressions, read_questions
+from realmops.corpus.questions import answers_are_expressions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.index.approximate import QUERIES, Approximate, index_type
@@ -24,7 +24,7 @@ from realmops.journal import JournalValues
 from realmops.model.files import load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
-from realmops.stages.common import Course, open_snapshot, open_spans, question_queries, rank, searchable
+from realmops.stages.common import Course, open_snapshot, open_spans, question_queries, questions_of, rank, searchable
 from realmops.stages.shards import embeddings_of
 from realmops.train import held_out
 from realmops.train.exchange import ExchangeSource, Refresh, Site, exchange
@@ -47,10 +47,10 @@ def run(job: Job) -> dict[str, Any]:
     words = Bm25.of(snapshot) if retriever.mixture.lexical else None
     realm = Realm(retriever, reader, snapshot, options, dtype, words)
     index_type(job.section(IndexOptions), len(snapshot), retriever.query.width, device)  # told before training
-    asked = _drawn(examples, run_options.seed)
+    drawn = _drawn(examples, run_options.seed)
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
-        return searchable(job, embedding_PE, searcher.query, realm.queries(asked), depth(options))
+        return searchable(job, embedding_PE, searcher.query, realm.queries(drawn), depth(options))
 
     best = BestModels(job.work / "best", snapshot.vocabulary_hash)
     measure = _measure(job, masked, realm, best)
@@ -140,7 +140,7 @@ def _measure(job: Job, masked: list[Example], realm: Realm, best: BestModels) ->
     Of an approximate index also ``index_recall``, that of the exact search's results.
     """
     snapshot = realm.snapshot
-    questions = read_questions([job.inputs["questions.dev"]], format=job.section(QuestionFiles).format)
+    questions = questions_of(job, snapshot, "dev")
     answers_are_expressions(questions)  # one rule for all
     queries = question_queries(snapshot, questions, realm.options.query_wordpieces)
     sources, most = Sources(snapshot), max(len(question.not_in) for question in questions)
