@@ -268,6 +268,8 @@ def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(proje
     made = {path: path.stat().st_mtime_ns for path in store.glob("*/log.txt")}
     table = (project / "out" / "table.csv").read_bytes()
     sent = points(project)
+    for words in (["init"], ["add", "params.yaml"], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "a"]):
+        subprocess.run(["git", "-C", str(project), *words], check=True, stdout=subprocess.DEVNULL)
     assert ablate(project, *CHOSEN)[0] == 0
     assert {path: path.stat().st_mtime_ns for path in store.glob("*/log.txt")} == made
     assert points(project) == sent

@@ -394,8 +394,10 @@ def _child(ablation: Ablation, parent: TrackedRun, variant: str, seed: int, bega
     corpus = artifacts.read_json(view / STAGES["snapshot"].folder / "corpus" / artifacts.MANIFEST)["corpus_hash"]
     params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(ablation.project, corpus_hash=corpus, params_hash=params_hash)
+    answers = artifacts.read_json(view / STAGES["evaluate"].folder / artifacts.MANIFEST)["files"][PREDICTIONS]
     return TrackedRun(
-        artifacts.digest_of([parent.key, variant, seed, params_hash, corpus, tags.get("realmops.git_commit")]),
+        # not of the commit: a later call after another commit shows the same training, and must not show it twice
+        artifacts.digest_of([parent.key, variant, seed, params_hash, corpus, answers]),
         {"ablation": {"variant": variant}, **values},
         tags | {"realmops.kind": "variant", "realmops.variant": variant, "realmops.seed": str(seed)},
         name=run_name(variant, seed, corpus),
