@@ -58,7 +58,7 @@ def _view(key: str, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
         "compareRunSections": [{"uuid": _CHARTS, "name": "REALM", "display": True, "isReordered": False}],
         "compareRunCharts": [
             _chart("PARALLEL", "all", **parallel),
-            *(_chart("BAR", figure, metricKey=figure) for figure in ("em", "recall_at_5")),
+            *(_chart("BAR", figure, metricKey=figure) for figure in list(_FIGURES)[:3]),
             *(
                 _chart("LINE", name, metricKey=name, lineSmoothness=smoothness, useGlobalLineSmoothing=False)
                 for name, smoothness in _CURVES.items()
