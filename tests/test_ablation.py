@@ -55,7 +55,8 @@ def outcome(variant: str, seed: int, correct: str, hit: str | None, age: float =
     utility = Series("retrieval_utility", [0, 1, 2], [seed, 2.0 * seed, 3.0])
     right, found = (None if given is None else np.array([c == "1" for c in given]) for given in (correct, hit))
     assert right is not None
-    return VariantOutcome(variant, seed, right, found, {"index_staleness_steps": age}, utility)
+    staleness = {"index_staleness_steps": age, "index_staleness_seconds": 2.0, "top_k_change": 0.5}
+    return VariantOutcome(variant, seed, right, found, staleness, utility)
 
 
 OUTCOMES = [
@@ -97,23 +98,27 @@ def test_the_table_as_people_read_it() -> None:
     lines = as_markdown(rows).splitlines()
     assert len(lines) == 4
     assert lines[2] == (
-        "| REALM | words | 0.500 (0.250 to 0.750) | 0.625 (0.500 to 0.750) | – "
+        "| REALM | words | 0.500 (0.250 to 0.750) | 0.625 (0.500 to 0.750) | – | – | 1; 2; 0.50 "
         "| +0.000 (+0.000 to +0.000) | +0.000 (+0.000 to +0.000) | 2 |"
     )
-    assert lines[3].startswith("| Baseline | words | 0.250 (0.000 to 0.500) | 0.250 (0.000 to 0.500) | – | -0.250 (")
+    assert lines[3].startswith(
+        "| Baseline | words | 0.250 (0.000 to 0.500) | 0.250 (0.000 to 0.500) | – | – | 30; 2; 0.50 | -0.250 ("
+    )
     (_, read) = csv.DictReader(io.StringIO(as_csv(rows)))
     assert (read["variant"], float(read["em"])) == ("baseline", 0.25)
 
 
 def test_what_a_variant_does_not_have_is_left_open() -> None:
     """A closed book retrieves nothing; the words that one masked are right in .25 and .75 of the sentences."""
-    closed = outcome("baseline", 0, "0000", None)
+    closed = replace(outcome("baseline", 0, "0000", None), figures={})
     guessed = [
-        replace(one, figures={"masked_accuracy": share}) for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
+        replace(one, figures={"masked_accuracy": share, "hit_at_5_after": 0.5})
+        for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
     ]
     realm, baseline = table_rows([*guessed, closed], VARIANTS, reference="realm")
-    assert (realm.masked_accuracy, cells(realm)[4]) == (0.5, "0.500")
-    assert (cells(baseline)[3], cells(baseline)[4], cells(baseline)[6]) == ("–", "–", "–")
+    assert cells(realm)[4:7] == ("0.500", "0.500", "–")
+    assert cells(baseline)[3:7] == ("–",) * 4
+    assert cells(baseline)[8] == "–"
     assert baseline.em_difference.mean == -0.75
 
 

@@ -30,6 +30,7 @@ from realmops.artifacts import WORK
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, preset_path
 from realmops.evaluate.ablation import (
+    STALENESS,
     Row,
     Variant,
     VariantOutcome,
@@ -58,7 +59,7 @@ REFERENCE = "realm"
 VARIANTS = Path("pipelines/ablations/params.yaml")
 MASKING = (REFERENCE, "random_token", "random_span", "matched_span")
 STALE = (REFERENCE, "stale_3x", "stale_10x", "stale_30x")
-FIGURES = ("index_staleness_steps", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
+FIGURES = (*STALENESS, "hit_at_5_after", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
 MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # of the reader
 OUTCOMES = "outcomes"
 WRITTEN = ("table.md", "table.csv", "report.html")
@@ -315,10 +316,11 @@ def outcome_of(ablation: Ablation, variant: str, seed: int) -> VariantOutcome:
     trained = artifacts.read_json(view / STAGES["pretrain"].folder / METRICS)
     tuned = ablation.values(variant, seed)["finetune"]
     retriever, reader = tuned["retriever"], tuned["reader"]
-    names = [*(FIGURES if retriever == "pretrain" else ()), *(MASKED if reader == "pretrain" else ())]
+    read = reader not in CLOSED_BOOK
+    names = [*(FIGURES if retriever == "pretrain" and read else ()), *(MASKED if reader == "pretrain" else ())]
     predictions = sorted(read_predictions(results / PREDICTIONS), key=lambda p: p.question_id)
     hit = None
-    if reader not in CLOSED_BOOK:
+    if read:
         hits = read_hits(results / FIRST_HITS, ZERO_SHOT.get(retriever, ""), 5)
         hit = np.array([hits[prediction.question_id] for prediction in predictions])
     records = read_journal(view / STAGES["pretrain"].folder / JOURNAL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from typing import Any
@@ -21,6 +21,8 @@ from realmops.evaluate.charts import line_chart
 from realmops.evaluate.openqa import Difference, Interval, bootstrap_interval, paired_bootstrap
 from realmops.evaluate.page import page_of, table_of
 from realmops.journal import Series
+
+STALENESS = ("index_staleness_steps", "index_staleness_seconds", "top_k_change")  # means over pre-training
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Row:
     em_difference: Difference
     recall_difference: Difference
     masked_accuracy: float
+    hit_at_5: float  # of masked sentences, by the retriever that pre-training hands on
+    index_staleness_steps: float
+    index_staleness_seconds: float
+    top_k_change: float  # share of the candidates that a refresh of the index changes
     questions: int
 
     def figures(self) -> dict[str, Any]:
@@ -100,11 +106,18 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Varian
                 recall_at_5=bootstrap_interval([o.recall_at_5 for o in found.values()], seed=0),
                 em_difference=paired_bootstrap(*right, seed=0),
                 recall_difference=_difference_of_hits(*hits),
-                masked_accuracy=float(np.mean([o.figures.get("masked_accuracy", np.nan) for o in found.values()])),
+                masked_accuracy=_mean_figure("masked_accuracy", found.values()),
+                hit_at_5=_mean_figure("hit_at_5_after", found.values()),
+                **{name: _mean_figure(name, found.values()) for name in STALENESS},
                 questions=len(right[0]),
             )
         )
     return rows
+
+
+def _mean_figure(name: str, outcomes: Collection[VariantOutcome]) -> float:
+    """NaN where an outcome lacks the figure."""
+    return float(np.mean([outcome.figures.get(name, np.nan) for outcome in outcomes]))
 
 
 def _difference_of_hits(
@@ -121,7 +134,9 @@ HEAD = (
     "may use",
     "EM, interval over seeds",
     "zero-shot recall@5, interval over seeds",
+    "hit@5 of masked sentences",
     "masked words right",
+    "index: steps old; seconds; share of the candidates that a refresh changes",
     "EM, difference and 95 % interval",
     "zero-shot recall@5, difference and 95 % interval",
     "seeds",
@@ -135,11 +150,20 @@ def cells(row: Row) -> tuple[str, ...]:
         row.uses,
         _with_interval(row.em, ".3f"),
         _with_interval(row.recall_at_5, ".3f"),
-        "–" if np.isnan(row.masked_accuracy) else f"{row.masked_accuracy:.3f}",
+        *("–" if np.isnan(share) else f"{share:.3f}" for share in (row.hit_at_5, row.masked_accuracy)),
+        _staleness(row),
         _with_interval(row.em_difference, "+.3f"),
         _with_interval(row.recall_difference, "+.3f"),
         str(row.seeds),
     )
+
+
+def _staleness(row: Row) -> str:
+    """A share is not known of an index that was never refreshed."""
+    if np.isnan(row.index_staleness_steps):
+        return "–"
+    changed = "–" if np.isnan(row.top_k_change) else f"{row.top_k_change:.2f}"
+    return f"{row.index_staleness_steps:.0f}; {row.index_staleness_seconds:.0f}; {changed}"
 
 
 def _with_interval(value: Interval, form: str) -> str:
