@@ -30,7 +30,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "retriever": {"hybrid": True},
     "reader": {"copies": True, "apart": True},
     "pretrain": {"steps": 0, "builder": "external"},
-    "finetune": {"retriever_training": "passages", "retriever_batch_size": 2, "reader_training": "windows"},
+    "finetune": {
+        "retriever_training": "passages",
+        "retriever_batch_size": 2,
+        "reader_training": "windows",
+        "reader_dropout": 0.1,
+    },
 }
 
 
@@ -123,6 +128,20 @@ def test_with_an_index_refreshed_over_the_exchange_a_kill_changes_nothing(
     assert files(project) == expected
     tune(project, epochs=1)
     assert files(project)["retriever.safetensors"] != expected["retriever.safetensors"]
+
+
+def test_the_readers_dropout_is_its_own(project: Path) -> None:
+    """That of ``bert.dropout`` stays with the retriever."""
+    found = {}
+    for dropout in (0.0, 0.3):
+        tune(project, reader_dropout=dropout)
+        found[dropout] = files(project)
+        snapshot = Snapshot.open(project / "root/data/snapshot/corpus")
+        retriever, reader = load_models(project / "root/models/finetune", snapshot.vocabulary_hash)
+        assert retriever.query.bert.config.dropout == 0.1
+        assert reader.bert.config.dropout == dropout
+    assert found[0.0]["retriever.safetensors"] == found[0.3]["retriever.safetensors"]
+    assert found[0.0]["reader.safetensors"] != found[0.3]["reader.safetensors"]
 
 
 def test_a_query_tower_that_goes_on_learning_leaves_the_passages_tower_alone(project: Path) -> None:

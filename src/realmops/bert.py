@@ -388,6 +388,12 @@ class Bert(nn.Module):
             x_TD = layer(x_TD, batch)
         return x_TD[: batch.wordpieces]
 
+    def set_dropout(self, dropout: float) -> None:
+        """Learn with another dropout from here on."""
+        self.config = replace(self.config, dropout=dropout)
+        for layer in self.layers:
+            layer.dropout = dropout  # type: ignore[assignment]  # a ModuleList knows no more than Module
+
     def cls(self, batch: Packed) -> Tensor:
         """The hidden state of each sequence's first wordpiece, B x D."""
         hidden_TD: Tensor = self(batch)

@@ -214,6 +214,7 @@ class Finetune:
     retriever_learning_rate: float
     reader_learning_rate: float
     span_learning_rate: float
+    reader_dropout: Share
     freeze_words: bool
     retriever_candidates: int
     reader_candidates: int

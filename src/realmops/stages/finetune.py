@@ -71,6 +71,7 @@ def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retri
             )
     models = {name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {source, options.reader}}
     retriever, reader = models[source][0], models[options.reader][1]
+    reader.bert.set_dropout(options.reader_dropout)
     if options.retriever not in DENSE:
         retriever.mixture = EMBEDDINGS_ALONE
     if options.retriever_training == "passages":
