@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from small_world import write_documents
 
+from realmops.commands.explain.question import open_run
 from realmops.commands.explain.sentence import _example, explain_sentence, pretrained
 from realmops.commands.update import of_pipeline
 from realmops.corpus.snapshot import Snapshot
@@ -142,6 +143,16 @@ def test_the_readers_dropout_is_its_own(project: Path) -> None:
         assert reader.bert.config.dropout == dropout
     assert found[0.0]["retriever.safetensors"] == found[0.3]["retriever.safetensors"]
     assert found[0.0]["reader.safetensors"] != found[0.3]["reader.safetensors"]
+
+
+def test_without_an_epoch_the_retriever_stays_as_it_was(project: Path) -> None:
+    metrics = tune(project, retriever_epochs=0)
+    root = project / "root"
+    before, after = (root / f"models/{name}/retriever.safetensors" for name in ("pretrain", "finetune"))
+    assert before.read_bytes() == after.read_bytes()
+    assert "passages_with_questions" not in metrics
+    index = open_run(root).index
+    assert (index.stage, index.step) == ("pretrain", 0), "no step of REALM, and none by passages"
 
 
 def test_a_query_tower_that_goes_on_learning_leaves_the_passages_tower_alone(project: Path) -> None:

@@ -108,7 +108,8 @@ def run(job: Job) -> dict[str, Any]:
         index_type(job.section(IndexOptions), len(snapshot), retriever.document.width, device)
         words = Bm25.of(snapshot) if retriever.mixture.lexical else None
         if options.retriever_training == "passages":
-            metrics["passages_with_questions"] = _learn_by_passages(course, retriever, snapshot, questions)
+            if options.retriever_epochs:
+                metrics["passages_with_questions"] = _learn_by_passages(course, retriever, snapshot, questions)
             if options.reader_training == "passages":  # the query tower goes on learning
                 retriever = _with_query_apart(retriever)
             embedding_PE = _embedded(job, retriever, snapshot)

@@ -135,7 +135,7 @@ def _generation(root: Path, where: CorpusState, model: OpenQa) -> Generation:
     stage: str = options.retriever
     trained_here = bool(sections_of(root, "finetune"))
     step = trained_steps(root, stage) if trained_here else None
-    if options.retriever_training == "passages" and trained_here:
+    if options.retriever_training == "passages" and options.retriever_epochs and trained_here:
         metrics = artifacts.read_json(root / STAGES["finetune"].folder / METRICS)
         stage, step = "finetune", passage_steps(metrics["passages_with_questions"], options)
     return Generation(str(where.finetune / INDEX), passages, stage, step)
