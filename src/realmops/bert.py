@@ -392,7 +392,8 @@ class Bert(nn.Module):
         """Learn with another dropout from here on."""
         self.config = replace(self.config, dropout=dropout)
         for layer in self.layers:
-            layer.dropout = dropout  # type: ignore[assignment]  # a ModuleList knows no more than Module
+            assert isinstance(layer, _Layer)
+            layer.dropout = dropout
 
     def cls(self, batch: Packed) -> Tensor:
         """The hidden state of each sequence's first wordpiece, B x D."""
