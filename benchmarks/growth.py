@@ -1,6 +1,7 @@
 """What ten times the corpus costs: seconds of each part of the chain and the trainer's memory, size by size.
 
     python benchmarks/growth.py --sizes 2000 20000 200000
+    python benchmarks/growth.py --sizes 20000 200000 2000000 --last snapshot --repeats 1
 
 Generated passages of about 30 wordpieces and encoders of one layer and width 32, so that 200,000 passages take minutes.
 Each size is a fresh root: the stages snapshot and tag, the embedding of all passages, 10 searches of 64 queries each,
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ TURNS_OF = 60_000  # passages
 QUERIES, SEARCHES, STEPS = 64, 10, 5
 TIME, SPACE = 1.1, Goal(1.3, at_most=True)  # of the growth of the corpus; of the memory before
 MEMORY, OWN = "trainer's memory", "trainer's memory without its embeddings"
+SNAPSHOTS_MEMORY = "snapshot's memory"
+SPACES = (MEMORY, OWN, SNAPSHOTS_MEMORY)
 PROJECT = Path(__file__).parents[1]
 SMALL = {
     "run.device": "cpu",
@@ -78,8 +81,15 @@ def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+def snapshot(root: Path) -> dict[str, float]:
+    """The stage snapshot: its seconds, MiB of this process."""
+    stage("sample", root)  # questions; and what it imports is not measured
+    seconds, _ = seconds_of(lambda: stage("snapshot", root))
+    return {"snapshot": seconds, SNAPSHOTS_MEMORY: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
 def chain(root: Path) -> dict[str, float]:
-    """Everything but the trainer: seconds of each part."""
+    """Everything between the snapshot and the trainer: seconds of each part."""
     import torch
 
     from realmops.bert import resolve_precision
@@ -91,10 +101,8 @@ def chain(root: Path) -> dict[str, float]:
     from realmops.model.files import load_models
     from realmops.stages.common import question_queries, rank
 
-    stage("sample", root)
     found = {}
-    for name in ("snapshot", "tag"):
-        found[name], _ = seconds_of(lambda name=name: stage(name, root))
+    found["tag"], _ = seconds_of(lambda: stage("tag", root))
     stage("ict", root)
     snapshot = Snapshot.open(root / "data" / "snapshot" / "corpus")
     retriever, _ = load_models(root / "models" / "ict", snapshot.vocabulary_hash)
@@ -130,17 +138,17 @@ def trainer(root: Path) -> dict[str, float]:
     return {"pre-training step": step, MEMORY: most, OWN: most - passages * width * (2 * 4 + copied) / 2**20}
 
 
-PARTS = {"chain": chain, "trainer": trainer}
+PARTS = {"snapshot": snapshot, "chain": chain, "trainer": trainer}  # each needs those before it
 
 
-def run(size: int) -> dict[str, float]:
+def run(size: int, parts: Sequence[str]) -> dict[str, float]:
     """One size once: seconds of each part, and MiB of the trainer."""
     import generated
 
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         generated.write_documents(Path(folder) / "documents.jsonl", size, 2)
-        for part in PARTS:
+        for part in parts:
             words = [sys.executable, __file__, "--part", part, folder]
             told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
             found |= json.loads(told.splitlines()[-1])
@@ -156,7 +164,7 @@ def compare(size: int, before: int, ours: list[dict[str, float]], theirs: list[d
         base = statistics.median(turn[part] for turn in theirs)
         unit, note = "s", ""
         goal: Goal | None = Goal(round(TIME * growth, 3), at_most=True)
-        if part in (MEMORY, OWN):
+        if part in SPACES:
             unit, goal = "MiB", SPACE if part == OWN else None
         else:
             note = f"exponent {math.log(statistics.median(turns) / base) / math.log(growth):.2f}"
@@ -171,8 +179,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     for turn in range(arguments.repeats):
         for size in sizes:
             if turn < max(1, TURNS_OF // size):
-                found = run(size)
-                whole = sum(seconds for part, seconds in found.items() if part not in (MEMORY, OWN))
+                found = run(size, list(PARTS)[: list(PARTS).index(arguments.last) + 1])
+                whole = sum(seconds for part, seconds in found.items() if part not in SPACES)
                 turns[size].append({**found, "all parts": whole})
     return [
         row for before, size in itertools.pairwise(sizes) for row in compare(size, before, turns[size], turns[before])
@@ -182,6 +190,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 def options(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes."""
     parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 20_000, 200_000], help="passages (%(default)s)")
+    parser.add_argument("--last", choices=PARTS, default="trainer", help="measure no part behind it (%(default)s)")
 
 
 if __name__ == "__main__":

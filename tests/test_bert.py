@@ -243,6 +243,37 @@ def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
     assert bert.word.weight.dtype == bert.layers[0].output_norm.weight.dtype == torch.float32  # no products of theirs
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradient_checkpointing_keeps_little_and_gives_the_same_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    bert = Bert(BertConfig(60, 24, 3, 4, 40, 16, dropout=0.2)).train()
+
+    def kept_and_gradients() -> tuple[int, list[Tensor]]:
+        bert.zero_grad()
+        torch.manual_seed(1)
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() and not isinstance(tensor, nn.Parameter):
+                kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with autocast(torch.device("cpu"), dtype):
+                hidden_TD = bert(Packed([np.arange(16) for _ in range(20)]))
+            held = sum(kept.values())
+        (hidden_TD.float().pow(3).sum() + torch.rand(()) * hidden_TD.sum()).backward()
+        gradients = [parameter.grad for parameter in bert.parameters()]
+        assert all(gradient is not None for gradient in gradients)
+        return held, [hidden_TD.detach(), *gradients]  # type: ignore[list-item]
+
+    held, expected = kept_and_gradients()
+    bert.gradient_checkpointing = True
+    held_again, found = kept_and_gradients()
+    assert held_again < held / 4
+    assert all(map(torch.equal, found, expected)), "dropout is drawn again as it was, and no random number more"
+
+
 def test_dropout_only_while_training() -> None:
     bert = Bert(BertConfig(60, 24, 2, 4, 40, 16, dropout=0.5))
     batch = Packed(*sequences())

@@ -24,7 +24,7 @@ from small_world import (
 )
 from torch import Tensor
 
-from realmops.bert import Packed
+from realmops.bert import Bert, Packed
 from realmops.config import Pretrain
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.mips import Exact
@@ -606,6 +606,17 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, kill_at: in
         for name, parameter in ours.named_parameters():
             assert torch.equal(parameter, theirs.get_parameter(name)), name
     assert journal.without_times() == expected[2].without_times()
+
+
+def test_gradient_checkpointing_ends_with_the_same_bits(world: World) -> None:
+    *expected, journal, _, _ = run(world, options(steps=3, crop_weight=0.5))
+    *found, other, _, _ = run(world, options(steps=3, crop_weight=0.5, gradient_checkpointing=True))
+    for ours, theirs in zip(found, expected, strict=True):
+        berts = [module for module in ours.modules() if isinstance(module, Bert)]
+        assert berts
+        assert all(bert.gradient_checkpointing for bert in berts)
+        assert all(torch.equal(p, theirs.get_parameter(name)) for name, p in ours.named_parameters())
+    assert other.without_times() == journal.without_times()
 
 
 def test_the_retriever_rests_at_first(world: World) -> None:

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from realmops.config import RunOptions
 from realmops.encoders import CONFIG, read_config, read_weights
@@ -372,6 +373,7 @@ class Bert(nn.Module):
         self.segment = nn.Embedding(config.segments, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
+        self.gradient_checkpointing = False  # activations within a layer are made again on the way back
 
     def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
         """Hidden states T x D of a packed batch; sequences must fit ``config.positions``.
@@ -385,7 +387,8 @@ class Bert(nn.Module):
             x_TD = x_TD + added_TD
         x_TD = F.dropout(even_rows(self.norm(x_TD)), self.config.dropout, self.training)
         for layer in self.layers:
-            x_TD = layer(x_TD, batch)
+            again = self.gradient_checkpointing and torch.is_grad_enabled()
+            x_TD = checkpoint(layer, x_TD, batch, use_reentrant=False) if again else layer(x_TD, batch)
         return x_TD[: batch.wordpieces]
 
     def set_dropout(self, dropout: float) -> None:

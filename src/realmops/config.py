@@ -190,6 +190,7 @@ class Pretrain:
     staleness_queries: Count
     collapse_share: Share
     masked_sentences: Count
+    gradient_checkpointing: bool
 
     @property
     def documents(self) -> int:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import Packed, autocast, send
+from realmops.bert import Bert, Packed, autocast, send
 from realmops.config import Optimiser, Pretrain
 from realmops.corpus.masking import mask_positions, recurring
 from realmops.corpus.snapshot import Snapshot
@@ -261,6 +261,9 @@ class Realm:
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
         self.device = self.reader.bert.word.weight.device
         self.null = join_document(_EMPTY, _EMPTY, self.special, self.snapshot.block_wordpieces)
+        for module in (*self.retriever.modules(), *self.reader.modules()):
+            if isinstance(module, Bert):
+                module.gradient_checkpointing = self.options.gradient_checkpointing
 
     def queries(self, examples: Sequence[Example]) -> list[np.ndarray]:
         """[CLS] x [SEP] of masked sentences."""
