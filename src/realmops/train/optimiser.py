@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-6
+UNCORRECTED = 1 << 20  # steps after which bias correction changes nothing: 1 - 0.999 ** steps is 1
 
 
 @dataclass(frozen=True)
@@ -77,26 +79,31 @@ class BertAdamW:
         Parameters without a gradient, and those that begin later, stay as they are.
         """
         use = [i for i, p in enumerate(self.parameters) if p.grad is not None and step >= self.begins[i]]
-        gradients = [g for i in use if (g := self.parameters[i].grad) is not None]
+        gradient_of = {i: gradient for i in use if (gradient := self.parameters[i].grad) is not None}
+        gradients = list(gradient_of.values())
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        parameters, m, v = ([items[i] for i in use] for items in (self.parameters, self.m, self.v))
-        torch._foreach_lerp_(m, gradients, 1 - BETA_1)
-        torch._foreach_mul_(v, BETA_2)
-        torch._foreach_addcmul_(v, gradients, gradients, 1 - BETA_2)
-        root, mean = torch._foreach_sqrt(v), m
-        if self.bias_correction:
-            taken = [step - self.begins[i] + 1 for i in use]
-            torch._foreach_div_(root, [(1 - BETA_2**t) ** 0.5 for t in taken])
-            mean = list(torch._foreach_div(m, [1 - BETA_1**t for t in taken]))
-        update = torch._foreach_div(mean, torch._foreach_add(root, EPSILON))
-        decayed = [place for place, i in enumerate(use) if self.decays[i]]
-        if decayed:
-            torch._foreach_add_(
-                [update[place] for place in decayed], [parameters[place] for place in decayed], alpha=self.weight_decay
+        kinds: dict[tuple[float, int, bool], list[int]] = {}
+        for i in use:
+            kinds.setdefault((self.rates[i], self.begins[i], self.decays[i]), []).append(i)
+        for (rate, begin, decays), some in kinds.items():
+            taken = step - begin if self.bias_correction else UNCORRECTED
+            adamw(
+                [self.parameters[i] for i in some],
+                [gradient_of[i] for i in some],
+                [self.m[i] for i in some],
+                [self.v[i] for i in some],
+                [],
+                list(torch.full((len(some),), float(taken), device=norm.device).unbind()),
+                fused=True,
+                amsgrad=False,
+                beta1=BETA_1,
+                beta2=BETA_2,
+                lr=schedule.factor(step, begin) * rate,
+                weight_decay=self.weight_decay if decays else 0.0,
+                eps=EPSILON,
+                maximize=False,
             )
-        torch._foreach_mul_(update, [-schedule.factor(step, self.begins[i]) * self.rates[i] for i in use])
-        torch._foreach_add_(parameters, update)
         return norm
 
     def state(self) -> dict[str, Tensor]:
