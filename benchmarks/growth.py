@@ -5,11 +5,12 @@
 
 Generated passages of about 30 wordpieces and encoders of one layer and width 32, so that 200,000 passages take minutes.
 Each size is a fresh root: the stages snapshot and tag, the embedding of all passages, 10 searches of 64 queries each,
-evaluate's ranking of questions with all its match rules; then, in a process of its own, the stage pretrain with its
-index builder: seconds of one step, and the most memory of the trainer alone, what it maps from disk included, with and
-without its embeddings (two generations in fp32, and exact search's copy). Sizes take turns: as many as --repeats,
-but no more than 60,000 passages allow, and one at least. A row compares the turns of one size with the median of the
-size before it; the exponent is that of the size in the time (1: linear). Seconds are by the clock.
+evaluate's ranking of questions with all its match rules; then the stage pretrain with its index builder: seconds of one
+step. Snapshot, pretrain and what is between them have a process each. The most memory is that of the snapshot and of
+the trainer alone, what it maps from disk included, with and without its embeddings (two generations in fp32, and exact
+search's copy). Sizes take turns: as many as --repeats, but no more than 60,000 passages allow, and one at least. A row
+compares the turns of one size with the median of the size before it; the exponent is that of the size in the time (1:
+linear). Seconds are by the clock.
 """
 
 from __future__ import annotations

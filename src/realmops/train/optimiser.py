@@ -78,13 +78,14 @@ class BertAdamW:
 
         Parameters without a gradient, and those that begin later, stay as they are.
         """
-        use = [i for i, p in enumerate(self.parameters) if p.grad is not None and step >= self.begins[i]]
-        gradient_of = {i: gradient for i in use if (gradient := self.parameters[i].grad) is not None}
+        gradient_of = {
+            i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None and step >= self.begins[i]
+        }
         gradients = list(gradient_of.values())
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         kinds: dict[tuple[float, int, bool], list[int]] = {}
-        for i in use:
+        for i in gradient_of:
             kinds.setdefault((self.rates[i], self.begins[i], self.decays[i]), []).append(i)
         for (rate, begin, decays), some in kinds.items():
             taken = step - begin if self.bias_correction else UNCORRECTED
