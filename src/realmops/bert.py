@@ -635,8 +635,12 @@ def tune_process(threads: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next: fresh pages for every tensor cost more than its use."""
+    """Let glibc keep what a step frees for the next: fresh pages for every tensor cost more than its use.
+
+    What the process kept until now, as an earlier stage, goes back.
+    """
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
         libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # larger tensors go back at once, or memory would grow without end
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
