@@ -90,6 +90,7 @@ def line_of(text: str) -> int:
         ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf; a finite number is wanted"),
         ("  init: small ", "  init: 7 ", r"bert\.init is 7 \(int\); a text is wanted"),
         ("  share_embedders: true", "  share_embedders: 1 ", r"share_embedders is 1 \(int\); true or false"),
+        ("  document_vectors: 1 ", "  document_vectors: 0 ", r"document_vectors is 0; it must be more than 0"),
         ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0; it must be more than 0"),
         ("  device: auto ", "  device: [a] ", r"run\.device is \['a'\]; allowed are auto, cpu, cuda"),
     ],
@@ -111,6 +112,14 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            ["tower=bag", "head=cosine", "document_vectors=2"],
+            r"vectors 2: a bag makes one .*document_vectors=1",
+        ),
+        (
+            ["pooling=cls", "document_vectors=2"],
+            r"vectors is 2, and .*pooling cls .* set retriever\.pooling=mean",
+        ),
         (["tower=bag"], r"retriever\.tower is bag and retriever\.head normalised: .* set retriever\.head=cosine"),
         (["tower=bag", "head=cosine", "embedding_width=0"], r"embedding_width 0: .* retriever\.embedding_width=384"),
         (["head=release", "pooling=mean"], r"retriever\.pooling mean .*set retriever\.pooling=cls and retriever\.proj"),

@@ -29,9 +29,9 @@ from realmops.bert import BertConfig
 from realmops.config import ClosedBookOptions
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.questions import Question
-from realmops.index.embed import document_sequences, embed
+from realmops.index.embed import embed_documents
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact
+from realmops.index.mips import PassageIndex, exact
 from realmops.model.files import add_spans, build_bert
 from realmops.model.retriever import HEADS, HYBRID_START, Retriever
 from realmops.train import finetune, ict, passages, pretrain, tagger, windows
@@ -79,8 +79,8 @@ def anywhere(*modules: nn.Module) -> None:
                         parameter.add_(1.0)
 
 
-def embeddings(world: World, retriever: Retriever) -> Exact:
-    return Exact(embed(retriever.document, document_sequences(world.snapshot, range(len(world.snapshot))), FP32))
+def embeddings(world: World, retriever: Retriever) -> PassageIndex:
+    return exact(embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32), retriever.vectors)
 
 
 def inverse_cloze(world: World, task: str = "cloze", **model: Any) -> None:
@@ -195,6 +195,7 @@ def t5(world: World, train: Callable[..., int]) -> None:
 
 COPIES, APART = {"copies": True, "apart": False}, {"copies": True, "apart": True}
 BAG = {"tower": "bag", "head": "cosine"}
+VECTORS = {"head": "cosine", "pooling": "mean", "document_vectors": 2}
 TOWERS = {
     f"{head}, {'one tower' if share else 'two towers'}": {"head": head, "share_embedders": share}
     for head in HEADS
@@ -205,6 +206,7 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     "ict: crops": (ict, inverse_cloze, {"task": "crop", "head": "cosine"}),
     "ict: bag": (ict, inverse_cloze, {"task": "crop", **BAG}),
     "ict: bags": (ict, inverse_cloze, {"task": "crop", **BAG, "share_embedders": False}),
+    "ict: vectors": (ict, inverse_cloze, {"task": "crop", **VECTORS}),
     "ict: reader": (ict, masked_words, {}),
     "ict: reader that copies": (ict, masked_words, {"copying": COPIES}),
     "ict: reader apart": (ict, masked_words, {"copying": APART}),
@@ -223,14 +225,17 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
             "crops": {"crop_weight": 0.5, "head": "cosine"},
             "crops, two towers": {"crop_weight": 0.5, "share_embedders": False},
             "apart, bag, crops": {"copying": APART, "crop_weight": 0.5, **BAG},
+            "apart, vectors, crops": {"copying": APART, "crop_weight": 0.5, **VECTORS},
             "hybrid": {"hybrid": True},
         }.items()
     },
     **{f"finetune: {name}": (finetune, answers, towers) for name, towers in TOWERS.items()},
     "finetune: a reader that copies": (finetune, answers, {"copying": COPIES}),
     "finetune: bag, hybrid": (finetune, answers, {"hybrid": True, **BAG}),
+    "finetune: vectors, hybrid": (finetune, answers, {"hybrid": True, **VECTORS}),
     **{f"passages: {name}": (passages, by_passages, towers) for name, towers in TOWERS.items()},
     "passages: bag": (passages, by_passages, BAG),
+    "passages: vectors": (passages, by_passages, VECTORS),
     "windows": (windows, in_windows, {}),
     "windows: no negatives": (windows, in_windows, {"share": 2.0}),
     "windows: a reader apart": (windows, in_windows, {"copying": APART}),

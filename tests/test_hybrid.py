@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realmops.index.hybrid import LEAST, Hybrid, fit_mixture, words_share
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact
+from realmops.index.mips import Exact, exact
 from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Mixture
 from realmops.train.pretrain import Candidates, Examples, Index
 
@@ -67,6 +67,15 @@ def test_both_lists_are_looked_at_and_nothing_else() -> None:
     assert by_hand(1, 10).search(QUERY, ["q"], 6, 2).id_QK.tolist() == [[4, 0, 1, 2, 5, 3]], "k of each kind at least"
     [ids] = by_hand(1, 1).search(QUERY, ["q"], 1).id_QK.tolist()
     assert ids == [0], "5 + 0.5 of passage 0 before 1 + 1 of passage 4"
+
+
+def test_words_beside_the_best_of_several_vectors() -> None:
+    """Two vectors of each passage: q.d is 5, 4, 3, 2, 1, and 9 where the second vector of the last is that."""
+    embedding_PX = torch.cat([EMBEDDINGS, EMBEDDINGS - 1], dim=1)
+    embedding_PX[5, 1] = 9.0
+    found = Hybrid(exact(embedding_PX, 2), WORDS, Mixture(1, 4), 1.0).search(QUERY, ["q"], 4, 6)
+    assert found.id_QK.tolist() == [[5, 0, 4, 1]]
+    assert found.relevance(Mixture(1, 4)).tolist() == [[10.0, 7.0, 5.0, 4.0]]
 
 
 def test_words_alone_find_a_passage_and_equal_ones_come_by_number() -> None:

@@ -15,7 +15,7 @@ from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
 from realmops.commands.explain.question import open_run
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.approximate import Approximate
+from realmops.index.approximate import approximate
 from realmops.index.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES
 from realmops.train.exchange import ExchangeSource
@@ -24,6 +24,7 @@ from realmops.train.exchange import ExchangeSource
 COPIES = 21
 OPTIONS = {
     "index": {"type": "ivf", "target_recall": 0.1},
+    "retriever": {"pooling": "mean", "document_vectors": 2},  # and the index is one over vectors
     "reader": PAPERS_READER,
     "pretrain": {"retriever_learning_rate": 5.0e-5, "retriever_delay": 0, "masked_sentences": 4},
 }
@@ -100,8 +101,8 @@ def test_a_killed_training_ends_with_the_same_weights(
 def test_fine_tuning_writes_what_the_index_was_and_found(root: Path) -> None:
     recipe = json.loads((root / "models/finetune" / RECIPE).read_text())
     assert recipe["type"] == "ivf"
-    assert recipe["lists"] == len(Snapshot.open(root / "data/snapshot/corpus")) // 39
-    assert recipe["k"] == 100
+    assert recipe["lists"] == 2 * len(Snapshot.open(root / "data/snapshot/corpus")) // 39
+    assert recipe["k"] == 200
     assert recipe["recall"] == metrics(root, "finetune")["index_recall"] >= 0.1
     assert RECIPE in json.loads((root / "models/finetune/manifest.json").read_text())["files"]
 
@@ -109,8 +110,10 @@ def test_fine_tuning_writes_what_the_index_was_and_found(root: Path) -> None:
 def test_evaluation_and_questions_use_the_same_index(root: Path) -> None:
     run = open_run(root)
     model = run.model
-    assert isinstance(model.passages, Approximate)
-    assert asdict(model.passages.recipe) == json.loads((root / "models/finetune" / RECIPE).read_text())
+    assert model.passages is not None
+    structure = approximate(model.passages)
+    assert structure is not None
+    assert asdict(structure.recipe) == json.loads((root / "models/finetune" / RECIPE).read_text())
     assert 0.0 < metrics(root, "evaluate")["index_recall"] <= 1.0
     found = run.explain("Who wrote The Cold Sea?")
     assert len(found.candidates) == 5
@@ -122,15 +125,15 @@ def test_an_updated_corpus_is_searched_by_an_index_of_that_type(project: Path, r
     [folder] = (root / "updates").iterdir()
     snapshot = Snapshot.open(folder / "snapshot/corpus")
     assert len(snapshot) == 12 * (COPIES + 4)
-    passages = load_passages(folder / "finetune", snapshot, torch.device("cpu"))
-    assert isinstance(passages, Approximate)
+    passages = load_passages(folder / "finetune", snapshot, torch.device("cpu"), 2)
+    assert approximate(passages) is not None
     assert len(passages.embedding_PE) == len(snapshot)
     assert 0.0 < json.loads((folder / "results/metrics.json").read_text())["index_recall"] <= 1.0
 
 
 def test_a_recall_out_of_reach_ends_pre_training_with_one_message(project: Path, root: Path) -> None:
     values = small_project.toy_values(**{**OPTIONS, "index": {"type": "ivf", "target_recall": 1.0}})
-    with pytest.raises(ValueError, match=r"ivf finds 0\.\d+ of the exact top 10 .* index.target_recall is 1.0; lower"):
+    with pytest.raises(ValueError, match=r"ivf finds 0\.\d+ of the exact top 20 .* index.target_recall is 1.0; lower"):
         small_project.stage("pretrain", values, project, root)
     assert not list((root / "models").glob(".*")), "nothing half-written is left"
     assert (root / "models/pretrain" / "retriever.safetensors").is_file(), "and what was there stays"

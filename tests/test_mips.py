@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realmops.index import mips
-from realmops.index.mips import GROUP, Exact, search
+from realmops.index.mips import GROUP, Exact, exact, search
 
 
 def obvious(query_QE: Tensor, embedding_PE: Tensor, k: int) -> np.ndarray:
@@ -249,3 +249,25 @@ def test_a_few_queries_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mips.Halves, "of", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
     index = Exact(whole(9000, 19))
     assert index.search(whole(15, 20), 3)[1].shape == (15, 3)
+
+
+# ---- several vectors of a passage
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 5])
+@pytest.mark.parametrize("k", [1, 4, 60, 99])
+def test_a_passage_is_found_once_by_its_best_vector(vectors: int, k: int) -> None:
+    query_QE, embedding_PX = normal(7, 1), normal(60, 2, 8 * vectors)
+    index = exact(embedding_PX, vectors)
+    assert torch.equal(index.embedding_PE, embedding_PX)
+    score_QK, id_QK = index.search(query_QE, k)
+    best_QP = torch.einsum("qe,pme->qpm", query_QE, embedding_PX.view(60, vectors, 8)).amax(-1)
+    assert id_QK.tolist() == np.argsort(-best_QP.numpy(), axis=1, kind="stable")[:, :k].tolist()
+    torch.testing.assert_close(score_QK, best_QP.gather(1, id_QK))
+
+
+def test_passages_are_found_whose_vectors_are_behind_all_of_another() -> None:
+    """All five vectors of the first are nearer than any of the others."""
+    embedding_PE = torch.tensor([[9.0, 8.0, 7.0, 6.0, 5.0], [1.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 2.0]])
+    score_QK, id_QK = exact(embedding_PE, 5).search(torch.ones(1, 1), 2)
+    assert (id_QK.tolist(), score_QK.tolist()) == ([[0, 2]], [[9.0, 2.0]])

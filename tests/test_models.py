@@ -180,9 +180,9 @@ def test_batches_have_at_most_so_many_wordpieces(world: World, monkeypatch: pyte
     sizes: list[int] = []
     real = Embedder.forward
 
-    def spy(self: Embedder, packed: Packed) -> Tensor:
+    def spy(self: Embedder, packed: Packed, vectors: int) -> Tensor:
         sizes.append(len(packed) * packed.longest)
-        return real(self, packed)
+        return real(self, packed, vectors)
 
     monkeypatch.setattr(Embedder, "forward", spy)
     rng = np.random.default_rng(0)

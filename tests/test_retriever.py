@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
 from realmops.bert import Bert, BertConfig, Packed, autocast, initialise_small
-from realmops.index.embed import document_sequences, embed
+from realmops.index.embed import document_sequences, embed_documents
 from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
 from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection
 from realmops.model.sequences import join_document, join_query
@@ -71,6 +72,66 @@ def test_the_mean_of_a_batch_in_several_groups_of_lengths(monkeypatch: pytest.Mo
     assert len(packed.groups) > 1
     singles = torch.cat([tower(Packed([sequence])) for sequence in sequences])
     torch.testing.assert_close(tower(packed), singles, rtol=0, atol=1e-5)
+
+
+# ---- several vectors of a passage
+
+
+def slowly(hidden_TD: Tensor, vectors: int) -> Tensor:
+    """Half the mean of all wordpieces and half that of the part, which has them from T k / M to T (k + 1) / M."""
+    length, found = len(hidden_TD), []
+    for part in range(vectors):
+        own = [hidden_TD[t] for t in range(length) if length * part // vectors <= t < length * (part + 1) // vectors]
+        mean_D = sum(hidden_TD) / length
+        found.append((mean_D + sum(own) / len(own)) / 2 if own else mean_D)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("vectors", [2, 3, 7])
+def test_each_vector_is_half_the_passage_and_half_a_part_of_it(vectors: int) -> None:
+    tower, rng = embedder(pooling="mean"), np.random.default_rng(0)
+    sequences = [rng.integers(5, 150, length) for length in (30, 4, 7, 1, 2)]
+    together = tower(Packed(sequences), vectors)
+    for sequence, embedding_X in zip(sequences, together, strict=True):
+        hidden_TD = tower.bert(Packed([sequence]))
+        expected_MD = slowly(hidden_TD, vectors)
+        expected_MD = expected_MD / expected_MD.norm(dim=-1, keepdim=True)
+        torch.testing.assert_close(embedding_X.view(vectors, -1), expected_MD, rtol=0, atol=1e-5)
+
+
+def test_a_mean_is_in_full_precision_whatever_the_stages() -> None:
+    tower, tokens = embedder(head="paper", pooling="mean"), np.arange(5, 35)
+    with autocast(torch.device("cpu"), torch.bfloat16):
+        hidden_TD = tower.bert(Packed([tokens])).float()
+        [embedding_X] = tower(Packed([tokens]), 2)
+    torch.testing.assert_close(embedding_X.view(2, -1), slowly(hidden_TD, 2), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_vector_that_is_nearest_to_the_query_counts(world: World) -> None:
+    retriever, _ = tiny_models(world, head="cosine", pooling="mean", document_vectors=3, temperature=0.1)
+    query_QE, document_NX = retriever.query(batch(world, range(4))), retriever.documents(batch(world))
+    score_QN = retriever.scores(query_QE, document_NX)
+    width = query_QE.shape[1]
+    for q, query_E in enumerate(query_QE):
+        for n, document_X in enumerate(document_NX):
+            best = max(float(query_E @ document_X[m * width : (m + 1) * width]) for m in range(3))
+            assert float(score_QN[q, n]) == pytest.approx(best / 0.1, abs=1e-5)
+    torch.testing.assert_close(retriever.relevance(query_QE, document_NX.expand(4, -1, -1)), score_QN)
+
+
+def test_models_of_versions_with_one_vector_are_read(world: World) -> None:
+    files = retriever_files(tiny_models(world)[0], "c0ffee")
+    description = json.loads(files["model.json"])
+    del description["document_vectors"]
+    again = retriever_from_files({**files, "model.json": json.dumps(description).encode()})
+    assert retriever_files(again, "c0ffee") == files
+
+
+def test_the_vector_of_cls_is_one_alone() -> None:
+    shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)
+    with pytest.raises(ValueError, match=r"document_vectors is 2, and retriever.pooling auto makes one .*pooling=mean"):
+        build_models(shape, section("retriever", document_vectors=2), section("reader"), 150, 0)
 
 
 # ---- projection
@@ -216,6 +277,8 @@ FORMS: list[dict[str, Any]] = [
     {"head": "cosine", "projection": "identity", "embedding_width": 0, "pooling": "mean", "segments": "one"},
     *({"head": "cosine", "projection": start, "pooling": "mean"} for start in ("orthogonal", "pca", "random")),
     *({"head": head, "pooling": "mean", "projection": "pca"} for head in ("paper", "normalised")),
+    *({"head": head, "pooling": "mean", "document_vectors": 3} for head in ("cosine", "normalised", "paper")),
+    {"head": "cosine", "pooling": "mean", "document_vectors": 2, "share_embedders": False},
     {"head": "release", "projection": "random", "share_embedders": False},
     {"head": "normalised", "projection": "identity", "embedding_width": 16, "temperature": 0.1},
     {"head": "paper", "projection": "identity", "embedding_width": 0, "pooling": "cls", "segments": "one"},
@@ -238,17 +301,17 @@ def test_every_form_goes_through_its_files(world: World, form: dict[str, Any]) -
     again = retriever_from_files(files)
     assert retriever_files(again, "c0ffee") == files
     assert describe(again, None, "c0ffee") == describe(retriever, None, "c0ffee")
-    assert (again.scale, again.shared) == (retriever.scale, retriever.shared)
+    assert (again.scale, again.shared, again.vectors) == (retriever.scale, retriever.shared, retriever.vectors)
     assert again.query.words == retriever.query.words
-    sequences = document_sequences(world.snapshot, range(12))
-    assert torch.equal(embed(again.document, sequences, FP32), embed(retriever.document, sequences, FP32))
-    assert embed(again.document, sequences, FP32).shape == (12, again.document.width)
+    embedding_PX = embed_documents(again, world.snapshot, range(12), FP32)
+    assert torch.equal(embedding_PX, embed_documents(retriever, world.snapshot, range(12), FP32))
+    assert embedding_PX.shape == (12, again.vectors * again.query.width)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=named)
 def test_every_parameter_of_every_form_gets_a_gradient(world: World, form: dict[str, Any]) -> None:
     retriever, _ = tiny_models(world, **form)
-    query_BE, document_BE = retriever.query(batch(world, range(6))), retriever.document(batch(world, range(6, 12)))
+    query_BE, document_BE = retriever.query(batch(world, range(6))), retriever.documents(batch(world, range(6, 12)))
     retriever.relevance(query_BE, document_BE[None].expand(6, -1, -1)).softmax(-1)[:, 0].sum().backward()
     for name, parameter in retriever.named_parameters():
         if not parameter.requires_grad:  # a shift of all passages, which no loss can see
@@ -272,8 +335,7 @@ def test_a_null_document_has_an_embedding_in_every_form(world: World) -> None:
     tokens, segments = join_document(nothing, nothing, world.special, 48)
     for form in FORMS:
         retriever, _ = tiny_models(world, **form)
-        embedding_BE: Tensor = retriever.document(Packed([tokens], [segments]))
-        assert embedding_BE.isfinite().all(), form
+        assert retriever.documents(Packed([tokens], [segments])).isfinite().all(), form
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6
     assert json.loads(expected["model.json"])["share_embedders"], "one tower, which made the embeddings"
     embedded: list[int] = []
-    usual = embeddings.embed
+    usual = embeddings.embed_documents
     monkeypatch.setattr(
-        embeddings, "embed", lambda *given: (given[0].width and embedded.append(len(given[1])), usual(*given))[1]
+        embeddings, "embed_documents", lambda *given: (embedded.append(len(given[2])), usual(*given))[1]
     )
     shutil.rmtree(project / "root/models/finetune")
     for place, name, count in ((Journal, "log", 4), (Versions, "publish", 5), (Journal, "log", 4)):

@@ -28,7 +28,7 @@ from realmops.commands.update import (
 )
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.predictions import Prediction
-from realmops.index import embeddings
+from realmops.index import embed, embeddings
 from realmops.index.embed import document_sequences
 from realmops.index.embeddings import embed_changed, embed_corpus
 
@@ -65,7 +65,7 @@ def test_what_is_new_is_read_some_at_a_time(world: World, monkeypatch: pytest.Mo
         read.append(len(rows))
         return document_sequences(snapshot, rows)
 
-    monkeypatch.setattr(embeddings, "document_sequences", sequences)
+    monkeypatch.setattr(embed, "document_sequences", sequences)
     monkeypatch.setattr(embeddings, "SHARD_ROWS", 4)
     row_P = np.full(12, -1)
     row_P[[2, 7]] = 1, 0

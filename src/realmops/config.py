@@ -117,6 +117,7 @@ class RetrieverOptions:
     head: Literal["paper", "release", "normalised", "cosine"]
     temperature: float
     segments: Literal["auto", "one", "two"]
+    document_vectors: int
     share_embedders: bool
     hybrid: bool
 
@@ -440,7 +441,17 @@ def _check_towers(values: Mapping[str, Mapping[str, Any]]) -> None:
                 "retriever.tower is bag and retriever.embedding_width 0: there is no encoder whose width could be "
                 "taken; set retriever.embedding_width=384"
             )
+        if options["document_vectors"] > 1:
+            raise ValueError(
+                f"retriever.tower is bag and retriever.document_vectors {options['document_vectors']}: a bag makes one "
+                "vector of a passage; set retriever.document_vectors=1, or retriever.tower=bert"
+            )
         return
+    if options["document_vectors"] > 1 and options["pooling"] == "cls":
+        raise ValueError(
+            f"retriever.document_vectors is {options['document_vectors']}, and retriever.pooling cls makes one vector, "
+            "that of [CLS]; set retriever.pooling=mean, or retriever.document_vectors=1"
+        )
     if head == "release" and (options["pooling"] == "mean" or options["projection"] in ("identity", "pca")):
         raise ValueError(
             f"retriever.head is release, with retriever.pooling {options['pooling']} and retriever.projection "

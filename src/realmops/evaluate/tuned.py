@@ -31,6 +31,6 @@ def open_tuned(
         freeze_products(model, dtype)
     path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
     ranker = ranker_of(options.retriever, snapshot, path)
-    passages = load_passages(folder, snapshot, device) if ranker is None else None
+    passages = load_passages(folder, snapshot, device, retriever.vectors) if ranker is None else None
     words = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
     return kind(retriever.to(device), reader.to(device), snapshot, passages, options, dtype, ranker, words)

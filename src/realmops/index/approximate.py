@@ -20,7 +20,7 @@ from torch import Tensor
 from realmops.config import IndexOptions
 from realmops.index.files import memory_bytes
 from realmops.index.mapped import release
-from realmops.index.mips import Exact, PassageIndex, search
+from realmops.index.mips import BestVector, Exact, PassageIndex, search
 
 EXACT_PASSAGES = 20_000_000
 MEMORY_SHARE = 0.25
@@ -99,6 +99,12 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
     if kind != "exact":
         _faiss(kind, passages, width)
     return kind
+
+
+def approximate(passages: PassageIndex) -> Approximate | None:
+    """The approximate index that finds the passages, of their vectors where they have several; None where none does."""
+    found = passages.each if isinstance(passages, BestVector) else passages
+    return found if isinstance(found, Approximate) else None
 
 
 class Approximate:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from realmops.bert import Packed, autocast, length_batches, send
 from realmops.corpus.snapshot import Snapshot
-from realmops.model.retriever import Tower
+from realmops.model.retriever import Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_document, join_query
 
 Progress = Callable[[int], None]
@@ -25,13 +25,17 @@ def untold(done: int) -> None:
 
 
 def embed(
-    tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, progress: Progress = untold
+    tower: Tower,
+    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
+    dtype: torch.dtype,
+    progress: Progress = untold,
+    vectors: int = 1,
 ) -> Tensor:
-    """Embeddings N x E (fp32, on the CPU) of sequences given as wordpieces and segments.
+    """Embeddings N x M E (fp32, on the CPU) of sequences given as wordpieces and segments, M vectors of each.
 
     Equal calls give equal bytes on one machine (``bert.length_batches``).
     """
-    embedding_NE, place_N = _embedded(tower, sequences, dtype, progress)
+    embedding_NE, place_N = _embedded(tower, sequences, dtype, progress, vectors)
     return embedding_NE.cpu()[place_N]
 
 
@@ -43,17 +47,21 @@ def embed_there(tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]]
 
 @torch.no_grad()
 def _embedded(
-    tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype, progress: Progress
+    tower: Tower,
+    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
+    dtype: torch.dtype,
+    progress: Progress,
+    vectors: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Embeddings in the order of their batches, and the place of each sequence's there."""
     was_training = tower.training
     tower.eval()
-    out, done = torch.empty(len(sequences), tower.width, device=tower.device), 0
+    out, done = torch.empty(len(sequences), vectors * tower.width, device=tower.device), 0
     place_N = torch.empty(len(sequences), dtype=torch.int64)
     with autocast(tower.device, dtype):  # around all batches: it copies the weights to its numbers once
         for rows in length_batches([len(tokens) for tokens, _ in sequences], tower.device):
             batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
-            out[done : done + len(rows)] = tower(batch).float()
+            out[done : done + len(rows)] = tower(batch, vectors).float()
             place_N[rows] = torch.arange(done, done + len(rows))
             done += len(rows)
             progress(len(rows))
@@ -72,6 +80,17 @@ def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int) -> list[n
     special = SpecialTokens.of(snapshot.tokenizer)
     encoded = snapshot.tokenizer.encode_batch(list(texts), add_special_tokens=False)
     return [join_query(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
+
+
+def embed_documents(
+    retriever: Retriever,
+    snapshot: Snapshot,
+    rows: Sequence[int],
+    dtype: torch.dtype,
+    progress: Progress = untold,
+) -> Tensor:
+    """Embeddings N x X of passages."""
+    return embed(retriever.document, document_sequences(snapshot, rows), dtype, progress, retriever.vectors)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

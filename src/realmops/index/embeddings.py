@@ -15,10 +15,10 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.approximate import Approximate, Recipe
-from realmops.index.embed import Progress, document_sequences, embed, untold
+from realmops.index.approximate import Approximate, Recipe, approximate
+from realmops.index.embed import Progress, embed_documents, untold
 from realmops.index.mapped import Content, mapped, matrix, read_only, release
-from realmops.index.mips import Exact, PassageIndex
+from realmops.index.mips import PassageIndex, exact, over_vectors
 from realmops.index.shards import SHARD_ROWS, MakeShard
 from realmops.model.files import retriever_from_files
 from realmops.model.retriever import Retriever
@@ -31,7 +31,7 @@ _ROWS = 1 << 16
 
 def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Progress = untold) -> Tensor:
     """Embeddings P x E of all passages, the same bytes as in shards."""
-    nothing = torch.empty(0, retriever.document.width)
+    nothing = torch.empty(0, retriever.width)
     return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, progress)
 
 
@@ -56,7 +56,7 @@ def embed_changed(
         release(embedding_PE)
     for first in range(0, len(new), SHARD_ROWS):
         rows = new[first : first + SHARD_ROWS].tolist()
-        embedding_PE[rows] = embed(retriever.document, document_sequences(snapshot, rows), dtype, progress)
+        embedding_PE[rows] = embed_documents(retriever, snapshot, rows, dtype, progress)
     return embedding_PE
 
 
@@ -65,8 +65,8 @@ def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.devi
     retriever = retriever_from_files(model).to(device)
 
     def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
-        sequences = document_sequences(snapshot, range(first, end))
-        return {EMBEDDINGS: save_tensors({"embeddings": embed(retriever.document, sequences, dtype, progress)})}
+        embedding_RX = embed_documents(retriever, snapshot, range(first, end), dtype, progress)
+        return {EMBEDDINGS: save_tensors({"embeddings": embedding_RX})}
 
     return make
 
@@ -129,13 +129,14 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
 def save_passages(folder: Path, passages: PassageIndex) -> None:
     """Write the embeddings and, where the search is approximate, how it was built and what recall it has."""
     save_index(folder / INDEX, passages.embedding_PE)
-    if isinstance(passages, Approximate):
-        artifacts.write_json(folder / RECIPE, asdict(passages.recipe))
+    if (found := approximate(passages)) is not None:
+        artifacts.write_json(folder / RECIPE, asdict(found.recipe))
 
 
-def load_passages(folder: Path, snapshot: Snapshot, device: torch.device) -> PassageIndex:
-    """What :func:`save_passages` wrote; an approximate index is built again from the embeddings."""
+def load_passages(folder: Path, snapshot: Snapshot, device: torch.device, vectors: int) -> PassageIndex:
+    """What :func:`save_passages` wrote, of so many vectors a passage; an approximate index is built again from them."""
     embedding_PE = load_index(folder, snapshot)
     if (folder / RECIPE).is_file():
-        return Approximate(embedding_PE, Recipe(**artifacts.read_json(folder / RECIPE)), device)
-    return Exact(embedding_PE.to(device))
+        recipe = Recipe(**artifacts.read_json(folder / RECIPE))
+        return over_vectors(embedding_PE, vectors, lambda rows: Approximate(rows, recipe, device))
+    return exact(embedding_PE.to(device), vectors)

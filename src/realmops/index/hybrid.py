@@ -86,13 +86,17 @@ class Hybrid:
 
 
 def _dense(embedding_PE: Tensor, query_QE: Tensor, ids_of: Sequence[NDArray[np.int64]]) -> list[Tensor]:
-    """q . d of each query with passages of its own, on the CPU; from a GPU by one copy each way."""
+    """q . d of each query with the best vector of passages of its own, on the CPU; from a GPU by one copy each way."""
     device = embedding_PE.device
     if device.type == "cpu":
-        of_queries = zip(ids_of, *bring(query_QE.float()), strict=True)
-        return [embedding_PE[torch.from_numpy(ids)].float() @ query_E for ids, query_E in of_queries]
+        found = []
+        for ids, query_E in zip(ids_of, *bring(query_QE.float()), strict=True):
+            vector_NE = embedding_PE[torch.from_numpy(ids)].float().view(-1, len(query_E))
+            found.append((vector_NE @ query_E).view(len(ids), -1).amax(-1))
+        return found
     (id_QC,) = send(device, pad_sequence([torch.from_numpy(ids) for ids in ids_of], batch_first=True))
-    dense_QC = torch.einsum("qce,qe->qc", embedding_PE[id_QC].float(), query_QE.float().to(device))
+    vectors_QCME = embedding_PE[id_QC].float().view(*id_QC.shape, -1, query_QE.shape[1])
+    dense_QC = torch.einsum("qcme,qe->qcm", vectors_QCME, query_QE.float().to(device)).amax(-1)
     return [dense_C[: len(ids)] for dense_C, ids in zip(*bring(dense_QC), ids_of, strict=True)]
 
 

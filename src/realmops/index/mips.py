@@ -6,11 +6,13 @@ Shape suffixes: Q queries, P passages, E embedding width, K results, G groups, R
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from realmops.bert import multiplies_bf16
@@ -55,6 +57,41 @@ class Exact:
     def halves(self) -> Halves | None:
         """The copy in bf16, made when it is first asked for; None where it is of no use."""
         return Halves.of(self.embedding_PE)
+
+
+@dataclass(frozen=True)
+class BestVector:
+    """Passages of M vectors each, in an index over all vectors; a passage's best one counts (``model.retriever``)."""
+
+    each: PassageIndex  # its passages are vectors
+    vectors: int  # M
+
+    @property
+    def embedding_PE(self) -> Tensor:
+        """All vectors of a passage one after another, P x M E."""
+        rows = self.each.embedding_PE
+        return rows.view(-1, self.vectors * rows.shape[1])
+
+    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k passages with the best vectors: the k M best vectors are of k passages at least."""
+        score_QR, row_QR = self.each.search(query_QE, k * self.vectors)
+        passage_QR, order_QR = (row_QR // self.vectors).sort(dim=1, stable=True)
+        again_QR = F.pad(passage_QR[:, 1:] == passage_QR[:, :-1], (1, 0))
+        again_QR = torch.empty_like(again_QR).scatter(1, order_QR, again_QR)  # in the order of scores
+        place_QK = torch.argsort(again_QR.byte(), dim=1, stable=True)[:, : min(k, len(self.embedding_PE))]
+        return score_QR.gather(1, place_QK), (row_QR // self.vectors).gather(1, place_QK)
+
+
+def exact(embedding_PX: Tensor, vectors: int) -> PassageIndex:
+    """An exact index of passages with so many vectors each."""
+    return over_vectors(embedding_PX, vectors, Exact)
+
+
+def over_vectors(embedding_PX: Tensor, vectors: int, make: Callable[[Tensor], PassageIndex]) -> PassageIndex:
+    """An index of passages with so many vectors each, from what makes an index over single vectors."""
+    if vectors == 1:
+        return make(embedding_PX)
+    return BestVector(make(embedding_PX.view(-1, embedding_PX.shape[1] // vectors)), vectors)
 
 
 def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tensor]:

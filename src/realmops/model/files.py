@@ -96,7 +96,7 @@ def build_models(
         folder = None if bert.init == "small" else encoder_folder(bert.init)
         query = _build_embedder(folder, retriever, copy.deepcopy(reader_bert), generator, warn)
     document = query if retriever.share_embedders else copy.deepcopy(query)
-    return Retriever(query, document), Reader(
+    return Retriever(query, document, retriever.document_vectors), Reader(
         reader_bert, head, copies=reader.copies, apart=reader.apart, matches=reader.matches
     )
 
@@ -132,6 +132,11 @@ def _build_embedder(
                 f"{folder / MODULES} names {', '.join(unused)} beside the encoder and its pooling ({POOLING}): they "
                 "are not used here, and the retriever starts below what this encoder can do"
             )
+    if retriever.document_vectors > 1 and pooling == "cls":
+        raise ValueError(
+            f"retriever.document_vectors is {retriever.document_vectors}, and retriever.pooling {retriever.pooling} "
+            "makes one vector, that of [CLS]; set retriever.pooling=mean, or retriever.document_vectors=1"
+        )
     if segments == "auto":
         segments = "one" if folder is not None and is_sentence_encoder(folder) else "two"
     check_width(retriever.projection, retriever.embedding_width, bert.config.width)
@@ -167,6 +172,7 @@ def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) 
     return {
         **_describe_tower(retriever.query),
         "share_embedders": retriever.shared,
+        "document_vectors": retriever.vectors,
         "mixture": asdict(retriever.mixture),
         "reader": None if reader is None else reader.bert.config.to_json(),
         "copies": reader is not None and reader.copy is not None,
@@ -221,7 +227,9 @@ def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
 
 def _retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Retriever:
     towers = [_described_tower(description) for _ in range(1 if description["share_embedders"] else 2)]
-    retriever = Retriever(towers[0], towers[-1])
+    retriever = Retriever(
+        towers[0], towers[-1], description.get("document_vectors", 1)
+    )  # earlier versions knew one alone
     retriever.mixture = Mixture(**description["mixture"])
     if retriever.shared:
         retriever.query.load_state_dict({name.removeprefix("query."): t for name, t in tensors.items()})

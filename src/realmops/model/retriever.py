@@ -2,19 +2,26 @@
 
 A tower makes embeddings: an :class:`Embedder` from a BERT, as in the paper, or a :class:`Bag` from word vectors.
 
-Shape suffixes: B sequences, D encoder width, E embedding width, T wordpieces, V vocabulary.
+A passage has one vector, as in the paper, or several, of which the one nearest to the query counts: f(x, z) is the
+maximum over them (Luan et al. 2021, "Sparse, Dense, and Attentional Representations for Text Retrieval"). Each is made
+of half the mean of the whole passage and half that of one of as many equal parts.
+
+Shape suffixes: B sequences, D encoder width, E embedding width, M vectors of a passage, X = M E, N passages, Q queries,
+T wordpieces, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.bert import Bert, Packed
+from realmops.bert import Bert, Packed, send
 
 HEADS = ("paper", "release", "normalised", "cosine")
 _SHORTEST = 1e-6  # a vector that is shorter has no direction
@@ -43,8 +50,8 @@ HYBRID_START = Mixture(1.0, 8.0)  # until it is fitted: what fits a cosine over 
 class Tower(nn.Module):
     """What turns sequences into embeddings B x E, and how their inner products become f(x, z).
 
-    ``width`` is E. With the head ``cosine`` embeddings have length 1 and f(x, z) is their inner product divided by
-    ``temperature``.
+    ``width`` is E. Called with a number M of ``vectors`` it makes so many of each sequence, B x M E. With the head
+    ``cosine`` embeddings have length 1 and f(x, z) is their inner product divided by ``temperature``.
     """
 
     def __init__(self, head: str, temperature: float, width: int) -> None:
@@ -126,18 +133,26 @@ class Embedder(Tower):
         made = f"{self.bert.config.width} -> {self.width} by {self.start}"
         return f"a BERT, pooling {self.pooling}, {made}, head {self.head}, segments {self.segments}"
 
-    def pooled(self, batch: Packed) -> Tensor:
-        """One vector of the encoder for each sequence, B x D."""
+    def pooled(self, batch: Packed, vectors: int = 1) -> Tensor:
+        """The encoder's vectors of each sequence, (B M) x D; more than one want the pooling ``mean``."""
         if self.segments == "one":
             batch = batch.in_one_segment()
         if self.pooling == "cls":
+            assert vectors == 1, vectors
             return self.bert.cls(batch)
         hidden_TD: Tensor = self.bert(batch)
-        return torch.stack([x_TD.mean(0) for x_TD in torch.split(hidden_TD.float(), batch.lengths.tolist())])
+        lengths = batch.lengths.tolist()
+        hidden_of = torch.split(hidden_TD.float(), lengths)
+        if vectors == 1:
+            return torch.stack([x_TD.mean(0) for x_TD in hidden_of])
+        (share_MT,) = send(self.device, torch.cat([_shares(length, vectors) for length in lengths], dim=1))
+        both = zip(torch.split(share_MT, lengths, dim=1), hidden_of, strict=True)
+        with torch.autocast(self.device.type, enabled=False):  # fp32, as a mean is
+            return torch.cat([m_MT @ x_TD for m_MT, x_TD in both])
 
-    def forward(self, batch: Packed) -> Tensor:
-        """Embeddings B x E."""
-        embedding_BE = self.pooled(batch)
+    def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
+        """Embeddings B x M E."""
+        embedding_BE = self.pooled(batch, vectors)
         if self.pooler is not None:
             embedding_BE = torch.tanh(self.pooler(embedding_BE))
         if self.projection is not None:
@@ -146,7 +161,8 @@ class Embedder(Tower):
             embedding_BE = self.norm(embedding_BE)
         if self.head == "release":
             embedding_BE = F.dropout(embedding_BE, self.bert.config.dropout, self.training)
-        return _unit(embedding_BE) if self.head == "cosine" else embedding_BE.float()
+        embedding_BE = _unit(embedding_BE) if self.head == "cosine" else embedding_BE.float()
+        return embedding_BE.view(-1, vectors * self.width)
 
 
 class Bag(Tower):
@@ -168,8 +184,9 @@ class Bag(Tower):
         """What it is, for people."""
         return f"a bag of {self.word.num_embeddings} word vectors of width {self.width}"
 
-    def forward(self, batch: Packed) -> Tensor:
-        """Embeddings B x E."""
+    def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
+        """Embeddings B x E; a bag makes no more than one vector of a sequence."""
+        assert vectors == 1, vectors
         batch.to(self.device)
         counts_T = self.counts_V[batch.tokens_T]
         sum_BE = F.embedding_bag(
@@ -178,17 +195,40 @@ class Bag(Tower):
         return _unit(sum_BE)
 
 
+def _shares(length: int, vectors: int) -> Tensor:
+    """What a wordpiece of a sequence counts in each of its vectors, M x T; a part without wordpieces is the whole."""
+    share_MT = torch.full((vectors, length), 1 / length)
+    bounds = [length * part // vectors for part in range(vectors + 1)]
+    for share_T, (first, end) in zip(share_MT, pairwise(bounds), strict=True):
+        if first < end:
+            share_T /= 2
+            share_T[first:end] += 0.5 / (end - first)
+    return share_MT
+
+
+def best_products(query_QE: Tensor, document_NX: Tensor) -> Tensor:
+    """The inner product of each query with each passage's best vector, Q x N."""
+    width = query_QE.shape[1]
+    product_QN = query_QE @ document_NX.reshape(-1, width).T
+    if document_NX.shape[1] == width:
+        return product_QN
+    return product_QN.view(len(query_QE), len(document_NX), -1).amax(-1)
+
+
 def _unit(x_BE: Tensor) -> Tensor:
     """Rows divided by their length; a row without a direction becomes (nearly) 0 and has a bounded gradient."""
     return F.normalize(x_BE.float(), dim=-1, eps=_SHORTEST)
 
 
 class Retriever(nn.Module):
-    """Query tower and document tower; one and the same where they share their parameters."""
+    """Query tower and document tower; one and the same where they share their parameters.
 
-    def __init__(self, query: Tower, document: Tower) -> None:
+    ``vectors`` is M, how many a passage has.
+    """
+
+    def __init__(self, query: Tower, document: Tower, vectors: int = 1) -> None:
         super().__init__()
-        self.query, self.document = query, document
+        self.query, self.document, self.vectors = query, document, vectors
         self.mixture = EMBEDDINGS_ALONE
         if not self.shared:
             # They add one number to the relevance of all z for x, which p(z|x) does not see: their gradient would be
@@ -206,9 +246,25 @@ class Retriever(nn.Module):
         """The factor of every inner product in f(x, z)."""
         return self.query.scale
 
-    def relevance(self, query_BE: Tensor, document_BKE: Tensor) -> Tensor:
+    @property
+    def width(self) -> int:
+        """Numbers of a passage in the index, X."""
+        return self.vectors * self.document.width
+
+    def documents(self, batch: Packed) -> Tensor:
+        """Embeddings of passages, B x X."""
+        return cast(Tensor, self.document(batch, self.vectors))
+
+    def relevance(self, query_BE: Tensor, document_BKX: Tensor) -> Tensor:
         """f(x, z) of each query with its own K documents, B x K."""
-        return self.scale * torch.einsum("be,bke->bk", query_BE, document_BKE)
+        if self.vectors == 1:
+            return self.scale * torch.einsum("be,bke->bk", query_BE, document_BKX)
+        document_BKME = document_BKX.view(*document_BKX.shape[:2], self.vectors, -1)
+        return self.scale * torch.einsum("be,bkme->bkm", query_BE, document_BKME).amax(-1)
+
+    def scores(self, query_QE: Tensor, document_NX: Tensor) -> Tensor:
+        """f(x, z) of each query with each document, Q x N."""
+        return best_products(self.scale * query_QE, document_NX)
 
 
 def initialise_projection(embedder: Embedder, generator: torch.Generator) -> None:

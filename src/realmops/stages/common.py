@@ -20,7 +20,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.index.approximate import QUERIES, passage_index
 from realmops.index.embed import embed, query_sequences, text_queries
-from realmops.index.mips import PassageIndex
+from realmops.index.mips import PassageIndex, over_vectors
 from realmops.model.retriever import Retriever, Tower
 from realmops.stages import Job
 from realmops.train.checkpoints import FolderCheckpoints
@@ -98,7 +98,12 @@ def searchable(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[n
         return embed(tower, query_sequences(queries), dtype)
 
     seed = artifacts.seed_for(run.seed, "index")
-    return passage_index(embedding_PE, job.section(IndexOptions), device, seed, embedded, k)
+    vectors = embedding_PE.shape[1] // tower.width
+    return over_vectors(
+        embedding_PE,
+        vectors,
+        lambda rows: passage_index(rows, job.section(IndexOptions), device, seed, embedded, k * vectors),
+    )
 
 
 def sampled(items: Sequence[T], seed: int) -> list[T]:

@@ -38,12 +38,12 @@ from realmops.evaluate.retrieval import (
     recall_metrics,
 )
 from realmops.evaluate.tuned import open_tuned
-from realmops.index.approximate import Approximate
+from realmops.index.approximate import Approximate, approximate
 from realmops.index.embed import embed, query_sequences
 from realmops.index.embeddings import INDEX, load_index
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact
+from realmops.index.mips import exact
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts
@@ -85,8 +85,8 @@ def run(job: Job) -> dict[str, Any]:
     _warn_of_other_questions(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
-    if model is not None and isinstance(model.passages, Approximate):
-        metrics["index_recall"] = _index_recall(job, model, model.passages, questions)
+    if model is not None and model.passages is not None and (structure := approximate(model.passages)) is not None:
+        metrics["index_recall"] = _index_recall(job, model, structure, questions)
     bm25 = ranker_of("bm25", snapshot) if job.section(Evaluate).bm25 else None
     rankings = {"": padded([answer.ranked for answer in answers], DEPTH)}
     rankings |= _rankings(job, snapshot, questions, model, bm25)
@@ -163,10 +163,11 @@ def _rankings(
 def _index_recall(job: Job, model: OpenQa, passages: Approximate, questions: list[Question]) -> float:
     """What an approximate index finds of the exact search's passages; warned of when that is less than was wanted."""
     chosen = model.queries([question.question for question in sampled(questions, job.section(RunOptions).seed)])
-    recall = passages.recall(embed(model.retriever.query, query_sequences(chosen), model.dtype), DEPTH)
+    depth = DEPTH * model.retriever.vectors
+    recall = passages.recall(embed(model.retriever.query, query_sequences(chosen), model.dtype), depth)
     if recall < passages.recipe.target_recall:
         job.report.warn(
-            f"the {passages.recipe.type} index finds {recall:.4f} of the exact top {DEPTH} for the test questions, "
+            f"the {passages.recipe.type} index finds {recall:.4f} of the exact top {depth} for the test questions, "
             f"index.target_recall was {passages.recipe.target_recall}: recall and EM are too low by that; run finetune "
             "again with index.type=exact"
         )
@@ -196,7 +197,8 @@ def _zero_shot(
     device, dtype = device_and_dtype(job.section(RunOptions))
     retriever = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
     imported = (job.inputs[name] / INDEX).is_file()
-    passages = Exact(load_index(job.inputs[name], snapshot) if imported else embeddings_of(job, retriever, snapshot))
+    embedding_PX = load_index(job.inputs[name], snapshot) if imported else embeddings_of(job, retriever, snapshot)
+    passages = exact(embedding_PX, retriever.vectors)
     query_QE = embed(retriever.query, query_sequences(queries), dtype)
     found = {"": passages.search(query_QE, DEPTH)[1].cpu().numpy()}
     if retriever.mixture.lexical:

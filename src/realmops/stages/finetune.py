@@ -23,11 +23,11 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import is_right, score_predictions
 from realmops.evaluate.retrieval import RECALL_AT
-from realmops.index.approximate import Approximate, index_type
+from realmops.index.approximate import Approximate, approximate, index_type
 from realmops.index.embed import embed, query_sequences
 from realmops.index.embeddings import INDEX, load_index, save_passages
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact
+from realmops.index.mips import exact
 from realmops.index.trainer import Policy
 from realmops.journal import JournalValues
 from realmops.model.files import add_spans, load_models, save_models
@@ -81,7 +81,7 @@ def start_models(job: Job, snapshot: Snapshot, options: Finetune) -> tuple[Retri
 
 def _with_query_apart(retriever: Retriever) -> Retriever:
     """The same with a query tower of its own, which can learn over frozen passages."""
-    apart = Retriever(copy.deepcopy(retriever.query), retriever.document)
+    apart = Retriever(copy.deepcopy(retriever.query), retriever.document, retriever.vectors)
     apart.mixture = retriever.mixture
     return apart
 
@@ -105,7 +105,7 @@ def run(job: Job) -> dict[str, Any]:
     add_spans(reader, options.span_width, seed)
     retriever.to(device)
     if options.retriever in DENSE:
-        index_type(job.section(IndexOptions), len(snapshot), retriever.document.width, device)
+        index_type(job.section(IndexOptions), len(snapshot) * retriever.vectors, retriever.document.width, device)
         words = Bm25.of(snapshot) if retriever.mixture.lexical else None
         if options.retriever_training == "passages":
             if options.retriever_epochs:
@@ -134,8 +134,8 @@ def run(job: Job) -> dict[str, Any]:
         finetune(surroundings, model, questions, options, job.section(Optimiser))
     if not surroundings.team.leads:
         return {}
-    if isinstance(passages, Approximate):
-        metrics["index_recall"] = _fit_to_tuned(job, model, passages, sampled(held_out, seed))
+    if passages is not None and (structure := approximate(passages)) is not None:
+        metrics["index_recall"] = _fit_to_tuned(job, model, structure, sampled(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower learned beside the reader
         retriever.mixture = fit_to_questions(model, held_out)
     progress = job.report.progress("dev questions", len(held_out))
@@ -225,7 +225,7 @@ def _refreshed(
     site = Site(job.work, job.section(RunOptions).threads, job.report.say)
     device = surroundings.device
     with exchange(
-        surroundings, site, refresh, snapshot, retriever, lambda embedding_PE, _: Exact(embedding_PE.to(device))
+        surroundings, site, refresh, snapshot, retriever, lambda found, by: exact(found.to(device), by.vectors)
     ) as joined:
         yield joined
 
@@ -257,7 +257,7 @@ def _embedded(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
     if all_of_us.leads:
         embedding_PE = embeddings_of(job, retriever, snapshot)
     else:
-        embedding_PE = torch.empty(len(snapshot), retriever.document.width)
+        embedding_PE = torch.empty(len(snapshot), retriever.width)
     all_of_us.send([embedding_PE])
     return embedding_PE
 
@@ -307,8 +307,9 @@ def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> 
 def _fit_to_tuned(job: Job, model: OpenQa, passages: Approximate, questions: list[Question]) -> float:
     """Let the index find for the tuned query tower what ``evaluate`` asks for; the recall, warned of when too low."""
     queries = question_queries(model.snapshot, questions, model.options.query_wordpieces)
+    most = max(RECALL_AT) * model.retriever.vectors
     try:
-        passages.widen(embed(model.retriever.query, query_sequences(queries), model.dtype), max(RECALL_AT))
+        passages.widen(embed(model.retriever.query, query_sequences(queries), model.dtype), most)
     except ValueError as error:  # the training is worth keeping
         job.report.warn(str(error))
     return passages.recipe.recall

@@ -16,9 +16,9 @@ from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import answers_are_expressions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.retrieval import first_hit_ranks, hits_at
-from realmops.index.approximate import QUERIES, Approximate, index_type
+from realmops.index.approximate import QUERIES, approximate, index_type
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact, PassageIndex
+from realmops.index.mips import PassageIndex, exact
 from realmops.index.trainer import Policy
 from realmops.journal import JournalValues
 from realmops.model.files import load_models, save_models
@@ -46,7 +46,8 @@ def run(job: Job) -> dict[str, Any]:
     reader.to(device).train()
     words = Bm25.of(snapshot) if retriever.mixture.lexical else None
     realm = Realm(retriever, reader, snapshot, options, dtype, words)
-    index_type(job.section(IndexOptions), len(snapshot), retriever.query.width, device)  # told before training
+    vectors = len(snapshot) * retriever.vectors
+    index_type(job.section(IndexOptions), vectors, retriever.query.width, device)  # told before training
     drawn = _drawn(examples, run_options.seed)
 
     def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
@@ -149,8 +150,8 @@ def _measure(job: Job, masked: list[Example], realm: Realm, best: BestModels) ->
         ids = sources.left_out(questions, rank(index.retriever, index.passages, queries, 5 + most, realm.dtype))
         hits = hits_at(first_hit_ranks(questions, ids, snapshot.text, rule=questions[0].match_rule), 5)
         figures = {"recall_at_5": float(hits.mean())}
-        if isinstance(index.passages, Approximate):
-            figures["index_recall"] = index.passages.recipe.recall
+        if (structure := approximate(index.passages)) is not None:
+            figures["index_recall"] = structure.recipe.recall
         figures |= held_out.measure(realm, masked, index)
         best.offer(index.step, figures, index.retriever, realm.reader)
         return figures
@@ -159,4 +160,4 @@ def _measure(job: Job, masked: list[Example], realm: Realm, best: BestModels) ->
 
 
 def _final_index(job: Job, retriever: Retriever, snapshot: Snapshot, step: int) -> Index:
-    return Index(step, Exact(embeddings_of(job, retriever, snapshot)), retriever, time.time(), True)
+    return Index(step, exact(embeddings_of(job, retriever, snapshot), retriever.vectors), retriever, time.time(), True)

@@ -30,7 +30,7 @@ def embeddings_of(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
     """Embeddings P x E of all passages."""
     model = retriever_files(retriever, snapshot.vocabulary_hash)
     parts = _made(job, EMBEDDING, snapshot, model, "embeddings")
-    return joined(parts, len(snapshot), retriever.document.width)
+    return joined(parts, len(snapshot), retriever.width)
 
 
 def _made(

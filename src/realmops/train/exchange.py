@@ -78,7 +78,7 @@ def exchange(
     card = identity(
         snapshot,
         run_key=site.work.name,
-        embedding_width=retriever.query.width,
+        embedding_width=retriever.width,
         precision=PRECISIONS[context.dtype],
         threads=site.threads,
         part_rows=refresh.shard_rows,

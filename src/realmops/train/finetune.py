@@ -119,7 +119,7 @@ class OpenQa:
             relevance_BK = self.retriever.mixture.of(dense_BK, words_BK.to(self.device))
             return relevance_BK.masked_fill(missing_BK.to(self.device), -torch.inf), found.id_QK
         if k >= len(embedding_PE):
-            score_BP: Tensor = self.retriever.scale * query_BE @ embedding_PE.to(self.device).T
+            score_BP: Tensor = self.retriever.scores(query_BE, embedding_PE.to(self.device))
             score_BP, id_BP = torch.sort(score_BP, dim=1, descending=True)
             return score_BP, id_BP.cpu()
         with torch.no_grad():

@@ -116,8 +116,8 @@ def train_retriever(
         queries = Packed([query for e in examples for query in e.queries])
         documents = Packed([e.document[0] for e in examples], [e.document[1] for e in examples])
         with autocast(context.device, context.dtype):
-            query_QE, document_BE = retriever.query(queries), retriever.document(documents)
-        relevance_QN = retriever.scale * query_QE @ team.gather(document_BE).T
+            query_QE, document_BE = retriever.query(queries), retriever.documents(documents)
+        relevance_QN = retriever.scores(query_QE, team.gather(document_BE))
         place_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
         (own_Q,) = send(relevance_QN.device, torch.from_numpy(place_Q) + team.rank * len(examples))
         removed_Q = np.array([e.removed for e in examples])[place_Q]

@@ -113,9 +113,9 @@ def train_by_passages(
         documents = document_sequences(snapshot, [*embedded, *hard])
         with autocast(context.device, context.dtype):
             query_QE = retriever.query(Packed(queries))
-            document_NE = retriever.document(Packed([d[0] for d in documents], [d[1] for d in documents]))
+            document_NE = retriever.documents(Packed([d[0] for d in documents], [d[1] for d in documents]))
         document_NE = torch.cat([team.gather(document_NE[:each]), document_NE[each:]])
-        relevance_QN = retriever.scale * query_QE @ document_NE.T
+        relevance_QN = retriever.scores(query_QE, document_NE)
         own = np.repeat(np.arange(len(mine)), [len(rows) for _, rows in mine]) + team.rank * each
         others = [*team.order([passage for passage, _ in drawn], each), *hard]
         hidden_QN = torch.tensor(

@@ -28,7 +28,7 @@ from realmops.corpus.spans import Spans
 from realmops.corpus.wordpieces import contains
 from realmops.index.embed import document_sequences, embed, embed_there, query_sequences
 from realmops.index.hybrid import Hybrid, Words, words_share
-from realmops.index.mips import Exact, PassageIndex
+from realmops.index.mips import PassageIndex, exact
 from realmops.index.staleness import top_k_change
 from realmops.model import likelihood
 from realmops.model.reader import Reader, log_token_of_pairs, log_words_of_pairs, read_apart
@@ -283,7 +283,7 @@ class Realm:
         documents += [self.null] if self.options.null_document or not documents else []
         with autocast(self.device, self.dtype):
             query_BE = self.retriever.query(Packed(self.queries(examples)))
-            document_UE = self.retriever.document(Packed([d[0] for d in documents], [d[1] for d in documents]))
+            document_UE = self.retriever.documents(Packed([d[0] for d in documents], [d[1] for d in documents]))
         return Embedded(query_BE, document_UE, {p: i for i, p in enumerate(passages)} | {NULL: len(passages)})
 
     def _log_prior(
@@ -462,7 +462,7 @@ class Realm:
         mine, weight = team.share(drawn)
         with autocast(self.device, self.dtype):
             query_QE = self.retriever.query(Packed([query for _, query in mine]))
-        relevance_QU = self.retriever.scale * query_QE @ document_UE.T
+        relevance_QU = self.retriever.scores(query_QE, document_UE)
         (own_Q,) = send(relevance_QU.device, torch.tensor([place for place, _ in mine]))
         return weight * likelihood.in_batch_loss(relevance_QU, own_Q).mean()
 
@@ -604,6 +604,6 @@ def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: C
     ids: list[Any] = []
     for index in (old, new):
         query_QE = embed(index.retriever.query, queries, realm.dtype)
-        exact = Exact(index.passages.embedding_PE)
-        ids.append(exact.search(query_QE, realm.options.candidates)[1].cpu().numpy())
+        all_of_them = exact(index.passages.embedding_PE, index.retriever.vectors)
+        ids.append(all_of_them.search(query_QE, realm.options.candidates)[1].cpu().numpy())
     return top_k_change(ids[0], ids[1])

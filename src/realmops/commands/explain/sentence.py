@@ -20,7 +20,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import embed, query_sequences
 from realmops.index.embeddings import INDEX, embed_corpus, load_index
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact
+from realmops.index.mips import exact
 from realmops.model import likelihood
 from realmops.model.files import load_models
 from realmops.model.retriever import Retriever
@@ -181,7 +181,9 @@ def pretrained(root: Path, where: CorpusState) -> tuple[Realm, Index, Generation
     else:
         file, passages = None, embed_corpus(retriever, snapshot, dtype)
     step = trained_steps(root, "pretrain")
-    index = Index(options.steps if step is None else step, Exact(passages.to(device)), retriever, 0.0, False)
+    index = Index(
+        options.steps if step is None else step, exact(passages.to(device), retriever.vectors), retriever, 0.0, False
+    )
     generation = Generation(file, len(snapshot), "pretrain", step)
     words = Bm25.of(snapshot) if retriever.mixture.lexical else None
     return Realm(retriever, reader, snapshot, options, dtype, words), index, generation

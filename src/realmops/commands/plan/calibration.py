@@ -31,9 +31,9 @@ from realmops.corpus.vocabulary import UNCASED, train_vocabulary
 from realmops.encoders import encoder_folder
 from realmops.index import lexical
 from realmops.index.approximate import memory_of
-from realmops.index.embed import document_sequences, embed
+from realmops.index.embed import document_sequences, embed_documents
 from realmops.index.lexical_writer import write_bm25
-from realmops.index.mips import Exact
+from realmops.index.mips import exact
 from realmops.model.files import build_models
 from realmops.model.retriever import Retriever
 from realmops.stages import STAGES, Report
@@ -82,13 +82,13 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
         told(1)
         spans = _spans(snapshot, work)
         optimiser: Optimiser = parse_section("optimiser", values["optimiser"])
-        width = retriever.query.width
+        width = retriever.width
 
         def timed(batch_size: int, budget: float) -> float:
             """The median of steps of ``train.pretrain``, the first not counted."""
             generator = torch.Generator().manual_seed(run.seed)
             embedding_PE = torch.randn(min(ROWS, len(snapshot)), width, generator=generator)
-            source = _Fixed(Index(0, Exact(embedding_PE.to(device)), retriever, time.time(), False))
+            source = _Fixed(Index(0, exact(embedding_PE.to(device), retriever.vectors), retriever, time.time(), False))
             watch = _Watch(budget)
             context = Context("plan", run.seed, device, dtype, _Nowhere(), watch, lambda steps: None)
             steady = _steady(options, batch_size)
@@ -108,7 +108,7 @@ def calibrate(values: Mapping[str, Mapping[str, Any]], root: Path, seconds: floa
         step = timed(batch_size, left) if batch_size > 1 else one
         trainer_bytes = _peak_bytes()
         told(1)
-        search = _search_seconds(width, options, device, SHARES["search"] * seconds)
+        search = _search_seconds(retriever, options, device, SHARES["search"] * seconds)
         told(1)
         folders = (snapshot.folder, snapshot.folder.with_name(lexical.FOLDER))
         size = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
@@ -178,12 +178,12 @@ def _documents_per_second(
     """Some full batches of passages of so many wordpieces at a time; a small call before is not counted."""
     together = min(len(rows), max(1, round(_TOGETHER / wordpieces)))
     done, first, spent = 0, 0, 0.0
-    embed(retriever.document, document_sequences(snapshot, rows[:4]), dtype)
+    embed_documents(retriever, snapshot, rows[:4], dtype)
     while spent < budget or not done:
         chosen = [rows[(first + i) % len(rows)] for i in range(together)]
         first += together
         started = time.perf_counter()
-        embed(retriever.document, document_sequences(snapshot, chosen), dtype)
+        embed_documents(retriever, snapshot, chosen, dtype)
         spent += time.perf_counter() - started
         done += together
     return done / spent
@@ -247,11 +247,11 @@ class _Fixed:
         return self.index if step == 0 else None
 
 
-def _search_seconds(width: int, options: Pretrain, device: torch.device, budget: float) -> float:
-    """Exact search of one step's queries in ``SEARCHED`` vectors."""
+def _search_seconds(retriever: Retriever, options: Pretrain, device: torch.device, budget: float) -> float:
+    """Exact search of one step's queries in ``SEARCHED`` passages."""
     generator = torch.Generator().manual_seed(0)
-    passages = Exact(torch.randn(SEARCHED, width, generator=generator).to(device))
-    query_QE = torch.randn(options.batch_size, width, generator=generator).to(device)
+    passages = exact(torch.randn(SEARCHED, retriever.width, generator=generator).to(device), retriever.vectors)
+    query_QE = torch.randn(options.batch_size, retriever.query.width, generator=generator).to(device)
     found: list[float] = []
     while len(found) < 3 or sum(found) < budget:
         started = time.perf_counter()
