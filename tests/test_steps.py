@@ -23,10 +23,10 @@ from small_world import World, build_world, section, tiny_context, tiny_models, 
 from realmops import bert
 from realmops.bert import Packed, bring, send
 from realmops.corpus.questions import Question
-from realmops.index.embed import document_sequences, embed, embed_there, query_sequences
+from realmops.index.embed import document_sequences, embed, embed_documents, embed_there, query_sequences
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact
+from realmops.index.mips import Exact, PassageIndex, exact
 from realmops.model.files import add_spans
 from realmops.model.retriever import HYBRID_START, Mixture, Retriever
 from realmops.train.finetune import OpenQa, finetune
@@ -49,9 +49,9 @@ class Steps:
         self.before = replace(self.counts)
 
 
-def passages_of(world: World, retriever: Retriever) -> Exact:
-    sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
-    return Exact(embed(retriever.document, sequences, FP32).to(ELSEWHERE))
+def passages_of(world: World, retriever: Retriever) -> PassageIndex:
+    embedding_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32)
+    return exact(embedding_PX.to(ELSEWHERE), retriever.vectors)
 
 
 @dataclass
@@ -74,6 +74,10 @@ class Kind:
     model: dict[str, Any] = field(default_factory=dict)
     hybrid: bool = False
     not_in: tuple[int, ...] = ()  # passages
+    means: bool = False  # of each sequence, which are operations of their own
+
+
+VECTORS = {"head": "cosine", "pooling": "mean", "document_vectors": 3}
 
 
 PRETRAIN = {
@@ -85,6 +89,7 @@ PRETRAIN = {
     "copies": Kind(10, model={"copying": {"copies": True}}),
     "matches": Kind(10, model={"copying": {"matches": True}}),
     "apart": Kind(11, model={"copying": {"copies": True, "apart": True}}),
+    "crops, vectors": Kind(13, {"crop_weight": 0.5}, VECTORS, means=True),
 }
 FINETUNE = {
     "as usual": Kind(8),
@@ -94,6 +99,7 @@ FINETUNE = {
     "sources left out": Kind(9, not_in=(0,)),
     "matches": Kind(8, model={"copying": {"matches": True}}),
     "hybrid": Kind(11, hybrid=True),
+    "hybrid, vectors": Kind(11, model=VECTORS, hybrid=True, means=True),
 }
 
 
@@ -134,7 +140,7 @@ def check(few: list[Counts], many: list[Counts], kind: Kind) -> None:
     for counts in (*few, *many):
         assert counts.waits == counts.brought == 2, "once for what was found, once for the metrics"
         assert counts.sent + counts.brought <= kind.copies
-    assert max(c.operations for c in many) <= max(c.operations for c in few)
+    assert kind.means or max(c.operations for c in many) <= max(c.operations for c in few)
 
 
 @pytest.mark.parametrize("name", PRETRAIN)

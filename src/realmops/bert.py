@@ -483,6 +483,14 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Matrix products of fp32 in fp32 within :func:`autocast`."""
+    known = torch.amp.is_autocast_available(device.type)
+    with torch.autocast(device.type, enabled=False) if known else nullcontext():
+        yield
+
+
 def freeze_products(module: nn.Module, dtype: torch.dtype) -> None:
     """Keep weights of matrix products in the numbers that :func:`autocast` multiplies, in a module that learns no more.
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.bert import Bert, Packed, send
+from realmops.bert import Bert, Packed, full_precision, send
 
 HEADS = ("paper", "release", "normalised", "cosine")
 _SHORTEST = 1e-6  # a vector that is shorter has no direction
@@ -147,7 +147,7 @@ class Embedder(Tower):
             return torch.stack([x_TD.mean(0) for x_TD in hidden_of])
         (share_MT,) = send(self.device, torch.cat([_shares(length, vectors) for length in lengths], dim=1))
         both = zip(torch.split(share_MT, lengths, dim=1), hidden_of, strict=True)
-        with torch.autocast(self.device.type, enabled=False):  # fp32, as a mean is
+        with full_precision(self.device):  # as a mean is
             return torch.cat([m_MT @ x_TD for m_MT, x_TD in both])
 
     def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
