@@ -581,6 +581,7 @@ def test_a_builder_that_follows_a_file_serves_one_trainer_after_another(project:
         process = subprocess.Popen(words, stderr=output, env=environment)
     try:
         wait_for(alive.is_file, 60)
+        wait_for(lambda: "names none" in said.read_text(), 60)
         work.parent.mkdir(exist_ok=True)
         work.write_text('{"exchange": ')
         for number in range(2):

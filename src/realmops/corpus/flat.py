@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ class GrowingFile:
         self._file.close()
 
 
+def close_all(files: Iterable[GrowingFile]) -> None:
+    """Close each of them, also where another cannot write its last bytes; the error is then raised."""
+    with ExitStack() as stack:
+        for file in files:
+            stack.callback(file.close)
+
+
 class FlatArray(GrowingFile):
     """A .npy file under construction; ``len`` is the number of rows so far.
 
@@ -73,9 +81,9 @@ class FlatArray(GrowingFile):
             return
         header = self._header(len(self))
         assert len(header) == self._header_bytes, "numpy changed the room for the header"
-        self._file.seek(0)
-        self._file.write(header)
-        super().close()
+        with self._file:  # closed where there is no room for the last bytes, too
+            self._file.seek(0)
+            self._file.write(header)
 
     def _header(self, rows: int) -> bytes:
         content = io.BytesIO()

@@ -16,7 +16,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -37,7 +37,7 @@ from realmops.artifacts import (
     write_manifest,
 )
 from realmops.corpus.documents import Document, Dropped, Outcome, Rejected
-from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
+from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile, close_all
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
@@ -274,10 +274,9 @@ class _Writer:
 
     def close(self) -> None:
         """Close every file and remove the scratch database."""
-        for file in self._files.values():
-            file.close()
-        self._spans.abandon()
-        self._seen.close()
+        with closing(self._seen), ExitStack() as stack:
+            stack.callback(self._spans.abandon)
+            close_all(self._files.values())
 
     def _account(self, batch: Batch, outcomes: Iterator[Outcome]) -> set[int]:
         """Count outcomes by source; returns which of the documents have an id that was used before."""

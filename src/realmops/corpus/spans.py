@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import read_manifest, sync_folder, write_manifest
-from realmops.corpus.flat import FlatArray, FlatOffsets, load_flat
+from realmops.corpus.flat import FlatArray, FlatOffsets, close_all, load_flat
 
 # Shape legend: N spans, P passages, n spans of one passage, t wordpieces and s sentences of one passage.
 
@@ -115,8 +115,7 @@ class SpansWriter:
 
     def abandon(self) -> None:
         """Close the files without a manifest."""
-        for array in (self._spans, self._labels, self._offsets):
-            array.close()
+        close_all((self._spans, self._labels, self._offsets))
 
     def __enter__(self) -> SpansWriter:
         return self
