@@ -1,6 +1,7 @@
 """Exact maximum inner product search (paper, section 3.3), and what every index can do.
 
-Shape suffixes: Q queries, P passages, E embedding width, K results, G groups, R passages to score again.
+Shape suffixes: Q queries, P passages, E embedding width, K results, G groups, R passages to score again,
+M vectors of a passage, X = M E, N vectors found.
 """
 
 from __future__ import annotations
@@ -74,12 +75,12 @@ class BestVector:
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k passages with the best vectors: the k M best vectors are of k passages at least."""
-        score_QR, row_QR = self.each.search(query_QE, k * self.vectors)
-        passage_QR, order_QR = (row_QR // self.vectors).sort(dim=1, stable=True)
-        again_QR = F.pad(passage_QR[:, 1:] == passage_QR[:, :-1], (1, 0))
-        again_QR = torch.empty_like(again_QR).scatter(1, order_QR, again_QR)  # in the order of scores
-        place_QK = torch.argsort(again_QR.byte(), dim=1, stable=True)[:, : min(k, len(self.embedding_PE))]
-        return score_QR.gather(1, place_QK), (row_QR // self.vectors).gather(1, place_QK)
+        score_QN, row_QN = self.each.search(query_QE, k * self.vectors)
+        passage_QN, order_QN = (row_QN // self.vectors).sort(dim=1, stable=True)
+        again_QN = F.pad(passage_QN[:, 1:] == passage_QN[:, :-1], (1, 0))
+        again_QN = torch.empty_like(again_QN).scatter(1, order_QN, again_QN)  # in the order of scores
+        place_QK = torch.argsort(again_QN.byte(), dim=1, stable=True)[:, : min(k, len(self.embedding_PE))]
+        return score_QN.gather(1, place_QK), (row_QN // self.vectors).gather(1, place_QK)
 
 
 def exact(embedding_PX: Tensor, vectors: int) -> PassageIndex:

@@ -42,7 +42,7 @@ from realmops.train.pretrain import Examples, Index, Realm, depth, pretrain
 
 ROWS = 2048  # passages of a snapshot that are looked at
 _TOGETHER = 8192  # wordpieces of a call that is timed
-SEARCHED = 1 << 18  # vectors
+SEARCHED = 1 << 18  # passages
 SUBJECTS = 150  # of the invented text
 JOINED = 40  # its passages of two sentences that make one document
 SHARES = {"documents": 0.4, "steps": 0.5, "search": 0.1}  # of the time
