@@ -447,11 +447,7 @@ def _check_towers(values: Mapping[str, Mapping[str, Any]]) -> None:
                 "vector of a passage; set retriever.document_vectors=1, or retriever.tower=bert"
             )
         return
-    if options["document_vectors"] > 1 and options["pooling"] == "cls":
-        raise ValueError(
-            f"retriever.document_vectors is {options['document_vectors']}, and retriever.pooling cls makes one vector, "
-            "that of [CLS]; set retriever.pooling=mean, or retriever.document_vectors=1"
-        )
+    check_vectors(options["document_vectors"], options["pooling"], options["pooling"])
     if head == "release" and (options["pooling"] == "mean" or options["projection"] in ("identity", "pca")):
         raise ValueError(
             f"retriever.head is release, with retriever.pooling {options['pooling']} and retriever.projection "
@@ -473,6 +469,15 @@ def check_width(projection: str, width: int, encoder_width: int) -> None:
         raise ValueError(
             f"retriever.projection is pca, and retriever.embedding_width is {width}: the encoder's vectors have no "
             f"more than {encoder_width} components; set retriever.embedding_width={encoder_width} or less"
+        )
+
+
+def check_vectors(vectors: int, pooling: str, means: str) -> None:
+    """ValueError when a pooling, which ``means`` this one where it is ``auto``, makes fewer vectors of a passage."""
+    if vectors > 1 and means == "cls":
+        raise ValueError(
+            f"retriever.document_vectors is {vectors}, and retriever.pooling {pooling} makes one vector, that of "
+            "[CLS]; set retriever.pooling=mean, or retriever.document_vectors=1"
         )
 
 

@@ -101,8 +101,8 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
     return kind
 
 
-def approximate(passages: PassageIndex) -> Approximate | None:
-    """The approximate index that finds the passages, of their vectors where they have several; None where none does."""
+def approximate(passages: PassageIndex | None) -> Approximate | None:
+    """The approximate index that finds the passages, or their vectors where they have several; None where none does."""
     found = passages.each if isinstance(passages, BestVector) else passages
     return found if isinstance(found, Approximate) else None
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
 from realmops.bert import Bert, BertConfig, MaskedWordHead, import_pooler, initialise_small, load_bert
-from realmops.config import BertOptions, ReaderOptions, RetrieverOptions, check_width
+from realmops.config import BertOptions, ReaderOptions, RetrieverOptions, check_vectors, check_width
 from realmops.encoders import (
     MODULES,
     POOLING,
@@ -132,11 +132,7 @@ def _build_embedder(
                 f"{folder / MODULES} names {', '.join(unused)} beside the encoder and its pooling ({POOLING}): they "
                 "are not used here, and the retriever starts below what this encoder can do"
             )
-    if retriever.document_vectors > 1 and pooling == "cls":
-        raise ValueError(
-            f"retriever.document_vectors is {retriever.document_vectors}, and retriever.pooling {retriever.pooling} "
-            "makes one vector, that of [CLS]; set retriever.pooling=mean, or retriever.document_vectors=1"
-        )
+    check_vectors(retriever.document_vectors, retriever.pooling, pooling)
     if segments == "auto":
         segments = "one" if folder is not None and is_sentence_encoder(folder) else "two"
     check_width(retriever.projection, retriever.embedding_width, bert.config.width)
@@ -227,9 +223,8 @@ def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
 
 def _retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Retriever:
     towers = [_described_tower(description) for _ in range(1 if description["share_embedders"] else 2)]
-    retriever = Retriever(
-        towers[0], towers[-1], description.get("document_vectors", 1)
-    )  # earlier versions knew one alone
+    vectors = description.get("document_vectors", 1)  # earlier versions knew one alone
+    retriever = Retriever(towers[0], towers[-1], vectors)
     retriever.mixture = Mixture(**description["mixture"])
     if retriever.shared:
         retriever.query.load_state_dict({name.removeprefix("query."): t for name, t in tensors.items()})

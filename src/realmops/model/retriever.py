@@ -206,15 +206,6 @@ def _shares(length: int, vectors: int) -> Tensor:
     return share_MT
 
 
-def best_products(query_QE: Tensor, document_NX: Tensor) -> Tensor:
-    """The inner product of each query with each passage's best vector, Q x N."""
-    width = query_QE.shape[1]
-    product_QN = query_QE @ document_NX.reshape(-1, width).T
-    if document_NX.shape[1] == width:
-        return product_QN
-    return product_QN.view(len(query_QE), len(document_NX), -1).amax(-1)
-
-
 def _unit(x_BE: Tensor) -> Tensor:
     """Rows divided by their length; a row without a direction becomes (nearly) 0 and has a bounded gradient."""
     return F.normalize(x_BE.float(), dim=-1, eps=_SHORTEST)
@@ -264,7 +255,8 @@ class Retriever(nn.Module):
 
     def scores(self, query_QE: Tensor, document_NX: Tensor) -> Tensor:
         """f(x, z) of each query with each document, Q x N."""
-        return best_products(self.scale * query_QE, document_NX)
+        product_QNM = self.scale * query_QE @ document_NX.reshape(-1, query_QE.shape[1]).T  # with every vector
+        return product_QNM if self.vectors == 1 else product_QNM.view(len(query_QE), -1, self.vectors).amax(-1)
 
 
 def initialise_projection(embedder: Embedder, generator: torch.Generator) -> None:

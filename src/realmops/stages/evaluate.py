@@ -85,7 +85,7 @@ def run(job: Job) -> dict[str, Any]:
     _warn_of_other_questions(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
-    if model is not None and model.passages is not None and (structure := approximate(model.passages)) is not None:
+    if model is not None and (structure := approximate(model.passages)) is not None:
         metrics["index_recall"] = _index_recall(job, model, structure, questions)
     bm25 = ranker_of("bm25", snapshot) if job.section(Evaluate).bm25 else None
     rankings = {"": padded([answer.ranked for answer in answers], DEPTH)}

@@ -134,7 +134,7 @@ def run(job: Job) -> dict[str, Any]:
         finetune(surroundings, model, questions, options, job.section(Optimiser))
     if not surroundings.team.leads:
         return {}
-    if passages is not None and (structure := approximate(passages)) is not None:
+    if (structure := approximate(passages)) is not None:
         metrics["index_recall"] = _fit_to_tuned(job, model, structure, sampled(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower learned beside the reader
         retriever.mixture = fit_to_questions(model, held_out)
