@@ -223,6 +223,7 @@ class Finetune:
     query_wordpieces: int
     reader_wordpieces: int
     answer_wordpieces: int
+    decoding: Literal["best_span", "minimum_risk"]
     span_width: int
     wanted_precision: Share
     checkpoint_every: int

@@ -85,10 +85,11 @@ def token_f1(prediction: str, answers: Iterable[str]) -> float:
     F1 is the harmonic mean of both shares of common words. Where a form has no words it is 1 if both have none, else 0.
     """
     said = normal_form(prediction).split()
-    return max((_f1(said, normal_form(answer).split()) for answer in answers), default=0.0)
+    return max((words_f1(said, normal_form(answer).split()) for answer in answers), default=0.0)
 
 
-def _f1(said: list[str], wanted: list[str]) -> float:
+def words_f1(said: list[str], wanted: list[str]) -> float:
+    """``token_f1`` of the words of two normal forms."""
     if not said or not wanted:
         return float(said == wanted)
     return 2 * (Counter(said) & Counter(wanted)).total() / (len(said) + len(wanted))

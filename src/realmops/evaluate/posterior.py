@@ -113,7 +113,7 @@ def _posterior(
     passages, rank_S = found.passages, rows[:, 1]
     logit_S = score_S + model.retriever.mixture.reading * np.array(found.relevance)[rank_S]
     p_S = np.exp(logit_S - np.logaddexp.reduce(logit_S)) if len(rows) else logit_S
-    prediction = model.best(np.ones(len(rows), bool), rows, logit_S, passages)
+    prediction = model.choose(rows, logit_S, passages)
     said_S = model.says(prediction.text, rows, passages) if prediction else np.zeros(0, bool)
     y_S = said_S if answer is None else model.says(answer, rows, passages)
     p_y_K = np.bincount(rank_S, p_S * y_S, minlength=len(passages)).tolist()  # p(y, z|x)

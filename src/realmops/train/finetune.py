@@ -28,6 +28,7 @@ from realmops.model.likelihood import hard_em_span_loss, log_prior, log_sum_corr
 from realmops.model.reader import Reader, enumerate_spans
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
+from realmops.train.decoding import CANDIDATES, minimum_risk
 from realmops.train.loop import Context, Later, epoch_rows, fit
 from realmops.train.optimiser import Group
 
@@ -306,9 +307,8 @@ class OpenQa:
             for b in range(len(batch)):
                 mine = rows[:, 0] == b
                 at = [mine & (rows[:, 1] == rank) for rank in range(len(read[b]))]
-                best, gold, *best_of_passage = (
-                    self.best(chosen, rows, logit_S, read[b]) for chosen in (mine, mine & gold_S, *at)
-                )
+                best = self.choose(rows[mine], logit_S[mine], read[b])
+                gold, *best_of_passage = (self.best(some, rows, logit_S, read[b]) for some in (mine & gold_S, *at))
                 answers.append(
                     Answer(
                         best=best,
@@ -341,17 +341,29 @@ class OpenQa:
         says_1S = torch.from_numpy(self.says(best.text, rows, read))[None]
         return log_sum_correct(torch.from_numpy(logit_S)[None].double(), says_1S).item()
 
+    def choose(self, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
+        """The answer to one question among all its spans, rows of ``spans``, by ``finetune.decoding``."""
+        if self.options.decoding == "best_span" or not len(rows):
+            return self.best(np.ones(len(rows), bool), rows, logit_S, read)
+        places = np.argsort(-logit_S, kind="stable")[:CANDIDATES]
+        p = np.exp(logit_S[places].astype(np.float64) - logit_S[places[0]])
+        spans = [self._cut(rows[place], logit_S[place], read) for place in places]
+        return spans[minimum_risk([span.text for span in spans], p)]
+
     def best(self, chosen_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
-        """The best of the chosen spans of one question, rows of ``spans``, cut from the text by characters."""
+        """The best of the chosen spans of one question, rows of ``spans``."""
         places = np.flatnonzero(chosen_S)
         if not len(places):
             return None
         place = places[logit_S[places].argmax()]
-        _, rank, first, last = rows[place].tolist()
+        return self._cut(rows[place], logit_S[place], read)
+
+    def _cut(self, row: np.ndarray, score: float, read: Sequence[int]) -> Span:
+        """A span, a row of ``spans``, cut from the text by characters."""
+        _, rank, first, last = row.tolist()
         characters = self.snapshot.chars(read[rank])
         start, end = int(characters[first, 0]), int(characters[last, 1])
-        text = self.snapshot.text(read[rank])[start:end]
-        return Span(text, read[rank], (start, end), float(logit_S[place]))
+        return Span(self.snapshot.text(read[rank])[start:end], read[rank], (start, end), float(score))
 
 
 def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
