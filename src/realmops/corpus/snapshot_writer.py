@@ -37,7 +37,7 @@ from realmops.artifacts import (
     write_manifest,
 )
 from realmops.corpus.documents import Document, Dropped, Outcome, Rejected
-from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile, close_all
+from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
@@ -204,25 +204,30 @@ class _Writer:
 
         def growing(name: str, kind: Callable[..., File], *shape: Any) -> File:
             self._files[name] = file = kind(work / name, *shape, size=sizes.get(name))
+            opened.callback(file.close)
             return file
 
         wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
-        self._tokens = growing("tokens.npy", FlatArray, wordpiece)
-        self._token_chars = growing("token_chars.npy", FlatArray, np.int32, (2,))
-        self._token_offsets = growing("token_offsets.npy", FlatOffsets)
-        self._title_tokens = growing("title_tokens.npy", FlatArray, wordpiece)
-        self._title_offsets = growing("title_offsets.npy", FlatOffsets)
-        self._sentences = growing("sentences.npy", FlatArray, np.int32, (3,))
-        self._sentence_offsets = growing("sentence_offsets.npy", FlatOffsets)
-        self._places = growing(PLACES, FlatArray, np.int64, (2,))
-        self._texts, self._rejects, self._told = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
-        (work / GIVEN_SPANS).mkdir(exist_ok=True)
-        self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
+        with ExitStack() as opened:  # closes what is open where the disk has no room for the rest
+            self._tokens = growing("tokens.npy", FlatArray, wordpiece)
+            self._token_chars = growing("token_chars.npy", FlatArray, np.int32, (2,))
+            self._token_offsets = growing("token_offsets.npy", FlatOffsets)
+            self._title_tokens = growing("title_tokens.npy", FlatArray, wordpiece)
+            self._title_offsets = growing("title_offsets.npy", FlatOffsets)
+            self._sentences = growing("sentences.npy", FlatArray, np.int32, (3,))
+            self._sentence_offsets = growing("sentence_offsets.npy", FlatOffsets)
+            self._places = growing(PLACES, FlatArray, np.int64, (2,))
+            self._texts, self._rejects, self._told = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
+            (work / GIVEN_SPANS).mkdir(exist_ok=True)
+            self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
+            opened.callback(self._spans.abandon)
+            self._seen = _SeenIds(work / _IDS)
+            opened.callback(self._seen.close)
+            self._opened = opened.pop_all()
         self._spans_given: bool = state.get("spans_given", False)
         self.source: int = state.get("source", 0)
         self.counts = _Counts(**state.get("counts", {}))  # of this source
         self._total = _Counts(**state.get("total", {}))
-        self._seen = _SeenIds(work / _IDS)
         if not self._texts.size:
             self._texts.write(_SCHEMA.serialize())
         for rows in self._written() if state else ():
@@ -274,9 +279,7 @@ class _Writer:
 
     def close(self) -> None:
         """Close every file and remove the scratch database."""
-        with closing(self._seen), ExitStack() as stack:
-            stack.callback(self._spans.abandon)
-            close_all(self._files.values())
+        self._opened.close()
 
     def _account(self, batch: Batch, outcomes: Iterator[Outcome]) -> set[int]:
         """Count outcomes by source; returns which of the documents have an id that was used before."""
@@ -450,11 +453,15 @@ class _SeenIds:
         path.unlink(missing_ok=True)  # a killed writer's
         self._path = path
         self._database = sqlite3.connect(path, isolation_level=None)
-        for setting in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_DATABASE_KIB}"):
-            self._execute(f"PRAGMA {setting}")
-        self._execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
-        self._execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
-        self._execute("BEGIN")
+        try:
+            for setting in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_DATABASE_KIB}"):
+                self._execute(f"PRAGMA {setting}")
+            self._execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
+            self._execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
+            self._execute("BEGIN")
+        except OSError:
+            self.close()
+            raise
 
     def check_document(self, identifier: str, place: str) -> str:
         """Remember a document id; what is wrong when it came before, otherwise nothing."""
