@@ -52,7 +52,7 @@ def test_what_a_person_would_choose(texts: list[str], p: list[float], chosen: in
 
 
 def test_the_answer_is_that_of_a_slow_search_and_explained_as_such(world: World) -> None:
-    """Over all spans of the passages; the reader's scores are made peaked, so that spans compete."""
+    """The best of all spans of the passages, their texts compared one by one."""
     model = open_qa(world, decoding="minimum_risk")
     plain = open_qa(world)
     questions = [BORN, PORT, NEVER]

@@ -29,23 +29,32 @@ def test_a_disk_without_room_for_the_last_bytes_keeps_no_file_open(tmp_path: Pat
     assert (tmp_path / "0.npy").stat().st_size == arrays[0].size, "closed again, nothing happens"
 
 
-def test_a_snapshot_without_room_for_its_scratch_database_keeps_no_file_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails_at", [*range(14), "database", "ids", "schema"])
+def test_a_snapshot_that_finds_its_disk_full_as_it_begins_keeps_no_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int | str
 ) -> None:
     opened: list[GrowingFile] = []
-    start = GrowingFile.__init__
+    start, write = GrowingFile.__init__, GrowingFile.write
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     def recorded(self: GrowingFile, *arguments: Any, **settings: Any) -> None:
+        if len(opened) == fails_at:
+            full()
         start(self, *arguments, **settings)
         opened.append(self)
 
-    def full(self: Any, statement: str, *values: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr(GrowingFile, "__init__", recorded)
-    monkeypatch.setattr(snapshot_writer._SeenIds, "_execute", full)
+    if fails_at == "database":
+        monkeypatch.setattr(snapshot_writer._SeenIds, "_execute", full)
+    if fails_at == "ids":
+        monkeypatch.setattr(snapshot_writer, "_SeenIds", full)
+    if fails_at == "schema":
+        schema = snapshot_writer._SCHEMA.serialize()
+        monkeypatch.setattr(GrowingFile, "write", lambda self, what: full() if what == schema else write(self, what))
     with pytest.raises(OSError, match="No space left"):
         snapshot_writer._Writer(tmp_path, ["[PAD]"], [], 0.0)
-    assert len(opened) == 14
+    assert len(opened) == (fails_at if isinstance(fails_at, int) else 14)
     assert all(file._file.closed for file in opened)
     assert not (tmp_path / snapshot_writer._IDS).exists()

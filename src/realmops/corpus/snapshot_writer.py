@@ -223,15 +223,15 @@ class _Writer:
             opened.callback(self._spans.abandon)
             self._seen = _SeenIds(work / _IDS)
             opened.callback(self._seen.close)
+            self._spans_given: bool = state.get("spans_given", False)
+            self.source: int = state.get("source", 0)
+            self.counts = _Counts(**state.get("counts", {}))  # of this source
+            self._total = _Counts(**state.get("total", {}))
+            if not self._texts.size:
+                self._texts.write(_SCHEMA.serialize())
+            for rows in self._written() if state else ():
+                self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
             self._opened = opened.pop_all()
-        self._spans_given: bool = state.get("spans_given", False)
-        self.source: int = state.get("source", 0)
-        self.counts = _Counts(**state.get("counts", {}))  # of this source
-        self._total = _Counts(**state.get("total", {}))
-        if not self._texts.size:
-            self._texts.write(_SCHEMA.serialize())
-        for rows in self._written() if state else ():
-            self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
         self._synced = time.monotonic()
 
     def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:

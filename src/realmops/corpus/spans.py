@@ -7,6 +7,7 @@ Files: spans.npy int32 [N, 6] (columns ``COLUMNS``), span_labels.npy uint8 [N] (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,13 @@ class SpansWriter:
         self.folder = folder
         state = state or {"bytes": {}, "names": [], "dropped": 0}
         sizes = state["bytes"]
-        self._spans = FlatArray(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
-        self._labels = FlatArray(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
-        self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes.get("offsets"))
+        with ExitStack() as opened:  # closes what is open where another cannot be
+            self._spans = FlatArray(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
+            opened.callback(self._spans.close)
+            self._labels = FlatArray(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
+            opened.callback(self._labels.close)
+            self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes.get("offsets"))
+            opened.pop_all()
         self._names = {name: number for number, name in enumerate(state["names"])}
         self._dropped: int = state["dropped"]
 
