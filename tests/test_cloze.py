@@ -13,6 +13,7 @@ from small_world import World, build_world
 from test_finetune import open_qa
 
 from realmops.artifacts import read_manifest
+from realmops.commands.report import how_to_ask
 from realmops.corpus.cloze import Sources, clause, cloze_questions, noisy, numbers, question_word, split
 from realmops.corpus.masking import passages_with
 from realmops.corpus.questions import Question, json_line, read_questions
@@ -258,6 +259,7 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     own = {q.id: set(q.not_in) for q in parts["test"]}
     assert all(own[p.question_id].isdisjoint(p.passage_ids) for p in read_results(root))
     assert not report.warned
+    assert [line for line in how_to_ask(root) if "ask 'A question of your own?' --root" in line]
     path = root / FILES["questions"]["test"]
     path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))
     stage("evaluate", values, project, root, report)

@@ -51,12 +51,17 @@ def browser_command(root: Path) -> str:
 
 
 def how_to_ask(root: Path) -> Iterator[str]:
-    """The commands that answer questions, with one of the test questions; none for a model that reads nothing."""
+    """The commands that answer questions; none for a model that reads nothing.
+
+    The first has one of the test questions, unless these were made from the corpus, which nobody would ask.
+    """
     if not results_file(root).is_file():
         return
     first = next((one.question for one in read_results(root) if one.passage_ids), None)
     if first is None:
         return
+    if metrics_under(root)["evaluate"].get("cloze_questions"):
+        first = "A question of your own?"
     where = "" if root.resolve() == Path.cwd() else f" --root {shlex.quote(str(root))}"
     yield f"Ask, every answer with its source:  {_command('realmops')} ask {shlex.quote(first)}{where}"
     yield f"The same over HTTP:  {_command('realmops')} serve{where}"
