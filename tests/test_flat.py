@@ -10,23 +10,24 @@ import numpy as np
 import pytest
 
 from realmops.corpus import snapshot_writer
-from realmops.corpus.flat import FlatArray, GrowingFile, close_all, load_flat
+from realmops.corpus.flat import GrowingFile, load_flat
+from realmops.corpus.spans import SpansWriter
 
 
 def test_a_disk_without_room_for_the_last_bytes_keeps_no_file_open(tmp_path: Path) -> None:
-    arrays = [FlatArray(tmp_path / f"{n}.npy", np.int32) for n in range(3)]
-    for array in arrays:
-        array.append(np.arange(5))
-    arrays[1].sync()
-    arrays[1]._file.close()
-    arrays[1]._file = open("/dev/full", "r+b")  # noqa: SIM115 (a write there finds the disk full)
+    writer = SpansWriter(tmp_path)
+    writer.add_without(5)
+    writer.sync()
+    files = (writer._spans, writer._labels, writer._offsets)
+    files[1]._file.close()
+    files[1]._file = open("/dev/full", "r+b")  # noqa: SIM115 (a write there finds the disk full)
     with pytest.raises(OSError, match="No space left"):
-        close_all(arrays)
-    assert [array._file.closed for array in arrays] == [True, True, True]
-    for n in (0, 2):
-        np.testing.assert_array_equal(load_flat(tmp_path / f"{n}.npy"), np.arange(5))
-    arrays[0].close()
-    assert (tmp_path / "0.npy").stat().st_size == arrays[0].size, "closed again, nothing happens"
+        writer.abandon()
+    assert [file._file.closed for file in files] == [True, True, True]
+    assert load_flat(tmp_path / "spans.npy").shape == (0, 6)
+    np.testing.assert_array_equal(load_flat(tmp_path / "span_offsets.npy"), np.zeros(6))
+    files[0].close()
+    assert (tmp_path / "spans.npy").stat().st_size == files[0].size, "closed again, nothing happens"
 
 
 @pytest.mark.parametrize("fails_at", [*range(14), "database", "ids", "schema"])

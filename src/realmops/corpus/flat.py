@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +42,6 @@ class GrowingFile:
     def close(self) -> None:
         """Close the file; closing again does nothing."""
         self._file.close()
-
-
-def close_all(files: Iterable[GrowingFile]) -> None:
-    """Close each of them, also where another cannot write its last bytes; the error is then raised."""
-    with ExitStack() as stack:
-        for file in files:
-            stack.callback(file.close)
 
 
 class FlatArray(GrowingFile):

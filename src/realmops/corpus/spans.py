@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import read_manifest, sync_folder, write_manifest
-from realmops.corpus.flat import FlatArray, FlatOffsets, close_all, load_flat
+from realmops.corpus.flat import FlatArray, FlatOffsets, load_flat
 
 # Shape legend: N spans, P passages, n spans of one passage, t wordpieces and s sentences of one passage.
 
@@ -65,7 +65,8 @@ class SpansWriter:
             self._labels = FlatArray(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
             opened.callback(self._labels.close)
             self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes.get("offsets"))
-            opened.pop_all()
+            opened.callback(self._offsets.close)
+            self._opened = opened.pop_all()
         self._names = {name: number for number, name in enumerate(state["names"])}
         self._dropped: int = state["dropped"]
 
@@ -119,8 +120,8 @@ class SpansWriter:
         )
 
     def abandon(self) -> None:
-        """Close the files without a manifest."""
-        close_all((self._spans, self._labels, self._offsets))
+        """Close the files without a manifest, each of them, also where another cannot write its last bytes."""
+        self._opened.close()
 
     def __enter__(self) -> SpansWriter:
         return self
