@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ ROOT = Path(__file__).parents[1]
 
 def file_of(pipeline: str) -> Path:
     return ROOT / "pipelines" / f"{pipeline}.yaml"
+
+
+def project_with_pipeline(folder: Path) -> Path:
+    """The toy project in a folder, with the compiled pipeline where it is looked for."""
+    small_project.write_project(folder)
+    (folder / "pipelines").mkdir()
+    shutil.copy(file_of("train"), folder / "pipelines" / "train.yaml")
+    return folder
 
 
 def compiled(pipeline: str) -> dict[str, Any]:
