@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from realmops.index.mips import Exact
 from realmops.model.files import add_spans
 from realmops.model.retriever import HYBRID_START, Mixture
 from realmops.train.finetune import Answer, OpenQa, Span
-from realmops.train.mixture import fit_reading, fit_to_questions
+from realmops.train.mixture import READING_OF_MADE, fit_reading, fit_to_questions
 
 QUESTIONS = [
     Question("born", "Where was Anna Berg born?", ("Oslo",)),
@@ -100,3 +101,7 @@ def test_the_weight_of_reading_by_hand() -> None:
     )
     assert fit_reading(model, questions, answers, is_right) == 0.25
     assert fit_reading(model, questions[1:], answers[1:], is_right) == 1.0, "of equal weights the present one"
+    made = [replace(question, not_in=("its own passage",)) for question in questions]
+    assert fit_reading(model, made, answers, is_right) == READING_OF_MADE
+    mixed = [made[0], questions[1]]
+    assert fit_reading(model, mixed, answers, is_right) == 1.0, "made questions do not count beside people's"

@@ -15,6 +15,7 @@ from realmops.train.finetune import Answer, OpenQa
 
 FITTED = 50  # passages of either kind for each query, by which the weights of a hybrid are fitted
 READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+READING_OF_MADE = 3.0  # where only made questions are there; good for people's (benchmarks/LOG.md, documents alone)
 
 
 def fit_to_questions(model: OpenQa, questions: Sequence[Question]) -> Mixture:
@@ -42,8 +43,15 @@ def fit_reading(
 
     Of equal ones the nearest to the present weight is taken. The best span of a passage is the same under any weight,
     so nothing has to be read again. ``is_right`` says whether an answer to a question is.
+
+    Questions made from the corpus do not count: without the passage that they were made from, f(x, z) says less of
+    where their answer stands than it does for people's questions. Where there are no others it is ``READING_OF_MADE``.
     """
     before = model.retriever.mixture.reading
+    asked = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.not_in]
+    if not asked:
+        return READING_OF_MADE
+    questions, answers = zip(*asked, strict=True)
     with torch.no_grad():
         relevance = [model.evidence([q], model.options.reader_candidates)[0][0].tolist() for q in questions]
 
