@@ -149,8 +149,8 @@ def run(job: Job) -> dict[str, Any]:
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.say(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} x the embeddings' + {retriever.mixture.lexical:g} x BM25 "
-            f"over that of the best passage, fitted on {len(held_out)} dev questions; it counts {weight:g} times beside a "
-            "span's score"
+            f"over that of the best passage, fitted on {len(held_out)} dev questions; "
+            f"it counts {weight:g} times beside a span's score"
         )
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
     if path is not None:
