@@ -85,7 +85,8 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     metrics = tune(project, report)
     assert (metrics["passages_with_questions"], metrics["questions_with_evidence"]) == (6, 6)
     [said] = [line for line in report.said if line.startswith("finetune: f(x, z) = ")]
-    assert said.endswith("fitted on 2 dev questions")
+    counts = f"it counts {metrics['weight_reading']:g} times beside a span's score"
+    assert said.endswith(f"fitted on 2 dev questions; {counts}")
     expected, lines = files(project), small_project.journal(project / "root/models/finetune")
     assert expected.keys() == {"index.safetensors", "model.json", "reader.safetensors", "retriever.safetensors"}
     assert ["retriever_loss" in line for line in lines] == [True] * 6 + [False] * 6
