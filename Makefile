@@ -128,7 +128,7 @@ manifests: setup  ## render the Kubernetes overlays into build/manifests and che
 		kubectl kustomize "$$overlay" > "$$file"
 		echo "realmops: $$file"
 	done
-	pytest -p no:xdist -q tests/test_manifests.py tests/test_pod_security.py
+	pytest -p no:xdist -q tests/test_manifests.py
 
 bench: setup  ## every benchmark, one table; make bench NAME=... runs one, ARGS=... are its options
 	@$(MAKE) setup EXTRAS=dev,bench STAMP=$(VENV)/bench.stamp
@@ -139,6 +139,7 @@ golden: setup  ## write tests/fixtures/golden.json again after an intended chang
 	@$(ACTIVATE)
 	OMP_NUM_THREADS=1 python tests/test_golden.py
 
-docs: setup  ## write the generated pages of docs/ again after a change of commands, params.yaml, components or pipelines
+docs: setup  ## write the generated pages of docs/ again after a change of commands, options, components, pipelines or records
 	@$(ACTIVATE)
 	python scripts/reference_pages.py
+	python scripts/results.py

@@ -44,8 +44,8 @@ def random_model(folder: Path, shape: str) -> None:
     import generated
     import torch
 
-    from realmops.bert import Bert, save_bert
     from realmops.corpus.vocabulary import vocabulary_bytes
+    from realmops.encoders.bert import Bert, save_bert
 
     torch.manual_seed(0)
     bert = Bert(generated.SHAPES[shape])
@@ -60,9 +60,9 @@ class Ours:
     """The model of a folder as our packed encoder."""
 
     def __init__(self, folder: Path, dtype: Any) -> None:
-        from realmops.bert import load_bert
         from realmops.corpus.pretrained import read_encoder_vocabulary
         from realmops.corpus.vocabulary import build_tokenizer
+        from realmops.encoders.bert import load_bert
         from realmops.model.sequences import SpecialTokens
 
         self.bert = load_bert(folder, 0.0)[0].eval()
@@ -83,7 +83,8 @@ class Ours:
         import torch
         import torch.nn.functional as F
 
-        from realmops.bert import Packed, autocast, length_batches
+        from realmops.encoders.devices import autocast
+        from realmops.encoders.packed import Packed, length_batches
 
         sequences = self.sequences(documents)
         out = torch.empty(len(sequences), self.bert.config.width)
@@ -110,7 +111,7 @@ def compare(name: str, folder: Path, documents: list[str], goal: Goal | None, re
     import generated
     import torch
 
-    from realmops.bert import resolve_precision
+    from realmops.encoders.devices import resolve_precision
 
     dtype = resolve_precision("auto", torch.device("cpu"))
     ours = Ours(folder, dtype)

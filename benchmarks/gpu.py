@@ -48,7 +48,7 @@ def embedding(documents: int, repeats: int) -> list[Row]:
     import numpy as np
     import torch
 
-    from realmops.bert import Bert
+    from realmops.encoders.bert import Bert
     from realmops.index.embed import embed
     from realmops.model.retriever import Embedder
 

@@ -93,9 +93,9 @@ def chain(root: Path) -> dict[str, float]:
     """Everything between the snapshot and the trainer: seconds of each part."""
     import torch
 
-    from realmops.bert import resolve_precision
     from realmops.corpus.questions import read_questions
     from realmops.corpus.snapshot import Snapshot
+    from realmops.encoders.devices import resolve_precision
     from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule
     from realmops.index.embeddings import embed_corpus
     from realmops.index.mips import Exact, search

@@ -46,13 +46,14 @@ def main() -> None:
     from seqeval.metrics import classification_report
     from seqeval.scheme import IOB2
 
-    from realmops import bert, config
+    from realmops import config
     from realmops.console import Console
     from realmops.corpus.conll import read_conll
     from realmops.corpus.pretrained import read_encoder_vocabulary
     from realmops.corpus.vocabulary import UNCASED, bert_words, build_tokenizer, learn_pieces
-    from realmops.encoders import encoder_folder
-    from realmops.model.files import build_bert
+    from realmops.encoders.devices import resolve_precision
+    from realmops.encoders.folders import encoder_folder
+    from realmops.model.files import build_encoder
     from realmops.train.loop import Context
     from realmops.train.tagger import Tagger, predict_words, tag_names, train_tagger
 
@@ -67,10 +68,10 @@ def main() -> None:
         vocabulary, casing = read_encoder_vocabulary(encoder_folder(arguments.encoder))
     tokenizer = build_tokenizer(vocabulary, casing)
     torch.set_num_threads(sections["run"].threads)
-    tagger = Tagger(build_bert(sections["bert"], len(vocabulary), sections["run"].seed)[0], tag_names(training))
+    tagger = Tagger(build_encoder(sections["bert"], len(vocabulary), sections["run"].seed)[0], tag_names(training))
     torch.nn.init.normal_(tagger.output.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     torch.nn.init.zeros_(tagger.output.bias)
-    dtype = bert.resolve_precision(sections["run"].precision, torch.device("cpu"))
+    dtype = resolve_precision(sections["run"].precision, torch.device("cpu"))
     progress = Console().progress("tagger", sections["tag"].steps)
     context = Context("tag", sections["run"].seed, torch.device("cpu"), dtype, Nothing(), Nothing(), progress)
     start = time.perf_counter()

@@ -105,7 +105,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
     """Let fine-tuning stop some times to answer the questions."""
     from realmops.evaluate.openqa import is_right
     from realmops.stages import finetune as stage
-    from realmops.train.finetune import ANSWERED_TOGETHER, finetune_steps
+    from realmops.train.finetune import finetune_steps
 
     def seen(train: Callable[..., Any]) -> Callable[..., Any]:
         def with_looks(context: Any, model: Any, lessons: Sequence[Any], options: Any, optimiser: Any) -> Any:
@@ -118,7 +118,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
                 if units and done in at:
                     seconds = watch.read()
                     with watch.stopped():
-                        answers = model.answer(questions, ranked=1, batch_size=ANSWERED_TOGETHER)
+                        answers = model.answer(questions, ranked=1)
                         right = [is_right(answer.text, q) for answer, q in zip(answers, questions, strict=True)]
                         found.append(Look(done, seconds, sum(right) / len(right)))
                         say(f"step {done:,}, {minutes(seconds)} minutes: EM {found[-1].em:.3f}")
@@ -133,8 +133,8 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
 
 def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
-    from realmops.bert import tune_process
     from realmops.corpus.questions import read_questions
+    from realmops.encoders.devices import tune_process
     from realmops.stages import STAGES, check_files
     from realmops.stages.runner import run_stage
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from realmops.commands.ablate import Ablation, ablate, folder_of
 from realmops.console import Console
 from realmops.evaluate.compare import correct, read_paired
-from realmops.evaluate.openqa import bootstrap_interval, paired_bootstrap
+from realmops.evaluate.openqa import bootstrap_interval, bootstrap_over_seeds
 
 
 def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
@@ -63,29 +63,28 @@ def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
     }
 
 
-def difference(what: str, ours_Q: npt.ArrayLike, theirs_Q: npt.ArrayLike, by_seed: Sequence[float]) -> str:
-    """The mean difference over questions in words, with one interval over questions and one over seeds."""
-    ours_Q, theirs_Q = np.asarray(ours_Q), np.asarray(theirs_Q)
-    questions, seeds = paired_bootstrap(ours_Q, theirs_Q, seed=0), bootstrap_interval(by_seed, seed=0)
+def difference(what: str, by_seed: Sequence[npt.NDArray[np.float64]], *, shared: bool) -> str:
+    """The mean difference in words, with its interval over seeds and questions: ``shared`` ones, or of each its own."""
+    found = bootstrap_over_seeds(by_seed, shared=shared, seed=0)
+    questions = len(by_seed[0]) if shared else sum(map(len, by_seed))
     return (
-        f"{what}: {questions.mean:+.3f}, 95 % interval {questions.low:+.3f} to {questions.high:+.3f} "
-        f"(paired bootstrap over {len(ours_Q)} questions); over seeds {seeds.low:+.3f} to {seeds.high:+.3f}."
+        f"{what}: {found.mean:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f} (paired bootstrap over "
+        f"{len(by_seed)} seeds and their {questions} questions)."
     )
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown with one row per seed, the means, and the paired interval over all questions."""
+    """Markdown with one row per seed, the means, and the paired interval over seeds and questions."""
     names = [name for name in rows[0] if name not in ("seed", "correct")]
     lines = ["| seed | " + " | ".join(names) + " |", "|" + "---|" * (len(names) + 1)]
     for row in rows:
         lines.append(f"| {row['seed']} | " + " | ".join(f"{row[name]:.3f}" for name in names) + " |")
     lines.append("| mean | " + " | ".join(f"{np.mean([r[n] for r in rows]):.3f}" for n in names) + " |")
-    ours, theirs = (np.concatenate([np.array(r["correct"][i], dtype=float) for r in rows]) for i in (0, 1))
-    em_of_seeds = [r["em_realm"] - r["em_orqa"] for r in rows]
+    em_differences = [np.subtract(*np.array(row["correct"], float)) for row in rows]
     recall = bootstrap_interval([r["recall_after"] - r["recall_before"] for r in rows], seed=0)
     lines += [
         "",
-        difference("EM, REALM minus ORQA", ours, theirs, em_of_seeds),
+        difference("EM, REALM minus ORQA", em_differences, shared=False),
         f"Zero-shot recall@5, after minus before REALM: {recall.mean:+.3f}, over seeds {recall.low:+.3f} to "
         f"{recall.high:+.3f}; it rose in {sum(r['recall_after'] > r['recall_before'] for r in rows)} and masked "
         f"hit@5 in {sum(r['hit_after'] > r['hit_before'] for r in rows)} of {len(rows)} seeds.",

@@ -234,7 +234,7 @@ def theirs(root: Path) -> Iterator[Server]:
     from realmops import config
     from realmops.commands.promote import promote
     from realmops.tracking.client import chosen_uri
-    from realmops.tracking.stage_runs import tracking_folder
+    from realmops.tracking.runs import tracking_folder
 
     values = config.load(PROJECT / "params.yaml", settings=["tracking.enabled=true"])
     promote(values, project=PROJECT, root=root, name=MODEL, margin=0.0, copy=False)
@@ -255,11 +255,11 @@ def theirs(root: Path) -> Iterator[Server]:
 
 def compare(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one run."""
-    from realmops.commands.explain.question import open_run
+    from realmops.commands.answers import open_run
     from realmops.commands.update import newest_state
     from realmops.corpus.questions import read_questions
 
-    model = open_run(root, newest_state(root)).model
+    model = open_run(root, newest_state(root))
     file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"
     questions = [one.question for one in read_questions([file], format="auto")]
     named = f"{len(model.snapshot):,} passages"

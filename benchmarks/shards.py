@@ -54,7 +54,7 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     """By work, the files of a model with random weights."""
     from realmops import config
     from realmops.config import parse_section
-    from realmops.model.files import build_bert, build_models, retriever_files
+    from realmops.model.files import build_encoder, build_models, retriever_files
     from realmops.train.tagger import Tagger, tagger_files
 
     values = config.load(PARAMS)
@@ -62,7 +62,7 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     retriever, reader, tag = (parse_section(name, values[name]) for name in ("retriever", "reader", "tag"))
     vocabulary = snapshot.tokenizer.get_vocab_size()
     embedder = build_models(bert, retriever, reader, vocabulary, 0)[0]
-    tagger = Tagger(build_bert(bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])
+    tagger = Tagger(build_encoder(bert, vocabulary, 0)[0], ["O", "B-NAME", "I-NAME"])
     return {"tagging": tagger_files(tagger, tag), "embedding": retriever_files(embedder, snapshot.vocabulary_hash)}
 
 
@@ -71,7 +71,7 @@ def seconds(name: str, snapshot: Any, model: Mapping[str, bytes], helpers: int) 
     import torch
 
     from realmops.artifacts import read_json
-    from realmops.index.shards import Workplace, in_shards
+    from realmops.index.shards import ShardSettings, in_shards
     from realmops.stages.shards import WORKS
 
     with tempfile.TemporaryDirectory() as place:
@@ -82,7 +82,7 @@ def seconds(name: str, snapshot: Any, model: Mapping[str, bytes], helpers: int) 
             while not all(one.exists() for one in alive):
                 time.sleep(0.05)
             start, digest = time.perf_counter(), hashlib.sha256()
-            work = Workplace(Path(place) / "shards", offer, torch.device("cpu"), torch.float32, 1, print)
+            work = ShardSettings(Path(place) / "shards", offer, torch.device("cpu"), torch.float32, 1, print)
             for files in in_shards(work, name, WORKS[name], snapshot, model):
                 for content in files.values():
                     digest.update(content)

@@ -56,9 +56,9 @@ class Step:
         import torch
 
         from realmops import config
-        from realmops.bert import keep_freed_memory
+        from realmops.encoders.devices import keep_freed_memory
         from realmops.train.optimiser import BertAdamW, Group, Schedule
-        from realmops.train.pretrain import Realm
+        from realmops.train.realm import Realm
 
         keep_freed_memory()
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ class Step:
     def _example(self, passage: int) -> Any:
         import numpy as np
 
-        from realmops.train.pretrain import Example
+        from realmops.train.examples import Example
 
         original = self.realm.snapshot.body(passage)[: self.realm.options.query_wordpieces - 2]
         x, positions = original.copy(), np.array([place for place in MASKED if place < len(original)])
@@ -153,8 +153,8 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
     """The peer's weights where it has saved some, else fresh ones."""
     import generated
 
-    from realmops.bert import Bert, MaskedWordHead
-    from realmops.encoders import read_config, read_weights
+    from realmops.encoders.bert import Bert, MaskedWordHead
+    from realmops.encoders.folders import read_config, read_weights
     from realmops.model.published import Published, pretrained_models
     from realmops.model.reader import Reader
     from realmops.model.retriever import Embedder, Retriever
@@ -306,7 +306,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     """Ours at its best against fp32, and bf16 against bf16 where the processor multiplies it."""
     import torch
 
-    from realmops.bert import resolve_precision
+    from realmops.encoders.devices import resolve_precision
 
     against.one_thread()
     best = "bf16" if resolve_precision("auto", torch.device("cpu")) == torch.bfloat16 else "fp32"

@@ -29,7 +29,7 @@ def make_tagger() -> Any:
     import generated
     import torch
 
-    from realmops.bert import Bert
+    from realmops.encoders.bert import Bert
     from realmops.train.tagger import Tagger
 
     torch.manual_seed(0)
@@ -48,8 +48,8 @@ def make_pipeline(tagger: Any, folder: Path) -> Any:
     from safetensors.torch import save_file
     from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast, pipeline
 
-    from realmops.bert import export_state
     from realmops.corpus.vocabulary import vocabulary_bytes
+    from realmops.encoders.bert import export_state
 
     state = export_state(tagger.bert)
     state |= {f"classifier.{kind}": getattr(tagger.output, kind).detach() for kind in ("weight", "bias")}
@@ -71,8 +71,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     import torch
 
     from realmops import config
-    from realmops.bert import resolve_precision
     from realmops.corpus.conll import TaggedSentence
+    from realmops.encoders.devices import resolve_precision
     from realmops.train.tagger import predict_words
 
     known = generated.sentences()[: 2 * arguments.sentences]

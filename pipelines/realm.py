@@ -8,7 +8,6 @@ Everything that differs between clusters is a parameter: one compiled file serve
 import json
 from pathlib import Path
 
-import yaml
 from kfp import dsl
 
 from components.evaluate import evaluate
@@ -22,9 +21,11 @@ from components.scale_builder import scale_builder
 from components.snapshot import snapshot
 from components.tag import tag
 from pipelines.pods import RUNS, Pods
+from realmops import config
 from realmops.cluster import IMAGE
 
-OPTIONS = json.dumps(yaml.safe_load((Path(__file__).parents[1] / "params.yaml").read_text()), sort_keys=True)
+PARAMS = Path(__file__).parents[1] / "params.yaml"
+OPTIONS = json.dumps(config.merge(config.defaults(), config.read_yaml(PARAMS), str(PARAMS)), sort_keys=True)
 
 
 @dsl.pipeline(name="realmops-train", description="REALM from a corpus to exact match and recall@5.")

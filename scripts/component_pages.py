@@ -181,8 +181,8 @@ def components_page(known: Mapping[str, Mapping[str, Any]], made: str, row: Row)
 
 {made}
 
-Each `.yaml` in `components/` is a component for Kubeflow Pipelines, complete in itself. Other pipelines load it from a
-copy of this project, or by the address of a version of it:
+Each `.yaml` in `components/` is a complete component for Kubeflow Pipelines. Load it from a copy of this project, or by
+the address of a version:
 
 ```python
 from kfp import components
@@ -192,16 +192,16 @@ address = "{ADDRESS}"
 evaluate = components.load_component_from_url(f"{{address}}/evaluate.yaml")
 ```
 
-The image is `{IMAGE}`, as `.github/workflows/release.yml` makes it of a version's tag.
-`python -m pipelines FOLDER --image IMAGE` compiles pipelines and components with another one, and
-`task.set_container_image(IMAGE)` sets it for one task.
+The image is `{IMAGE}`, made from a version's tag by
+`.github/workflows/release.yml`. `python -m pipelines FOLDER --image IMAGE` compiles pipelines and components with
+another one, and `task.set_container_image(IMAGE)` sets it for one task.
 
-What a component reads and writes lies on a claim; its artifacts tell where, with digests and figures. So the stages of
-one run get the same `options` and `root`, and each comes after the one before it, by its input `after` or by
-`task.after(...)`. `options` is what `realmops params --json` prints. A stage that has been done is not done again.
+A component reads and writes files on a claim; its artifacts say where, with digests and figures. So give all stages of
+a run the same `options` (what `realmops params --json` prints) and `root`, and put each after the one before it, by its
+input `after` or by `task.after(...)`. A finished stage is not done again.
 
-Each page has a pipeline with the component alone. In such a pipeline Kubeflow gives a pod nothing but what the page's
-table says: the claim and the image must be there.
+Each page below shows a pipeline with that component alone. There, Kubeflow gives the pod only what the page's table
+says; the claim and the image must exist.
 
 {row("component", "what it does")}
 |---|---|

@@ -28,6 +28,7 @@ from urllib.parse import unquote
 
 from realmops.artifacts import write_bytes
 from realmops.corpus.compressed import DAMAGE
+from realmops.tracking.client import redacted
 
 LIMIT = 100_000_000  # bytes of a file, unpacked
 TIMEOUT = 60  # seconds without an answer
@@ -91,10 +92,10 @@ def download(original: Original) -> bytes:
     try:
         with urllib.request.urlopen(original.url, timeout=TIMEOUT) as answer:
             if not answer.geturl().startswith("https://"):
-                raise ValueError(f"{original.url} leads to {answer.geturl()}, which is not https; {by_hand}")
+                raise ValueError(f"{original.url} leads to {redacted(answer.geturl())}, which is not https; {by_hand}")
             content: bytes = answer.read(LIMIT + 1)
     except OSError as error:
-        raise ValueError(f"{original.url} cannot be downloaded ({error}); {by_hand}") from None
+        raise ValueError(f"{original.url} cannot be downloaded ({redacted(str(error))}); {by_hand}") from None
     if not original.is_of(content):
         raise ValueError(
             f"{original.url} gave {len(content)} bytes whose digest is not {original.digest}: they were cut or changed "

@@ -1,5 +1,5 @@
 """Write the generated pages: docs/commands.md (every command as the program knows it), docs/options.md (every option of
-params.yaml), docs/components.md and docs/components/NAME.md (what other pipelines can load).
+defaults.yaml), docs/components.md and docs/components/NAME.md (what other pipelines can load).
 
 python scripts/reference_pages.py
 """
@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 import component_pages
 
+from realmops.cli import HEADINGS
 from realmops.cli import main as realmops
+from realmops.config import DEFAULTS, read_yaml
 
 ROOT = Path(__file__).parents[1]
 MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"
 NOTATION = """\
 The paper's values are those of Guu et al. (2020), where the paper or its released code has one; "release" is that code.
 x is the question or the masked sentence, z a passage, f(x, z) the retriever's score, W the projection behind BERT.
-Lengths of text are in wordpieces, the pieces of words that the encoder reads."""
+Lengths of text are in wordpieces, the pieces of words that the encoder reads.
+
+Each of these options may stand in params.yaml, in a preset and behind `--set`; what is left out has its default. Those
+marked "expert" are not in the project's params.yaml: few people change them."""
 SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
 OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
 
@@ -54,6 +60,9 @@ def describe(name: str, command: click.Command) -> Iterator[str]:
             lines = [line.strip() for line in paragraph.removeprefix("\b").strip().splitlines()]
             yield ""
             yield "\n".join(["```", *lines, "```"]) if kept else " ".join(lines)
+    if isinstance(command, click.Group):
+        yield from ("", row("to", "commands"), "|---|---|")
+        yield from (row(to.lower(), ", ".join(f"`{name}`" for name in names)) for to, names in HEADINGS.items())
     known = [option for option in command.get_params(context) if isinstance(option, click.Option)]
     records = [record for option in known if (record := option.get_help_record(context)) and option.name != "help"]
     if records:
@@ -71,28 +80,31 @@ def commands_page() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
-def options_page(params: str) -> str:
-    """The text of docs/options.md; ValueError names a line of params.yaml that is of no known form."""
-    lines = ["# Options", "", MADE.format(source="params.yaml"), ""]
+def options_page(options: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text of docs/options.md, where what is not ``shown`` is marked; ValueError names a bad line."""
+    lines = ["# Options", "", MADE.format(source="src/realmops/defaults.yaml"), ""]
     lines += [NOTATION, ""]
-    for number, line in enumerate(params.splitlines(), start=1):
+    for number, line in enumerate(options.splitlines(), start=1):
         if not line or line.startswith("#"):
             continue
         if section := SECTION.fullmatch(line):
+            usual = shown.get(section["name"], {})
             lines += ["", f"## `{section['name']}`", ""] + [section["text"] or "", ""] * bool(section["text"])
             lines += [row("option", "default", "paper", "what it is"), "|---|---|---|---|"]
         elif option := OPTION.fullmatch(line):
             what, _, paper = (option["text"] or "").partition("paper: ")
-            lines.append(row(f"`{option['name']}`", f"`{option['value']}`", paper, what.rstrip("; ")))
+            name = f"`{option['name']}`" + (" (expert)" if option["name"] not in usual else "")
+            lines.append(row(name, f"`{option['value']}`", paper, what.rstrip("; ")))
         else:
-            raise ValueError(f"params.yaml, line {number}: neither 'section:' nor '  key: value  # what it is': {line}")
+            wanted = "neither 'section:' nor '  key: value  # what it is'"
+            raise ValueError(f"defaults.yaml, line {number}: {wanted}: {line}")
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)) + "\n"
 
 
 def pages() -> dict[Path, str]:
     """What stands in each generated page, by its file."""
-    params = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    found = {ROOT / "docs/commands.md": commands_page(), ROOT / "docs/options.md": options_page(params)}
+    options = options_page(DEFAULTS.read_text(encoding="utf-8"), read_yaml(ROOT / "params.yaml"))
+    found = {ROOT / "docs/commands.md": commands_page(), ROOT / "docs/options.md": options}
     return found | component_pages.pages(lambda source: MADE.format(source=source), row)
 
 

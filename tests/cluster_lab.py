@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import yaml
 from manifests import find, kubectl, render_all
+from small_project import command
 
 NAMESPACE, DEPLOYMENT = "lab", "realmops-index-builder"
 SCALE = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{DEPLOYMENT}/scale"
@@ -85,16 +86,22 @@ class Lab:
             self._processes.append(self._start(len(self._processes)))
 
 
-def verdict(patch: Any) -> int:
-    """The status that a server with strict validation of fields answers a patch of a scale with."""
-    if patch == {}:
-        return 200  # changes nothing
-    if not isinstance(patch, dict) or patch.keys() != {"spec"} or not isinstance(patch["spec"], dict):
-        return 400
-    replicas = patch["spec"].get("replicas")
-    if patch["spec"].keys() != {"replicas"} or type(replicas) is not int:
-        return 400
-    return 200 if replicas >= 0 else 422
+def follower(assignment: Path) -> Callable[[int], subprocess.Popen[bytes]]:
+    """What starts a replica: an index builder that follows this file."""
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "HOSTNAME": f"replica-{number}"}
+        return subprocess.Popen(command("index-builder", "--follow", assignment), env=environment)
+
+    return start
+
+
+def k(*words: str, content: Any = None, check: bool = True) -> str:
+    """What kubectl prints; ``content`` is its input, a text or an object."""
+    given = content if content is None or isinstance(content, str) else json.dumps(content)
+    done = subprocess.run([kubectl(), *words], input=given, capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}"
+    return done.stdout + done.stderr
 
 
 @contextmanager
@@ -123,8 +130,10 @@ def serve(lab: Lab, kubeconfig: Path) -> Iterator[Lab]:
             if self.is_away():
                 return
             status = lab.status if self.place() == SCALE else 404
-            if status == 200 and (status := verdict(body)) == 200 and body:
-                lab.scale(body["spec"]["replicas"])
+            replicas = body["spec"]["replicas"]
+            assert body == {"spec": {"replicas": int(replicas)}}
+            if status == 200:
+                lab.scale(replicas)
             self.reply(status)
 
         def place(self) -> str:

@@ -11,6 +11,15 @@ import small_project
 import yaml
 
 ROOT = Path(__file__).parents[1]
+# runs a compiled pipeline here by Kubeflow's local runner: its file, a folder for outputs, arguments
+RUN = """
+import json, sys
+from kfp import components, local
+from kfp.local.orchestrator import task_executor
+task_executor.time.sleep = lambda seconds: None  # before another try
+local.init(runner=local.SubprocessRunner(use_venv=False), pipeline_root=sys.argv[2])
+components.load_component_from_file(sys.argv[1])(**json.loads(sys.argv[3]))
+"""
 
 
 def file_of(pipeline: str) -> Path:
@@ -25,9 +34,13 @@ def project_with_pipeline(folder: Path) -> Path:
     return folder
 
 
+def documents(text: str) -> list[dict[str, Any]]:
+    """Those of a YAML file; by the loader in C, as these files are long."""
+    return [*yaml.load_all(text, yaml.CSafeLoader)]
+
+
 def compiled(pipeline: str) -> dict[str, Any]:
-    loaded: dict[str, Any] = next(yaml.safe_load_all(file_of(pipeline).read_text()))
-    return loaded
+    return documents(file_of(pipeline).read_text())[0]
 
 
 def options(project: Path, **changes: dict[str, Any]) -> str:

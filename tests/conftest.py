@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"{len(rows)} rows, {RESULTS}")
 
 
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All numbers in double precision, also where they are made fp32."""
+    import torch
+
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Twelve documents, their snapshot and spans."""
@@ -80,3 +92,17 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     mlflow_client(f"sqlite:///{database}").search_experiments()
     return database
+
+
+@pytest.fixture(scope="session")
+def answering(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small project with a fine-tuned model and its results, which nobody changes."""
+    from serving import answering_project
+
+    return answering_project(tmp_path_factory.mktemp("answering"))
+
+
+@pytest.fixture
+def copy(answering: Path, tmp_path: Path) -> Path:
+    """The same, to change it."""
+    return Path(shutil.copytree(answering, tmp_path / "copy"))

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from realmops import bert
+from realmops.encoders import packed
 
 aten = torch.ops.aten
 ELSEWHERE = torch.device("meta")  # the one that torch knows everywhere and that needs no kernels
@@ -56,11 +56,10 @@ class Away(Tensor):
 
     @staticmethod
     def __new__(cls, here: Tensor) -> Away:
-        made: Away = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, here.size(), strides=here.stride(), storage_offset=here.storage_offset(), dtype=here.dtype,
             device=ELSEWHERE,
         )  # fmt: skip
-        return made
 
     def __init__(self, here: Tensor) -> None:
         self.here = here
@@ -162,9 +161,9 @@ def recorded() -> Iterator[Counts]:
     counts = Counts()
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    limits = {**bert.BATCH_WORDPIECES, ELSEWHERE.type: bert.BATCH_WORDPIECES["cuda"]}
+    limits = {**packed.BATCH_WORDPIECES, ELSEWHERE.type: packed.BATCH_WORDPIECES["cuda"]}
     try:
-        with mock.patch.object(bert, "BATCH_WORDPIECES", limits), _Operations(counts), _Methods(counts):
+        with mock.patch.object(packed, "BATCH_WORDPIECES", limits), _Operations(counts), _Methods(counts):
             yield counts
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(before)

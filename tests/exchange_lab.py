@@ -324,7 +324,6 @@ def life(exchange: Exchange, plan: Plan, on_wait: Any = None, each_step: Any = N
             index = trainer.index_for(due)
         elif not fixed:
             index = trainer.newest_index(step) or index
-        assert index is not None
         check_index(index)
         adopted.append(index.step)
         params = learn(params, step, index)
@@ -371,19 +370,12 @@ def sound(files: Files, root: Path = ROOT) -> None:
 
 
 def main() -> None:
-    """``exchange_lab.py trainer|builder <root> <n>``: a process that SIGKILLs itself at operation n."""
-    role, root, dying = sys.argv[1], Path(sys.argv[2]), Dying(int(sys.argv[3]))
-    if role == "builder":
-        if len(sys.argv) > 4:
-            end_with(os.getppid())
-        code = run_builder(
-            root, IDENTITY, WORK, name=sys.argv[4] if len(sys.argv) > 4 else "0",
-            poll=0.02, grace=0.0, files=Files(dying), on_status=lambda message: print(message, flush=True),
-        )  # fmt: skip
-        sys.exit(code)
-    plan = Plan(policy=Policy(builder_timeout=60.0, poll=0.01))
-    exchange = Exchange.open(root, IDENTITY, files=Files(dying), grace=0.0)
-    print(life(exchange, plan).hex(), dying.count, flush=True)
+    """``exchange_lab.py <root> [name]``: a builder; one with a name ends with the process that started it."""
+    root, *names = sys.argv[1:]
+    if names:
+        end_with(os.getppid())
+    status = lambda message: print(message, flush=True)  # noqa: E731
+    sys.exit(run_builder(Path(root), IDENTITY, WORK, name=(names or "0")[0], poll=0.02, grace=0.0, on_status=status))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pod_security import containers
 
 Object = dict[str, Any]
 
@@ -88,6 +87,11 @@ def templates(objects: Iterable[Object]) -> Iterator[tuple[Object, Object]]:
     for one in objects:
         if one["kind"] in ("Deployment", "StatefulSet", "DaemonSet", "Job"):
             yield one, one["spec"]["template"]
+
+
+def containers(spec: Object) -> list[Object]:
+    """All of a pod's: those that start it as well."""
+    return [one for kind in ("initContainers", "containers") for one in spec.get(kind) or []]
 
 
 def each_container(objects: Iterable[Object]) -> Iterator[tuple[str, Object, Object]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -16,16 +18,33 @@ from typing import Any
 import small_project
 import yaml
 
+LIMITED = """
+import json, sys
+from pathlib import Path
+from realmops.serve.guard import Limits
+from realmops.serve.server import origin_of, serve
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+limits = Limits(**json.loads(sys.argv[2]))
+serve(origin_of(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, every=60, say=say, limits=limits)
+"""  # a server with limits that no option names
 QUESTION = "Where did Jon Vik build ships?"
 
 
-def answering_project(folder: Path, **changes: Any) -> Path:
+def answering_project(folder: Path) -> Path:
     """A small project with a fine-tuned model and its results."""
     project = small_project.trained_project(folder)
     values = yaml.safe_load((project / "params.yaml").read_text())
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")
     return project
+
+
+def update(project: Path, text: str) -> None:
+    """Give Anna Berg another text and update the run."""
+    small_project.write_text(project, text)
+    result = small_project.cli("update", "--params", project / "params.yaml", "--root", project / "root")
+    assert result.exit_code == 0, result.output
 
 
 class Served:
@@ -54,7 +73,7 @@ class Served:
         named = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
         request = urllib.request.Request(self.url + path, data, named)
         try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
+            with urllib.request.urlopen(request) as reply:
                 status, found, text = reply.status, dict(reply.headers), reply.read().decode()
         except urllib.error.HTTPError as error:
             status, found, text = error.code, dict(error.headers), error.read().decode()
@@ -67,11 +86,11 @@ class Served:
 
 
 @contextmanager
-def served(root: Path, *options: str, **variables: str) -> Iterator[Served]:
-    import os
-
+def served(root: Path, *options: str, limits: dict[str, float] | None = None, **variables: str) -> Iterator[Served]:
     process = subprocess.Popen(
-        small_project.command("serve", "--root", root, "--port", "0", "--every", "0.1", *options),
+        small_project.command("serve", "--root", root, "--port", "0", "--every", "0.1", *options)
+        if limits is None
+        else [sys.executable, "-c", LIMITED, str(root), json.dumps(limits)],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **variables},
@@ -81,7 +100,7 @@ def served(root: Path, *options: str, **variables: str) -> Iterator[Served]:
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(300)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

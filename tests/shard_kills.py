@@ -32,20 +32,20 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index import lease, shards
 from realmops.index.builder_process import run_index_builder
 from realmops.index.embed import Progress
-from realmops.index.shards import MakeShard, Work, Workplace, in_shards
-from realmops.model.files import build_bert, retriever_files
+from realmops.index.shards import MakeShard, ShardSettings, Work, in_shards
+from realmops.model.files import build_encoder, retriever_files
 from realmops.stages.shards import WORKS
 from realmops.train.tagger import Tagger, tagger_files
 
 ROWS = 3
-LONGEST = 120.0  # seconds of a run; it takes two
+LONGEST = 1200.0  # seconds of a run; it takes two
 PEOPLE = tuple((f"{title} {n}", text, spans) for n in range(4) for title, text, spans in DOCUMENTS)
 
 
 def some_tagger(world: World, seed: int = 0) -> Tagger:
     """A tagger that has learned nothing and tags every other word."""
     options = section("bert", width=16, layers=1, heads=2, intermediate=32)
-    bert, _ = build_bert(options, world.snapshot.tokenizer.get_vocab_size(), seed)
+    bert, _ = build_encoder(options, world.snapshot.tokenizer.get_vocab_size(), seed)
     tagger = Tagger(bert, ["O", "B-NAME", "I-NAME"])
     with torch.no_grad():
         tagger.output.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(seed))
@@ -86,7 +86,9 @@ class Run:
         folder.mkdir()
 
     def stage(self) -> int:
-        place = Workplace(self.folder / "shards", self.folder / "offer", torch.device("cpu"), torch.float32, 1, print)
+        place = ShardSettings(
+            self.folder / "shards", self.folder / "offer", torch.device("cpu"), torch.float32, 1, print
+        )
         digest = hashlib.sha256()
         for files in in_shards(place, self.name, self.works[self.name], self.world.snapshot, self.model):
             for file, content in files.items():

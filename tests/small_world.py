@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,14 +14,17 @@ import numpy as np
 import torch
 
 from realmops.artifacts import atomic_folder
-from realmops.config import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions, parse_section, read_yaml
+from realmops.config import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions, defaults, parse_section
 from realmops.corpus.formats import sources
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.spans import Spans
 from realmops.corpus.vocabulary import train_vocabulary
 from realmops.index import lexical
+from realmops.index.embed import embed_documents
 from realmops.index.lexical_writer import write_bm25
+from realmops.index.mips import exact
+from realmops.index.source import Index
 from realmops.model.files import build_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
@@ -109,14 +112,14 @@ def labels_of(spans: Spans, passage: int) -> list[str]:
 
 
 def section(name: str, **changes: Any) -> Any:
-    """A section of params.yaml with changes."""
+    """A section of defaults.yaml with changes."""
     assert name in SECTIONS
     return parse_section(name, {**_params()[name], **changes})
 
 
 @cache
 def _params() -> dict[str, dict[str, Any]]:
-    return read_yaml(PARAMS)
+    return defaults()
 
 
 def tiny_models(
@@ -184,6 +187,47 @@ class MemoryCheckpoints:
         self.saved[step] = dict(files)
 
 
+def index_of(world: World, retriever: Retriever, step: int = 0) -> Index:
+    """All passages as the retriever embeds them now."""
+    embedding_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), torch.float32)
+    return Index(step, exact(embedding_PX, retriever.vectors), retriever, 0.0, True)
+
+
+@dataclass
+class OneIndex:
+    """A source of one index, which is that of the retriever before the first step."""
+
+    world: World
+
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        return index_of(self.world, retriever) if step == 0 else None
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed_and_resumed(train: Callable[..., Any], kill_at: int) -> tuple[Any, MemoryJournal]:
+    """What a training gives that was killed behind so many lines of its journal and started again, and this journal."""
+    checkpoints, journal = MemoryCheckpoints(), MemoryJournal()
+
+    def progress(count: int) -> None:
+        if len(journal.lines()) == kill_at:
+            raise Killed
+
+    try:
+        train(checkpoints=checkpoints, journal=journal, progress=progress)
+    except Killed:
+        return train(checkpoints=checkpoints, journal=journal), journal
+    raise AssertionError("it was not killed")
+
+
+def same_parameters(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    """To the last bit."""
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)), name
+
+
 def tiny_context(**changes: Any) -> Context:
     values: dict[str, Any] = {
         "stream": "test",
@@ -198,5 +242,4 @@ def tiny_context(**changes: Any) -> Context:
 
 
 def tiny_optimiser(**changes: Any) -> Optimiser:
-    options: Optimiser = section("optimiser", **{"ramp_min": 1, **changes})
-    return options
+    return section("optimiser", **{"ramp_min": 1, **changes})

@@ -8,11 +8,13 @@ import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
 import sqlite3
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,43 +22,43 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import small_project
+from small_world import PARAMS
 
-from realmops.commands.ablate import Ablation, tabulate
+from realmops.commands import ablate as command
 from realmops.evaluate.ablation import (
     Row,
-    Variant,
     VariantOutcome,
     as_csv,
-    as_markdown,
-    cells,
     mean_series,
     page,
     staleness_chart,
+    table_of_rows,
     table_rows,
     utility_chart,
 )
 from realmops.evaluate.predictions import read_predictions
 from realmops.index import lease
 from realmops.journal import Series
-from realmops.stages import STAGES
+from realmops.stages import STAGES, Stage
 from realmops.tracking.client import default_uri, mlflow_client
 from realmops.tracking.mlflow_views import experiment_tags
-from realmops.tracking.stage_runs import tracking_folder
+from realmops.tracking.runs import tracking_folder
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
 NAMES = {"realm": "REALM", "baseline": "Baseline", "never_run": "Never run"}
-VARIANTS = {name: Variant(title, "words") for name, title in NAMES.items()}
+NOTHING = [math.nan] * 4  # was retrieved
+VARIANTS = {name: {"title": title, "uses": "words"} for name, title in NAMES.items()}
 
 
-def outcome(variant: str, seed: int, correct: str, hit: str | None, age: float = 1.0) -> VariantOutcome:
+def outcome(variant: str, seed: int, correct: str, hit: str | list[float], age: float = 1.0) -> VariantOutcome:
     """``correct`` has a 1 for each question that was answered, ``hit`` for each whose answer was found."""
     utility = Series("retrieval_utility", [0, 1, 2], [seed, 2.0 * seed, 3.0])
-    right, found = (None if given is None else np.array([c == "1" for c in given]) for given in (correct, hit))
-    assert right is not None
+    right, found = (np.array([float(c) for c in given]) for given in (correct, hit))
     staleness = {"index_staleness_steps": age, "index_staleness_seconds": 2.0, "top_k_change": 0.5}
-    return VariantOutcome(variant, seed, right, found, staleness, utility)
+    asked = [(f"q{i}", f"world {seed}?", ("a",)) for i in range(len(correct))]
+    return VariantOutcome(variant, seed, asked, right, found, staleness, utility)
 
 
 OUTCOMES = [
@@ -68,34 +70,49 @@ OUTCOMES = [
 
 
 def test_means_and_differences_by_hand() -> None:
-    realm, baseline = table_rows(OUTCOMES, VARIANTS, reference="realm")
-    assert (realm.em.mean, realm.recall_at_5.mean, realm.em_difference.mean, realm.seeds) == (
-        0.5,
-        pytest.approx(0.625),
-        0.0,
-        2,
-    )
-    assert (baseline.em.mean, baseline.recall_at_5.mean) == (0.25, pytest.approx(0.25))
-    assert baseline.em_difference.mean == pytest.approx(-0.25), "two of eight questions"
-    assert baseline.recall_difference.mean == pytest.approx(-0.375), "three of eight questions"
-    assert baseline.recall_difference.low < -0.375 < baseline.recall_difference.high <= 0.0
-    assert baseline.questions == 8
-    assert (realm.em.low, realm.em.high) == (0.25, 0.75), "of two seeds, one or the other twice"
-    assert baseline.em_difference.low < -0.25 < baseline.em_difference.high <= 0.0
-    assert baseline.em_difference.p_better == pytest.approx(0.5 * (6 / 8) ** 8, abs=0.01), "half of the ties"
+    realm, baseline = table_rows(OUTCOMES, VARIANTS)
+    assert (realm["em"], realm["recall_at_5"], realm["em_difference"], realm["seeds"]) == (0.5, 0.625, 0.0, 2)
+    assert (baseline["em"], baseline["recall_at_5"], baseline["questions"]) == (0.25, 0.25, 8)
+    assert baseline["em_difference"] == pytest.approx(-0.25), "two of eight questions"
+    assert baseline["recall_difference"] == pytest.approx(-0.375), "three of eight questions"
+    recall = baseline["recall_difference_low"], baseline["recall_difference_high"]
+    assert recall == (-1.0, 1.0), "0 and -.75 of two seeds"
+    assert (realm["em_low"], realm["em_high"]) == (0.25, 0.75), "of two seeds, one or the other twice"
+    assert baseline["em_difference_low"] < -0.25 < baseline["em_difference_high"] <= 0.0
+    assert baseline["p_better"] == pytest.approx(0.5 * (3 / 4) ** 8, abs=0.01), "half of the ties"
+
+
+def test_shared_questions_are_drawn_once_for_all_seeds() -> None:
+    """One of 4 questions differs, by the same in both seeds: the second seed tells nothing new of the questions."""
+    right = {"realm": "0000", "baseline": "1000"}
+    pairs = [outcome(name, seed, right[name], NOTHING) for name in right for seed in (0, 1)]
+    own = table_rows(pairs, VARIANTS)[1]
+    shared = table_rows([replace(one, asked=pairs[0].asked) for one in pairs], VARIANTS)[1]
+    alone = table_rows([pairs[0], pairs[2]], VARIANTS)[1]
+    assert [row["questions"] for row in (own, shared, alone)] == [8, 4, 4]
+    assert own["em_difference"] == shared["em_difference"] == 0.25
+    for end in ("em_difference_low", "em_difference_high"):
+        assert shared[end] == alone[end]
+    assert own["em_difference_high"] < shared["em_difference_high"]
+
+
+def test_other_questions_are_no_pairs() -> None:
+    other = replace(OUTCOMES[2], asked=OUTCOMES[3].asked)
+    with pytest.raises(ValueError, match="baseline and realm answer other questions with seed 0"):
+        table_rows([*OUTCOMES[:2], other], VARIANTS)
 
 
 def test_a_difference_takes_the_seeds_that_both_have() -> None:
-    _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", "1111")], VARIANTS, reference="realm")
-    assert (baseline.seeds, baseline.questions) == (3, 8)
-    assert baseline.em_difference.mean == pytest.approx(-0.25)
+    _, baseline = table_rows([*OUTCOMES, outcome("baseline", 2, "1111", "1111")], VARIANTS)
+    assert (baseline["seeds"], baseline["questions"]) == (3, 8)
+    assert baseline["em_difference"] == pytest.approx(-0.25)
     with pytest.raises(ValueError, match="baseline and realm have no seed in common"):
-        table_rows([OUTCOMES[0], outcome("baseline", 5, "1", "1")], VARIANTS, reference="realm")
+        table_rows([OUTCOMES[0], outcome("baseline", 5, "1", "1")], VARIANTS)
 
 
 def test_the_table_as_people_read_it() -> None:
-    rows = table_rows(OUTCOMES, VARIANTS, reference="realm")
-    lines = as_markdown(rows).splitlines()
+    rows = table_rows(OUTCOMES, VARIANTS)
+    lines = table_of_rows(rows).as_markdown().splitlines()
     assert len(lines) == 4
     assert lines[2] == (
         "| REALM | words | 0.500 (0.250 to 0.750) | 0.625 (0.500 to 0.750) | – | – | 1; 2; 0.50 "
@@ -110,16 +127,17 @@ def test_the_table_as_people_read_it() -> None:
 
 def test_what_a_variant_does_not_have_is_left_open() -> None:
     """A closed book retrieves nothing; the words that one masked are right in .25 and .75 of the sentences."""
-    closed = replace(outcome("baseline", 0, "0000", None), figures={})
+    closed = replace(outcome("baseline", 0, "0000", NOTHING), figures={})
     guessed = [
         replace(one, figures={"masked_accuracy": share, "hit_at_5_after": 0.5})
         for one, share in zip(OUTCOMES[:2], (0.25, 0.75), strict=True)
     ]
-    realm, baseline = table_rows([*guessed, closed], VARIANTS, reference="realm")
-    assert cells(realm)[4:7] == ("0.500", "0.500", "–")
-    assert cells(baseline)[3:7] == ("–",) * 4
-    assert cells(baseline)[8] == "–"
-    assert baseline.em_difference.mean == -0.75
+    realm, baseline = table_rows([*guessed, closed], VARIANTS)
+    (shown, open_cells) = table_of_rows([realm, baseline]).groups[0]
+    assert shown[4:7] == ["0.500", "0.500", "–"]
+    assert open_cells[3:7] == ["–"] * 4
+    assert open_cells[8] == "–"
+    assert baseline["em_difference"] == -0.75
 
 
 def test_curves_are_means_over_seeds() -> None:
@@ -130,14 +148,16 @@ def test_curves_are_means_over_seeds() -> None:
 
 
 def test_the_page_needs_no_network_and_escapes() -> None:
-    titled = {"realm": Variant("<b>REALM</b>", "words"), "baseline": Variant("B", "words")}
-    rows = table_rows(OUTCOMES, titled, reference="realm")
-    charts = [utility_chart(OUTCOMES, VARIANTS, ["realm"]), staleness_chart(OUTCOMES, ["realm", "baseline"])]
-    assert all(charts)
-    assert staleness_chart(OUTCOMES, ["realm"]) == ""
-    text = page(rows, charts, "a & b")
-    assert "&lt;b&gt;REALM" in text
+    titled = {"realm": {"title": "<b>REALM</b>", "uses": "a & b"}, "stale_30x": {"title": "B", "uses": "words"}}
+    outcomes = [*OUTCOMES[:2], *(replace(one, variant="stale_30x") for one in OUTCOMES[2:])]
+    rows = table_rows(outcomes, titled)
+    assert utility_chart(rows, outcomes)
+    assert staleness_chart(rows)
+    assert staleness_chart(rows[:1]) == ""
+    text = page(rows, outcomes, 2)
+    assert text.count("&lt;b&gt;REALM") == 6  # in the table, in the note, in the legend and three points of a chart
     assert "a &amp; b" in text
+    assert "2 seeds, each its own world" in text
     assert "mean staleness of the index, steps" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
@@ -149,7 +169,7 @@ def test_the_page_needs_no_network_and_escapes() -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ablated")
     small_project.write_project(folder, tracking={"enabled": True})
-    shutil.copytree(small_project.PARAMS.parent / "pipelines", folder / "pipelines")
+    shutil.copytree(PARAMS.parent / "pipelines", folder / "pipelines")
     (folder / "nothing.yaml").write_text("{}\n")
     return folder
 
@@ -251,21 +271,16 @@ def test_the_ablations_own_run_shows_the_reference_and_the_table(project: Path) 
 
 
 def test_mlflow_shows_the_variants_under_one_run(project: Path) -> None:
-    database = project / "out" / ".realmops" / "mlflow" / "mlflow.db"
-    with sqlite3.connect(database) as connection:
-        rows = connection.execute("SELECT name, run_uuid FROM runs").fetchall()
-        runs = {name.partition(" corpus ")[0]: id for name, id in rows}
-        assert sorted(runs) == ["ablation", "baseline seed 0", "random_token seed 0", "realm seed 0"]
-        parents = dict(
-            connection.execute("SELECT run_uuid, value FROM tags WHERE key = 'mlflow.parentRunId'").fetchall()
-        )
-        assert parents == {id: runs["ablation"] for name, id in rows if name != "ablation"}
-        for name in ("baseline seed 0", "realm seed 0", "random_token seed 0"):
-            found = connection.execute("SELECT DISTINCT key FROM metrics WHERE run_uuid = ?", (runs[name],))
-            keys = {key for (key,) in found.fetchall()}
-            assert {"em", "recall_at_5", "zero_shot_recall_at_5"} <= keys
-            pretrained = {"index_staleness_steps", "retrieval_utility", "p_null", "masked_accuracy", "pretrain/loss"}
-            assert keys & pretrained == (set() if name == "baseline seed 0" else pretrained)
+    runs = mlflow_runs(project)
+    parent = runs.pop("ablation")
+    assert sorted(runs) == ["baseline seed 0", "random_token seed 0", "realm seed 0"]
+    assert "mlflow.parentRunId" not in parent.data.tags
+    for name, run in runs.items():
+        assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        keys = run.data.metrics.keys()
+        assert {"em", "recall_at_5", "zero_shot_recall_at_5"} <= keys
+        pretrained = {"index_staleness_steps", "retrieval_utility", "p_null", "masked_accuracy", "pretrain/loss"}
+        assert keys & pretrained == (set() if name == "baseline seed 0" else pretrained)
 
 
 def test_a_second_call_trains_nothing_and_a_lost_stage_alone_is_made_again(project: Path) -> None:
@@ -321,6 +336,32 @@ def test_killed_its_stages_end_with_it_and_the_next_call_goes_on(project: Path, 
     assert [line["time"] for line in steps[:8]] == [json.loads(line)["time"] for line in kept], "not trained again"
 
 
+def test_an_error_nobody_foresaw_ends_the_stages_that_run(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an interrupt does: the stage of seed 0 sleeps for minutes, what seed 1 reads is damaged."""
+    sleeper, sign = tmp_path / "sleeper", tmp_path / "sign"
+    sleeper.write_text(f"#!/bin/sh\necho $$ > {sign}.new\nmv {sign}.new {sign}\nexec sleep 900\n")
+    sleeper.chmod(0o755)
+
+    def inputs(stage: Stage, values: small_project.Values, *folders: Path) -> dict[str, Path]:
+        if values["run"]["seed"] == 0:
+            return {}
+        small_project.wait_for(sign.exists, 60)
+        raise KeyError("damaged")
+
+    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setattr(command, "inputs_of", inputs)
+    settings = ("tracking.enabled=false",)
+    what = command.Ablation(
+        project / "params.yaml", [str(project / "nothing.yaml")], settings, ["realm"], [1, 0], tmp_path / "out"
+    )
+    with pytest.raises(KeyError, match="damaged"):
+        command.train(what, jobs=2, report=small_project.Quiet())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(sign.read_text()), 0)
+
+
 def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
     preset = project / "pipelines" / "presets" / "ablations" / "per_token.yaml"
     preset.write_text("pretrain: {marginal: per_token, masked_sentences: 6, builder: external, builder_timeout: 1}\n")
@@ -339,11 +380,11 @@ def test_a_table_of_what_is_there_trains_nothing_and_takes_no_result_of_other_se
 
     def tabulated(*settings: str) -> tuple[list[Row], list[str]]:
         presets, settings = [str(project / "nothing.yaml")], ("tracking.enabled=false", *settings)
-        what = Ablation(project / "params.yaml", presets, settings, ["realm", "per_token"], [0], out)
-        return tabulate(what, report=small_project.Quiet())
+        what = command.Ablation(project / "params.yaml", presets, settings, ["realm", "per_token"], [0], out)
+        return command.ablate(what, jobs=1, report=small_project.Quiet(), only_look=True)
 
     rows, missing = tabulated()
-    assert [row.variant for row in rows] == ["realm"]
+    assert [row["variant"] for row in rows] == ["realm"]
     assert [line.split(" in ")[0] for line in missing] == ["per_token, seed 0: the stage pretrain has not been done"]
     rows, missing = tabulated("finetune.epochs=1")
     assert rows == []
@@ -366,7 +407,7 @@ def test_two_calls_at_once_train_a_stage_once(project: Path, tmp_path: Path) -> 
         streams = [stack.enter_context(path.open("w")) for path in files]
         calls = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stream) for stream in streams]
         small_project.wait_for(lambda: all("waiting for" in path.read_text() for path in files), 250)
-    assert [call.wait(timeout=250) for call in calls] == [0, 0], [path.read_text() for path in files]
+    assert [call.wait() for call in calls] == [0, 0], [path.read_text() for path in files]
     for path in files:
         holder = rf"waiting for .*/claim, which .*, process {os.getpid()} holds, since 0 s"
         assert re.search(holder, path.read_text())

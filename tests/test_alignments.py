@@ -14,7 +14,7 @@ import small_project
 
 from realmops.artifacts import read_json, write_manifest
 from realmops.commands.alignments import align
-from realmops.commands.explain.sentence import explain_sentence
+from realmops.commands.masked import explain_sentence
 from realmops.commands.update import of_pipeline
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.snapshot import Snapshot

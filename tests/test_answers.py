@@ -116,11 +116,14 @@ def test_contains_answer_by_the_name_of_the_rule() -> None:
 def test_occurrences_become_wordpieces() -> None:
     text = "John Playing, john."
     chars = np.array([[0, 4], [5, 9], [9, 12], [12, 13], [14, 18], [18, 19]], np.int32)  # john play ##ing , john .
-    assert answer_token_spans(text, ["john"], chars, rule="token_boundary") == [(0, 1), (4, 5)]
-    assert answer_token_spans(text, ["John", "John Playing"], chars, rule="substring") == [(0, 1), (0, 3)]
-    assert answer_token_spans(text, ["Play"], chars, rule="substring") == [(1, 2)]
-    assert answer_token_spans(text, ["lay", "Pl", "ing, j"], chars, rule="substring") == []
-    assert answer_token_spans(text, ["absent"], chars, rule="substring") == []
+    assert answer_token_spans(text, ["john"], chars, rule="token_boundary", max_wordpieces=10) == [(0, 1), (4, 5)]
+    assert answer_token_spans(text, ["John", "John Playing"], chars, rule="substring", max_wordpieces=10) == [
+        (0, 1),
+        (0, 3),
+    ]
+    assert answer_token_spans(text, ["Play"], chars, rule="substring", max_wordpieces=10) == [(1, 2)]
+    assert answer_token_spans(text, ["lay", "Pl", "ing, j"], chars, rule="substring", max_wordpieces=10) == []
+    assert answer_token_spans(text, ["absent"], chars, rule="substring", max_wordpieces=10) == []
 
 
 def test_answers_over_the_limit_are_left_out() -> None:
@@ -128,7 +131,7 @@ def test_answers_over_the_limit_are_left_out() -> None:
     chars = np.array([[0, 1], [2, 3], [4, 5], [6, 7]], np.int32)
     assert answer_token_spans(text, ["a b c"], chars, rule="substring", max_wordpieces=3) == [(0, 3)]
     assert answer_token_spans(text, ["a b c"], chars, rule="substring", max_wordpieces=2) == []
-    assert answer_token_spans(text, ["a"], chars[:0], rule="substring") == []
+    assert answer_token_spans(text, ["a"], chars[:0], rule="substring", max_wordpieces=10) == []
 
 
 def test_no_word_hides_from_the_quick_look() -> None:
@@ -208,9 +211,11 @@ def test_expressions_mean_what_they_mean_in_re(pieces: list[str], text: str) -> 
 def test_an_expressions_match_loses_its_blanks_as_wordpieces() -> None:
     text = "born  in 1995 ."
     chars = np.array([[0, 4], [6, 8], [9, 13], [14, 15]], np.int32)
-    assert answer_token_spans(text, [r"\s*in\s(19)?\d\d\s?"], chars, rule="regex_search") == [(1, 3)]
-    assert answer_token_spans(text, [r"in\s\d\d"], chars, rule="regex_search") == []  # ends inside of 1995
-    assert answer_token_spans(text, [r"\s"], chars, rule="regex_search") == []
+    assert answer_token_spans(text, [r"\s*in\s(19)?\d\d\s?"], chars, rule="regex_search", max_wordpieces=10) == [(1, 3)]
+    assert (
+        answer_token_spans(text, [r"in\s\d\d"], chars, rule="regex_search", max_wordpieces=10) == []
+    )  # ends inside of 1995
+    assert answer_token_spans(text, [r"\s"], chars, rule="regex_search", max_wordpieces=10) == []
 
 
 # ---- spans with the answer's normal form

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -195,82 +196,49 @@ def test_a_flipped_byte_is_found(tmp_path: Path, place: int) -> None:
     assert read_manifest(folder, "thing", verify=False)
 
 
-def damage_cut(folder: Path) -> str:
-    os.truncate(folder / "a.bin", 255)
-    return r"a\.bin has 255 bytes, its manifest says 256; it was cut or changed: run the stage"
-
-
-def damage_longer(folder: Path) -> str:
-    with open(folder / "a.bin", "ab") as file:
-        file.write(b"x")
-    return r"a\.bin has 257 bytes, its manifest says 256"
-
-
-def damage_missing(folder: Path) -> str:
-    (folder / "sub" / "b.txt").unlink()
-    return r"sub/b\.txt is missing \(named in .*manifest\.json\); run the stage"
-
-
-def damage_no_manifest(folder: Path) -> str:
-    (folder / "manifest.json").unlink()
-    return r"x holds no manifest\.json: it is no finished thing"
-
-
-def damage_cut_manifest(folder: Path) -> str:
-    os.truncate(folder / "manifest.json", 60)
-    return r"manifest\.json is not valid JSON"
-
-
 def change_manifest(folder: Path, **changes: Any) -> None:
     manifest = {**json.loads((folder / "manifest.json").read_text()), **changes}
     kept = {key: value for key, value in manifest.items() if value is not None and key != SEAL}
     (folder / "manifest.json").write_text(json.dumps({**kept, SEAL: digest_of(kept)}))
 
 
-def damage_kind(folder: Path) -> str:
-    change_manifest(folder, kind="other")
-    return r"kind and schema are \('other', 2\), wanted \('thing', 2\)"
-
-
-def damage_schema(folder: Path) -> str:
-    change_manifest(folder, schema=3)
-    return r"kind and schema are \('thing', 3\), wanted \('thing', 2\)"
-
-
-def damage_no_object(folder: Path) -> str:
-    (folder / "manifest.json").write_text("[1]")
-    return r"kind and schema are list"
-
-
-def damage_no_files(folder: Path) -> str:
-    change_manifest(folder, files=None)
-    return r"manifest\.json has no list of files"
-
-
-def damage_entry(folder: Path) -> str:
-    change_manifest(folder, files={"a.bin": {"bytes": 256}})
-    return r"manifest\.json has no list of files"
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "cut": (
+        lambda x: os.truncate(x / "a.bin", 255),
+        r"a\.bin has 255 bytes, its manifest says 256; it was cut or changed: run the stage",
+    ),
+    "longer": (lambda x: os.truncate(x / "a.bin", 257), r"a\.bin has 257 bytes, its manifest says 256"),
+    "missing": (
+        lambda x: (x / "sub/b.txt").unlink(),
+        r"sub/b\.txt is missing \(named in .*manifest\.json\); run the stage",
+    ),
+    "no manifest": (
+        lambda x: (x / "manifest.json").unlink(),
+        r"x holds no manifest\.json: it is no finished thing",
+    ),
+    "cut manifest": (lambda x: os.truncate(x / "manifest.json", 60), r"manifest\.json is not valid JSON"),
+    "no object": (lambda x: (x / "manifest.json").write_text("[1]"), r"kind and schema are list"),
+    "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 2\), wanted \('thing', 2\)"),
+    "schema": (lambda x: change_manifest(x, schema=3), r"are \('thing', 3\), wanted \('thing', 2\)"),
+    "no files": (lambda x: change_manifest(x, files=None), r"manifest\.json has no list of files"),
+    "entry": (lambda x: change_manifest(x, files={"a.bin": {"bytes": 256}}), r"manifest\.json has no list of files"),
+    "long name": (
+        lambda x: change_manifest(x, files={"x" * 5000: {"bytes": 1, "sha256": "0"}}),
+        r"xxx is missing \(named in",
+    ),
+    "seal": (
+        lambda x: write_json(x / "manifest.json", {**read_json(x / "manifest.json"), "schema": 1}),
+        r"manifest\.json .*digest",
+    ),
+}
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize(
-    "damage",
-    [
-        damage_cut,
-        damage_longer,
-        damage_missing,
-        damage_no_manifest,
-        damage_cut_manifest,
-        damage_kind,
-        damage_schema,
-        damage_no_object,
-        damage_no_files,
-        damage_entry,
-    ],
-)
-def test_damage_is_named_even_without_reading_the_files(tmp_path: Path, damage: Any, verify: bool) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_even_without_reading_the_files(tmp_path: Path, damage: str, verify: bool) -> None:
     folder = folder_with_manifest(tmp_path / "x")
-    message = damage(folder)
+    harm, message = DAMAGE[damage]
+    harm(folder)
     with pytest.raises(ValueError, match=message):
         read_manifest(folder, "thing", verify=verify)
 
@@ -346,3 +314,14 @@ def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path, name: str) -> 
     change_manifest(folder, files={name: {"bytes": 1, "sha256": sha256_file(tmp_path / "secret")}})
     with pytest.raises(ValueError, match="leaves the folder; do not use this thing"):
         read_manifest(folder, "thing")
+
+
+def test_a_link_to_a_folder_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/old").write_text("old")
+    (tmp_path / "out").symlink_to("disk")
+    with atomic_folder(tmp_path / "out") as stage:
+        (stage / "new").write_text("new")
+    assert (tmp_path / "out").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]

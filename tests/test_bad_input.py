@@ -15,7 +15,7 @@ from click.testing import Result
 from conftest import Told
 from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
-from small_project import cli, litter, run_command, toy_values, trained_project, write_params, write_project
+from small_project import cli, litter, toy_values, trained_project, write_params, write_project
 
 from realmops.config import notes
 from realmops.stages import STAGES
@@ -69,43 +69,13 @@ GOOD = b'{"title": "Oslo", "text": "Oslo is a city."}\n'
     ("content", "told"),
     [
         (b"", ["documents.jsonl", "holds no documents", "give at least one line"]),
-        (b"\n\n", ["documents.jsonl", "holds no documents"]),
         (GOOD + b"Oslo is a city.\n", ["documents.jsonl:2", "not valid JSON", "each line must be one JSON object"]),
-        (GOOD + b'["Oslo"]\n', ["documents.jsonl:2", "JSON list"]),
-        (GOOD + b'{"text": "Oslo."}\n', ["documents.jsonl:2", "'title' is missing", "add it"]),
-        (GOOD + b'{"title": 5, "text": "Oslo."}\n', ["documents.jsonl:2", "'title' is int", "correct this line"]),
-        (GOOD + b'{"title": "\xff", "text": ""}\n', ["documents.jsonl:2", "invalid UTF-8", "save the file as UTF-8"]),
-        (
-            GOOD + b'{"id": "a", "title": "A", "text": "A b."}\n' * 2,
-            ["documents.jsonl:3", "'a' was used at", "documents.jsonl:2", "its own id"],
-        ),
         (b'{"title": "Oslo", "text": " "}\n', ["no passage is left of 1 documents", "give documents with text"]),
-        (
-            b'{"title": "A", "text": "A b.", "spans": [[0, 9, "X"]]}\n',
-            ["documents.jsonl:1", "[0, 9, 'X']", "0 <= start < end <= 4"],
-        ),
     ],
 )
 def test_a_bad_corpus_is_refused(project: Path, content: bytes, told: list[str]) -> None:
     (project / "documents.jsonl").write_bytes(content)
     refused(run(project, "snapshot"), *told)
-    nothing_of(project, "snapshot")
-
-
-def test_a_corpus_on_one_line_is_refused(project: Path) -> None:
-    with open(project / "documents.jsonl", "wb") as file:
-        file.write(GOOD)
-        file.truncate(100 << 20)
-    refused(run(project, "snapshot"), "documents.jsonl:2", "longer than 16 MiB", "one document on each line")
-    nothing_of(project, "snapshot")
-
-
-def test_a_corpus_cut_in_the_middle_of_its_compression_is_refused(project: Path) -> None:
-    import gzip
-
-    (project / "documents.jsonl.gz").write_bytes(gzip.compress(GOOD * 50)[:-12])
-    result = run(project, "snapshot", "--set", "snapshot.documents=documents.jsonl.gz")
-    refused(result, "documents.jsonl.gz:", "ends in the middle", "copy or download it again")
     nothing_of(project, "snapshot")
 
 
@@ -182,39 +152,20 @@ def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:
 # Questions and tagged sentences
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ('{"id": "q", "question": "Who?", "answers": []}', ["'q' has no answer", "give one or remove it"]),
-        ('{"id": "q", "question": "Who?", "answers": [" "]}', ["'q' has no answer"]),
-        ('{"id": "q", "question": "Who?"}', ["'answers' is missing"]),
-        ('{"id": "q", "question": "Who?", "answers": "A"}', ["'answers' is str", "list of strings"]),
-        ('{"id": "q", "question": "", "answers": ["A"]}', ["'q' has no text"]),
-        ('{"id": "one", "question": "Who?", "answers": ["A"]}', ["'one' was used at", ":1"]),
-    ],
-)
 @pytest.mark.parametrize(("name", "split"), [("pretrain", "dev"), ("finetune", "train"), ("finetune", "dev")])
-def test_bad_questions_are_refused(copy: Path, name: str, split: str, line: str, told: list[str]) -> None:
+def test_bad_questions_are_refused(copy: Path, name: str, split: str) -> None:
+    """What else may be wrong with them is in test_questions.py."""
     good = '{"id": "one", "question": "Who?", "answers": ["Oslo"]}\n'
-    (copy / f"questions.{split}.jsonl").write_text(good + line + "\n")
+    (copy / f"questions.{split}.jsonl").write_text(good + '{"id": "q", "question": "Who?", "answers": []}\n')
     shutil.rmtree(copy / "root" / STAGES[name].folder, ignore_errors=True)
-    refused(run(copy, name), f"questions.{split}.jsonl:2", *told)
+    refused(run(copy, name), f"questions.{split}.jsonl:2", "'q' has no answer", "give one or remove it")
     nothing_of(copy, name)
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("Oslo\n", ["tagged.conll:1", "one column"]),
-        ("Oslo B-LOC\nis X\n", ["tagged.conll:2", "'X'", "O, B-TYPE or I-TYPE"]),
-        ("Oslo O\n", ["tagged.conll", "no entity"]),
-        ("", ["tagged.conll", "no entity"]),
-    ],
-)
-def test_bad_tagged_sentences_are_refused(copy: Path, content: str, told: list[str]) -> None:
-    (copy / "tagged.conll").write_text(content)
+def test_bad_tagged_sentences_are_refused(copy: Path) -> None:
+    (copy / "tagged.conll").write_text("Oslo\n")
     shutil.rmtree(copy / "root/data/spans")
-    refused(run(copy, "tag", "--set", "tag.method=tagger"), *told)
+    refused(run(copy, "tag", "--set", "tag.method=tagger"), "tagged.conll:1", "one column")
     nothing_of(copy, "tag")
 
 
@@ -228,51 +179,17 @@ def test_spans_that_nobody_gave_are_asked_for(project: Path) -> None:
 # params.yaml, presets and --set
 
 
-@pytest.mark.parametrize(
-    ("setting", "told"),
-    [
-        ("pretrain.step=5", ["pretrain.step", "steps"]),
-        ("pretraining.steps=5", ["'pretraining'", "pretrain"]),
-        ("pretrain.steps=many", ["pretrain.steps", "'many'", "a whole number is wanted"]),
-        ("pretrain.steps=1.5", ["pretrain.steps", "1.5", "a whole number is wanted"]),
-        ("pretrain.steps=true", ["pretrain.steps", "True", "a whole number is wanted"]),
-        ("pretrain.steps=-1", ["pretrain.steps", "-1", "at least 0"]),
-        ("pretrain.marginal=both", ["pretrain.marginal", "'both'", "joint, per_token"]),
-        ("pretrain.null_document=1", ["pretrain.null_document", "true or false is wanted"]),
-        ("pretrain.steps", ["section.key=value is wanted", "pretrain.steps=100"]),
-        ("pretrain.steps=[", ["--set 'pretrain.steps=['"]),
-    ],
-)
-def test_a_bad_setting_is_refused(project: Path, setting: str, told: list[str]) -> None:
-    refused(run(project, "snapshot", "--set", setting), *told)
+def test_bad_options_are_refused(project: Path) -> None:
+    """On the command line and in the file; what else may be wrong with them is in test_config.py."""
+    refused(run(project, "snapshot", "--set", "pretrain.step=5"), "unknown key pretrain.step", "is steps meant?")
+    write_params(project / "params.yaml", {**toy_values(), "ict": {"steps": "5 steps"}})
+    refused(run(project, "snapshot"), "params.yaml", "ict.steps", "'5 steps'", "a whole number is wanted")
     assert not (project / "root").exists()
 
 
-@pytest.mark.parametrize(
-    ("section", "keys", "told"),
-    [
-        ("ict", {"stepz": 5}, ["params.yaml", "unknown key ict.stepz", "its keys are task, crops, steps"]),
-        ("ict", {"steps": "5 steps"}, ["params.yaml", "ict.steps", "'5 steps'", "a whole number is wanted"]),
-        ("itc", {"steps": 5}, ["params.yaml", "unknown section 'itc'", "sections are run"]),
-    ],
-)
-def test_a_bad_params_file_is_refused(project: Path, section: str, keys: dict[str, object], told: list[str]) -> None:
-    values = toy_values()
-    write_params(project / "params.yaml", {**values, section: {**values.get(section, {}), **keys}})
-    refused(run(project, "snapshot"), *told)
-    assert not (project / "root").exists()
-
-
-def test_a_missing_key_section_file_or_preset_is_named(project: Path) -> None:
+def test_a_missing_file_or_preset_is_named(project: Path) -> None:
     refused(run(project, "snapshot", "--preset", "tiny"), "--preset 'tiny'", "pipelines/presets")
     refused(cli("run", "snapshot", "--params", project / "no.yaml"), "no.yaml does not exist", "--params")
-    values = toy_values()
-    del values["ict"]["steps"]
-    write_params(project / "params.yaml", values)
-    refused(run(project, "snapshot"), "params.yaml", "ict.steps is missing")
-    del values["ict"]
-    write_params(project / "params.yaml", values)
-    refused(run(project, "snapshot"), "params.yaml", "'ict' is missing")
     (project / "params.yaml").write_text("run: [\n")
     refused(run(project, "snapshot"), "params.yaml", "line 2")
     assert not (project / "root").exists()
@@ -290,18 +207,7 @@ def test_a_stage_without_its_input_says_what_to_run(project: Path) -> None:
     ("damage", "told"),
     [
         (b"", ["manifest.json is not valid JSON", "run its stage again"]),
-        (b'{"kind": "snapshot", "sch', ["manifest.json is not valid JSON", "run its stage again"]),
-        (b"[]", ["manifest.json", "list", "run the stage that makes it again"]),
         (b'{"kind": "tag", "schema": 1}', ["manifest.json", "('tag', 1)", "run the stage that makes it again"]),
-        (b'{"kind": "snapshot", "schema": 1}', ["manifest.json", "files", "run the stage that makes it again"]),
-        (
-            b'{"kind": "snapshot", "schema": 1, "files": {"a": 1}}',
-            ["manifest.json", "run the stage that makes it again"],
-        ),
-        (
-            b'{"kind": "snapshot", "schema": 1, "files": {"../a": {"bytes": 1, "sha256": ""}}}',
-            ["'../a' leaves the folder"],
-        ),
     ],
 )
 def test_a_damaged_manifest_is_refused_and_its_stage_mends_it(copy: Path, damage: bytes, told: list[str]) -> None:
@@ -318,14 +224,10 @@ def test_a_damaged_manifest_is_refused_and_its_stage_mends_it(copy: Path, damage
     }
 
 
-@pytest.mark.parametrize("change", ["cut", "flipped", "removed"])
-def test_a_damaged_file_is_refused(copy: Path, change: str) -> None:
+def test_a_damaged_file_is_refused(copy: Path) -> None:
     path = copy / "root/models/ict/reader.safetensors"
     content = path.read_bytes()
-    if change == "removed":
-        path.unlink()
-    else:
-        path.write_bytes(content[:-1] if change == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     shutil.rmtree(copy / "root/models/pretrain")
     refused(run(copy, "pretrain"), "models/ict/reader.safetensors", "run the stage that makes it again")
     nothing_of(copy, "pretrain")
@@ -350,32 +252,24 @@ def test_spans_of_another_corpus_are_refused(copy: Path) -> None:
     nothing_of(copy, "ict")
 
 
-@pytest.mark.parametrize(
-    ("field", "more"),
-    [
-        ("corpus_hash", GOOD),
-        ("embedding_width", b""),
-    ],
-)
-def test_the_exchange_of_another_run_is_refused(copy: Path, field: str, more: bytes) -> None:
-    """The same folder for two runs: corpus, shapes or options differ."""
+def test_the_exchange_of_another_run_is_refused(copy: Path) -> None:
+    """The same folder for two runs, of which the second has another width."""
     shared = ("--set", f"pretrain.exchange={copy / 'exchange'}")
     shutil.rmtree(copy / "root/models/pretrain")
     assert run(copy, "pretrain", *shared).exit_code == 0
     shutil.rmtree(copy / "root/models/pretrain")
-    with open(copy / "documents.jsonl", "ab") as file:
-        file.write(more)
-    other = ("--set", "tag.method=dates", "--set", "retriever.embedding_width=4")
-    for name in ("snapshot", "tag", "ict"):
-        assert run(copy, name, *other).exit_code == 0
+    other = ("--set", "retriever.embedding_width=4")
+    assert run(copy, "ict", *other).exit_code == 0
     result = run(copy, "pretrain", *shared, *other)
     refused(result, str(copy / "exchange"), "belongs to another run", "give this run another exchange folder")
     card = next((copy / "exchange/run").glob("v-*/manifest.json"))
-    assert field in json.loads(card.read_bytes())["run"]
+    assert {"corpus_hash", "embedding_width"} <= json.loads(card.read_bytes())["run"].keys()
     nothing_of(copy, "pretrain")
 
 
-def test_a_builder_on_the_exchange_of_another_corpus_is_refused(copy: Path, tmp_path: Path) -> None:
+def test_a_builder_on_the_exchange_of_another_corpus_is_refused(
+    copy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shared = copy / "exchange"
     shutil.rmtree(copy / "root/models/pretrain")
     assert run(copy, "pretrain", "--set", f"pretrain.exchange={shared}").exit_code == 0
@@ -383,13 +277,10 @@ def test_a_builder_on_the_exchange_of_another_corpus_is_refused(copy: Path, tmp_
     write_project(tmp_path / "other")
     (tmp_path / "other/documents.jsonl").write_bytes(GOOD)
     assert run(tmp_path / "other", "snapshot").exit_code == 0
-    process = run_command(
-        "index-builder", "--exchange", shared, "--snapshot", tmp_path / "other/root/data/snapshot/corpus"
-    )
-    assert process.returncode == 2
-    assert "Traceback" not in process.stderr
+    builder = cli("index-builder", "--exchange", shared, "--snapshot", tmp_path / "other/root/data/snapshot/corpus")
+    assert builder.exit_code == 2
     for text in ("corpus_hash", str(shared), "belongs to another run"):
-        assert text in process.stderr, process.stderr
+        assert text in caplog.text
 
 
 def test_a_builder_on_a_folder_that_is_no_snapshot_is_refused(tmp_path: Path) -> None:
@@ -421,7 +312,7 @@ def on_a_small_disk(trained: Path, name: str, disk: Path) -> Result:
 def test_a_full_disk_ends_a_stage_until_there_is_room(trained: Path, name: str, told: Told) -> None:
     """More and more room, until there is enough: either the stage is whole or it was never there."""
     refusals = 0
-    for kilobytes in (4, 12, 24, 48, 80, 128, 256, 4096):
+    for kilobytes in (4, 12, 24, 80, 256, 4096):
         with small_disk(kilobytes << 10) as disk:
             result = on_a_small_disk(trained, name, disk)
             if result.exit_code == 0:
@@ -445,45 +336,34 @@ def test_pre_training_on_a_full_disk_goes_on_when_there_is_room(trained: Path, t
         shutil.rmtree(disk / "root/models/pretrain")
         filler = disk / "filler"
         filler.write_bytes(bytes(330 << 10))
-        process = run_command("run", "pretrain", *words, "--root", disk / "root")
-        assert process.returncode == 2, process.stderr
-        assert "Traceback" not in process.stderr
-        assert "Make room and run the same command again" in process.stderr
+        refused(cli("run", "pretrain", *words, "--root", disk / "root"), "Make room and run the same command again")
         assert not (disk / "root/models/pretrain").exists()
         assert litter(disk / "root") == []
         filler.unlink()
         subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
-        process = run_command("run", "pretrain", *words, "--root", disk / "root")
-        assert process.returncode == 0, process.stderr
+        result = cli("run", "pretrain", *words, "--root", disk / "root")
+        assert result.exit_code == 0, result.output
         assert len(small_project.journal(disk / "root/models/pretrain")) == 5
     told("pre-training on a tmpfs that becomes full", 1, "a message, then goes on")
 
 
 def test_a_file_that_may_not_grow_is_refused(trained: Path, tmp_path: Path) -> None:
     """The same for people who may not mount: a limit on the size of files."""
-    link_inputs(trained, "ict", tmp_path / "root")
-    process = subprocess.run(
-        small_project.command("run", "ict", "--params", trained / "params.yaml", "--root", tmp_path / "root"),
-        capture_output=True,
-        text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, 8 << 10)),
-        timeout=120,
-    )
-    assert process.returncode == 2, process.stderr
-    assert "Traceback" not in process.stderr
-    assert "File too large" in process.stderr
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 10, before[1]))
+    try:
+        result = on_a_small_disk(trained, "ict", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    refused(result, "File too large")
     assert not (tmp_path / "root/models/ict").exists()
     assert litter(tmp_path / "root") == []
 
 
 def test_what_is_written_is_readable_by_others(trained: Path) -> None:
     """Another user's builder or server reads what a stage wrote; some writers of tensors make private files."""
-    for path in (trained / "root/models").rglob("*.safetensors"):
-        assert path.stat().st_mode & 0o044 == 0o644 & 0o044 & ~current_umask(), path
-        assert load_tensors(path.read_bytes())
-
-
-def current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    for path in (trained / "root/models").rglob("*.safetensors"):
+        assert path.stat().st_mode & 0o044 == 0o044 & ~mask, path
+        assert load_tensors(path.read_bytes())

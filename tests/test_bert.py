@@ -13,24 +13,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from realmops.bert import (
+from realmops.encoders.bert import (
     Bert,
     BertConfig,
     MaskedWordHead,
-    Packed,
-    autocast,
-    even_rows,
     export_state,
-    freeze_products,
     import_pooler,
     import_state,
     initialise_small,
     load_bert,
-    resolve_device,
-    resolve_precision,
     save_bert,
 )
-from realmops.encoders import read_weights
+from realmops.encoders.devices import autocast, freeze_products, resolve_device, resolve_precision
+from realmops.encoders.folders import read_weights
+from realmops.encoders.packed import Packed, even_rows
 from realmops.model.reader import SpanHead
 
 SHAPE = {
@@ -129,8 +125,8 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
     assert all(batch.in_place for batch in singles)
     apart_TD, apart = gradients(singles)
     torch.testing.assert_close(whole_TD, apart_TD, rtol=0, atol=1e-5)
-    monkeypatch.setattr("realmops.bert._SCORES_TOGETHER", 60)
-    monkeypatch.setattr("realmops.bert._SCORES_OF_GROUP", 150)
+    monkeypatch.setattr("realmops.encoders.packed._SCORES_TOGETHER", 60)
+    monkeypatch.setattr("realmops.encoders.packed._SCORES_OF_GROUP", 150)
     groups = Packed(tokens, segments)
     assert 1 < len(groups.groups) < len(tokens)
     grouped_TD, grouped = gradients([groups])
@@ -145,19 +141,9 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
     torch.testing.assert_close(cls_BD, apart_TD[np.cumsum([0, *LENGTHS[:-1]])], rtol=0, atol=1e-5)
 
 
-def test_neighbours_in_a_batch_do_not_see_each_other(theirs: transformers.BertForMaskedLM, tmp_path: Path) -> None:
-    bert, _ = loaded(theirs, tmp_path)
-    tokens, segments = sequences()
-    before = bert(Packed(tokens, segments))
-    tokens[2] = tokens[2][::-1].copy()
-    after = bert(Packed(tokens, segments))
-    same = [torch.equal(a, b) for a, b in zip(before.split(LENGTHS), after.split(LENGTHS), strict=True)]
-    assert same == [True, True, False, True]
-
-
 def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.bert._SCORES_TOGETHER", 1)
-    monkeypatch.setattr("realmops.bert._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
+    monkeypatch.setattr("realmops.encoders.packed._SCORES_TOGETHER", 1)
+    monkeypatch.setattr("realmops.encoders.packed._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
     batch = Packed([np.arange(length) for length in (5, 2, 1, 2)])
     found = [(g.first, g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
     assert found == [(0, 2, 8, True), (16, 1, 2, False), (18, 1, 5, False)]
@@ -175,7 +161,6 @@ def test_packed_places() -> None:
     assert batch.first_B.tolist() == [0, 2, 3]
     assert batch.padded_row_T.tolist() == [0, 1, 8, 16, 17, 18]
     (group,) = batch.groups
-    assert group.is_padding_GL is not None
     assert group.is_padding_GL.tolist() == [[False] * length + [True] * (8 - length) for length in (2, 1, 3)]
     assert (len(batch), batch.longest, batch.padded_rows, batch.in_place) == (3, 3, 24, False)
 
@@ -215,7 +200,7 @@ def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPa
         ]
 
     even = values()
-    monkeypatch.setattr("realmops.bert.even_rows", lambda x: x)
+    monkeypatch.setattr("realmops.encoders.bert.even_rows", lambda x: x)
     monkeypatch.setattr("realmops.model.reader.even_rows", lambda x: x)
     for one, other in zip(even, values(), strict=True):
         # bf16 keeps eight bits, and the order of a sum may differ with the number of rows

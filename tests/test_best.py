@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +14,20 @@ import pytest
 import small_project
 import torch
 from safetensors.torch import load_file
-from small_world import World, section, tiny_models
+from small_world import Killed, World, section, tiny_models
 
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.index.embed import embed_documents
+from realmops.index.mips import Exact
+from realmops.index.source import Index
 from realmops.model.retriever import Mixture
+from realmops.stages import ict as stages_ict
 from realmops.train import held_out as module
-from realmops.train.held_out import BestModels
-from realmops.train.pretrain import Example, Examples, Realm
+from realmops.train.examples import Example, Examples
+from realmops.train.held_out import BestModels, held_out_rows
+from realmops.train.realm import Realm
 
 # ---- the best so far
 
@@ -75,14 +82,26 @@ def test_the_likeliest_of_those_that_find_no_less_than_the_start(
     )
 
 
+@pytest.mark.parametrize("log_p", [float("nan"), -float("inf")])
+def test_a_likelihood_that_is_no_number_is_never_the_best(
+    offered: tuple[BestModels, Callable[..., None]], log_p: float
+) -> None:
+    best, offer = offered
+    with pytest.raises(ValueError, match=r"held_out_log_p is (nan|-inf) with the models of step 0.*train ict again"):
+        offer(0, figures(0.5, log_p))
+    assert not best.folder.exists() or not list(best.folder.iterdir())
+    offer(0, figures(0.5, -3.0))
+    offer(4, figures(0.9, log_p))
+    assert best.step == 0
+    offer(8, figures(0.5, -2.5))
+    assert best.step == 8
+
+
 def test_a_kill_between_the_new_and_the_old_leaves_the_new(
     offered: tuple[BestModels, Callable[..., None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     best, offer = offered
     offer(0, figures(0.5, -3.0))
-
-    class Killed(BaseException):
-        pass
 
     usual = module.shutil.rmtree
 
@@ -147,6 +166,57 @@ def test_a_passage_is_uniform_among_those_with_something_left(world: World) -> N
     assert counts[:11].tolist() == pytest.approx([400] * 11, abs=80)
 
 
+def test_trivial_passages_never_count_though_training_may_take_them(world: World) -> None:
+    """The last span of passage 2 is in a sentence that passage 3 has, too; all other passages are found."""
+    retriever, reader = tiny_models(world)
+    limits = {"candidates": 13, "query_wordpieces": 40, "reader_wordpieces": 60}
+    options = section("pretrain", **limits, exclude_trivial=False)
+    realm = Realm(retriever, reader, world.snapshot, options, torch.float32)
+    embedding_PE = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), torch.float32)
+    last = int(world.spans.offsets[3]) - 1
+    example = Examples(world.snapshot, world.spans, options).example(last, np.random.default_rng(0))
+    [found] = module.found_for(realm, [example], Index(0, Exact(embedding_PE), retriever, 0.0, True))
+    assert sorted(found) == [0, 1, *range(4, 12)]
+
+
+PIECES = ["kim", "art", "##s", "##y", "p", "##art"]
+
+
+@pytest.mark.parametrize(
+    ("passage", "original", "masked", "hit"),
+    [
+        ("kim art kim", "kim art", [1], True),
+        ("kim art", "kim art", [1], True),
+        ("kim art ##s", "kim art", [1], False),
+        ("art ##s kim art", "kim art", [1], True),
+        ("p ##art ##y", "kim art", [1], False),
+        ("art ##s ##y", "kim art ##s", [1, 2], False),
+        ("kim art ##y", "kim art ##s", [1], True),
+    ],
+    ids=["inside", "at the end", "longer", "both", "end of another", "longer of two pieces", "masked in part"],
+)
+def test_a_word_inside_a_longer_one_is_no_hit(
+    passage: str, original: str, masked: list[int], hit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, x = (np.array([PIECES.index(piece) for piece in text.split()]) for text in (passage, original))
+    example = Example(0, x, x, np.array(masked), x[masked], "")
+    continues = np.array([piece.startswith("##") for piece in PIECES])
+    realm: Any = SimpleNamespace(snapshot=SimpleNamespace(body=lambda passage: body, continues_word=continues))
+    monkeypatch.setattr(module, "found_for", lambda *given: [[0]])
+    monkeypatch.setattr(module, "_guesses", lambda *given: [{"masked_log_p": 0.0}])
+    found = module.measure(realm, [example], None)  # type: ignore[arg-type]
+    assert found["hit_at_5"] == hit
+
+
+@pytest.mark.parametrize(("spans", "held"), [(0, 0), (5, 1), (95, 9), (4000, 400), (50000, 400)])
+def test_what_ict_leaves_out_holds_all_that_pre_training_holds_out(spans: int, held: int) -> None:
+    """A tenth and 1,000 at most; how many of these are wanted is known to pre-training alone."""
+    wanted, left_out = held_out_rows(spans, 3, 400), held_out_rows(spans, 3)
+    assert len(wanted) == held
+    assert wanted.tolist() == left_out[:held].tolist()
+    assert len(held_out_rows(50000, 3, 2000)) == len(held_out_rows(50000, 3)) == 1000
+
+
 # ---- the stage
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -175,10 +245,6 @@ def run(project: Path, report: small_project.Quiet | None = None, **changes: Any
 def files(project: Path) -> dict[str, bytes]:
     folder = project / "root/models/pretrain"
     return {path.name: path.read_bytes() for path in folder.glob("*") if path.name.startswith(("re", "model"))}
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 def test_a_killed_pre_training_keeps_its_best_and_hands_on_the_same_bytes(
@@ -246,6 +312,17 @@ def test_harm_is_not_handed_on(project: Path) -> None:
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert metrics["masked_log_p"] > -20, "measured with what is handed on"
     assert metrics["hit_at_5_after"] >= metrics["hit_at_5_before"]
+
+
+def test_ict_hands_on_which_sentences_it_may_not_learn(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that pre-training holds out: without a warm-up text both read the same sentences."""
+    seen: list[Any] = []
+    monkeypatch.setattr(stages_ict, "train_reader", lambda *given: seen.append(given[6]))
+    shutil.copytree(project / "root/data", project / "again/data")
+    small_project.stage("ict", small_project.toy_values(**OPTIONS), project, project / "again")
+    spans = Spans.open(project / "root/data/spans/corpus")
+    assert seen == [held_out_rows(len(spans.rows), 0).tolist()]
+    assert len(seen[0]) == 2
 
 
 def test_both_models_are_as_they_were_after_a_look(world: World) -> None:

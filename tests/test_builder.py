@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +30,7 @@ from exchange_lab import (
     embedder,
 )  # fmt: skip
 from safetensors.torch import save
+from small_project import wait_for
 
 from realmops.index import process
 from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
@@ -133,43 +132,6 @@ def test_a_killed_builder_goes_on_with_the_parts_it_has_committed() -> None:
     check_index(trainer.index_for(0))
 
 
-def test_i7_two_builders_at_once_end_in_one_generation() -> None:
-    """The other builder comes in before any operation of the first, and does all that is to do."""
-    at, losers = 0, 0
-    while True:
-        files = MemoryFiles()
-        trainer = trainer_on(files)
-        trainer.publish_weights(0, PARAMS, {})
-        other = builder_on(files, StillClock(), "1")
-        count = 0
-
-        def other_first(operation: str, path: Path, effect: Any) -> Any:
-            nonlocal count
-            if count == at:  # noqa: B023
-                other.build_next()  # noqa: B023
-                other.exchange.collect_indexes()  # noqa: B023
-            count += 1
-            return effect()
-
-        said: list[str] = []
-        exchange = Exchange.open(
-            ROOT, IDENTITY, "builder-0", files=files.seen_by(other_first), clock=StillClock(), grace=0.0
-        )
-        one = Builder(exchange, WORK, on_status=said.append)
-        with suppress(FileNotFoundError):  # its parts went with the generation that the other has published
-            one.build_next()
-        exchange.collect_indexes()
-        losers += any("another builder published" in word for word in said)
-        assert files.listdir(ROOT / "indexes") == [version_name(1, 0)], at
-        assert files.listdir(ROOT / "parts") == [], at
-        check_index(trainer.index_for(0))
-        if count <= at:
-            break
-        at += 1
-    assert at > 60
-    assert losers > 0
-
-
 def test_builders_take_parts_in_orders_that_seldom_meet_and_skip_what_is_there() -> None:
     """Of 40 parts, four builders that are equally fast have all in little more than ten rounds."""
     embedded: list[tuple[int, int]] = []
@@ -191,26 +153,17 @@ def test_builders_take_parts_in_orders_that_seldom_meet_and_skip_what_is_there()
     assert rounds <= 13
 
 
-@pytest.mark.parametrize("damage", [b"", b"x" * 96])
-def test_a_damaged_part_is_set_aside_and_embedded_again(damage: bytes) -> None:
+@pytest.mark.parametrize("harm", ["cut", "changed", "of other weights"])
+def test_a_part_that_is_damaged_or_of_other_weights_is_set_aside_and_embedded_again(harm: str) -> None:
     files = MemoryFiles()
     trainer = trainer_on(files)
     trainer.publish_weights(0, PARAMS, {})
-    name = part_name(version_name(1, 0), 0, 3)
-    digest = trainer.exchange.weights.manifest(version_name(1, 0)).digest
+    weights = trainer.exchange.weights.load(version_name(1, 0))
+    name, digest = part_name(version_name(1, 0), 0, 3), "other" if harm == "of other weights" else weights.digest
     parts = builder_on(files, StillClock()).exchange.parts
-    parts.publish(name, embedder(trainer.exchange.weights.load(version_name(1, 0)))(0, 3), {"weights": digest})
-    files._at(ROOT / "parts" / name / "rows.bin").data = damage
-    assert run_until_idle(files) == ["begins again"]
-    check_index(trainer.index_for(0))
-
-
-def test_a_part_of_other_weights_with_the_same_name_is_not_merged() -> None:
-    files = MemoryFiles()
-    trainer = trainer_on(files)
-    trainer.publish_weights(0, PARAMS, {})
-    builder = builder_on(files, StillClock())
-    builder.exchange.parts.publish(part_name(version_name(1, 0), 0, 3), {"rows.bin": b"x" * 96}, {"weights": "other"})
+    parts.publish(name, embedder(weights)(0, 3), {"weights": digest})
+    if harm in ("cut", "changed"):
+        files._at(ROOT / "parts" / name / "rows.bin").data = b"" if harm == "cut" else b"x" * 96
     assert run_until_idle(files) == ["begins again"]
     check_index(trainer.index_for(0))
 
@@ -370,7 +323,7 @@ def test_no_builder_is_left_for_an_exchange_that_is_gone_with_its_file(
 
 
 def start(root: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, exchange_lab.__file__, "builder", str(root), "0", *more]
+    command = [sys.executable, exchange_lab.__file__, str(root), *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -386,12 +339,12 @@ def test_a_builder_that_comes_first_waits_builds_and_ends_with_0_on_sigterm(tmp_
     root = tmp_path / "exchange"
     process = start(root)
     read_until(process, "its trainer has not started")
-    trainer = Trainer(Exchange.open(root, IDENTITY, grace=0.0), Policy(builder_timeout=30))
+    trainer = Trainer(Exchange.open(root, IDENTITY, grace=0.0), Policy(builder_timeout=600))
     trainer.publish_weights(0, PARAMS, {})
     check_index(trainer.index_for(0))
     read_until(process, "waiting for weights")
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate()
     assert (process.returncode, errors) == (0, "")
 
 
@@ -402,20 +355,20 @@ def test_a_builder_ends_when_the_process_that_started_it_is_killed(tmp_path: Pat
         "import subprocess, sys, time\n"
         "child = subprocess.Popen(sys.argv[1:])\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(3600)\n"
     )
-    command = [sys.executable, exchange_lab.__file__, "builder", str(root), "0", "watch"]
+    command = [sys.executable, exchange_lab.__file__, str(root), "watch"]
     parent = subprocess.Popen([sys.executable, "-c", script, *command], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     child = int(parent.stdout.readline())
     read_until(parent, "waiting for weights")
     parent.kill()
     parent.wait()
-    for _ in range(500):
-        if not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text():
-            break
-        time.sleep(0.01)
-    else:
+    status = Path(f"/proc/{child}/status")
+    try:
+        wait_for(lambda: not status.exists() or "\nState:\tZ" in status.read_text(), 5)
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # it ended between the two looks
+    except AssertionError:
         os.kill(child, signal.SIGKILL)
-        raise AssertionError("the builder outlived its parent")
+        raise AssertionError("the builder outlived its parent") from None
     parent.stdout.close()

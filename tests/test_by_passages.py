@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_world import MemoryCheckpoints, MemoryJournal, World, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import (
+    MemoryJournal,
+    World,
+    index_of,
+    killed_and_resumed,
+    same_parameters,
+    section,
+    tiny_context,
+    tiny_models,
+    tiny_optimiser,
+)
 from torch import Tensor
 
-from realmops.bert import Packed
 from realmops.config import Finetune
 from realmops.corpus.questions import Question
+from realmops.encoders.packed import Packed
 from realmops.index.embed import document_sequences, embed
-from realmops.index.mips import Exact
+from realmops.index.source import Index
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query
 from realmops.train import passages as module
@@ -31,7 +43,6 @@ from realmops.train.passages import (
     passage_steps,
     train_by_passages,
 )
-from realmops.train.pretrain import Index
 
 # Passages 0, 1, 4 and 5 hold Oslo, 2, 3 and 9 hold 1950, 6 alone 1972, 8 and 2 Karl Lund
 QUESTIONS = [
@@ -48,8 +59,7 @@ POSITIVES = Positives.of([0, 2, 6, -1, 8, 5, 0])
 
 def options(**changes: Any) -> Finetune:
     values = {"retriever_epochs": 2, "retriever_batch_size": 2, "retriever_learning_rate": 3e-3}
-    found: Finetune = section("finetune", **{**values, "query_wordpieces": 24, "checkpoint_every": 2, **changes})
-    return found
+    return section("finetune", **{**values, "query_wordpieces": 24, "checkpoint_every": 2, **changes})
 
 
 def test_positives_by_hand() -> None:
@@ -140,7 +150,6 @@ def test_the_retriever_learns(world: World) -> None:
 def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_QUESTIONS", 1)
     asked: list[int] = []
-    usual = Retriever.relevance
 
     def batches(context: Context, groups: Any, options: Any, step_loss: Any, **rest: Any) -> int:
         for step in range(40):
@@ -155,7 +164,6 @@ def test_of_many_questions_of_a_passage_some_are_asked(world: World, monkeypatch
     monkeypatch.setattr(module, "fit", batches)
     monkeypatch.setattr(module, "Packed", packed)
     train(world, options(retriever_batch_size=5))
-    assert usual is Retriever.relevance
     assert len(asked) == 40 * 5, "one of each passage"
     assert len(set(asked)) == 6, "both of passage 0 in turn"
 
@@ -204,35 +212,13 @@ def test_processes_share_a_batch_of_any_size(
     assert sum(found) / processes == pytest.approx(slow_loss(world, start, rows, options()), rel=1e-5)
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
 @pytest.mark.parametrize("kill_at", [1, 3, 4])
 def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, kill_at: int) -> None:
     """Six steps with dropout, a checkpoint at every second."""
     expected, lines = train(world, options(), dropout=0.1)
-    checkpoints, journal = MemoryCheckpoints(), MemoryJournal()
-
-    def progress(count: int) -> None:
-        if len(journal.lines()) == kill_at:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(world, options(), dropout=0.1, checkpoints=checkpoints, journal=journal, progress=progress)
-    assert bool(checkpoints.saved) == (kill_at > 2)
-    found, _ = train(world, options(), dropout=0.1, checkpoints=checkpoints, journal=journal)
-    for name, parameter in found.named_parameters():
-        assert torch.equal(parameter, expected.get_parameter(name)), name
+    (found, _), journal = killed_and_resumed(partial(train, world, options(), dropout=0.1), kill_at)
+    same_parameters(found, expected)
     assert journal.without_times() == lines.without_times()
-
-
-def index_of(world: World, retriever: Retriever, step: int = 0) -> Index:
-    """All passages as the retriever embeds them now."""
-    copied, _ = tiny_models(world)
-    copied.load_state_dict(retriever.state_dict())
-    embedding_PE = embed(copied.document, document_sequences(world.snapshot, range(12)), torch.float32)
-    return Index(step, Exact(embedding_PE), copied.eval(), 0.0, True)
 
 
 def test_hard_negatives_are_the_best_passages_without_an_answer_outside_the_batch(world: World) -> None:
@@ -260,7 +246,7 @@ def test_an_index_that_is_refreshed_meanwhile_gives_hard_negatives(world: World)
     class Source:
         def at_step(self, step: int, now: Retriever) -> Index | None:
             asked.append(step)
-            return index_of(world, now, step) if step % 2 == 0 else None
+            return index_of(world, copy.deepcopy(now).eval(), step) if step % 2 == 0 else None
 
     journal = MemoryJournal()
     context = tiny_context(journal=journal)

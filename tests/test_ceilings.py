@@ -28,15 +28,23 @@ def test_answer_fits_reader_takes_the_shortest_answer() -> None:
         Question("b", "?", ("one two three four five six seven eight nine ten eleven",)),
         Question("c", "?", ("one two three four five six seven eight nine ten",)),
     ]
-    fits = answer_fits_reader(questions, lambda text: len(text.split()))
-    assert fits.tolist() == [True, False, True]
+    for most, expected in ((9, [True, False, False]), (10, [True, False, True]), (11, [True, True, True])):
+        assert answer_fits_reader(questions, lambda text: len(text.split()), most).tolist() == expected
 
 
-def test_reader_can_answer_needs_the_span_in_the_top_five() -> None:
+def test_reader_can_answer_needs_a_short_span_in_the_passages_read() -> None:
     words = [[(text.index(word), text.index(word) + len(word)) for word in text[:-1].split()] for text in TEXTS]
     ranked = np.array([[2, 2, 2, 2, 1, 3], [2, 2, 2, 2, -1, 3], [2, 1, 0, 3, 0, 0]])
-    found = reader_can_answer(QUESTIONS, ranked, TEXTS.__getitem__, lambda i: np.array(words[i]), rule="token_boundary")
-    assert found.tolist() == [True, False, False]
+    for read, wordpieces, expected in ((5, 10, [1, 0, 0]), (6, 10, [1, 1, 0]), (6, 1, [0, 1, 0])):
+        found = reader_can_answer(
+            QUESTIONS,
+            ranked[:, :read],
+            TEXTS.__getitem__,
+            lambda i: np.array(words[i]),
+            rule="token_boundary",
+            wordpieces=wordpieces,
+        )
+        assert found.tolist() == expected, (read, wordpieces)
 
 
 WORDS = ["Tor", "tor", "Hollow", "1", "1995", "5", "é", "É", "£5", "U.S.", "the", "mill", "mills", "\n", "\u00ff"]

@@ -23,6 +23,8 @@ from small_world import (
     MemoryJournal,
     World,
     build_world,
+    killed_and_resumed,
+    same_parameters,
     section,
     tiny_context,
     tiny_optimiser,
@@ -41,14 +43,14 @@ from realmops.baselines.t5 import (
     pretrain,
     span_corruption,
 )
-from realmops.bert import Bert, BertConfig, save_bert
 from realmops.config import ClosedBookOptions
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.encoders import T5, encoder_files
+from realmops.encoders.bert import BertConfig
+from realmops.encoders.folders import T5, encoder_files
 from realmops.train.finetune import finetune_steps
 from realmops.train.loop import TENSORS
 
@@ -226,9 +228,11 @@ def test_options_tell_readers_of_passages_from_those_that_read_none() -> None:
 
 
 def test_it_learns_questions_by_heart(learned: ClosedBook) -> None:
-    answers = learned.answer(ASKED, batch_size=4)
+    told: list[int] = []
+    answers = learned.answer(ASKED, batch_size=4, progress=told.append)
     assert [answer.text for answer in answers] == [q.answers[0].lower() for q in ASKED]
     assert all(np.log(0.5) < answer.log_p < 0 for answer in answers)
+    assert told == [4, 2]
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -250,12 +254,6 @@ def test_an_answer_is_the_most_likely_piece_each_time(learned: ClosedBook, world
         assert answer.text == model.text(written)
         assert answer.log_p == pytest.approx(total, abs=1e-4)
     assert ended == len(ASKED) if trained else ended < len(ASKED)
-
-
-def test_progress_counts_the_questions(learned: ClosedBook) -> None:
-    told: list[int] = []
-    learned.answer(ASKED, batch_size=4, progress=told.append)
-    assert told == [4, 2]
 
 
 def other_passages(folder: Path, world: World) -> Snapshot:
@@ -324,17 +322,6 @@ def test_the_small_model_has_the_readers_shape_and_its_seed(world: World) -> Non
 # ---- killed and started again
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
-class ShortJournal(MemoryJournal):
-    def log(self, step: int, **metrics: float) -> None:
-        if step == 5:
-            raise Killed
-        super().log(step, **metrics)
-
-
 def t5_folder(folder: Path, dropout: float = 0.0, **changes: Any) -> Path:
     """A T5 and its own tokenizer, Unigram over the toy questions' words, as transformers saves them."""
     words = sorted({word for q in ASKED for word in (q.question + " " + q.answers[0]).split()})
@@ -361,27 +348,16 @@ def test_dropout_is_for_learning_alone(world: World, tmp_path: Path) -> None:
 def test_killed_and_started_again_it_ends_with_the_same_bits(world: World, tmp_path: Path, training: str) -> None:
     init = str(t5_folder(tmp_path, dropout=0.2)) if "dropout" in training else "small"
 
-    def process(checkpoints: MemoryCheckpoints, journal: MemoryJournal) -> ClosedBook:
+    def process(**surroundings: Any) -> ClosedBook:
         chosen = options(init=init, epochs=3, batch_size=3, checkpoint_every=2)
         model = small(world.snapshot, init=init)
-        context = tiny_context(checkpoints=checkpoints, journal=journal)
-        if training == "pretrain":
-            pretrain(context, model, world.snapshot, chosen, tiny_optimiser())
-        else:
-            finetune(context, model, ASKED, chosen, tiny_optimiser())
+        train, text = (pretrain, world.snapshot) if training == "pretrain" else (finetune, ASKED)
+        train(tiny_context(**surroundings), model, text, chosen, tiny_optimiser())
         return model
 
     start, whole, journal = small(world.snapshot, init=init), MemoryCheckpoints(), MemoryJournal()
-    expected = process(whole, journal)
-    broken, short = MemoryCheckpoints(), ShortJournal()
-    with pytest.raises(Killed):
-        process(broken, short)
-    assert list(broken.saved) == [2, 4]
-    rest = MemoryJournal(short.content)
-    model = process(broken, rest)
-    for name, parameter in model.net.named_parameters():
-        assert torch.equal(parameter, expected.net.get_parameter(name)), name
-    assert broken.saved[max(whole.saved)][TENSORS] == whole.saved[max(whole.saved)][TENSORS]
+    expected, (model, rest) = process(checkpoints=whole, journal=journal), killed_and_resumed(process, 5)
+    same_parameters(model.net, expected.net)
     assert rest.without_times() == journal.without_times()
     assert model.net.lm_head.weight is model.net.shared.weight
     assert not torch.equal(model.net.shared.weight, start.net.shared.weight)
@@ -395,18 +371,14 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(world: World, tmp_p
 
 
 def test_a_saved_model_gives_the_same_answers(world: World, learned: ClosedBook, tmp_path: Path) -> None:
+    """With the vocabulary that it learned with; another one is refused."""
     learned.save(tmp_path)
     again = ClosedBook.open(tmp_path, world.snapshot, CPU)
     assert again.answer(ASKED, batch_size=4) == learned.answer(ASKED, batch_size=4)
     assert again.net.config.dropout_rate == 0.0
     assert not list(tmp_path.glob("*.bin"))
-
-
-def test_a_model_of_another_vocabulary_is_refused(world: World, learned: ClosedBook, tmp_path: Path) -> None:
-    learned.save(tmp_path)
-    values = json.loads((tmp_path / FILE).read_text())
-    assert values.pop("vocabulary_hash") == world.snapshot.vocabulary_hash
-    (tmp_path / FILE).write_text(json.dumps({**values, "vocabulary_hash": "0" * 64}))
+    assert json.loads((tmp_path / FILE).read_text())["vocabulary_hash"] == world.snapshot.vocabulary_hash
+    edit(tmp_path / FILE, vocabulary_hash="0" * 64)
     with pytest.raises(ValueError, match=r"trained with the vocabulary 000000000000, the snapshot has [0-9a-f]{12};"):
         ClosedBook.open(tmp_path, world.snapshot, CPU)
 
@@ -506,27 +478,6 @@ def test_a_folder_that_is_no_t5_is_named(world: World, tmp_path: Path, kind: str
     with pytest.raises(ValueError, match=message) as error:
         small(world.snapshot, init=str(tmp_path))
     assert str(tmp_path) in str(error.value)
-
-
-def test_an_encoder_alone_is_no_t5(world: World, tmp_path: Path) -> None:
-    save_bert(tmp_path, Bert(BertConfig(40, 8, 1, 2, 16, 64, 0.0)))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"model_type is 'bert'; only T5 models can be used"):
-        small(world.snapshot, init=str(tmp_path))
-
-
-def test_a_t5_that_cannot_be_had_says_what_to_fetch(world: World) -> None:
-    assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(ValueError, match=r"closed_book\.init is 'google-t5/t5-base': no such folder") as error:
-        small(world.snapshot, init="google-t5/t5-base")
-    for words in (
-        "hf download google-t5/t5-base --local-dir t5-base",
-        "set closed_book.init to its path",
-        "/hub",
-        "a T5's folder has config.json, model.safetensors, and tokenizer.json",
-        "closed_book.init=small",
-    ):
-        assert words in str(error.value)
 
 
 def test_the_files_that_it_depends_on(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from realmops.corpus.masking import passages_with
 from realmops.corpus.questions import Question, json_line, read_questions
 from realmops.evaluate.predictions import read_results
 from realmops.model.retriever import Mixture
+from realmops.stages.evaluate import _rankings
+from realmops.train.finetune import question_loss
 from realmops.train.ict import SentencesWithSpans
 from realmops.train.mixture import fit_to_questions
 from realmops.train.windows import lessons_of
@@ -145,6 +148,19 @@ def test_the_parts_come_from_passages_of_their_own(world: World) -> None:
         split(many[:6], 0)
 
 
+def test_a_passage_that_is_only_ever_a_second_source_is_of_one_part() -> None:
+    """400 questions of passages of their own; a copy of each sentence stands in one of 200 others."""
+    many = [Question(f"c{n}", "?", ("a",), not_in=(f"p{n}", f"copy{n % 200}")) for n in range(400)]
+    by_id = {q.id: {*q.not_in} for q in many}
+    parts = split(many, 0)
+    seen = [set().union(*(by_id[q.id] for q in part)) for part in parts.values()]
+    assert not any(a & b for n, a in enumerate(seen) for b in seen[:n])
+    counts = {name: len(part) for name, part in parts.items()}
+    assert counts["train"] >= 400 - 2 * 40, "one question at most is lost for each one of dev and test"
+    assert 18 <= min(counts["dev"], counts["test"]) <= max(counts["dev"], counts["test"]) <= 20
+    assert split(many, 0) == parts
+
+
 # ---- evidence
 
 
@@ -177,6 +193,15 @@ def test_sources_are_left_out(world: World) -> None:
     assert sources.left_out([question, BORN], found).tolist() == [[0, 5, -1, -1], [4, 0, 1, -1]]
 
 
+def test_baselines_have_as_many_passages_as_the_model(world: World) -> None:
+    """Recall@100 of BM25 was that of 98 passages for a question of two."""
+    job = SimpleNamespace(section=lambda _: SimpleNamespace(query_wordpieces=64), inputs={})
+    found = _rankings(job, world.snapshot, [not_in(world, 1, 4), BORN], None, lambda _, k: np.arange(k))  # type: ignore[arg-type]
+    own, other = found["bm25_"].tolist()
+    assert own == [p for p in range(102) if p not in (1, 4)]
+    assert other == list(range(100))
+
+
 @pytest.mark.parametrize("given", [False, True])
 def test_the_own_passage_is_neither_learned_from_nor_read(world: World, given: bool) -> None:
     """Whatever finds passages; the scores of the others stay what they were."""
@@ -197,7 +222,7 @@ def test_the_own_passage_is_neither_learned_from_nor_read(world: World, given: b
     relevance_BK, id_BK = model.evidence([question], 12)
     assert id_BK[0, -2:].tolist() == [-1, -1]
     assert relevance_BK[0, -2:].tolist() == [-torch.inf] * 2
-    assert torch.isfinite(model.loss([question])[0])
+    assert torch.isfinite(question_loss(model, [question])[0])
     with_oslo = {p for p in range(12) if "Oslo" in world.snapshot.text(p)}
     [lesson] = lessons_of(model, [not_in(world, *sorted(with_oslo)[1:])], 12)
     assert lesson.passage == min(with_oslo)

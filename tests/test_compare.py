@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,6 +71,26 @@ def test_other_questions_are_refused(tmp_path: Path) -> None:
     result = cli("compare", ours, tmp_path)
     assert result.exit_code == 2
     assert "predictions.parquet does not exist; run 'realmops run evaluate' there first" in result.stderr
+
+
+@pytest.mark.parametrize("other", [{"question": "Another one?"}, {"answers": ("another one",)}])
+def test_an_id_alone_pairs_no_questions(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Ids are unique in one file only: two sets with the ids 1, 2, 3 gave an interval once."""
+    rows = [replace(PREDICTION, question_id=name) for name in "123"]
+    ours, theirs = results(tmp_path / "a", []), results(tmp_path / "b", [])
+    write_predictions(ours / "predictions.parquet", rows)
+    write_predictions(theirs / "predictions.parquet", [rows[0], *(replace(row, **other) for row in rows[1:])])
+    result = cli("compare", ours, theirs)
+    assert result.exit_code == 2
+    assert "the id '2' is another question in" in result.stderr
+    assert "evaluate both runs on the same questions" in result.stderr
+
+
+def test_the_order_of_the_answers_makes_no_other_question(tmp_path: Path) -> None:
+    ours, theirs = results(tmp_path / "a", []), results(tmp_path / "b", [])
+    for folder, answers in ((ours, ("x", "y")), (theirs, ("y", "x"))):
+        write_predictions(folder / "predictions.parquet", [replace(PREDICTION, answers=answers)])
+    assert compare(ours, theirs, seed=0)[0].questions == 1
 
 
 # ---- failures

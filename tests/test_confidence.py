@@ -13,6 +13,7 @@ from sklearn.linear_model import LogisticRegression
 from small_project import Quiet, cli, stage, toy_values, trained_project
 
 from realmops import artifacts
+from realmops.answering.answer import Answer
 from realmops.evaluate.confidence import (
     BINS,
     FILE,
@@ -28,11 +29,10 @@ from realmops.evaluate.confidence import (
     threshold_for,
 )
 from realmops.evaluate.predictions import read_predictions
-from realmops.train.finetune import Answer
 
 
 def answer(p: float, text: str = "Oslo") -> Answer:
-    return Answer(None, [], None, [], [], [], said=text, log_p=math.log(p) if p else -math.inf)
+    return Answer("", None, math.log(p) if p else -math.inf, said=text)
 
 
 def drawn(count: int, seed: int = 0, slope: float = 0.5, intercept: float = -1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -63,28 +63,18 @@ def test_the_curve_is_that_of_scikit_learn() -> None:
     assert platt_scaling(odds, correct) == pytest.approx((slow.coef_[0, 0], slow.intercept_[0]), rel=1e-3)
 
 
-def test_the_curve_that_answers_were_drawn_from_is_found_again() -> None:
-    assert platt_scaling(*drawn(20_000)) == pytest.approx((0.5, -1.0), abs=0.05)
-
-
 def test_where_all_are_right_or_wrong_every_answer_gets_platts_share() -> None:
-    """(n + 1) / (n + 2) for n right ones, 1 / (n + 2) for n wrong ones, however sure the model is."""
-    sure = [answer(p) for p in (0.2, 0.5, 0.9)]
-    right = Confidence.fit(sure, np.ones(3, bool), 0.8)
-    assert [right.probability(one) for one in sure] == pytest.approx([4 / 5] * 3, abs=1e-4)
-    assert right.threshold == 0.0
-    assert not any(map(right.abstains, [*sure, answer(1e-9)]))
-    wrong = Confidence.fit(sure, np.zeros(3, bool), 0.8)
-    assert [wrong.probability(one) for one in sure] == pytest.approx([1 / 5] * 3, abs=1e-4)
-    assert wrong.threshold is None
-    assert not any(map(wrong.abstains, sure))
-
-
-@pytest.mark.parametrize("correct", [True, False])
-def test_one_question_is_enough_to_go_on(correct: bool) -> None:
-    found = Confidence.fit([answer(0.6)], np.array([correct]), 0.8)
-    assert found.probability(answer(0.6)) == pytest.approx(2 / 3 if correct else 1 / 3, abs=1e-4)
-    assert found.threshold == (0.0 if correct else None)
+    """(n + 1) / (n + 2) for n right ones, 1 / (n + 2) for n wrong ones, however sure the model is; one is enough."""
+    for sure in ([answer(0.6)], [answer(p) for p in (0.2, 0.5, 0.9)]):
+        count = len(sure)
+        right = Confidence.fit(sure, np.ones(count, bool), 0.8)
+        assert [right.probability(one) for one in sure] == pytest.approx([(count + 1) / (count + 2)] * count, abs=1e-4)
+        assert right.threshold == 0.0
+        assert not any(map(right.abstains, [*sure, answer(1e-9)]))
+        wrong = Confidence.fit(sure, np.zeros(count, bool), 0.8)
+        assert [wrong.probability(one) for one in sure] == pytest.approx([1 / (count + 2)] * count, abs=1e-4)
+        assert wrong.threshold is None
+        assert not any(map(wrong.abstains, sure))
 
 
 def test_answers_that_are_equally_sure_are_equally_right() -> None:
@@ -115,6 +105,14 @@ def test_certain_answers_and_none_at_all_break_nothing() -> None:
     assert replace(found, threshold=None).abstains(answer(0.0, ""))
     only_silent = Confidence.fit(answers[-1:], np.array([False]), 0.8)
     assert (only_silent.probability(answers[-1]), only_silent.threshold) == (0.0, None)
+
+
+def test_the_answer_at_the_threshold_is_given() -> None:
+    """The threshold is the probability of an answer that counts among the given ones."""
+    answers = [answer(p) for p in (0.9, 0.7, 0.4, 0.1)]
+    found = Confidence.fit(answers, np.array([True, True, False, False]), 1.0)
+    assert found.threshold == found.probability(answers[1])
+    assert [found.abstains(one) for one in answers] == [False, False, True, True]
 
 
 def test_the_threshold_is_the_slow_one() -> None:
@@ -249,7 +247,7 @@ def test_a_model_without_a_calibration_answers_without_confidence(project: Path,
     artifacts.write_manifest(root / "models/finetune", "finetune", **{k: made[k] for k in ("fingerprint", "sections")})
     measured = stage("evaluate", values, project, root, report)
     assert any("not calibrated on dev questions" in line for line in report.said)
-    assert not [name for name in measured if "ece" in name or "answered" in name]
+    assert not [name for name in measured if name.startswith("ece") or "answered" in name]
     rows = read_predictions(root / "results/predictions.parquet")
     assert [(row.confidence, row.abstained) for row in rows] == [(None, None)] * 2
     assert "How certain it is" not in (root / "results/report.html").read_text()

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
+from ruamel.yaml import YAML
 
 from realmops import config
 from realmops.artifacts import write_json
@@ -24,12 +26,12 @@ from realmops.config import (
 
 ROOT = Path(__file__).parents[1]
 PARAMS = ROOT / "params.yaml"
-TEXT = PARAMS.read_text(encoding="utf-8")
+TEXT = config.DEFAULTS.read_text(encoding="utf-8")
 
 
 @pytest.fixture
 def params(tmp_path: Path) -> Path:
-    """A copy of the project's params.yaml."""
+    """A params.yaml with every option."""
     path = tmp_path / "params.yaml"
     path.write_text(TEXT, encoding="utf-8")
     return path
@@ -39,6 +41,19 @@ def replaced(params: Path, old: str, new: str) -> Path:
     assert old in TEXT
     params.write_text(TEXT.replace(old, new, 1), encoding="utf-8")
     return params
+
+
+def test_a_section_may_be_left_empty(tmp_path: Path) -> None:
+    """Somebody takes all keys out of one: the defaults hold, and what is written into it later finds its place."""
+    path = tmp_path / "params.yaml"
+    path.write_text("sample:\nrun:\n  seed: 3\n")
+    values = load(path)
+    assert (values["run"]["seed"], values["sample"]) == (3, load(PARAMS)["sample"])
+    values["sample"]["subjects"] = 7
+    text, changes = rewritten(path, values)
+    path.write_text(text)
+    assert changes == ["sample.subjects: 300 -> 7"]
+    assert load(path)["sample"]["subjects"] == 7
 
 
 def test_the_projects_params_are_whole_and_typed() -> None:
@@ -72,9 +87,8 @@ def line_of(text: str) -> int:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  seed: 0 ", "  sed: 0 ", r"unknown key run\.sed; its keys are seed, device"),
-        ("  threads: 1 ", "  # threads: 1 ", r"the key run\.threads is missing; take it from"),
-        ("ict:\n", "itc:\n", r"unknown section 'itc'; sections are run, bert"),
+        ("  seed: 0 ", "  sed: 0 ", r"line 7: unknown key run\.sed; its keys are seed, device, .*; is seed meant\?"),
+        ("ict:\n", "itc:\n", r"line \d+: unknown section 'itc'; sections are run, bert, .*; is ict meant\?"),
         ("  device: auto ", "  device: gpu ", r"run\.device is 'gpu'; allowed are auto, cpu, cuda"),
         ("  heads: 4 ", "  heads: 4.0 ", r"bert\.heads is 4\.0 \(float\); a whole number is wanted"),
         ("  heads: 4 ", "  heads: true ", r"bert\.heads is True \(bool\); a whole number is wanted"),
@@ -160,10 +174,30 @@ def test_the_width_of_an_encoder_in_a_folder_is_not_guessed(params: Path) -> Non
     load(params, settings=["retriever.projection=identity", "retriever.embedding_width=384", "bert.init=FOLDER"])
 
 
-def test_a_missing_section_is_named(params: Path) -> None:
-    params.write_text(TEXT[: TEXT.index("tracking:")], encoding="utf-8")
-    with pytest.raises(ValueError, match="the section 'tracking' is missing; take it from"):
-        load(params)
+@pytest.mark.parametrize("text", ["", "run:\n  seed: 0\n", TEXT[: TEXT.index("tracking:")]])
+def test_what_a_file_lacks_has_its_default(params: Path, text: str) -> None:
+    params.write_text(text, encoding="utf-8")
+    assert load(params) == config.defaults()
+
+
+def test_a_file_of_differences_takes_what_is_written_into_it(params: Path) -> None:
+    params.write_text("ict:\n  steps: 7  # few\n", encoding="utf-8")
+    values = load(params, settings=["ict.removal=0.5", "pretrain.lag=3"])
+    assert values == merge(config.defaults(), {"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
+    text, changes = rewritten(params, values)
+    assert changes == ["ict.removal: 0.9 -> 0.5", "pretrain.lag: 12 -> 3"]
+    assert text == "ict:\n  steps: 7  # few\n  removal: 0.5\npretrain:\n  lag: 3\n"
+    params.write_text(text, encoding="utf-8")
+    assert load(params) == values
+
+
+def test_the_projects_params_show_some_options_of_every_section_as_the_defaults_are() -> None:
+    shown = read_yaml(PARAMS)
+    assert shown.keys() == SECTIONS.keys(), "DVC follows the options by their sections"
+    assert all(shown.values())
+    assert load(PARAMS) == config.defaults()
+    comments = {line for line in PARAMS.read_text(encoding="utf-8").splitlines() if line.startswith("  ")}
+    assert comments <= set(TEXT.splitlines()), "the words on an option are those of defaults.yaml"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +264,8 @@ def test_presets_and_settings_lie_over_the_file_in_order(params: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("pretrain:\n  stpes: 1\n", r"preset\.yaml: there is no key pretrain\.stpes; its keys are steps"),
-        ("pretrian:\n  steps: 1\n", r"preset\.yaml: there is no section 'pretrian'; sections are run"),
+        ("pretrain:\n  stpes: 1\n", r"preset\.yaml, line 2: unknown key pretrain\.stpes; its keys are steps"),
+        ("pretrian:\n  steps: 1\n", r"preset\.yaml, line 1: unknown section 'pretrian'; sections are run"),
     ],
 )
 def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> None:
@@ -244,7 +278,7 @@ def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> N
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("pretrain.stpes=1", r"--set pretrain\.stpes=1: there is no key pretrain\.stpes"),
+        ("pretrain.stpes=1", r"--set pretrain\.stpes=1: unknown key pretrain\.stpes"),
         ("steps=1", r"--set 'steps=1': section\.key=value is wanted, for example pretrain\.steps=100"),
         ("pretrain.steps", r"section\.key=value is wanted"),
         (".steps=1", r"section\.key=value is wanted"),
@@ -264,7 +298,7 @@ def test_a_wrong_setting_is_named(params: Path, setting: str, message: str) -> N
 def test_settings_are_read_as_yaml() -> None:
     assert parse_setting(" pretrain.steps =100") == {"pretrain": {"steps": 100}}
     assert parse_setting("bert.init=a=b") == {"bert": {"init": "a=b"}}
-    assert parse_setting("ict.removal=1e-1") == {"ict": {"removal": "1e-1"}}, "made a number by its type"
+    assert parse_setting("ict.removal=1e-1") == {"ict": {"removal": 0.1}}
     assert parse_setting("tracking.enabled=false") == {"tracking": {"enabled": False}}
 
 
@@ -318,3 +352,27 @@ def test_params_are_printed_and_only_written_on_demand(params: Path) -> None:
     assert call("--write") == "run.seed: 0 -> 7\n"
     assert params.read_text(encoding="utf-8") == TEXT.replace("seed: 0 ", "seed: 7 ", 1)
     assert "nothing to change" in call("--write")
+
+
+@pytest.mark.parametrize("value", ["010", "1:30", "no", "0x10", "1_000"])
+def test_what_yaml_1_1_takes_for_a_number_or_a_truth_value_is_text(value: str) -> None:
+    assert parse_setting(f"run.seed={value}") == {"run": {"seed": value}}
+    with pytest.raises(ValueError, match=r"run\.seed"):
+        load(PARAMS, settings=[f"run.seed={value}"])
+
+
+NUMBERS = {"10": 10, "-3": -3, "1e-5": 1e-5, "5.0e-4": 5e-4, ".5": 0.5, "true": True, "0": 0, "null": None, "~": None}
+
+
+@pytest.mark.parametrize(("text", "value"), NUMBERS.items())
+def test_numbers_and_truth_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    assert parse_setting(f"a.b={text}") == {"a": {"b": value}}
+
+
+@pytest.mark.parametrize("name", ["no", "on", "1:30", "010", "null", "~", "1e5", "a: b", "#x", "-", "é", "2020-01-01"])
+def test_a_text_that_is_written_is_the_same_to_every_reader(tmp_path: Path, name: str) -> None:
+    values = load(PARAMS, settings=[f"tag.train='{name}'"])
+    path = tmp_path / "params.yaml"
+    path.write_text(rewritten(PARAMS, values)[0], encoding="utf-8")
+    others = yaml.safe_load(path.read_text(encoding="utf-8")), YAML(typ="safe").load(path)
+    assert [found["tag"]["train"] for found in (read_yaml(path), *others)] == [name] * 3

@@ -132,3 +132,10 @@ def test_every_flipped_byte_of_a_gzip_file_is_an_error_or_harmless(tmp_path: Pat
         path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
         with contextlib.suppress(ValueError):
             assert read_conll(path) == expected
+
+
+def test_columns_end_at_tabs_and_blanks_alone(tmp_path: Path) -> None:
+    text = "\ufeffOslo B-LOC\r\n10\u00a0000 O\r\na\u0085b\u2028c\td\te\tI-MISC\r\n \u00a0\r\nx O\r\n"
+    first, second = read_conll(write(tmp_path / "a", text))
+    assert first == TaggedSentence(("Oslo", "10\u00a0000", "a\u0085b\u2028c"), ("B-LOC", "O", "B-MISC"))
+    assert second.words == ("x",)

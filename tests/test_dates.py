@@ -40,6 +40,7 @@ def dates(text: str) -> list[str]:
         ("The 2008 earthquake and the 2001 census", ["2008", "2001"]),
         ("in 1999 thousands left", ["1999"]),
         ("32 May 1999", ["May 1999"]),
+        ("A 1990 study of 12/13/2001", ["1990", "12/13/2001"]),
     ],
 )
 def test_dates_are_found(text: str, expected: list[str]) -> None:
@@ -56,7 +57,7 @@ def test_dates_are_found(text: str, expected: list[str]) -> None:
         "It has 1500 soldiers and 2000 m of pipe, about 1200 people.",
         "10.12.2001.5 and 192.168.1999.1",
         "may 5 people go, the march of 10",
-        "1999-13-45",
+        "1999-13-45 and 13/13/2001",
         "999 and 2101",
         "in her 90s",
         "model-A1999 x1999 1999x",

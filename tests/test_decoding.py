@@ -9,9 +9,9 @@ import pytest
 from small_world import World
 from test_finetune import BORN, NEVER, PORT, cut, open_qa
 
+from realmops.answering.decoding import CANDIDATES, minimum_risk
 from realmops.corpus.answers import exact_match, token_f1
-from realmops.evaluate.posterior import find, read
-from realmops.train.decoding import CANDIDATES, minimum_risk
+from realmops.corpus.questions import Question
 
 WORDS = ("the port", "of", "Bergen", "1992", "May", "in")
 
@@ -71,7 +71,7 @@ def test_the_answer_is_that_of_a_slow_search_and_explained_as_such(world: World)
         assert scores[texts.index(answer.text)] == pytest.approx(max(scores), rel=1e-4)
         assert answer.best_of_passage == highest.best_of_passage
         others += answer.text != highest.text
-        [explained] = read(model, find(model, [question.question]))
+        [explained] = model.read(model.find([Question("", question.question, ())]))
         assert explained.y == answer.text
         assert np.log(explained.p_y) == pytest.approx(answer.log_p, rel=1e-3)
     assert others, "one of these questions has another answer than its best span"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from small_project import cli, stage, trained_project
+from small_project import cli, stage, stopped_at, trained_project
 
 from realmops.index.exchange import Exchange
 from realmops.stages import STAGES
-from realmops.train.exchange import ExchangeSource
 
 
 def doctor(root: Path, *more: str | Path) -> list[str]:
@@ -90,34 +86,12 @@ def test_doctor_names_the_damaged_file(root: Path, name: str, damaged: str, told
     assert state(lines, "tag").startswith("done in ")
 
 
-@contextlib.contextmanager
-def stopped_at(step: int, monkeypatch: pytest.MonkeyPatch, look: Callable[[], None]) -> Iterator[None]:
-    """Let pretrain call ``look`` and then fail at a step, as if it were killed there."""
-
-    class Stopped(BaseException):
-        pass
-
-    usual = ExchangeSource.at_step
-
-    def at_step(self: ExchangeSource, at: int, retriever: Any) -> Any:
-        if at == step:
-            look()
-            raise Stopped
-        return usual(self, at, retriever)
-
-    monkeypatch.setattr(ExchangeSource, "at_step", at_step)
-    with pytest.raises(Stopped):
-        yield
-
-
-def test_doctor_while_pre_training_runs_and_after_it_was_killed(
-    project: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_while_pre_training_runs_and_after_it_was_killed(project: Path, root: Path) -> None:
     values = yaml.safe_load((project / "params.yaml").read_text())
     values["pretrain"] |= {"steps": 12, "builder": "child"}
     shutil.rmtree(root / "models/pretrain")
     seen: list[list[str]] = []
-    with stopped_at(5, monkeypatch, lambda: seen.append(doctor(root))):
+    with stopped_at(5, lambda: seen.append(doctor(root))):
         stage("pretrain", values, project, root)
     during, after = seen[0], doctor(root)
     [work] = (root / ".realmops/work").iterdir()

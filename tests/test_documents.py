@@ -50,17 +50,20 @@ def test_documents_come_in_the_order_of_files_and_lines(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ('{"title": "A", "text": ', "not valid JSON"),
-        ('["A", "text"]', "JSON list"),
-        ('{"text": "a"}', "'title' is missing (keys found: text)"),
+        ('["A", "text"]', "JSON list; each line must be one JSON object"),
+        ('{"text": "a"}', "'title' is missing (keys found: text); add it to this line"),
         ('{"title": "A"}', "'text' is missing"),
-        ('{"title": null, "text": "a"}', "'title' is NoneType"),
+        ('{"title": null, "text": "a"}', "'title' is NoneType, wanted a string; correct this line"),
         ('{"title": "A", "text": ["a"]}', "'text' is list"),
         ('{"title": "A", "text": "a", "title": "B"}', "'title' stands twice"),
         ('{"title": "A", "text": "a", "score": NaN}', "NaN"),
         ('{"title": "A", "text": "\\ud800"}', "surrogate"),
         ('{"title": "A", "text": "a", "id": ""}', "'id' is empty"),
         ('{"title": "A", "text": "a", "id": true}', "'id' is bool"),
-        ('{"title": "A", "text": "ab", "spans": [[1, 3, "X"]]}', "[1, 3, 'X']"),
+        (
+            '{"title": "A", "text": "ab", "spans": [[1, 3, "X"]]}',
+            "is not [start, end, label] with 0 <= start < end <= 2",
+        ),
         ('{"title": "A", "text": "ab", "spans": [[0, 1]]}', "[0, 1]"),
         ('{"title": "A", "text": "ab", "spans": {}}', "'spans' is dict"),
         ("[" * 100_000, "nested too deeply"),
@@ -77,7 +80,9 @@ def test_a_damaged_line_is_named_with_file_and_number(tmp_path: Path, line: str,
 def test_invalid_utf8_is_named_with_its_byte(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(GOOD.encode() + b'\n{"title": "A", "text": "\xff"}\n')
-    assert problem(path).startswith(f"{path}:2: invalid UTF-8 at byte 24 ")
+    said = problem(path)
+    assert said.startswith(f"{path}:2: invalid UTF-8 at byte 24 ")
+    assert said.endswith("save the file as UTF-8")
 
 
 def test_a_line_of_100_mb_is_refused_before_it_is_read(tmp_path: Path) -> None:
@@ -86,7 +91,9 @@ def test_a_line_of_100_mb_is_refused_before_it_is_read(tmp_path: Path) -> None:
         file.write(GOOD.encode() + b"\n" + b'{"title": "A", "text": "')
         for _ in range(100):
             file.write(b"a" * 1_000_000)
-    assert problem(path).startswith(f"{path}:2: the line is longer than 16 MiB")
+    said = problem(path)
+    assert said.startswith(f"{path}:2: the line is longer than 16 MiB")
+    assert "one document on each line" in said
 
 
 def test_a_line_at_the_limit_is_read(tmp_path: Path) -> None:
@@ -100,7 +107,7 @@ def test_a_cut_gzip_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl.gz"
     whole = gzip.compress(f"{GOOD}\n".encode() * 5)
     path.write_bytes(whole[:-4])
-    assert problem(path).startswith(f"{path}:6: the gzip file ends in the middle")
+    assert problem(path) == f"{path}:6: the gzip file ends in the middle; it was cut: copy or download it again"
     damaged = bytearray(whole)
     damaged[-6] ^= 1  # in the checksum
     path.write_bytes(damaged)

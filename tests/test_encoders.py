@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
@@ -19,11 +18,20 @@ from small_project import Quiet, stage, toy_values, write_project
 from small_world import section
 from transformers import BertTokenizerFast
 
-from realmops.bert import Bert, BertConfig, MaskedWordHead, load_bert, save_bert
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
-from realmops.encoders import encoder_files, encoder_folder, read_weights, sentence_pooling, unused_modules
+from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, load_bert, save_bert
+from realmops.encoders.folders import (
+    BERT,
+    T5,
+    Family,
+    encoder_files,
+    encoder_folder,
+    read_weights,
+    sentence_pooling,
+    unused_modules,
+)
 from realmops.model.files import build_models
 from realmops.model.retriever import Embedder
 
@@ -43,20 +51,39 @@ def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
 # ---- finding a folder
 
 
-def test_an_encoder_that_cannot_be_had_says_what_to_fetch_and_where_to_put_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "option", "name", "files"),
+    [
+        (
+            BERT,
+            "bert.init",
+            "google-bert/bert-base-uncased",
+            "model.safetensors or pytorch_model.bin, and vocab.txt or tokenizer.json",
+        ),
+        (
+            T5,
+            "closed_book.init",
+            "google-t5/t5-base",
+            "a T5's folder has config.json, model.safetensors, and tokenizer.json",
+        ),
+    ],
+)
+def test_an_encoder_that_cannot_be_had_says_what_to_fetch_and_where_to_put_it(
+    tmp_path: Path, family: Family, option: str, name: str, files: str
+) -> None:
     assert os.environ["HF_HUB_OFFLINE"] == "1"
-    with pytest.raises(ValueError, match=r"bert\.init is 'google-bert/bert-base-uncased': no such folder") as error:
-        encoder_folder("google-bert/bert-base-uncased")
+    with pytest.raises(ValueError, match=rf"{option} is '{name}': no such folder") as error:
+        encoder_folder(name, family)
     for words in (
-        "hf download google-bert/bert-base-uncased --local-dir bert-base-uncased",
-        "set bert.init to its path",
+        f"hf download {name} --local-dir {name.split('/')[1]}",
+        f"set {option} to its path",
         "/hub",
-        "config.json, model.safetensors or pytorch_model.bin, and vocab.txt or tokenizer.json",
-        "bert.init=small",
+        files,
+        f"{option}=small",
     ):
         assert words in str(error.value)
-    with pytest.raises(ValueError, match=r"bert\.init is '.*/not/there': no such folder"):
-        encoder_folder(str(tmp_path / "not" / "there"))
+    with pytest.raises(ValueError, match=rf"{option} is '.*/not/there': no such folder"):
+        encoder_folder(str(tmp_path / "not" / "there"), family)
 
 
 def test_a_copy_in_the_hubs_cache_is_taken_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,16 +252,6 @@ def as_bin(folder: Path) -> dict[str, torch.Tensor]:
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
     return weights
-
-
-def test_bin_weights_are_read(tmp_path: Path) -> None:
-    folder = write_encoder(tmp_path)
-    whole, _, _ = load_bert(folder)
-    as_bin(folder)
-    bert, _, found = load_bert(folder)
-    assert found
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(bert.state_dict()[name], tensor)
 
 
 class Payload:
@@ -421,12 +438,3 @@ def test_other_weights_under_the_same_name_run_again(tmp_path: Path) -> None:
     weights["bert.embeddings.word_embeddings.weight"] += 1
     save_file(weights, folder / "model.safetensors")
     assert ran("ict")
-
-
-def test_an_encoder_of_another_family_is_one_clear_error(tmp_path: Path) -> None:
-    config = transformers.RobertaConfig(
-        vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
-    )
-    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"config\.json: model_type is 'roberta'; only BERT encoders can be used"):
-        load_bert(tmp_path)

@@ -7,19 +7,13 @@ byte (I3).
 from __future__ import annotations
 
 import errno
-import json
 import random
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import exchange_lab
 import pytest
 from conftest import Told
 from exchange_lab import (
@@ -42,7 +36,7 @@ from faults import times
 
 from realmops.index import versions
 from realmops.index.builder import DONE, MISCONFIGURED, Builder, run_builder
-from realmops.index.exchange import Exchange, Fenced, inspect
+from realmops.index.exchange import Exchange, Fenced
 from realmops.index.files import Clock, Files
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Damaged, version_name
@@ -127,55 +121,6 @@ def test_i1_i3_one_fault_at_any_operation_of_either_side(role: str, kind: str, t
         at += step
     assert at > 200
     told(f"{kind} at every operation of the {role}, simulated", at // step, "the same weights")
-
-
-def test_i3_two_lives_killed_in_a_row() -> None:
-    """The life after a kill is killed as well."""
-    expected = undisturbed(PLAN)
-    for first in range(40, 400, 60):
-        for second in range(20, 200, 17):
-            pair = Pair(trainer=Fault(first))
-            with suppress(Killed):
-                life(pair.exchange(pair.trainer_fault), PLAN)
-            with suppress(Killed):
-                life(pair.exchange(Fault(second)), PLAN)
-            assert life(pair.exchange(), PLAN) == expected, (first, second)
-
-
-# Real processes
-
-
-def start(role: str, root: Path, at: int = 0, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, exchange_lab.__file__, role, str(root), str(at), *more]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def test_i1_i3_real_processes_killed_by_sigkill(tmp_path: Path) -> None:
-    """Both sides SIGKILL themselves, life after life, and the run ends with the same bytes."""
-    rng = random.Random(5)
-    for run in range(2):
-        root, kills = tmp_path / f"run{run}", {"trainer": 0, "builder": 0}
-        processes: dict[str, subprocess.Popen[str]] = {}
-        while True:
-            for role in ("trainer", "builder"):
-                if role not in processes or processes[role].poll() is not None:
-                    if role in processes:
-                        code, (out, err) = processes[role].returncode, processes[role].communicate()
-                        assert code in (0, -signal.SIGKILL), err
-                        kills[role] += code != 0
-                        if role == "trainer" and code == 0:
-                            break
-                    at = rng.randint(30, 230) if kills[role] < 4 else 0
-                    processes[role] = start(role, root, at)
-            else:
-                threading.Event().wait(0.005)
-                continue
-            break
-        assert bytes.fromhex(out.split()[0]) == undisturbed(PLAN)
-        assert kills["trainer"] >= 2
-        last = processes["builder"].communicate(timeout=30)
-        assert processes["builder"].returncode in (0, -signal.SIGKILL), last
-        sound(Files(), root)
 
 
 # Random schedules
@@ -411,7 +356,6 @@ def test_restore_falls_back_over_damaged_checkpoints_loudly_and_never_to_step_0(
     pair.files._at(checkpoints / version_name(1, 6) / "params.bin").data = b"rotten" * 5
     trainer = Trainer(pair.exchange(), PLAN.policy)
     checkpoint = trainer.restore()
-    assert checkpoint is not None
     assert (checkpoint.step, checkpoint.meta["trainer"]) == (4, {"loss": 0.5})
     assert "v-000001-00000006 is set aside" in caplog.text
     assert life(pair.exchange(), PLAN) == undisturbed(PLAN)
@@ -437,7 +381,6 @@ def test_a_checkpoint_that_a_collector_takes_and_brings_back_is_used() -> None:
         return effect()
 
     checkpoint = open_trainer(pair.files.seen_by(meddled)).restore()
-    assert checkpoint is not None
     assert (checkpoint.name, reads[:2]) == (name, ["manifest.json", "params.bin"])
 
 
@@ -461,11 +404,8 @@ def test_weights_that_were_damaged_before_they_were_built_end_the_wait() -> None
         trainer.index_for(0)
 
 
-def test_a_trainer_that_wakes_up_beside_its_successor_writes_nothing_more() -> None:
-    files = MemoryFiles()
-    old = open_trainer(files)
-    old.publish_weights(0, PARAMS, {})
-    new = open_trainer(files)
+def fenced(old: Trainer, files: MemoryFiles, match: str) -> None:
+    """Whatever ``old`` would write or take is refused, and nothing is written."""
     before = {kind: files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "finished")}
     for act in (
         lambda: old.save_checkpoint(2, PARAMS, {}),
@@ -473,9 +413,17 @@ def test_a_trainer_that_wakes_up_beside_its_successor_writes_nothing_more() -> N
         lambda: old.finish("done"),
         lambda: old.index_for(0),
     ):
-        with pytest.raises(Fenced, match="trainer 2 has taken over"):
+        with pytest.raises(Fenced, match=match):
             act()
     assert {kind: files.listdir(ROOT / kind) for kind in before} == before
+
+
+def test_a_trainer_that_wakes_up_beside_its_successor_writes_nothing_more() -> None:
+    files = MemoryFiles()
+    old = open_trainer(files)
+    old.publish_weights(0, PARAMS, {})
+    new = open_trainer(files)
+    fenced(old, files, "trainer 2 has taken over")
     new.save_checkpoint(2, PARAMS, {})
 
 
@@ -493,7 +441,6 @@ def test_the_index_that_a_checkpoint_names_outlives_newer_ones_and_its_pin() -> 
     assert files.listdir(ROOT / "pins" / "trainer") == []
     build(files)
     checkpoint = again.restore()
-    assert checkpoint is not None
     assert checkpoint.step == 1
     check_index(again.index_for(0))
 
@@ -523,12 +470,10 @@ def test_what_a_lost_life_published_is_retired_and_its_indexes_are_not_adopted()
     build(files)
     second = open_trainer(files, AS_SOON)
     checkpoint = second.restore()
-    assert checkpoint is not None
     assert checkpoint.step == 0
     assert version_name(1, 2) in files.listdir(ROOT / "indexes")
     assert files.listdir(ROOT / "weights") == [version_name(1, 0)]
     found = second.newest_index(0)
-    assert found is not None
     assert found.name == version_name(1, 0)
     assert second.newest_index(3) is None
 
@@ -540,13 +485,11 @@ def test_i2_as_soon_as_ready_takes_the_newest_once_and_waits_when_it_is_too_stal
     trainer = open_trainer(files, policy, clock, on_wait=lambda message, seconds: told.append(message))
     trainer.publish_weights(0, PARAMS, {})
     index = trainer.newest_index(0)
-    assert index is not None
     assert index.step == 0
     assert "waiting for a first index" in told.pop()
     trainer.publish_weights(2, PARAMS, {})
     assert trainer.newest_index(3) is None
     index = trainer.newest_index(4)
-    assert index is not None
     assert index.step == 2
     assert "waiting for a newer index at step 4" in told.pop()
     assert trainer.newest_index(4) is None
@@ -624,55 +567,6 @@ def test_publishing_in_a_thread_beside_checkpoints(tmp_path: Path) -> None:
     assert trainer.exchange.checkpoints.names() == [version_name(1, 17), version_name(1, 19)]
 
 
-def test_a_full_disk_fails_the_write_and_leaves_the_rest_usable() -> None:
-    files = MemoryFiles()
-    trainer = open_trainer(files)
-    trainer.save_checkpoint(0, PARAMS, {})
-    files.room = 10
-    trainer.exchange.files.room = 10  # type: ignore[attr-defined]
-    with pytest.raises(OSError, match="no room"):
-        trainer.save_checkpoint(2, PARAMS, {})
-    trainer.exchange.files.room = files.room = 1 << 30  # type: ignore[attr-defined]
-    trainer.save_checkpoint(2, PARAMS, {})
-    assert files.listdir(ROOT / "checkpoints") == [version_name(1, 0), version_name(1, 2)]
-
-
-def test_the_doctor_says_who_lives_what_is_newest_awaited_and_damaged(tmp_path: Path) -> None:
-    root = tmp_path / "exchange"
-    assert inspect(root)["summary"] == [f"{root} is no exchange: no trainer has started here, or it was removed"]
-    trainer = Trainer(Exchange.open(root, IDENTITY, grace=0.0))
-    trainer.beat(0)
-    trainer.save_checkpoint(0, PARAMS, {})
-    trainer.publish_weights(0, PARAMS, {})
-    state = inspect(root)
-    assert state["newest"] == {
-        "checkpoints": version_name(1, 0),
-        "weights": version_name(1, 0),
-        "indexes": None,
-    }
-    assert state["awaited"] == [version_name(1, 0)]
-    assert "no builder has ever been seen" in state["summary"]
-    assert any(line.startswith("trainer: training, running for 0 s") for line in state["summary"])
-    manifest = root / "checkpoints" / version_name(1, 0) / "manifest.json"
-    manifest.write_bytes(manifest.read_bytes()[:-1])
-    before = sorted(path.name for path in root.rglob("*"))
-    state = inspect(root)
-    assert str(manifest) in state["problems"][0]
-    assert sorted(path.name for path in root.rglob("*")) == before
-    trainer.finish("failed", "a test")
-    assert inspect(root)["finished"] == "failed: a test"
-
-
-def test_a_damaged_sign_of_life_is_only_a_worse_message() -> None:
-    files = MemoryFiles()
-    trainer = open_trainer(files)
-    for number, content in enumerate([b"", b"{", b"[]", json.dumps({"doing": 3}).encode(), b"[" * 100_000]):
-        files.replace(ROOT / "alive" / "builder" / f"builder-{number}.json", content)
-    words = trainer.exchange.builders_in_words()
-    assert words.count("cannot be read") == 4
-    assert "builder-3 (3)" in words
-
-
 # The exchange is taken away or belongs to somebody else
 
 
@@ -682,22 +576,10 @@ def test_a_trainer_whose_exchange_was_removed_ends_and_writes_nothing_into_the_n
         old = open_trainer(files)
     old.publish_weights(0, PARAMS, {})
     removed = files._folder(ROOT.parent).pop(ROOT.name)
-    acts = (
-        lambda: old.save_checkpoint(2, PARAMS, {}),
-        lambda: old.publish_weights(2, PARAMS, {}),
-        lambda: old.index_for(0),
-        lambda: old.finish("failed"),
-    )
-    for act in acts:
-        with pytest.raises(Fenced, match="was removed or emptied while this trainer used it"):
-            act()
+    fenced(old, files, "was removed or emptied while this trainer used it")
     new = open_trainer(files)
     new.publish_weights(0, PARAMS, {})
-    before = {kind: files.listdir(ROOT / kind) for kind in ("checkpoints", "weights", "finished")}
-    for act in acts:
-        with pytest.raises(Fenced, match="was removed or emptied"):
-            act()
-    assert {kind: files.listdir(ROOT / kind) for kind in before} == before
+    fenced(old, files, "was removed or emptied")
     files._folder(ROOT.parent)[ROOT.name] = removed
     old.save_checkpoint(2, PARAMS, {})
 

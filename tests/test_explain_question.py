@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_project
 import yaml
 from small_world import DOCUMENTS
 
+from realmops.answering.record import Record
 from realmops.artifacts import write_manifest
-from realmops.commands.explain.question import QuestionExplanation, open_run
-from realmops.commands.explain.results import sorted_out
-from realmops.commands.explain.sentence import explain_sentence
-from realmops.commands.update import before_and_after, of_pipeline
+from realmops.commands.answers import Asked, generation_of_run, open_run
+from realmops.commands.explain import sorted_out
+from realmops.commands.masked import explain_sentence
+from realmops.commands.update import CorpusState, before_and_after, of_pipeline
 from realmops.corpus.answers import normal_form
+from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.predictions import read_results
 
@@ -39,65 +42,77 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return project / "root"
 
 
-def ask(root: Path, question: str = QUESTION, answer: str | None = None) -> QuestionExplanation:
-    return open_run(root).explain(question, answer)
+def ask(root: Path, question: str = QUESTION, y: str | None = None, *, where: CorpusState | None = None) -> Record:
+    [record] = generation_of_run(root, where or of_pipeline(root)).answer([Asked(question, y=y)])
+    return record
 
 
-def test_a_finished_run_is_opened_and_asked_in_few_lines(root: Path) -> None:
-    """What the documentation shows: the answer, and the passages with what each is worth."""
-    run = open_run(root)
-    found = run.explain(QUESTION)
-    best = max(found.candidates, key=lambda candidate: candidate.p_z_given_y or 0.0)
-    assert 0 < found.probability <= 1
-    assert best.span == found.prediction
-    assert best.title in {title for title, _, _ in DOCUMENTS} | {"Anna Berg"}
-    assert [c.p_z for c in found.candidates] == sorted((c.p_z for c in found.candidates), reverse=True)
-    assert run.explain("Who wrote a novel?").question == "Who wrote a novel?", "the same run is asked again"
+def column(record: Record, name: str) -> list[Any]:
+    return [passage[name] for passage in record["passages"]]
 
 
 def test_the_answer_is_that_of_the_evaluation(root: Path) -> None:
+    """And the passages come with what each is worth."""
     [stored] = [p for p in read_results(root) if p.question_id == "test-0"]
     found = ask(root)
-    assert found.question == stored.question
-    assert found.y == found.prediction == stored.prediction
-    assert [c.passage_id for c in found.candidates] == list(stored.passage_ids)
-    assert [c.p_z for c in found.candidates] == pytest.approx(stored.p_z, rel=1e-4)
-    assert tuple(c.span for c in found.candidates) == stored.passage_spans
-    assert [c.score for c in found.candidates] == pytest.approx(stored.passage_scores, rel=1e-4)
-    assert max(c.score or 0.0 for c in found.candidates) == pytest.approx(stored.span_score, rel=1e-4)
+    assert found["question"] == stored.question
+    assert found["answer"] == stored.prediction
+    assert column(found, "passage_id") == list(stored.passage_ids)
+    assert column(found, "p_z") == pytest.approx(stored.p_z, rel=1e-4)
+    assert column(found, "p_z") == sorted(column(found, "p_z"), reverse=True)
+    assert tuple(column(found, "span")) == stored.passage_spans
+    assert column(found, "score") == pytest.approx(stored.passage_scores, rel=1e-4)
+    assert max(column(found, "score")) == pytest.approx(stored.span_score, rel=1e-4)
+    assert found["probability"] == pytest.approx(stored.confidence, rel=1e-4)
+    best = max(found["passages"], key=lambda passage: passage["p_z_given_y"] or 0.0)
+    assert best["span"] == found["answer"]
+    assert best["title"] in {title for title, _, _ in DOCUMENTS} | {"Anna Berg"}
 
 
 def test_one_softmax_over_all_spans_and_bayes(root: Path) -> None:
     """Over all answers that can be given p(y|x) sums to one; p(y, z|x) of an answer sums to p(y|x) over passages."""
-    run = open_run(root, of_pipeline(root))
-    model, snapshot, total = run.model, run.model.snapshot, 0.0
-    first = run.explain(QUESTION)
-    row = {snapshot.passage_id(i): i for i in range(len(snapshot))}
+    model = open_run(root)
+    snapshot, total = model.snapshot, 0.0
+    found = model.find([Question("", QUESTION, ())])
+    [first] = model.read(found)
     answers = {}
-    for passage in (row[c.passage_id] for c in first.candidates):
+    for passage in first.passages:
         chars, text = snapshot.chars(passage), snapshot.text(passage)
         for start in range(len(chars)):
             for _, end in chars[start : start + model.options.answer_wordpieces]:
                 span = text[chars[start][0] : end]
                 answers[normal_form(span)] = span
     for answer in answers.values():
-        found = run.explain(QUESTION, answer)
-        assert found.p_y == pytest.approx(sum(c.p_y_z for c in found.candidates))
-        assert [c.p_z_given_y for c in found.candidates] == pytest.approx(
-            [c.p_y_z / found.p_y for c in found.candidates]
-        )
-        total += found.p_y
+        [about] = model.read(found, [answer])
+        assert about.p_y == pytest.approx(sum(z.p_y_z for z in about.read))
+        assert [z.p_z_given_y for z in about.read] == pytest.approx([z.p_y_z / about.p_y for z in about.read])
+        total += about.p_y
     assert total == pytest.approx(1)
-    assert sum(c.p_z for c in first.candidates) == pytest.approx(1)
-    assert first.probability == first.p_y == run.explain(QUESTION, first.prediction).p_y
+    assert sum(z.p_z for z in first.read) == pytest.approx(1)
+    assert first.p_y == model.read(found, [first.text])[0].p_y == pytest.approx(first.probability)
 
 
 def test_an_answer_that_no_passage_has(root: Path) -> None:
-    found = ask(root, answer="Zanzibar")
-    assert found.y == "Zanzibar"
-    assert found.p_y == 0
-    assert [c.p_z_given_y for c in found.candidates] == [None] * 5
-    assert found.probability > 0
+    found = ask(root, y="Zanzibar")
+    assert (found["y"], found["p_y"], found["citations"]) == ("Zanzibar", 0, [])
+    assert column(found, "p_z_given_y") == [None] * 5
+    assert found["probability"] > 0
+
+
+@pytest.mark.parametrize(("y", "message"), [("", "'' has no word"), ("The ", "has no word"), ("\udcff", "half a surr")])
+def test_what_is_no_answer_cannot_be_asked_about(root: Path, y: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ask(root, y=y)
+
+
+def test_an_answer_that_is_asked_about_is_cited_where_it_stands(root: Path) -> None:
+    given = ask(root)
+    other = next(span for span in column(given, "span") if normal_form(span) != normal_form(given["answer"]))
+    found = ask(root, y=other)
+    assert found["answer"] == given["answer"]
+    assert {normal_form(one["quote"]) for one in found["citations"]} == {normal_form(other)}
+    assert 0 < found["p_y"] < 1
+    assert "y" not in given
 
 
 @pytest.mark.parametrize(("question", "message"), [(" ", "has 0 wordpieces, 1 to"), ("who " * 90, "are read: change")])
@@ -121,15 +136,14 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
     assert both.exit_code == 0, both.output
     assert "wanted: Anna Berg" in both.output, "the one under results/"
     assert f"\n\n{QUESTION}\n  answer: " in both.output
-    assert "finetune/index.safetensors, with the weights of pretrain after step 0\n" in both.output
+    assert ", index 0\n" in both.output
     page = tmp_path / "question.html"
     printed = small_project.cli("explain", "--root", root, "--question", "test-0", "--json", "--html", page)
     values = json.loads(printed.output)
     assert values["question"] == QUESTION
-    assert values["probability"] == pytest.approx(ask(root).probability)
-    assert values["index"]["step"] == 0
-    assert len(values["candidates"]) == 5
-    assert "p(y,z|x)" in page.read_text()
+    assert values == ask(root), "the record that is served, too"
+    assert len(values["passages"]) == 5
+    assert "p(z|x,y)" in page.read_text()
     assert "http" not in page.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
@@ -155,15 +169,14 @@ def test_before_and_after_an_update(root: Path) -> None:
     assert (before.number, after.number) == (0, 1)
     printed = small_project.cli("explain", "--root", root, "--question", "test-0", "--before-after", "--json")
     values = json.loads(printed.output)
-    alone = open_run(root, after).explain(QUESTION)
-    assert values["before"]["candidates"][0]["passage_id"] == ask(root).candidates[0].passage_id
-    assert values["after"]["prediction"] == alone.prediction
-    assert str(after.finetune) in values["after"]["index"]["file"]
+    assert values == {"before": ask(root), "after": ask(root, where=after)}
+    assert [values[side]["model"]["index_generation"] for side in ("before", "after")] == [0, 1]
     sides = [explain_sentence("[MASK] wrote The Cold Sea.", root, side, "Bergen") for side in (before, after)]
     ids = [{c.passage_id for c in side.candidates} for side in sides]
     snapshots = [Snapshot.open(side.snapshot / "corpus") for side in (before, after)]
     assert all(side <= {*s.column("passage_id"), ""} for side, s in zip(ids, snapshots, strict=True))
-    assert [side.index.file for side in sides] == [str(s.finetune / "index.safetensors") for s in (before, after)]
+    for side, state in zip(sides, (before, after), strict=True):
+        assert str(state.finetune / "index.safetensors") in side.index
     assert sides[0].p_y_without == sides[1].p_y_without, "the reader alone knows no corpus"
 
 
@@ -195,8 +208,8 @@ def test_an_imported_model_is_asked_with_the_options_of_its_evaluation(root: Pat
     tuned = tmp_path / "models/finetune"
     write_manifest(tuned, "finetune", fingerprint="imported")
     found = ask(tmp_path)
-    assert found.candidates == ask(root).candidates
-    assert "with the weights of pretrain at a step that is not known" in str(found.index)
+    assert found["passages"] == ask(root)["passages"]
+    assert found["model"]["weights_step"] is None
 
 
 def test_a_retriever_by_words_is_explained_and_updated_without_an_index(root: Path, tmp_path: Path) -> None:
@@ -213,16 +226,13 @@ def test_a_retriever_by_words_is_explained_and_updated_without_an_index(root: Pa
         small_project.stage(name, values, tmp_path, copy)
     [stored] = [p for p in read_results(copy) if p.question_id == "test-0"]
     found = ask(copy)
-    assert found.prediction == stored.prediction
-    assert [c.passage_id for c in found.candidates] == list(stored.passage_ids)
-    assert str(found.index).endswith("passages, ranked by bm25")
+    assert found["answer"] == stored.prediction
+    assert column(found, "passage_id") == list(stored.passage_ids)
     moved = [{"title": "Jon Vik", "text": "Jon Vik built ships in Oslo."}, {"title": "Rain", "text": "It rains."}]
     small_project.write_json_lines(tmp_path / "documents.jsonl", moved)
-    done = small_project.cli("update", "--params", params, "--root", copy)
+    done = small_project.cli("update", "--params", params, "--root", copy, "--may-shrink")
     assert done.exit_code == 0, done.output
     before, after = before_and_after(copy)
     assert not (after.finetune / "index.safetensors").exists()
-    again = open_run(copy, after).explain(QUESTION)
-    assert again.candidates[0].title == "Jon Vik"
-    assert len(again.candidates) == 2
-    assert open_run(copy, before).explain(QUESTION) == found
+    assert column(ask(copy, where=after), "title") == ["Jon Vik", "Rain"]
+    assert ask(copy, where=before) == found

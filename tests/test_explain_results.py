@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from small_project import cli
 from test_compare import results
 from test_predictions import PREDICTION
 
-from realmops.commands.explain.results import answer_lines, chosen, overview
+from realmops.commands.explain import _of_prediction, stored_answers
 
 WRONG = replace(
     PREDICTION,
@@ -27,7 +28,7 @@ WRONG = replace(
 
 
 def test_an_explanation_has_passages_scores_and_the_failure() -> None:
-    assert list(answer_lines(WRONG)) == [
+    assert _of_prediction(WRONG).lines() == [
         "q2  Where was Ada Vell born?",
         "  wanted: Tor Hollow",
         "  answer: north  (score 2.00)",
@@ -35,23 +36,28 @@ def test_an_explanation_has_passages_scores_and_the_failure() -> None:
         "  failed at: reader (the reader could choose an answer and chose another span)",
         "  best right span: Tor Hollow  (score 1.50)",
         "  first passage with an answer: number 1",
-        "   p(z|x)   score  passage, its best span",
-        "  > 0.750    2.00  Ada Vell [p7]: north",
-        "    0.250       -  Tor Hollow [p2]: (none)",
+        "     p(z|x)  score  passage: its best span",
+        "  >   0.750   2.00  Ada Vell [p7]: north",
+        "      0.250      -  Tor Hollow [p2]: (none)",
     ]
 
 
 def test_questions_are_chosen_by_id_and_failure() -> None:
     rows = [PREDICTION, WRONG]
-    assert chosen(rows, (), ()) == rows
-    assert chosen(rows, ("q1",), ()) == [PREDICTION]
-    assert chosen(rows, (), ("reader", "too_long")) == [WRONG]
-    assert chosen(rows, ("q1",), ("reader",)) == []
+
+    def shown(ids: Sequence[str], failures: Sequence[str]) -> list[str]:
+        lines = stored_answers(rows, ids, failures, 9).splitlines()
+        assert lines[:2] == ["2 questions", "      1  50.0%  correct: the answer is right"]
+        return [line.split()[0] for line in lines if "Where was" in line]
+
+    assert shown((), ()) == ["q1", "q2"]
+    assert shown(("q1",), ()) == ["q1"]
+    assert shown((), ("reader", "too_long")) == ["q2"]
+    assert shown(("q1",), ("reader",)) == []
     with pytest.raises(ValueError, match="no question 'q9' among 2; the first is 'q1'"):
-        chosen(rows, ("q9",), ())
+        shown(("q9",), ())
     with pytest.raises(ValueError, match="fails at 'luck'; choose correct, not_in_corpus"):
-        chosen(rows, (), ("luck",))
-    assert list(overview(rows))[:2] == ["2 questions", "      1  50.0%  correct: the answer is right"]
+        shown((), ("luck",))
 
 
 def test_the_command_explains_what_is_asked_for(tmp_path: Path) -> None:

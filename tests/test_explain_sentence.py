@@ -11,14 +11,15 @@ import pytest
 import small_project
 
 from realmops.artifacts import write_manifest
-from realmops.commands.explain.sentence import SentenceExplanation, explain_sentence
+from realmops.commands.explain import _of_sentence
+from realmops.commands.masked import MaskedExplanation, explain_sentence
 from realmops.commands.update import of_pipeline
 from realmops.corpus.snapshot import Snapshot
 
 SENTENCE = "Anna Berg was born in [MASK]."
 
 
-def explain(sentence: str, root: Path, *, answer: str | None = None) -> SentenceExplanation:
+def explain(sentence: str, root: Path, *, answer: str | None = None) -> MaskedExplanation:
     return explain_sentence(sentence, root, of_pipeline(root), answer)
 
 
@@ -28,11 +29,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> SentenceExplanation:
+def found(root: Path) -> MaskedExplanation:
     return explain(SENTENCE, root, answer="Oslo")
 
 
-def test_equation_1_and_bayes_hold_over_the_candidates(found: SentenceExplanation) -> None:
+def test_equation_1_and_bayes_hold_over_the_candidates(found: MaskedExplanation) -> None:
     assert sum(c.p_z for c in found.candidates) == pytest.approx(1)
     assert found.p_y == pytest.approx(sum(c.p_z * c.p_y for c in found.candidates))
     assert found.p_y_without == found.candidates[-1].p_y
@@ -42,7 +43,7 @@ def test_equation_1_and_bayes_hold_over_the_candidates(found: SentenceExplanatio
     assert found.candidates[-1].title == "(null document)"
 
 
-def test_a_passage_that_holds_the_sentence_is_no_candidate(found: SentenceExplanation, root: Path) -> None:
+def test_a_passage_that_holds_the_sentence_is_no_candidate(found: MaskedExplanation, root: Path) -> None:
     assert "Anna Berg" not in [c.title for c in found.candidates], "her passage says it word for word"
     open_ended = explain(SENTENCE, root)
     assert open_ended.y == open_ended.with_retrieval.words
@@ -103,11 +104,11 @@ def test_terminal_json_and_page(root: Path, tmp_path: Path) -> None:
         assert message in refused.output
 
 
-def test_the_three_lines_of_table_3(found: SentenceExplanation) -> None:
+def test_the_three_lines_of_table_3(found: MaskedExplanation) -> None:
     passages = found.candidates[:-1]
     best = max(passages, key=lambda c: c.p_y)
     assert found.p_y_best == best.p_y
-    said = [" ".join(line.split()) for line in found.sheet().said]
+    said = [" ".join(line.split()) for line in _of_sentence(found).said]
     assert said[3:6] == [
         f"BERT, without retrieval: p(y|x) = {found.p_y_without:.3g} (the reader with the null document)",
         f"REALM given the best z: p(y|x,z) = {best.p_y:.3g} ({best.title} [{best.passage_id[:12]}])",
@@ -115,10 +116,9 @@ def test_the_three_lines_of_table_3(found: SentenceExplanation) -> None:
     ]
 
 
-def test_the_index_is_named_with_the_step_of_its_weights(found: SentenceExplanation) -> None:
+def test_the_index_is_named_with_the_step_of_its_weights(found: MaskedExplanation) -> None:
     """Pre-training took no step here, and nothing is fine-tuned, so passages are embedded for the explanation."""
-    assert (found.index.file, found.index.passages, found.index.step) == (None, 12, 0)
-    assert str(found.index) == "12 passages, embedded now, with the weights of pretrain after step 0"
+    assert found.index == "12 passages, embedded now, with the weights of pretrain after step 0"
 
 
 def test_an_imported_model_is_refused_with_its_name(root: Path, tmp_path: Path) -> None:

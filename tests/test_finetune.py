@@ -14,16 +14,18 @@ from small_project import QUESTIONS
 from small_world import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
-from realmops.bert import Packed
+from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune
 from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import Question
+from realmops.encoders.packed import Packed
 from realmops.index.embed import document_sequences, embed
 from realmops.index.mips import Exact
 from realmops.model.files import add_spans
 from realmops.model.retriever import Mixture
 from realmops.model.sequences import join_query, join_reader
-from realmops.train.finetune import OpenQa, finetune, finetune_steps
+from realmops.train import finetune as module
+from realmops.train.finetune import finetune, finetune_steps, question_loss
 
 FP32 = torch.float32
 BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))
@@ -44,14 +46,12 @@ def options(**changes: Any) -> Finetune:
         "answer_wordpieces": 4,
         "checkpoint_every": 100,
     }
-    found: Finetune = section("finetune", **{**values, **changes})
-    return found
+    return section("finetune", **{**values, **changes})
 
 
 def open_qa(world: World, *, width: int = 8, **changes: Any) -> OpenQa:
     retriever, reader = tiny_models(world)
     add_spans(reader, width, seed=0)
-    assert reader.spans is not None
     with torch.no_grad():
         for parameter in reader.spans.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
@@ -92,7 +92,7 @@ def given(world: World, **changes: Any) -> OpenQa:
 def test_the_loss_over_given_passages_is_the_slow_one(world: World, span_loss: str) -> None:
     model = given(world, span_loss=span_loss)
     questions = [BORN, PORT]
-    loss, later = model.loss(questions)
+    loss, later = question_loss(model, questions)
     metrics = later.now()
     expected = []
     for question in questions:
@@ -109,15 +109,16 @@ def test_the_loss_over_given_passages_is_the_slow_one(world: World, span_loss: s
     assert all(p.grad is None for p in model.retriever.parameters()), "nothing of the retriever learns"
 
 
-@pytest.mark.parametrize("span_loss", ["marginal", "hard_em", "per_passage"])
+@pytest.mark.parametrize("span_loss", ["marginal", "hard_em", "per_passage", "marginal, passages found"])
 def test_a_question_without_a_gold_span_teaches_nothing_given_or_not(world: World, span_loss: str) -> None:
-    model = given(world, span_loss=span_loss)
-    loss, later = model.loss([NEVER])
+    model = open_qa(world) if "found" in span_loss else given(world, span_loss=span_loss)
+    loss, later = question_loss(model, [NEVER])
     metrics = later.now()
-    assert metrics["span_loss"] == 0.0
-    assert metrics["no_correct_span"] == 1.0
+    assert (metrics["span_loss"], metrics["no_correct_passage"], metrics["no_correct_span"]) == (0.0, 1.0, 1.0)
     loss.backward()
-    assert all(not p.grad.any() for p in model.reader.parameters() if p.grad is not None)
+    gradients = [p.grad for m in (model.retriever, model.reader) for p in m.parameters() if p.grad is not None]
+    assert gradients
+    assert not any(gradient.any() for gradient in gradients)
 
 
 def test_recall_looks_at_five_passages(world: World) -> None:
@@ -125,7 +126,7 @@ def test_recall_looks_at_five_passages(world: World) -> None:
     model = given(world)
     for row, recall in (([2, 3, 6, 7, 0], 1.0), ([2, 3, 6, 7, 8, 0], 0.0), ([0, 2, 3, 6, 7], 1.0)):
         model.ranker = lambda question, k, row=row: np.array(row[:k])
-        assert model.loss([BORN])[1].now()["recall_at_5"] == recall
+        assert question_loss(model, [BORN])[1].now()["recall_at_5"] == recall
 
 
 def test_what_is_given_is_read_and_nothing_else(world: World) -> None:
@@ -153,13 +154,14 @@ def test_passages_that_contain_an_answer(world: World) -> None:
     assert not model.is_correct(NEVER, range(12)).any()
 
 
-def test_an_answer_beside_a_symbol_is_found(tmp_path: Path) -> None:
-    """ "£5" is the wordpieces "£" and "##5", which "5" alone is not; the rule knows only the tokens of the text."""
-    world = build_world(tmp_path, (("A", "Sold for £5 in May.", ("May",)), ("B", "It is 55 years old.", ("55",))))
+def test_questions_of_two_files_with_one_id_have_answers_of_their_own(world: World) -> None:
+    """A hybrid looks at the dev questions first: what is right for these is not right for those of train."""
     model = open_qa(world)
-    sold = Question("sold", "For how much was it sold?", ("5",))
-    assert model.wordpieces("5").tolist() != model.wordpieces("£5").tolist()[1:]
-    assert model.is_correct(sold, [0, 1]).tolist() == [True, False]
+    dev, train = (Question("1", q.question, q.answers) for q in (BORN, PORT))
+    assert np.flatnonzero(model.is_correct(dev, range(12))).tolist() == [0, 1, 4, 5]
+    assert np.flatnonzero(model.is_correct(train, range(12))).tolist() == [2, 3, 6, 8, 11]
+    words, expression = (Question("1", "When?", (r"19\d\d",), is_regex=is_regex) for is_regex in (False, True))
+    assert [model.is_correct(question, [0]).tolist() for question in (words, expression)] == [[False], [True]]
 
 
 EXPRESSION = Question("year", "When?", (r"19\d\d\b|\s?Anna (Berg|Lund)",), is_regex=True)
@@ -174,36 +176,15 @@ def test_matches_of_an_expression_are_correct_passages_and_gold_spans(world: Wor
     assert texts == [(0, "1931"), (0, "Anna Berg"), (1, "Anna Berg"), (2, "1972")]
 
 
-def test_a_question_with_an_expression_is_learned(world: World) -> None:
-    journal = MemoryJournal()
-    every = {"retriever_candidates": 12, "reader_candidates": 12}
-    chosen = options(epochs=25, retriever_learning_rate=1e-3, reader_learning_rate=1e-3, **every)
-    model = open_qa(world, width=32, **every)
-    died = Question("died", "When did Maria Holm die?", (r"19[67]\d",), is_regex=True)
-    finetune(tiny_context(journal=journal), model, [died], chosen, tiny_optimiser())
-    [answer] = model.answer([died], ranked=5, batch_size=1)
-    assert answer.text == "1972"
-
-
 def test_the_best_right_span_is_told_beside_the_best(world: World) -> None:
     """The reader wants "a novel"; the right span has score 0 and the passage's f(x, z)."""
     model = scripted(world, "a novel", reader_candidates=12, answer_wordpieces=20)
     [answer] = model.answer([BORN], ranked=12, batch_size=1)
     assert answer.text == "a novel"
-    assert answer.best_gold is not None
     assert answer.best_gold.text == "Oslo"
-    assert answer.best is not None
     assert answer.best_gold.score < answer.best.score
     [unanswerable] = model.answer([NEVER], ranked=12, batch_size=1)
     assert unanswerable.best_gold is None
-
-
-def test_answers_are_whole_tokens_in_any_case(world: World) -> None:
-    """ "195" is no part of 1950 and "Osl" none of Oslo, though a wordpiece may be; "OSLO" is the same as Oslo."""
-    model = open_qa(world)
-    for answers, expected in ((("195", "Osl", "19"), []), (("OSLO",), [0, 1, 4, 5]), (("1950",), [2, 3, 9])):
-        question = Question("/".join(answers), "?", answers)
-        assert np.flatnonzero(model.is_correct(question, range(12))).tolist() == expected
 
 
 def cut(world: World, passage: int, first: int, last: int) -> str:
@@ -220,14 +201,6 @@ def test_gold_spans_are_the_answers_text(world: World) -> None:
     texts = sorted((rank, cut(world, [1, 11, 0, 4][rank], first, last)) for rank, first, last in found)
     assert texts == [(0, "Anna Berg"), (2, "1931"), (2, "Anna Berg"), (3, "Anna Berg")]
     assert model.gold(NEVER, [0, 1]) == set()
-
-
-def test_gold_spans_longer_than_the_limit_are_left_out(world: World) -> None:
-    question = Question("q", "Who?", ("Anna Berg was born in Oslo", "Oslo"))
-    found = open_qa(world, answer_wordpieces=4).gold(question, [0])
-    assert [cut(world, 0, first, last) for _, first, last in found] == ["Oslo"]
-    longer = open_qa(world, answer_wordpieces=6).gold(question, [0])
-    assert sorted(cut(world, 0, first, last) for _, first, last in longer) == ["Anna Berg was born in Oslo", "Oslo"]
 
 
 # ---- spans
@@ -294,7 +267,7 @@ def test_the_loss_is_the_slow_ones(world: World) -> None:
     model = open_qa(world, retriever_candidates=11, reader_candidates=10)
     questions = [BORN, PORT, NEVER]
     with torch.no_grad():
-        loss, later = model.loss(questions)
+        loss, later = question_loss(model, questions)
         metrics = later.now()
         parts = [slow_loss(world, model, question) for question in questions]
     assert parts[2] == (0.0, 0.0)
@@ -317,26 +290,14 @@ def test_relevance_counts_as_much_as_reading_says(world: World) -> None:
             model.retriever.mixture = Mixture(1.0, 0.0, weight)
             added = [weight * f for f in relevance_BK[0].tolist()]
             whole = [(score + f, right) for f, one in zip(added, spans, strict=True) for score, right in one]
-            found = model.loss([BORN])[1].now()["span_loss"]
+            found = question_loss(model, [BORN])[1].now()["span_loss"]
             assert found == pytest.approx(minus_log_share(whole), rel=1e-4)
-
-
-def test_a_question_with_nothing_correct_teaches_nothing(world: World) -> None:
-    model = open_qa(world)
-    loss, later = model.loss([NEVER])
-    metrics = later.now()
-    assert loss.item() == 0.0
-    assert (metrics["no_correct_passage"], metrics["no_correct_span"]) == (1.0, 1.0)
-    loss.backward()
-    gradients = [p.grad for m in (model.retriever, model.reader) for p in m.parameters() if p.grad is not None]
-    assert gradients
-    assert all((gradient == 0).all() for gradient in gradients)
 
 
 def test_the_passages_stay_and_query_and_reader_learn(world: World) -> None:
     """Gradients reach the query tower through both losses, and the reader; the embeddings are constants."""
     model = open_qa(world, retriever_candidates=11, reader_candidates=10)
-    loss, later = model.loss([BORN])
+    loss, later = question_loss(model, [BORN])
     metrics = later.now()
     assert metrics["no_correct_span"] == 0.0
     loss.backward()
@@ -344,7 +305,6 @@ def test_the_passages_stay_and_query_and_reader_learn(world: World) -> None:
     for name, parameter in model.retriever.query.named_parameters():
         if "segment" not in name:
             assert parameter.grad is not None, name
-    assert model.reader.spans is not None
     for parameter in [*model.reader.bert.parameters(), *model.reader.spans.parameters()]:
         assert parameter.grad is not None
         assert torch.isfinite(parameter.grad).all()
@@ -399,7 +359,6 @@ def test_answers_are_cut_from_the_text(tmp_path: Path) -> None:
         model = scripted(world, wanted, answer_wordpieces=20)
         [found] = model.answer([BORN], ranked=2, batch_size=4)
         assert found.text == wanted
-        assert found.best is not None
         assert found.best.passage == 0
         assert found.best.characters == (text.index(wanted), text.index(wanted) + len(wanted))
 
@@ -419,12 +378,10 @@ def test_the_best_span_over_passages_and_relevance_wins(world: World) -> None:
         logits = [float(s) + float(score_BK[0, rank]) for s, (_, rank, _, _) in zip(score_S, rows, strict=True)]
         best = int(np.argmax(logits))
         _, rank, first, last = rows[best].tolist()
-        assert answer.best is not None
         assert answer.best.passage == id_BK[0, rank]
         assert answer.text == answer.best.text == cut(world, answer.best.passage, first, last)
         assert answer.best.score == pytest.approx(logits[best], rel=1e-4)
         for number, span in enumerate(answer.best_of_passage):
-            assert span is not None
             assert span.score == pytest.approx(
                 max(logit for logit, row in zip(logits, rows.tolist(), strict=True) if row[1] == number), rel=1e-4
             )
@@ -501,13 +458,12 @@ def test_each_epoch_sees_each_question_once_in_an_order_of_its_own(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, seen = open_qa(world), list[str]()
-    real = OpenQa.loss
 
-    def spy(self: OpenQa, questions: Sequence[Question]) -> Any:
+    def spy(model: OpenQa, questions: Sequence[Question]) -> Any:
         seen.extend(q.id for q in questions)
-        return real(self, questions)
+        return question_loss(model, questions)
 
-    monkeypatch.setattr(OpenQa, "loss", spy)
+    monkeypatch.setattr(module, "question_loss", spy)
     questions = [Question(str(i), "Where is it?", ("Oslo",)) for i in range(9)]
     finetune(tiny_context(), model, questions, options(epochs=3, batch_size=4), tiny_optimiser())
     epochs = [seen[i : i + 9] for i in (0, 9, 18)]

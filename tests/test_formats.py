@@ -8,16 +8,21 @@ import json
 import math
 import sys
 import tracemalloc
+import zlib
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import brotli
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from realmops.corpus.documents import Document, Dropped, Raw, Rejected
 from realmops.corpus.formats import FORMATS, sources
+from realmops.corpus.formats.html import decode_page
+from realmops.corpus.formats.warc import parsed_head
 from realmops.corpus.formats.wikitext import plain_text
 
 Outcome = Document | Dropped | Rejected
@@ -262,9 +267,54 @@ def test_pages_are_decoded_as_they_declare(tmp_path: Path, head: str, encoding: 
     assert kept(read(path)) == [("a", f"Word {word}")]
 
 
+FRENCH = "<p>Le café de Genève, où «Zoé» naît.</p>".encode()
+
+
+@pytest.mark.parametrize(
+    ("data", "declared", "shown"),
+    [
+        (b'<meta charset="utf-8"><p>caf\xe9</p>', None, "caf\ufffd"),
+        (b"<p>caf\xe9</p>", "UTF-8", "caf\ufffd"),
+        (b"<p>caf\xe9</p>", "utf8", "caf\ufffd"),
+        (b"<p>caf\xe9</p>", None, "café"),
+        (FRENCH + b"\xff", None, "Le café de Genève, où «Zoé» naît."),
+        (FRENCH + b"\xff", "iso-8859-1", "Le café de Genève, où «Zoé» naît."),  # what servers say of any page
+        (FRENCH[:-5] + "é".encode()[:1], None, "Le café de Genève, où «Zoé» naît\ufffd"),  # cut in a character
+        ("<p>über été, où</p>".encode("cp1252"), None, "über été, où"),
+        ("<p>Мир и мы</p>".encode("cp1251"), "windows-1251", "Мир и мы"),
+    ],
+)
+def test_a_byte_that_is_none_costs_a_character_and_not_the_page(data: bytes, declared: str | None, shown: str) -> None:
+    text = decode_page(data, declared)
+    assert shown in text
+    assert "Ã" not in text
+
+
+UTF16 = (
+    '<html><head><meta charset="utf-8"><title>Ōsaka 大阪</title></head><body><p>An old city: 大阪.</p></body></html>'
+)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("first", ["", '<?xml version="1.0" encoding="UTF-16"?>\n', "\ufeff\n"])
+def test_a_page_in_utf16_keeps_its_title(tmp_path: Path, encoding: str, first: str) -> None:
+    path = write(tmp_path / "a.html", (first + UTF16).encode(encoding))
+    assert kept(read(path)) == [("Ōsaka 大阪", "An old city: 大阪.")]
+
+
+def test_utf16_may_be_declared_by_the_server_and_not_by_the_page(tmp_path: Path) -> None:
+    page = "\n" + UTF16
+    assert decode_page(page.encode("utf-16-be"), "UTF-16BE") == page
+    assert decode_page(page.encode(), "UTF-16") == page
+    assert decode_page(b"<meta charset=utf-16><p>caf\xe9</p>", None).endswith("caf\ufffd</p>")  # as browsers read it
+
+
 def test_pages_that_are_not_what_they_declare_are_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "a.html", b'<meta charset="gb2312"><p>\xff\xff</p>')
     assert "neither UTF-8 nor the encoding 'gb2312'" in problem(read(path)[0])
+    for declared, data in {"utf-8": bytes(range(256)), "zlib": zlib.compress(b"<p>text</p>")}.items():
+        with pytest.raises(ValueError, match=f"neither UTF-8 nor the encoding '{declared}'"):
+            decode_page(data, declared)
 
 
 # MediaWiki
@@ -314,9 +364,7 @@ def test_other_models_than_wikitext_are_dropped(tmp_path: Path) -> None:
     assert kinds(read(write(tmp_path / "a.xml", dump(pages)))) == ["other_model"]
 
 
-@pytest.mark.parametrize(
-    "tail", ["<page><title>B</ti", "<page><title>B</title><ns>x</ns></page></mediawiki>", "</b>", ""]
-)
+@pytest.mark.parametrize("tail", ["<page><title>B</ti", "</b>", ""])
 def test_broken_xml_ends_the_file_with_one_reject(tmp_path: Path, tail: str) -> None:
     path = write(tmp_path / "a.xml", dump(PAGE).removesuffix("</mediawiki>") + tail)
     outcomes = read(path)
@@ -335,7 +383,7 @@ def test_a_dump_is_read_in_flat_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
         return most
 
-    peak(10)  # imports
+    peak(400)  # imports, and what is made once and kept
     assert peak(4000) < 1.5 * peak(400)
 
 
@@ -344,7 +392,10 @@ PIECES = [
     ("a{{ref|[[b]]|{{c}}}}d<ref name=x>e {{f}}</ref><ref name=x /> g<!-- [[h\n -->.", "ad g."),
     ("A city ({{IPA-no|ɔ|lang}}; {{lang-no|by}}, {{pron}}).", "A city (by)."),
     ("A city ({{IPA-no|ɔ}}, {{audio|x}}) here ( ) .", "A city here."),
-    ("It is {{convert|5|km|mi}} long, {{convert|2|to|3|C}}, {{convert|1.5|x|2|m|ft|abbr=on}}.", None),
+    (
+        "It is {{convert|5|km|mi}} long, {{convert|2|to|3|C}}, {{convert|1.5|x|2|m|ft|abbr=on}}.",
+        "It is 5 km long, 2 to 3 °C, 1.5 × 2 m.",
+    ),
     ("{{Infobox\n| a = {{b|[[c]]}}\n| d = [[File:e.jpg|f]]\n}}\nText", "Text"),
     ("[[File:a.jpg|thumb|left|A [[big]] {{nowrap|b}}]]Text[[Category:X| ]][[Image:a.png]]", "Text"),
     ("[[Datei:a.jpg|mini]][[datei:b.jpg]][[:Category:X|the X]] [[:File:a.jpg]]", "the X File:a.jpg"),
@@ -363,25 +414,45 @@ PIECES = [
     ("broken [[a and {{b or ]] }} c]] '' <ref> |} {| <b", "broken a and b or c <b"),
     (
         "{{lang|fr|''mot''}} {{nowrap|1=a = b}} {{as of|2014}} {{As of|2013|April|lc=y}} {{circa|1766}} {{frac|3|1|4}}",
-        None,
+        "mot a = b As of 2014 as of April 2013 c. 1766 3 1/4",
     ),
     ("Call f() or g(x); [()[ a[] [].", "Call f() or g(x); [()[ a[]."),
-    ("a{{ndash}}b{{snd}}c {{'s}} {{chem|H|2|O}} {{HMS|Ajax|22}} {{formatnum:3003}} {{transl|ar|DIN|abd}}", None),
+    (
+        "a{{ndash}}b{{snd}}c {{'s}} {{chem|H|2|O}} {{HMS|Ajax|22}} {{formatnum:3003}} {{transl|ar|DIN|abd}}",
+        "a–b –c 's H2O HMS Ajax 3003 abd",
+    ),
     ("In {{formatnum:{{age|1}}}} {{US-stub}}years", "In years"),
     ("{{cquote|A [[long]] word.|author}} {{quote|text=no}}", "A long word."),
     ("{{{1|default}}} {{{2}}} x", "x"),
 ]
-SHOWN = {
-    4: "It is 5 km long, 2 to 3 °C, 1.5 × 2 m.",
-    18: "mot a = b As of 2014 as of April 2013 c. 1766 3 1/4",
-    20: "a–b –c 's H2O HMS Ajax 3003 abd",
-}
 
 
-@pytest.mark.parametrize("index", range(len(PIECES)))
-def test_wikitext_becomes_what_a_reader_sees(index: int) -> None:
-    wikitext, shown = PIECES[index]
-    assert plain_text(wikitext, ["Datei"]) == (shown or SHOWN[index])
+@pytest.mark.parametrize(("wikitext", "shown"), PIECES)
+def test_wikitext_becomes_what_a_reader_sees(wikitext: str, shown: str) -> None:
+    assert plain_text(wikitext, ["Datei"]) == shown
+
+
+@pytest.mark.parametrize(
+    ("wikitext", "shown"),
+    [
+        ("'''!Kung''' is a language.", "!Kung is a language."),
+        ("'''|Xam''' is another.", "|Xam is another."),
+        ("''''' !Kung''''' people", "!Kung people"),
+        ("[[!Kung people|!Kung]] live here.", "!Kung live here."),
+        ("{{lang|ktz|!Kung}} is a name.", "!Kung is a name."),
+        ("* !Kung and [[b]]\n: '''!Xóõ''' too", "!Kung and b\n!Xóõ too"),
+        ("Lead.\n== !Kung ==\nText of [[it]].", "Lead.\n\n!Kung\n\nText of it."),
+        ("Text\n! head !! [[b]]\n|-\n| '''cell''' || [[b]]\n|}", "Text"),  # of a table that is cut
+        ("{|\n! head\n| '''cell'''", ""),
+        ("x<y and z>w, a <b and c> d", "x<y and z>w, a <b and c> d"),
+        ("a<b then c>d, <i>e</i> and <B >f</B >", "a<b then c>d, e and f"),
+        ("List<String> of <me@site.org>", "List<String> of <me@site.org>"),
+        ("<a href='x'>a</a> <font color=red>b</font> <Span class=x>c</SPAN> <u/>d", "a b c d"),
+        ("<poem>a</poem><h2 id=x>b</h2><wbr>c <ol reversed>\n<li>d</li></ol>", "abc\n\nd"),
+    ],
+)
+def test_marks_that_are_words_stay(wikitext: str, shown: str) -> None:
+    assert plain_text(wikitext) == shown
 
 
 def test_sections_of_references_and_empty_ones_go() -> None:
@@ -404,17 +475,6 @@ Money.
 <references/>
 """
     assert plain_text(wikitext) == "Lead.\n\nHistory\n\nEarly\n\nOld days.\n\nEconomy\n\nMoney."
-
-
-MARKUP = ("[[", "]]", "{{", "}}", "{|", "|}", "''", "<ref", "</", "<br", "&nbsp;", "&amp;", "thumb|", "Category:", "==")
-MARKUP += ("  ", "()", "( ", " )", " ,", " .", "style=", "http")
-
-
-def test_no_markup_remains_of_a_page_with_all_of_it() -> None:
-    pieces = [wikitext for wikitext, _ in PIECES if not any(own in wikitext for own in ("nowiki", "&lt;", "f()"))]
-    text = plain_text("\n\n== Heading ==\n".join(piece.replace("<b", "b") for piece in pieces), ["Datei"])
-    assert len(text) > 500
-    assert [mark for mark in MARKUP if mark in text] == []
 
 
 @pytest.mark.parametrize(
@@ -559,3 +619,65 @@ def test_a_plain_warc_cut_in_the_middle(tmp_path: Path) -> None:
     outcomes = read(path)
     assert kinds(outcomes) == [*WARC_KINDS[:-1], "rejected"]
     assert "ends in the middle of this record" in problem(outcomes[-1])
+
+
+def packed_page(body: bytes, encoding: str, transfer: bytes = b"") -> bytes:
+    """A record of a page in a Content-Encoding."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Encoding: {encoding}\r\n".encode()
+    block = head + transfer + b"\r\n" + body
+    record = b"WARC/1.0\r\nWARC-Type: response\r\nWARC-Target-URI: http://a.no/\r\nContent-Length: %d\r\n\r\n%b\r\n\r\n"
+    return record % (len(block), block)
+
+
+def chunked(body: bytes) -> bytes:
+    parts = [body[first : first + 50] for first in range(0, len(body), 50)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in [*parts, b""])
+
+
+def test_compressed_pages_of_a_warc_are_unpacked(tmp_path: Path) -> None:
+    packers = {"gzip": gzip.compress, "deflate": zlib.compress, "br": brotli.compress, "BR": brotli.compress}
+    page = HTML.replace("Norway", "Norway " + "and a city " * 9_000).encode()  # more than a block of warcio's
+    records = [packed_page(packer(page), encoding) for encoding, packer in packers.items()]
+    records.append(packed_page(chunked(brotli.compress(page)), "br", b"Transfer-Encoding: chunked\r\n"))
+    path = tmp_path / "a.warc"
+    path.write_bytes(b"".join(records))
+    outcomes = read(path)
+    assert kinds(outcomes) == ["kept"] * 5
+    assert len({text for _, text in kept(outcomes)}) == 1
+
+
+@pytest.mark.parametrize("packer", [brotli.compress, gzip.compress], ids=["br", "gzip"])
+def test_a_page_that_unpacks_to_too_much_is_dropped_in_little_memory(
+    tmp_path: Path, packer: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "a.warc"
+    path.write_bytes(packed_page(packer(b" " * (256 << 20)), "br" if packer is brotli.compress else "gzip"))
+    tracemalloc.start()
+    try:
+        assert kinds(read(path)) == ["too_long"]
+        assert tracemalloc.get_traced_memory()[1] < 128 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_page_that_is_cut_in_its_brotli_is_kept_as_far_as_it_goes(tmp_path: Path) -> None:
+    page = HTML.replace("Norway", " ".join(map(str, range(9_000)))).encode()
+    path = tmp_path / "a.warc"
+    path.write_bytes(packed_page(brotli.compress(page)[:-500], "br"))
+    ((title, text),) = kept(read(path))
+    assert title == "Oslo"
+    assert text.startswith("Oslo is the capital of 0 1 2 3")
+
+
+RUN = 4 << 20  # of a length for which quadratic time is hours: the suite's own limit ends it
+
+
+def test_a_run_of_blanks_in_a_head_or_title_costs_no_more_than_its_length(tmp_path: Path) -> None:
+    head = b"WARC/1.0\r\nWARC-Type: warcinfo\r\nX: a" + b" " * RUN + b"b\r\n"
+    assert parsed_head(head)[b"x"].startswith(b"a ")
+    title = "a" + " " * (1 << 20) + "b"
+    write(tmp_path / "wiki_00", f'<doc id="1" title="{title}">\nText\n</doc>\n<doc {"id=" + chr(34) * 2 + " " * RUN}')
+    write(tmp_path / "many", "<doc " + 'id="' * (RUN >> 2) + "\n</doc>\n")
+    assert kinds(read(tmp_path, "wikiextractor")) == ["rejected", "kept", "rejected"]
+    assert kinds(read(write(tmp_path / "m" / "a.md", f"---\ntitle: '{title}'\n---\ntext\n"))) == ["kept"]
+    assert plain_text("[//" + "a" * 2000 + " " * (1 << 20) + "b").endswith("b")

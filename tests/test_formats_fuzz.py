@@ -94,23 +94,7 @@ VALID: dict[tuple[str, str], bytes] = {
 }
 
 
-INSERTED = (
-    b"<",
-    b">",
-    b"[[",
-    b"]]",
-    b"{{",
-    b"}}",
-    b"{|",
-    b"\n",
-    b"\r\n\r\n",
-    b"\0",
-    b"\xff",
-    b'"',
-    b"&",
-    b"-1",
-    b"9" * 20,
-)
+INSERTED = (*b'< > [[ ]] {{ }} {| \0 \xff " & -1'.split(), b"\n", b"\r\n\r\n", b"9" * 20)
 
 
 def damage(valid: bytes, seed: int) -> bytes:

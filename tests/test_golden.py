@@ -24,14 +24,17 @@ from small_project import stage, toy_values, write_params
 from small_world import PAPERS_READER, section, tiny_context, tiny_optimiser
 
 from realmops.artifacts import digest_of, seed_for
-from realmops.bert import Packed
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.encoders.packed import Packed
 from realmops.index.mips import Exact
+from realmops.index.source import Index
 from realmops.model import reader as reader_module
 from realmops.model.files import build_models
 from realmops.train import ict
-from realmops.train.pretrain import Examples, Index, Realm, pretrain
+from realmops.train.examples import Examples
+from realmops.train.pretrain import pretrain
+from realmops.train.realm import Realm
 
 GOLDEN = Path(__file__).parent / "fixtures" / "golden.json"
 SEED = 0
@@ -110,7 +113,7 @@ class Seen:
 class NoNeighbours:
     """In the place of BM25, whose figures are floating point: the passage behind."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self.count = len(snapshot)
 
     def draw(self, sentence: np.ndarray, own: int, rng: np.random.Generator) -> int:

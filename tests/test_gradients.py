@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -16,35 +16,36 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
-from torch import Tensor, nn
+from small_world import OneIndex, World, index_of, section, tiny_context, tiny_models, tiny_optimiser
+from torch import nn
 
 import realmops.baselines
 import realmops.train
+from realmops.answering.openqa import OpenQa
 from realmops.baselines import path
 from realmops.baselines import t5 as closed_book
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.t5 import ClosedBook
-from realmops.bert import BertConfig
 from realmops.config import ClosedBookOptions
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.questions import Question
-from realmops.index.embed import embed_documents
+from realmops.encoders.bert import BertConfig
 from realmops.index.lexical import Bm25
-from realmops.index.mips import PassageIndex, exact
-from realmops.model.files import add_spans, build_bert
+from realmops.index.mips import PassageIndex
+from realmops.model.files import add_spans, build_encoder
 from realmops.model.retriever import HEADS, HYBRID_START, Retriever
 from realmops.train import finetune, ict, passages, pretrain, tagger, windows
-from realmops.train.finetune import OpenQa
+from realmops.train.examples import Examples
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import BertAdamW, Group
 from realmops.train.passages import Positives
-from realmops.train.pretrain import Examples, Index
+from realmops.train.realm import Realm
 from realmops.train.tagger import Tagger, tag_names, train_tagger
 
 # Of the largest gradient. Sums in double precision are rounded by some 1e-16 of what is summed; the smallest of all the
 # numbers below that a loss sees has 4e-9. The bound lies in the middle of the two, on a logarithmic scale.
 SEEN = 1e-12
+pytestmark = pytest.mark.usefixtures("double")  # also where autocast's results are made fp32 again
 FP32 = torch.float32  # no autocast, that is: everything stays double
 LENGTHS = {"query_wordpieces": 40, "reader_wordpieces": 60}
 QUESTIONS = [
@@ -56,15 +57,6 @@ TAGGED = [
     TaggedSentence(("Anna", "Berg", "was", "born", "in", "Oslo"), ("B-PER", "I-PER", "O", "O", "O", "B-LOC")),
     TaggedSentence(("Karl", "Lund", "lived", "in", "Bergen"), ("B-PER", "I-PER", "O", "O", "B-LOC")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All numbers in double precision, also where autocast's results are made fp32 again."""
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def anywhere(*modules: nn.Module) -> None:
@@ -80,7 +72,7 @@ def anywhere(*modules: nn.Module) -> None:
 
 
 def embeddings(world: World, retriever: Retriever) -> PassageIndex:
-    return exact(embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32), retriever.vectors)
+    return index_of(world, retriever).passages
 
 
 def inverse_cloze(world: World, task: str = "cloze", **model: Any) -> None:
@@ -97,16 +89,6 @@ def masked_words(world: World, **model: Any) -> None:
     ict.train_reader(tiny_context(), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
 
 
-class Indexed:
-    """One index, of the retriever as it is."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        return Index(step, embeddings(self.world, retriever), retriever, 0.0, True)
-
-
 def realm(
     world: World, marginal: str = "joint", *, crop_weight: float = 0.0, hybrid: bool = False, **model: Any
 ) -> None:
@@ -118,9 +100,9 @@ def realm(
     if hybrid:
         retriever.mixture = HYBRID_START
     words = Bm25.of(world.snapshot) if hybrid else None
-    joined = pretrain.Realm(retriever, reader, world.snapshot, chosen, torch.float32, words)
+    joined = Realm(retriever, reader, world.snapshot, chosen, torch.float32, words)
     rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
-    pretrain.pretrain(tiny_context(), joined, examples, tiny_optimiser(), Indexed(world), **rest)
+    pretrain.pretrain(tiny_context(), joined, examples, tiny_optimiser(), OneIndex(world), **rest)
 
 
 def answers(
@@ -166,7 +148,7 @@ def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, 
 
 def tags(world: World) -> None:
     options = section("bert", width=16, layers=2, heads=2, intermediate=32, positions=64)
-    bert, _ = build_bert(options, world.snapshot.tokenizer.get_vocab_size(), 0)
+    bert, _ = build_encoder(options, world.snapshot.tokenizer.get_vocab_size(), 0)
     model = Tagger(bert, tag_names(TAGGED))
     anywhere(model)
     train_tagger(tiny_context(), model, TAGGED, world.snapshot.tokenizer, section("tag"), tiny_optimiser())

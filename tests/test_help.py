@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from realmops.cli import HEADINGS, main
+
 HEAVY = ("torch", "mlflow", "dvc", "numpy", "pyarrow", "tokenizers", "faiss", "pandas", "matplotlib", "rich")
 HELP = "import sys; sys.argv = ['realmops', '--help']; from realmops.cli import main; main()"
 FLOOR = "import click, yaml"
@@ -36,9 +38,15 @@ def test_help_shows_whole_sentences() -> None:
         "print(CliRunner().invoke(main, ['--help'], terminal_width=80).output)"
     )
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    commands = shown.partition("Commands:")[2].strip().splitlines()
-    assert len(commands) > 10, shown
+    lines = shown.partition("\nRun:\n")[2].splitlines()
+    assert [line for line in lines if line and not line.startswith(" ")] == [f"{one}:" for one in [*HEADINGS][1:]]
+    commands = [line for line in lines if line.startswith(" ")]
+    assert [line.split()[0] for line in commands] == [name for names in HEADINGS.values() for name in names]
     assert [line for line in commands if not line.endswith(".") or line.endswith("...")] == []
+
+
+def test_every_command_stands_under_one_heading() -> None:
+    assert sorted(name for names in HEADINGS.values() for name in names) == sorted(main.commands)
 
 
 def test_help_loads_no_heavy_module() -> None:

@@ -14,8 +14,10 @@ from torch import Tensor
 from realmops.index.hybrid import LEAST, Hybrid, fit_mixture, words_share
 from realmops.index.lexical import Bm25
 from realmops.index.mips import Exact, exact
+from realmops.index.source import Index
 from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Mixture
-from realmops.train.pretrain import Candidates, Examples, Index
+from realmops.train.candidates import Candidates
+from realmops.train.examples import Examples
 
 CPU = torch.device("cpu")
 
@@ -69,6 +71,12 @@ def test_both_lists_are_looked_at_and_nothing_else() -> None:
     assert ids == [0], "5 + 0.5 of passage 0 before 1 + 1 of passage 4"
 
 
+def test_the_best_of_both_may_be_the_first_of_neither() -> None:
+    """f is 5 for passage 0, the first by embeddings, 4 for 5, the first by words, and 4 + 4 x 7/8 for 1."""
+    search = Hybrid(Exact(EMBEDDINGS), Table({"q": {5: 8.0, 1: 7.0}}), Mixture(1, 4), 1.0)
+    assert [search.search(QUERY, ["q"], 1, depth).id_QK.tolist() for depth in (None, 1, 2)] == [[[0]], [[0]], [[1]]]
+
+
 def test_words_beside_the_best_of_several_vectors() -> None:
     """Two vectors of each passage: q.d is 5, 4, 3, 2, 1, and 9 where the second vector of the last is that."""
     embedding_PX = torch.cat([EMBEDDINGS, EMBEDDINGS - 1], dim=1)
@@ -78,16 +86,14 @@ def test_words_beside_the_best_of_several_vectors() -> None:
     assert found.relevance(Mixture(1, 4)).tolist() == [[10.0, 7.0, 5.0, 4.0]]
 
 
-def test_words_alone_find_a_passage_and_equal_ones_come_by_number() -> None:
-    found = by_hand(0.0, 1.0).search(QUERY, ["one"], 3)
-    assert found.id_QK.tolist() == [[5, 0, 1]]
+@pytest.mark.parametrize(("passage", "expected"), [(5, [5, 0, 1]), (0, [0, 3, 4])])
+def test_words_alone_find_a_passage_and_equal_ones_come_by_number(passage: int, expected: list[int]) -> None:
+    """Number 0 too, where the embeddings' search does not find it."""
+    embedding_PE = EMBEDDINGS if passage else EMBEDDINGS.flip(0)
+    search = Hybrid(Exact(embedding_PE), Table({"q": {passage: 3.0}}), Mixture(0.0, 1.0), 1.0)
+    found = search.search(QUERY, ["q"], 3, 3)
+    assert found.id_QK.tolist() == [expected]
     assert found.words_QK.tolist() == [[1.0, 0.0, 0.0]]
-
-
-def test_a_query_without_a_known_word_is_found_by_embeddings() -> None:
-    found = by_hand(1, 10).search(QUERY, ["nothing"], 3)
-    assert found.id_QK.tolist() == [[0, 1, 2]]
-    assert found.words_QK.tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_what_is_not_there_is_minus_one() -> None:
@@ -98,15 +104,13 @@ def test_what_is_not_there_is_minus_one() -> None:
     few = Hybrid(Exact(EMBEDDINGS[:3]), Table({"q": {}, "nothing": {}}), Mixture(1, 1), 1.0)
     assert few.search(two, ["q", "nothing"], 5).id_QK.tolist() == [[0, 1, 2], [0, 1, 2]], "no more than there are"
 
-    class Fewer:
+    class Fewer(Exact):
         """Finds one passage less for the second query, as a structure might."""
-
-        embedding_PE = EMBEDDINGS
 
         def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
             return torch.tensor([[5.0, 4.0], [5.0, 5.0]]), torch.tensor([[0, 1], [0, 0]])
 
-    found = Hybrid(Fewer(), WORDS, Mixture(1, 10), 1.0).search(two, ["q", "nothing"], 3)
+    found = Hybrid(Fewer(EMBEDDINGS), WORDS, Mixture(1, 10), 1.0).search(two, ["q", "nothing"], 3)
     assert found.id_QK.tolist() == [[4, 0, 1], [0, -1, -1]]
     assert found.relevance(Mixture(1, 10))[1, 1:].tolist() == [-math.inf, -math.inf]
 
@@ -117,14 +121,6 @@ def test_without_words_or_their_weight_it_is_the_search_of_embeddings() -> None:
         assert found.id_QK.tolist() == [[0, 1]]
         assert found.dense_QK.tolist() == [[15.0, 12.0]]
         assert found.words_QK.tolist() == [[0.0, 0.0]]
-
-
-def test_the_first_passage_is_found_by_words_alone() -> None:
-    """Its inner product is the smallest, and two are looked for by either kind."""
-    words = Table({"q": {0: 3.0}})
-    found = Hybrid(Exact(EMBEDDINGS.flip(0)), words, Mixture(1, 10), 1.0).search(QUERY, ["q"], 3, 3)
-    assert found.id_QK.tolist() == [[0, 5, 4]]
-    assert found.words_QK.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_words_share_by_hand() -> None:
@@ -183,7 +179,6 @@ def test_weights_that_made_the_data_are_found(dense: float, lexical: float) -> N
     dense_QK, words_QK, correct_QK = sampled(dense, lexical, 20_000)
     there_QK = torch.ones_like(correct_QK)
     found = fit_mixture(dense_QK, words_QK, there_QK, correct_QK)
-    assert found is not None
     assert found.dense == pytest.approx(dense, rel=0.05)
     assert found.lexical == pytest.approx(lexical, abs=0.12)
     assert found.reading == 1.0
@@ -203,7 +198,6 @@ def test_the_fit_is_the_likeliest_under_a_pull_to_one() -> None:
         return float(-p_Q.log().mean()) + pull / 40
 
     found = fit_mixture(dense_QK, words_QK, torch.ones_like(correct_QK), correct_QK)
-    assert found is not None
     grid = [Mixture(found.dense * a, found.lexical * b) for a in (0.98, 1.02) for b in (0.98, 1.02)]
     assert all(objective(found) < objective(other) for other in grid)
 
@@ -229,7 +223,6 @@ def test_both_weights_stay_above_zero() -> None:
     correct_QK = torch.zeros(20_000, 2, dtype=torch.bool)
     correct_QK[:, 1] = True
     found = fit_mixture(torch.zeros(20_000, 2), words_QK, torch.ones_like(correct_QK), correct_QK)
-    assert found is not None
     assert LEAST <= found.lexical < 0.1
 
 

@@ -13,12 +13,11 @@ import small_project
 import torch
 from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
-from realmops.commands.explain.question import open_run
+from realmops.commands.answers import Asked, generation_of_run
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.approximate import approximate
 from realmops.index.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES
-from realmops.train.exchange import ExchangeSource
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.
 COPIES = 21
@@ -55,8 +54,7 @@ def root(project: Path) -> Path:
 
 
 def metrics(root: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((root / STAGES[name].folder / "metrics.json").read_text())
-    return found
+    return json.loads((root / STAGES[name].folder / "metrics.json").read_text())
 
 
 def test_every_generation_is_journaled_with_its_recall(root: Path) -> None:
@@ -68,27 +66,13 @@ def test_every_generation_is_journaled_with_its_recall(root: Path) -> None:
     assert metrics(root, "pretrain")["index_recall"] == min(recall.values())
 
 
-def test_a_killed_training_ends_with_the_same_weights(
-    project: Path, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stopped(BaseException):
-        pass
-
-    usual = ExchangeSource.at_step
-
-    def at_step(self: ExchangeSource, step: int, retriever: Any) -> Any:
-        if step == 7:
-            raise Stopped
-        return usual(self, step, retriever)
-
+def test_a_killed_training_ends_with_the_same_weights(project: Path, root: Path) -> None:
     killed = project / "killed"
     for name in ("snapshot", "tag", "ict"):
         shutil.copytree(root / STAGES[name].folder, killed / STAGES[name].folder)
     values = small_project.toy_values(**OPTIONS)
-    with monkeypatch.context() as patch:
-        patch.setattr(ExchangeSource, "at_step", at_step)
-        with pytest.raises(Stopped):
-            small_project.stage("pretrain", values, project, killed)
+    with small_project.stopped_at(7):
+        small_project.stage("pretrain", values, project, killed)
     small_project.stage("pretrain", values, project, killed)
     for file in ("retriever.safetensors", "reader.safetensors"):
         assert (killed / "models/pretrain" / file).read_bytes() == (root / "models/pretrain" / file).read_bytes()
@@ -108,15 +92,14 @@ def test_fine_tuning_writes_what_the_index_was_and_found(root: Path) -> None:
 
 
 def test_evaluation_and_questions_use_the_same_index(root: Path) -> None:
-    run = open_run(root)
+    run = generation_of_run(root)
     model = run.model
     assert model.passages is not None
     structure = approximate(model.passages)
-    assert structure is not None
     assert asdict(structure.recipe) == json.loads((root / "models/finetune" / RECIPE).read_text())
     assert 0.0 < metrics(root, "evaluate")["index_recall"] <= 1.0
-    found = run.explain("Who wrote The Cold Sea?")
-    assert len(found.candidates) == 5
+    [found] = run.answer([Asked("Who wrote The Cold Sea?")])
+    assert len(found["passages"]) == 5
 
 
 def test_an_updated_corpus_is_searched_by_an_index_of_that_type(project: Path, root: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_project import stage, write_project
+from small_project import Quiet, stage, write_project
 from yaml import safe_load
 
 from realmops.artifacts import atomic_folder
@@ -104,6 +104,19 @@ def test_the_stage_tells_what_became_of_the_records(tmp_path: Path) -> None:
     assert stage("snapshot", values, tmp_path, tmp_path / "root") == metrics  # nothing to do
     (tmp_path / "corpus" / "b.jsonl").unlink()
     assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 1
+
+
+def test_pages_with_bytes_that_are_no_text_are_counted_and_told(tmp_path: Path) -> None:
+    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}).read_text())
+    (tmp_path / "corpus").mkdir()
+    for name, word in {"a": b"caf\xe9", "b": "café".encode(), "c": b"cafe"}.items():
+        (tmp_path / "corpus" / f"{name}.html").write_bytes(b"<meta charset=utf-8><p>Anna had a " + word + b".</p>")
+    report = Quiet()
+    metrics = stage("snapshot", values, tmp_path, tmp_path / "root", report)
+    assert (metrics["documents"], metrics["replaced"], metrics["rejected"]) == (3, 1, 0)
+    assert any("1 of 3 documents of corpus hold U+FFFD" in warning for warning in report.warned)
+    per_file = (tmp_path / "root" / "data" / "snapshot" / "corpus" / "sources.jsonl").read_text().splitlines()
+    assert [json.loads(line)["replaced"] for line in per_file] == [1, 0, 0]
 
 
 VALUE = st.one_of(st.text(max_size=60), st.none(), st.integers(), st.lists(st.text(max_size=3), max_size=3))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,8 +49,10 @@ def test_params_files_pipeline_and_image_change_the_key(project: Path) -> None:
         file.write('{"question": "Who?", "answers": ["Anna Berg"]}\n')
     keys.append(key(project))
     compiled = project / "pipelines" / "train.yaml"
-    assert "defaultValue: 900.0" in compiled.read_text()
+    assert compiled.read_text().count("defaultValue: 900.0") == compiled.read_text().count("tasks.guard(") == 1
     compiled.write_text(compiled.read_text().replace("defaultValue: 900.0", "defaultValue: 901.0"))
+    assert key(project) == keys[-1], "how long to wait is no matter of what is trained"
+    compiled.write_text(compiled.read_text().replace("tasks.guard(", "tasks.guards("))
     keys.append(key(project))
     assert len({*keys}) == 5
 
@@ -60,8 +65,32 @@ def test_arguments_change_the_key_and_those_that_say_where_it_runs_do_not() -> N
     assert len({with_arguments("ablations", *more) for more in ((), ("seeds=5",), ('variants=["realm"]',))}) == 3
     assert with_arguments("refresh", "run=first") != with_arguments("refresh", "run=second")
     plain = with_arguments("train")
+    for name in ("accelerators=1", "nproc_per_node=2", "margin=0.1", "model=realm"):
+        assert with_arguments("train", name) != plain
+    assert with_arguments("train", "accelerators=0", "nproc_per_node=1", "margin=0") == plain, "the defaults"
     assert with_arguments("train", "memory=16Gi", "builders=3", "wait_seconds=60") == plain
+    digest = f"@sha256:{'1' * 64}"
+    first, second = (with_arguments("train", f"image={name}{digest}") for name in ("realmops", "host/a:2"))
+    assert first == second != plain
     assert with_arguments("train", f"image={IMAGE}") == plain != with_arguments("train", "image=other")
+
+
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        ("realmops", "no tag says"),
+        ("host:5000/realmops", "no tag says"),
+        ("host:5000/realmops:latest", "the tag latest says"),
+        ("realmops:1", ""),
+        (f"realmops:latest@sha256:{'1' * 64}", ""),
+    ],
+)
+def test_a_tag_that_moves_is_warned_of(image: str, says: str, project: Path) -> None:
+    pipeline = Pipeline.read(project / "pipelines" / "train.yaml")
+    values = load(project / "params.yaml")
+    _, notes = submit.prepare(values, project, pipeline, [f"image={image}"], "e", None)
+    assert [says in note for note in notes] == [True] * bool(says)
+    assert submit.prepare(values, project, pipeline, [], "e", None)[1] == [], "the released image has a number"
 
 
 def test_every_parameter_of_placement_is_one_of_a_pipeline() -> None:
@@ -89,13 +118,86 @@ def test_files_that_other_options_make_superfluous_are_not_in_the_key(project: P
     assert files.keys() == {"snapshot.documents", "questions.train", "questions.test", "tag.train", "tag.dev"}
 
 
+def dvc(project: Path, *words: str) -> None:
+    subprocess.run([sys.executable, "-m", "dvc", *words], cwd=project, check=True, capture_output=True)
+
+
+def test_content_and_what_dvc_recorded_of_it_are_one_key(project: Path) -> None:
+    """A file, a folder, and a file in a folder that is tracked as one; on a laptop, and in CI without the data."""
+    dvc(project, "init", "--no-scm")
+    (project / ".dvcignore").write_text("*.tmp\n")
+    documents, questions = project / "documents", project / "questions"
+    (documents / "sub").mkdir(parents=True)
+    (project / "documents.jsonl").rename(documents / "sub" / "dé.jsonl")
+    (documents / "a.txt").write_bytes(b"One.\r\nTwo.\r\n")
+    (documents / "left.tmp").write_text("is ignored")
+    questions.mkdir()
+    for split in ("train", "dev"):
+        (project / f"questions.{split}.jsonl").rename(questions / f"{split}.jsonl")
+    settings = ["snapshot.documents=documents", "questions.train=questions/train.jsonl"]
+    settings.append("questions.dev=questions/dev.jsonl")
+    dvc(project, "add", "documents", "questions", "questions.test.jsonl")
+    laptop = key(project, "realmops:1", *settings)
+    away = project / "away"
+    away.mkdir()
+    for name in ("documents", "questions", "questions.test.jsonl"):
+        (project / name).rename(away / name)
+    assert key(project, "realmops:1", *settings) == laptop
+    for name in ("documents", "questions", "questions.test.jsonl"):
+        (away / name).rename(project / name)
+    for changed in (documents / "a.txt", questions / "dev.jsonl", project / "questions.test.jsonl"):
+        content = changed.read_bytes()
+        changed.write_bytes(content + b"\n")
+        assert key(project, "realmops:1", *settings) != laptop, "what is here and differs from its record counts"
+        changed.write_bytes(content)
+    assert key(project, "realmops:1", *settings) == laptop
+
+
+def test_line_ends_that_an_old_dvc_left_out_make_no_other_key(project: Path) -> None:
+    documents = project / "documents.jsonl"
+    documents.write_bytes(documents.read_bytes().replace(b"\n", b"\r\n"))
+    old = hashlib.md5(documents.read_bytes().replace(b"\r\n", b"\n")).hexdigest()
+    (project / "documents.jsonl.dvc").write_text(yaml.safe_dump({"outs": [{"path": documents.name, "md5": old}]}))
+    laptop = key(project)
+    documents.unlink()
+    assert key(project) == laptop
+
+
+def test_a_folder_that_dvc_cannot_record_is_named(project: Path) -> None:
+    (project / "documents").mkdir()
+    (project / "documents" / ".dvcignore").touch()
+    with pytest.raises(ValueError, match=r"documents: .*\.dvcignore.*; move it to a folder above"):
+        key(project, "realmops:1", "snapshot.documents=documents")
+
+
+def test_the_content_of_an_encoder_changes_the_key(project: Path) -> None:
+    def of(reader: str) -> tuple[str, list[str]]:
+        values = load(project / "params.yaml")
+        values["bert"]["init"], values["closed_book"]["init"] = "encoder", "google/t5"
+        values["finetune"]["reader"] = reader
+        files, notes = digests_of_files(values, project)
+        return files["bert.init"], notes
+
+    name, [note] = of("pretrain")
+    assert name == "encoder"
+    assert note.startswith("bert.init is 'encoder', which is not here, and DVC has no digest of it: the key holds its")
+    (project / "encoder").mkdir()
+    (project / "encoder" / "model.safetensors").write_bytes(b"weights")
+    before, notes = of("pretrain")
+    assert notes == []
+    assert [note.split()[0] for note in of("t5")[1]] == ["closed_book.init"]
+    (project / "encoder" / "model.safetensors").write_bytes(b"others")
+    assert of("pretrain")[0] != before
+
+
 def test_of_a_file_that_is_elsewhere_dvc_knows_the_digest(project: Path) -> None:
     values = load(project / "params.yaml")
     for split in small_project.QUESTIONS:
         (project / f"questions.{split}.jsonl").unlink()
     values["snapshot"]["documents"] = "/volume/documents.jsonl"
     values["questions"]["dev"] = "questions/dev.jsonl"
-    lock = {"stages": {"finetune": {"deps": [{"path": "questions.train.jsonl", "md5": "1" * 32}]}}}
+    deps = [{"path": "questions.train.jsonl", "md5": "1" * 32}, {"path": "documents.jsonl", "md5": "0" * 32}]
+    lock = {"stages": {"finetune": {"deps": deps}}}  # of what was trained with last; a .dvc file is of the commit
     (project / "dvc.lock").write_text(yaml.safe_dump({"schema": "2.0", **lock}))
     for name, digest in (("documents.jsonl", "2" * 32), ("questions", "3" * 32 + ".dir")):
         (project / f"{name}.dvc").write_text(yaml.safe_dump({"outs": [{"path": name, "md5": digest}]}))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import custom_resources
 import pytest
 import small_project
+from cluster_lab import k
 from kfp_pods import PodRunner
-from manifests import kubectl, render_all
+from manifests import Object, render_all
 
 PIPELINES = Path(__file__).parents[1] / "pipelines"
 BUILDER = "realmops-index-builder"
@@ -24,12 +25,6 @@ FILES = ("train", "dev", "test")
 STAGES = ("sample", "snapshot", "tag", "ict", "pretrain", "finetune", "evaluate")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
-
-
-def k(*words: str, content: str | None = None, check: bool = True) -> str:
-    done = subprocess.run([kubectl(), *words], input=content, capture_output=True, text=True, check=False)
-    assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}"
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module", params=["standalone", "local"])
@@ -42,13 +37,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     config.load_kube_config()
     account = {"standalone": "pipeline-runner", "local": "default-editor"}[request.param]
     namespace = f"realmops-test-{request.param}"
-    level = "pod-security.kubernetes.io/enforce: restricted"
-    k(
-        "create",
-        "-f",
-        "-",
-        content=f"{{apiVersion: v1, kind: Namespace, metadata: {{name: {namespace}, labels: {{{level}}}}}}}",
-    )
+    about = {"name": namespace, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
+    k("create", "-f", "-", content={"apiVersion": "v1", "kind": "Namespace", "metadata": about})
     k("create", "serviceaccount", account, "--namespace", namespace)
     folder = tmp_path_factory.mktemp("overlay") / "k8s"
     case = {"resources": [f"../overlays/{request.param}"], "images": [{"name": "realmops", **split(IMAGE)}]}
@@ -60,17 +50,23 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for one in objects:  # the pipelines' ServiceAccount lies in a namespace that the overlay names once more
         for subject in one.get("subjects", []):
             subject["namespace"] = namespace
-    for server in ("server", "none"):
-        told = k(
-            "apply", "--server-side", "--validate=strict", f"--dry-run={server}", "-f", "-",
-            content="\n---\n".join(map(json.dumps, objects)),
-        )  # fmt: skip
+    for dry, some in (("server", everything(tmp_path_factory.mktemp("all") / "k8s", namespace)), ("none", objects)):
+        listed = {"apiVersion": "v1", "kind": "List", "items": some}
+        told = k("apply", "--server-side", "--validate=strict", f"--dry-run={dry}", "-f", "-", content=listed)
         assert "Warning" not in told, "nothing that the server warns of"
     for replicas in (1, 0):  # a pod with an fsGroup gives the claim its group, as k8s/README.md says
         k("scale", f"deployment/{BUILDER}", "--namespace", namespace, f"--replicas={replicas}")
         k("rollout", "status", f"deployment/{BUILDER}", "--namespace", namespace, "--timeout=300s")
     yield namespace, account
     k("delete", "namespace", namespace)
+
+
+def everything(folder: Path, namespace: str) -> list[Object]:
+    """All objects that production has with the components to add, of the kinds that each cluster knows."""
+    added = [f"../components/{name}" for name in ("serve", "retrain-on-sync")]
+    case = {"resources": ["../overlays/production"], "components": added}
+    objects = render_all(folder, {namespace: case})[namespace]
+    return [one for one in objects if one["kind"] not in ("Namespace", *custom_resources.KINDS)]
 
 
 def split(image: str) -> dict[str, str]:
@@ -145,13 +141,5 @@ def test_the_deployments_of_the_overlay_run_and_answer(place: tuple[str, str]) -
     k("scale", f"deployment/{BUILDER}", "--namespace", namespace, "--replicas=1")
     k("rollout", "status", f"deployment/{BUILDER}", "--namespace", namespace, "--timeout=120s")
     k("scale", f"deployment/{BUILDER}", "--namespace", namespace, "--replicas=0")
-    k(
-        "wait",
-        "pod",
-        "--namespace",
-        namespace,
-        "--selector",
-        f"app.kubernetes.io/name={BUILDER}",
-        "--for=delete",
-        "--timeout=120s",
-    )
+    pods = ["--selector", f"app.kubernetes.io/name={BUILDER}"]
+    k("wait", "pod", "--namespace", namespace, *pods, "--for=delete", "--timeout=120s")

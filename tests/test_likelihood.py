@@ -137,27 +137,6 @@ def test_the_retrievers_gradient_is_r_of_z(relevance_BK: Tensor, log_token_BKM: 
     same(gradient_BK, expected)
 
 
-def test_the_parameters_gradient_is_the_sum_of_r_times_that_of_f(log_token_BKM: Tensor) -> None:
-    """Section 3.3: grad log p(y|x) = sum over z of r(z) grad f(x, z), for a retriever that is not linear."""
-    generator = torch.Generator().manual_seed(3)
-    features_BKD = torch.randn(B, K, 6, generator=generator, dtype=F64)
-    theta_D = torch.randn(6, generator=generator, dtype=F64, requires_grad=True)
-
-    def f(b: int, z: int) -> Tensor:
-        return torch.tanh(features_BKD[b, z] * theta_D).sum()
-
-    relevance_BK = torch.stack([torch.stack([f(b, z) for z in range(K)]) for b in range(B)])
-    (gradient_D,) = torch.autograd.grad(joint(relevance_BK, log_token_BKM).sum(), theta_D, retain_graph=True)
-    expected_D = torch.zeros(6, dtype=F64)
-    for b in range(B):
-        p_z, tokens = slow(relevance_BK.detach(), log_token_BKM, b)
-        p_y = [p_y_given_zx(row) for row in tokens]
-        for z in range(K):
-            expected_D += r(z, p_z, p_y) * torch.autograd.grad(f(b, z), theta_D)[0]
-    assert expected_D.abs().max() > 0.1
-    same(gradient_D, expected_D.tolist())
-
-
 @pytest.mark.parametrize("impossible", [-math.inf, -2000.0])
 def test_the_supervised_limit_of_appendix_b(relevance_BK: Tensor, impossible: float) -> None:
     """Only z* predicts y: the gradient becomes that of log p(z*|x), which is 1 - p(z*|x) and -p(z|x)."""
@@ -199,39 +178,6 @@ def test_inverse_cloze_loss_of_section_3_4() -> None:
     own = [4, 0, 2]
     expected = [-math.log(p_z_given_x(row)[z]) for row, z in zip(relevance_QP.tolist(), own, strict=True)]
     same(likelihood.in_batch_loss(relevance_QP, torch.tensor(own)), expected)
-
-
-def test_the_two_marginals_by_hand() -> None:
-    """Two documents, flat prior, word probabilities (.9, .9) and (.1, .1).
-
-    joint: (.81 + .01) / 2 = .41, posterior of the first .81 / .82 = .988.
-    per token: (.5 * .9 + .5 * .1) squared = .25, posterior of the first, for each word, .45 / .5 = .9.
-    """
-    relevance_BK = torch.zeros(1, 2, dtype=F64, requires_grad=True)
-    log_token_BKM = torch.tensor([[[0.9, 0.9], [0.1, 0.1]]], dtype=F64).log()
-    is_mask_BM = torch.ones(1, 2, dtype=torch.bool)
-    log_prior_BK = likelihood.log_prior(relevance_BK)
-    log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, is_mask_BM)
-    joint_B = likelihood.log_marginal_joint(log_prior_BK, log_likelihood_BK)
-    per_token_B = likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM)
-    assert joint_B.exp().item() == pytest.approx(0.41)
-    assert per_token_B.exp().item() == pytest.approx(0.25)
-    posterior_BK = likelihood.log_posterior(log_prior_BK, log_likelihood_BK).exp()
-    assert posterior_BK[0].tolist() == pytest.approx([0.81 / 0.82, 0.01 / 0.82])
-    assert posterior_BK[0, 0].item() == pytest.approx(0.988, abs=5e-4)
-    (gradient_BK,) = torch.autograd.grad(joint_B.sum(), relevance_BK, retain_graph=True)
-    assert gradient_BK[0, 0].item() == pytest.approx(0.81 / 0.82 - 0.5)
-    (gradient_BK,) = torch.autograd.grad(per_token_B.sum(), relevance_BK)
-    assert gradient_BK[0, 0].item() == pytest.approx(2 * (0.9 - 0.5)), "posterior less prior, for each word"
-
-
-def test_one_mask_makes_the_marginals_equal() -> None:
-    log_prior_BK = likelihood.log_prior(torch.tensor([[0.3, -1.2, 0.7]], dtype=F64))
-    log_token_BKM = torch.tensor([[[0.9], [0.2], [0.4]]], dtype=F64).log()
-    is_mask_BM = torch.ones(1, 1, dtype=torch.bool)
-    log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, is_mask_BM)
-    joint_B = likelihood.log_marginal_joint(log_prior_BK, log_likelihood_BK)
-    torch.testing.assert_close(joint_B, likelihood.log_marginal_per_token(log_prior_BK, log_token_BKM, is_mask_BM))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -298,17 +244,17 @@ def test_span_marginal_of_section_3_2() -> None:
     same(likelihood.marginal_span_loss(score_BS, is_correct_BS), [-math.log(p) for p in expected])
 
 
-def test_a_question_with_nothing_correct_teaches_nothing() -> None:
-    """Loss 0 and gradient 0, no NaN, and the questions beside it learn as if it were not there."""
-    score_BS = torch.tensor(
-        [[1.0, 2.0, 3.0], [0.5, 0.0, -math.inf], [0.5, 0.0, -math.inf]], dtype=F64, requires_grad=True
-    )
-    is_correct_BS = torch.tensor([[False, False, False], [False, False, False], [True, False, False]])
-    loss_B = likelihood.marginal_span_loss(score_BS, is_correct_BS)
-    assert loss_B.tolist()[:2] == [0.0, 0.0]
-    assert loss_B[2].item() == pytest.approx(math.log(1 + math.exp(-0.5)))
+@pytest.mark.parametrize("name", ["marginal_span_loss", "hard_em_span_loss"])
+def test_a_question_with_nothing_to_choose_teaches_nothing(name: str) -> None:
+    """Nothing correct, rows of -inf, a correct entry that does not exist: loss and gradient are 0, beside others."""
+    some = [1.0, 2.0, -math.inf]
+    score_BS = torch.tensor([[-math.inf] * 3, some, [-math.inf] * 3, some, some], dtype=F64, requires_grad=True)
+    no = [False] * 3
+    is_correct_BS = torch.tensor([no, [True, False, False], [True] * 3, [False, False, True], no])
+    loss_B = getattr(likelihood, name)(score_BS, is_correct_BS)
+    share = 1 / (1 + math.e)
+    assert loss_B.tolist() == pytest.approx([0.0, -math.log(share), 0.0, 0.0, 0.0])
     (gradient_BS,) = torch.autograd.grad(loss_B.sum(), score_BS)
-    assert gradient_BS[:2].tolist() == [[0.0] * 3] * 2
-    share = 1 / (1 + math.exp(-0.5))
-    assert gradient_BS[2].tolist() == pytest.approx([share - 1, 1 - share, 0.0])
-    assert likelihood.log_sum_correct(score_BS[:1].detach(), is_correct_BS[:1]).tolist() == [-math.inf]
+    assert gradient_BS[[0, 2, 3, 4]].tolist() == [[0.0] * 3] * 4
+    assert gradient_BS[1].tolist() == pytest.approx([share - 1, 1 - share, 0.0])
+    assert likelihood.log_sum_correct(score_BS[4:].detach(), is_correct_BS[4:]).tolist() == [-math.inf]

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load
-from small_world import MemoryCheckpoints, MemoryJournal, tiny_context, tiny_optimiser
+from small_world import Killed, MemoryCheckpoints, MemoryJournal, same_parameters, tiny_context, tiny_optimiser
 from torch import Tensor, nn
 
 from realmops.train.loop import STATE, TENSORS, fit
 from realmops.train.optimiser import Group
+from realmops.train.parallel import Team
 
 STEPS, EVERY = 7, 3
-
-
-class Killed(BaseException):
-    """The process ends here."""
 
 
 class Trainee(nn.Module):
@@ -124,8 +122,7 @@ def test_killed_anywhere_it_ends_with_the_same_bits(place: str, delay: int) -> N
     with pytest.raises(Killed, match=place):
         one_process(Fuse(PLACES.index(place) + 1), checkpoints, journal, delay)
     model, _ = one_process(Fuse(0), checkpoints, journal, delay)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected.get_parameter(name)), name
+    same_parameters(model, expected)
     assert checkpoints.saved[STEPS][TENSORS] == expected_checkpoints.saved[STEPS][TENSORS]
     assert journal.without_times() == expected_journal.without_times()
 
@@ -231,3 +228,60 @@ def test_no_steps_leave_everything_as_it_is() -> None:
     )
     assert end == journal.position()
     assert all(torch.equal(p, Trainee().get_parameter(name)) for name, p in model.named_parameters())
+
+
+# ---- numbers that are none
+
+
+def trained(
+    step_loss: Callable[[Trainee, int], Tensor], rate: float = 0.1, every: int = EVERY, **context: Any
+) -> tuple[dict[int, dict[str, bytes]], str]:
+    """The checkpoints of a training that fails, and what it says."""
+    model, checkpoints = Trainee(), MemoryCheckpoints()
+    surroundings = tiny_context(checkpoints=checkpoints, name="ict: crops", first_step=100, **context)
+    groups = [Group("all", model, rate)]
+    with pytest.raises(ValueError, match="ict: crops, step 1") as raised:
+        fit(
+            surroundings,
+            groups,
+            tiny_optimiser(),
+            lambda step: (step_loss(model, step), {}),
+            steps=STEPS,
+            checkpoint_every=every,
+        )
+    assert "run.precision=fp32" in str(raised.value)
+    return checkpoints.saved, str(raised.value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_ends_the_training_and_leaves_the_checkpoint_before(value: float) -> None:
+    saved, said = trained(lambda model, step: model.loss(step) * (value if step == 4 else 1.0))
+    assert list(saved) == [3]
+    assert all(tensor.isfinite().all() for tensor in load(saved[3][TENSORS]).values())
+    assert f"step 104: the loss is {value:g} and " in said
+    assert "at step 103" in said
+
+
+def test_a_gradient_that_is_not_finite_ends_it_at_the_first_step() -> None:
+    """The loss is finite: the square root of 0 has a gradient of infinity times 0."""
+    saved, said = trained(lambda model, step: model.loss(step) + (0.0 * model.inner.weight.sum()).sqrt())
+    assert not saved
+    assert "step 100: the loss is 5.51" in said
+    assert "the norm of its gradient nan, where finite numbers are wanted; the last finite loss: no step" in said
+
+
+def test_a_loss_that_is_not_finite_in_another_process_ends_this_one_too() -> None:
+    class Others(Team):
+        def mean(self, value: float, device: torch.device) -> float:
+            return math.nan
+
+    saved, said = trained(lambda model, step: model.loss(step), team=Others())
+    assert not saved
+    assert "step 100: the loss is nan" in said
+
+
+def test_no_checkpoint_holds_weights_that_are_not_finite() -> None:
+    """The gradient is finite and the update is not: that would show in the next step, behind the checkpoint."""
+    saved, said = trained(lambda model, step: model.loss(step), rate=1e39, every=1)
+    assert not saved
+    assert "step 101: all.inner.weight has values that are NaN or infinite" in said

@@ -10,40 +10,38 @@ import pytest
 import torch
 from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
 
-from realmops.bert import FORM_STEP, Packed
+from realmops.answering.openqa import OpenQa
 from realmops.corpus.forms import Form, form_of, forms_of
 from realmops.corpus.questions import Question
+from realmops.encoders.packed import FORM_STEP, Packed
 from realmops.index.start import start_matches
 from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.matches import SIZES, UNITS, Matches
-from realmops.model.reader import Reader, log_token_of_pairs
+from realmops.model.reader import Masked, Reader
 from realmops.model.sequences import SpecialTokens, join_reader
-from realmops.train.finetune import OpenQa
+from realmops.train.examples import Examples
 from realmops.train.ict import train_reader
-from realmops.train.pretrain import Examples, Realm
+from realmops.train.realm import Realm
 
 VOCABULARY = [
     "[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "who", "wrote", "writes", "the", "cold", "sea", ".", "anna", "##s",
     "when", "how", "many", "1931", "in",
 ]  # fmt: skip
 STEMS = ["write" if piece in ("wrote", "writes") else piece for piece in VOCABULARY]
-SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, unknown=4, padding=0)
+SPECIAL = SpecialTokens(cls=1, sep=2, mask_if_any=3, unknown=4, padding=0)
 SPECIALS = range(5)
 IDF = np.array([0.0] * 5 + [2.0, 3.0, 3.5, 0.5, 4.0, 4.0, 0.0, 5.0, 1.0, 2.0, 2.0, 4.0, 5.0, 1.0])
 
 
 def told() -> Matches:
     found = Matches(len(VOCABULARY), 8)
-    found.learn_words(VOCABULARY, STEMS, SPECIALS, IDF)
+    continues = np.array([piece.startswith("##") for piece in VOCABULARY])
+    found.learn_words(VOCABULARY, continues, STEMS, SPECIALS, IDF)
     return found
 
 
 def ids(text: str) -> np.ndarray:
     return np.array([VOCABULARY.index(word) for word in text.split()], dtype=np.int64)
-
-
-def with_forms(text: str, *forms: Form) -> np.ndarray:
-    return ids(text) + FORM_STEP * np.array(forms, dtype=np.int64)
 
 
 def packed(*pairs: tuple[np.ndarray, np.ndarray]) -> Packed:
@@ -52,59 +50,6 @@ def packed(*pairs: tuple[np.ndarray, np.ndarray]) -> Packed:
 
 
 # ---- classes
-
-
-def test_classes_by_hand() -> None:
-    """who wrote the cold sea / anna writes the cold sea . in 1931 ##s
-
-    The weights of x are 32, 48, 8, 64, 64: 216 in all. The largest of all is 80, so a class of rarity is 16.2 wide.
-    """
-    z = with_forms(
-        "anna writes the cold sea . in 1931 ##s",
-        Form.FIRST, Form.LOWER, Form.LOWER, Form.CAPITAL, Form.CAPITAL, Form.MARK,
-        Form.FIRST, Form.DIGITS, Form.DIGITS,
-    )  # fmt: skip
-    classes = told().classes(packed((ids("who wrote the cold sea"), z)))
-
-    def of_x(name: str) -> list[int]:
-        return classes[name][:7].tolist()
-
-    def of_z(name: str) -> list[int]:
-        return classes[name][7:-1].tolist()
-
-    # the, cold and sea are in both: 8, 64, 64 of 81 in fifths are 0, 3, 3; wrote (2) and writes (3) share a stem
-    assert of_x("match") == [0, 0, 6 + 2, 1 + 0, 1 + 3, 1 + 3, 0]
-    assert of_z("match") == [0, 6 + 3, 1 + 0, 1 + 3, 1 + 3, 0, 0, 0, 0]
-    assert of_z("pair") == [0, 0, 1 + 0, 1 + 3, 1 + 3, 0, 0, 0, 0], "the cold, cold sea"
-    assert of_z("near") == [8] * 9, "writes the cold sea weigh 192 of 216, seven eighths, and all is near"
-    assert of_z("before") == [9, 1, 2, 1, 1, 2, 3, 4, 5], "the last of writes, cold, sea; the is too frequent"
-    assert of_z("behind") == [2, 1, 2, 1, 1, 9, 9, 9, 9]
-    assert of_z("sentence") == [8] * 6 + [1] * 3
-    assert of_z("best") == [2] * 6 + [1] * 3
-    assert of_z("piece") == [1] * 7 + [2, 3], "1931 is continued, ##s continues it"
-    assert of_z("asked") == [10 * 1 + form for form in (2, 1, 1, 3, 3, 9, 2, 8, 8)], "who"
-    assert of_z("form-2") == [0, 0, 2, 1, 1, 3, 3, 9, 2]
-    assert of_z("form+1") == [1, 1, 3, 3, 9, 2, 8, 8, 0]
-    for name in SIZES:
-        assert name == "match" or not any(of_x(name)), f"{name} is about documents"
-        assert classes[name][-1] == 0, "[SEP]"
-
-
-@pytest.mark.parametrize(
-    ("x", "kind"),
-    [
-        ("in the sea", 0),
-        ("in the sea who wrote when", 1),
-        ("when who", 2),
-        ("how cold", 7),
-        ("how many", 8),
-        ("many who", 1),
-        ("the many", 0),
-    ],
-)
-def test_the_kind_of_a_question(x: str, kind: int) -> None:
-    classes = told().classes(packed((ids("who"), ids("sea")), (ids(x), with_forms("sea", Form.CAPITAL))))
-    assert classes["asked"][-2] == kind * len(Form) + Form.CAPITAL
 
 
 def test_masks_and_null_documents_match_nothing() -> None:
@@ -248,22 +193,20 @@ def log_tokens(reader: Reader, world: World) -> torch.Tensor:
     body = world.snapshot.body(0)
     x = [np.where(np.arange(8) == at, world.special.mask, body[:8]) for at in (2, 5)]
     documents = [reader.document(world.snapshot, 0), body[:0]]
-    targets = torch.from_numpy(body[[2, 5]])
-    return log_token_of_pairs(reader, x, [np.array([2]), np.array([5])], targets, documents, world.special, 64)
+    masked = Masked(x, [np.array([2]), np.array([5])], [body[[2]], body[[5]]], world.special, 64)
+    return reader.log_masked_pairs(masked, documents)
 
 
 def test_it_starts_as_the_reader_without(world: World) -> None:
     without, comparing = readers(world)
     before = log_tokens(comparing, world)
     assert torch.equal(before, log_tokens(without, world))
-    assert comparing.matches is not None
     torch.nn.init.normal_(comparing.matches.vectors.weight)
     assert (before != log_tokens(comparing, world)).all()
 
 
 def test_what_it_knows_of_wordpieces_comes_from_the_passages(world: World) -> None:
     found = readers(world)[1].matches
-    assert found is not None
     pieces = world.snapshot.vocabulary
     weight = dict(zip(pieces, found.weight_V.tolist(), strict=True))
     stem = dict(zip(pieces, found.stem_V.tolist(), strict=True))
@@ -278,12 +221,10 @@ def test_what_it_knows_of_wordpieces_comes_from_the_passages(world: World) -> No
 def test_gradients_reach_the_vectors_of_the_classes_that_occur(world: World) -> None:
     _, comparing = readers(world)
     told = comparing.matches
-    assert told is not None
     x, z = world.wordpieces("Who was born in Oslo?"), world.snapshot.written(0)
     tokens, segments, first = join_reader(x, z, world.special, 64)
     batch = Packed([tokens], [segments])
     comparing.encode(batch)[first + 2].square().sum().backward()
-    assert told.vectors.weight.grad is not None
     learns = told.vectors.weight.grad.any(-1)
     expected = torch.zeros_like(learns)
     for begin, name in zip(told.first_F.tolist(), SIZES, strict=True):
@@ -294,7 +235,6 @@ def test_gradients_reach_the_vectors_of_the_classes_that_occur(world: World) -> 
 def test_it_is_handed_on_with_what_it_knows(world: World, tmp_path: Path) -> None:
     retriever = tiny_models(world)[0]
     _, comparing = readers(world)
-    assert comparing.matches is not None
     torch.nn.init.normal_(comparing.matches.vectors.weight)
     save_models(tmp_path, retriever, comparing, world.snapshot.vocabulary_hash)
     _, again = load_models(tmp_path, world.snapshot.vocabulary_hash)
@@ -317,7 +257,6 @@ def test_pretraining_reads_as_fine_tuning_does(world: World) -> None:
     """log p(y_j|z,x) of REALM is that of join(x, z) with forms, for each z; so are the guesses of masked words."""
     retriever = tiny_models(world)[0]
     reader = readers(world)[1].eval()
-    assert reader.matches is not None
     torch.nn.init.normal_(reader.matches.vectors.weight)
     options = section("pretrain", query_wordpieces=30, reader_wordpieces=60)
     masked = Examples(world.snapshot, world.spans, options).example(0, np.random.default_rng(0))
@@ -341,7 +280,6 @@ def test_answers_rest_on_it(world: World) -> None:
     """Only how the words are written differs: a span's score does too."""
     retriever = tiny_models(world)[0]
     _, comparing = readers(world)
-    assert comparing.matches is not None
     add_spans(comparing, 16, 0)
     torch.nn.init.normal_(comparing.matches.vectors.weight)
     options = section("finetune", query_wordpieces=16, reader_wordpieces=64, retriever_candidates=12)

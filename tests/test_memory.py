@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,18 +29,35 @@ def test_a_stage_begins_without_what_the_one_before_it_kept() -> None:
     assert given_back < 0.1
 
 
-def resident(field: str) -> int:
-    """Bytes of this process: now (VmRSS) or at most since it began (VmHWM)."""
+def anonymous() -> int:
+    """Bytes that this process holds itself. Pages of mapped files do not count: the kernel drops them when it likes."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def measured(what: str, work: Callable[[], Any]) -> Any:
-    """What ``work`` gives; printed is how many copies of the embeddings the process grew by."""
-    Path("/proc/self/clear_refs").write_text("5")  # the most so far is what there is now
-    before = resident("VmRSS")
-    found = work()
-    print(json.dumps([what, (resident("VmHWM") - before) / COPY]), flush=True)
+    """What ``work`` gives; printed is how many copies of the embeddings the process grew by.
+
+    The kernel keeps no peak of anonymous memory, so a thread looks every half millisecond.  A copy of all embeddings
+    is held for longer, as it is written or hashed; what ``work`` leaves is seen at the end in any case.
+    """
+    before = anonymous()
+    seen = [before]
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.0005):
+            seen.append(anonymous())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        found = work()
+    finally:
+        done.set()
+        watcher.join()
+    seen.append(anonymous())
+    print(json.dumps([what, (max(seen) - before) / COPY]), flush=True)
     return found
 
 
@@ -50,15 +68,15 @@ def main(folder: Path) -> None:
     from safetensors.torch import save
     from small_world import section
 
-    from realmops.bert import keep_freed_memory
+    from realmops.encoders.devices import keep_freed_memory
     from realmops.index.builder import Builder, BuilderWork
     from realmops.index.builder_process import merge
     from realmops.index.embeddings import EMBEDDINGS
     from realmops.index.exchange import Exchange
     from realmops.index.mips import Exact
+    from realmops.index.source import ExchangeSource, Indexes, Refresh
     from realmops.index.trainer import Policy, Trainer
     from realmops.model.files import build_models, retriever_files
-    from realmops.train.exchange import ExchangeSource, Refresh
 
     keep_freed_memory()
     card = {"passages": PASSAGES, "embedding_width": WIDTH}
@@ -66,7 +84,9 @@ def main(folder: Path) -> None:
     retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), section("reader"), 100, seed=0)
     trainer = Trainer(Exchange.open(folder, card, grace=0.0))
     refresh = Refresh(10**6, 2, 1, 0, "external", "auto", 1, Policy())
-    source = ExchangeSource(trainer, refresh, "", torch.device("cpu"), lambda embedding_PE, _: Exact(embedding_PE))
+    source = Indexes(
+        ExchangeSource(trainer, refresh, "", torch.device("cpu")), lambda embedding_PE, _: Exact(embedding_PE)
+    )
 
     def embedder(weights: Any) -> Callable[[int, int], dict[str, bytes]]:
         def rows(first: int, end: int) -> dict[str, bytes]:
@@ -92,16 +112,16 @@ def two_stages() -> None:
     """What stays of 64 MiB in tensors that a stage made, of those it freed: while it works, and as the next begins."""
     import torch
 
-    from realmops.bert import tune_process
+    from realmops.encoders.devices import tune_process
 
     tune_process(1)
-    before = resident("VmRSS")
+    before = anonymous()
     tensors = [torch.ones(1 << 16) for _ in range(256)]  # 256 KiB each
     end = torch.ones(1 << 16)  # behind them, still in use: glibc frees by itself what lies at the end alone
     tensors.clear()
-    kept = resident("VmRSS") - before
+    kept = anonymous() - before
     tune_process(1)
-    print(json.dumps([size / COPY for size in (kept, resident("VmRSS") - before - end.nbytes)]))
+    print(json.dumps([size / COPY for size in (kept, anonymous() - before - end.nbytes)]))
 
 
 if __name__ == "__main__":

@@ -221,7 +221,6 @@ def test_the_bound_holds_for_every_passage(missing: str | None, monkeypatch: pyt
         wide = (normal(9008, seed, WIDTH) * 10.0 ** normal(9008, seed + 10, 1)).float()
         for query_QE, embedding_PE in ((worst(64, seed), worst(9008, seed + 20)), (wide[:64], wide)):
             halves = mips.Halves.of(embedding_PE * scale)
-            assert halves is not None
             most_QG, group_QG = halves._best_groups(query_QE, 9008 // mips.SMALL_GROUP)
             true_QP = query_QE.double() @ (embedding_PE * scale).double().T
             true_QG = true_QP.view(64, -1, mips.SMALL_GROUP).amax(2).gather(1, group_QG)

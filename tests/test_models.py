@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.bert import BATCH_WORDPIECES, Bert, BertConfig, MaskedWordHead, Packed, export_state, save_bert
+from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, export_state, save_bert
+from realmops.encoders.packed import BATCH_WORDPIECES, Packed
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.model.files import (
     add_spans,
@@ -25,7 +25,7 @@ from realmops.model.files import (
     save_models,
 )
 from realmops.model.reader import SpanHead, enumerate_spans
-from realmops.model.retriever import Embedder, Mixture, Retriever
+from realmops.model.retriever import Embedder, Mixture
 from realmops.model.sequences import join_document
 
 FP32 = torch.float32
@@ -52,7 +52,6 @@ def test_the_normalised_head_has_layer_norm_and_a_scale(world: World) -> None:
     """Each embedding has mean 0 and variance 1 before gain and bias; relevance is divided by sqrt(8)."""
     retriever, _ = tiny_models(world, head="normalised")
     tower = retriever.query
-    assert tower.norm is not None
     nn.init.ones_(tower.norm.weight)
     nn.init.zeros_(tower.norm.bias)
     embedding_BE = tower(batch(world)).detach()
@@ -130,7 +129,6 @@ def test_the_releases_head_starts_from_the_encoders_pooler(tmp_path: Path) -> No
     bert, options = section("bert", init=str(tmp_path), positions=64), section("retriever", head="release")
     retriever, _ = build_models(bert, options, section("reader"), 150, 0)
     for tower in (retriever.query, retriever.document):
-        assert tower.pooler is not None
         assert torch.equal(tower.pooler.weight, torch.full((16, 16), 0.5))
         assert torch.equal(tower.pooler.bias, torch.full((16,), 0.25))
 
@@ -215,7 +213,6 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
     retriever, reader = tiny_models(world, head=head, share_embedders=share)
     if spans:
         add_spans(reader, 12, seed=0)
-        assert reader.spans is not None
         reader.spans.norm.eps = 1e-3  # as in published readers
     save_models(tmp_path, retriever, reader, "c0ffee")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.json", "reader.safetensors", "retriever.safetensors"]
@@ -225,7 +222,6 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
     same_state(again_retriever, retriever)
     same_state(again_reader, reader)
     if reader.spans is not None:
-        assert again_reader.spans is not None
         assert again_reader.spans.norm.eps == 1e-3
     first = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     save_models(tmp_path, again_retriever, again_reader, "c0ffee")
@@ -263,21 +259,6 @@ def test_models_of_another_vocabulary_are_refused(world: World, tmp_path: Path) 
     save_models(tmp_path, *tiny_models(world), "c0ffee")
     with pytest.raises(ValueError, match="trained with the vocabulary c0ffee, the snapshot has beef; run the stages"):
         load_models(tmp_path, "beef")
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_a_retriever_goes_through_the_exchange(world: World, share: bool) -> None:
-    """A shared tower is stored once."""
-    retriever, _ = tiny_models(world, share_embedders=share)
-    files = retriever_files(retriever, "c0ffee")
-    assert files == retriever_files(retriever, "c0ffee")
-    again: Retriever = retriever_from_files(files)
-    same_state(again, retriever)
-    assert again.shared is share
-    size = sum(p.numel() for p in retriever.query.parameters()) * 4
-    assert len(files["retriever.safetensors"]) // size == (1 if share else 2)
-    description: dict[str, Any] = json.loads(files["model.json"])
-    assert description["vocabulary_hash"] == "c0ffee"
 
 
 def test_models_of_an_earlier_version_are_refused_with_what_to_do(world: World, tmp_path: Path) -> None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.stats import t
 
 from realmops.corpus.questions import Question
-from realmops.evaluate.openqa import bootstrap_interval, closed_book_floor, paired_bootstrap, score_predictions
+from realmops.evaluate.openqa import (
+    bootstrap_interval,
+    bootstrap_over_seeds,
+    closed_book_floor,
+    paired_bootstrap,
+    score_predictions,
+)
 
 QUESTIONS = [
     Question("q1", "Where was Ada Vell born?", ("Tor Hollow", "Torhollow")),
@@ -48,17 +55,6 @@ def test_bootstrap_of_equal_values_has_no_width() -> None:
     assert (interval.low, interval.mean, interval.high) == (1, 1, 1)
 
 
-def test_paired_bootstrap_sees_what_unpaired_intervals_hide() -> None:
-    # Ours is right wherever theirs is, and on 10 of 100 questions more: .1 -+ 1.96 * sqrt(.1 * .9 / 100).
-    theirs = np.arange(100) < 40
-    ours = np.arange(100) < 50
-    difference = paired_bootstrap(ours, theirs, seed=0)
-    assert difference.mean == pytest.approx(0.1)
-    assert difference.low == pytest.approx(0.1 - 0.0588, abs=0.011)
-    assert difference.high == pytest.approx(0.1 + 0.0588, abs=0.011)
-    assert bootstrap_interval(ours, seed=0).low < bootstrap_interval(theirs, seed=0).high
-
-
 def test_runs_on_different_questions_cannot_be_paired() -> None:
     with pytest.raises(ValueError, match="3 and 2 questions"):
         paired_bootstrap([1, 0, 1], [1, 0], seed=0)
@@ -76,3 +72,36 @@ def test_closed_book_floor_is_the_most_frequent_training_answer() -> None:
 def test_closed_book_floor_counts_a_question_once_and_breaks_ties_by_name() -> None:
     training = [Question("a", "?", ("Zoe", "zoe", "The Zoe")), Question("b", "?", ("Abe",))]
     assert closed_book_floor(training, training) == ("abe", 0.5)
+
+
+def test_over_seeds_is_of_one_seed_the_bootstrap_over_questions() -> None:
+    ours, theirs = np.array([1, 1, 0, 1]), np.array([0, 1, 0, 0])
+    for shared in (True, False):
+        assert bootstrap_over_seeds([ours - theirs], shared=shared, seed=1) == paired_bootstrap(ours, theirs, seed=1)
+
+
+def test_seeds_whose_questions_agree_have_the_interval_of_student() -> None:
+    """Of eight seeds: each one's questions all differ by its own figure, so that drawing questions changes nothing."""
+    means = np.array([0.02, 0.05, 0.07, 0.1, 0.11, 0.13, 0.15, 0.17])
+    half = t.ppf(0.975, 7) * means.std(ddof=1) / 8**0.5
+    for shared in (True, False):
+        found = bootstrap_over_seeds([np.full(20, mean) for mean in means], shared=shared, seed=0)
+        assert found.mean == pytest.approx(0.1)
+        assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.05)
+        assert found == bootstrap_over_seeds([np.full(20, mean) for mean in means], shared=shared, seed=0)
+
+
+def test_questions_of_seeds_that_agree_count_as_they_are() -> None:
+    """Five seeds of 400 questions, a quarter of them won: shared ones are 400 questions, own ones are 2,000."""
+    won = [(np.arange(400) % 4 == 0).astype(float)] * 5
+    deviation = (0.25 * 0.75) ** 0.5
+    for shared, count in ((True, 400), (False, 2000)):
+        found = bootstrap_over_seeds(won, shared=shared, seed=0)
+        assert (found.high - found.low) / 2 == pytest.approx(1.96 * deviation / count**0.5, rel=0.05)
+        assert found.p_better == 1.0
+
+
+def test_a_seed_with_more_questions_counts_no_more() -> None:
+    found = bootstrap_over_seeds([np.ones(3), np.zeros(300)], shared=False, seed=0)
+    assert found.mean == 0.5
+    assert (found.low, found.high) == (-1.0, 1.0), "two seeds say next to nothing"

@@ -26,32 +26,6 @@ class Values(nn.Module):
         self.vector.grad = torch.tensor(vector, dtype=torch.float64)
 
 
-def test_two_steps_by_hand() -> None:
-    """p = 1, g = 0.5 twice, learning rate 0.1, decay 0.01 for the matrix and none for the vector.
-
-    step 1: m = 0.1 * 0.5 = 0.05            v = 0.001 * 0.25 = 0.00025
-            m / (sqrt(v) + 1e-6) = 0.05 / (0.015811388 + 0.000001) = 3.1620777
-            matrix: 1 - 0.1 * (3.1620777 + 0.01 * 1) = 0.6827922;  vector: 1 - 0.31620777 = 0.6837922
-    step 2: m = 0.9 * 0.05 + 0.05 = 0.095   v = 0.999 * 0.00025 + 0.00025 = 0.00049975
-            m / (sqrt(v) + 1e-6) = 0.095 / (0.022355089 + 0.000001) = 4.2494016
-            matrix: 0.6827922 - 0.1 * (4.2494016 + 0.01 * 0.6827922) = 0.2571693
-            vector: 0.6837922 - 0.42494016 = 0.2588521
-    (With bias correction both first steps would be 0.1 long.)
-    """
-    values = Values([[1.0]], [1.0])
-    optimiser = BertAdamW([Group("g", values, 0.1)], weight_decay=0.01, clip=10.0)
-    values.set_gradients([[0.5]], [0.5])
-    optimiser.step(0, FULL)
-    assert values.matrix.item() == pytest.approx(0.6827922, abs=5e-8)
-    assert values.vector.item() == pytest.approx(0.6837922, abs=5e-8)
-    values.set_gradients([[0.5]], [0.5])
-    optimiser.step(0, FULL)
-    assert values.matrix.item() == pytest.approx(0.2571693, abs=5e-8)
-    assert values.vector.item() == pytest.approx(0.2588521, abs=5e-8)
-    assert optimiser.state()["m.g.matrix"].item() == pytest.approx(0.095)
-    assert optimiser.state()["v.g.matrix"].item() == pytest.approx(0.00049975)
-
-
 def test_thirty_steps_against_the_formula() -> None:
     """One number at a time, as BERT's release writes it; gradients and rates differ in every step."""
     values = Values([[0.7, -1.3], [0.2, 0.0]], [0.4, -0.1, 2.0])
@@ -211,19 +185,6 @@ def test_corrected_it_is_torchs_adamw(begin: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     wrong = walked(begin + 8, begin, eps=1e-2)
     assert (wrong[0] - wrong[1]).abs().max() > 1e-4, "another epsilon would be seen"
-
-
-def test_the_first_corrected_step_by_hand() -> None:
-    """m / 0.1 is the gradient and v / 0.001 its square: the step is the rate, whatever the gradient, less epsilon."""
-    for gradient in (2.0, -0.5):
-        for corrected, expected in ((True, 0.1 * gradient / (abs(gradient) + 1e-6)), (False, None)):
-            values = Values([[0.0]], [0.0])
-            optimiser = BertAdamW([Group("g", values, 0.1)], weight_decay=0.0, clip=1e9, bias_correction=corrected)
-            values.matrix.grad = torch.tensor([[gradient]], dtype=torch.float64)
-            optimiser.step(0, FULL)
-            if expected is None:  # 0.1 g / (sqrt(0.001) |g|), three times as far
-                expected = 0.1 * 0.1 * gradient / (0.001**0.5 * abs(gradient) + 1e-6)
-            assert values.matrix.item() == pytest.approx(-expected, rel=1e-9)
 
 
 def test_corrected_means_are_not_what_is_kept() -> None:

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from small_world import (
-    MemoryCheckpoints,
     MemoryJournal,
     World,
     build_world,
+    killed_and_resumed,
+    same_parameters,
     section,
     tiny_context,
     tiny_models,
@@ -47,8 +48,7 @@ def few_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(**changes: Any) -> Finetune:
     values: dict[str, Any] = {"epochs": 30, "batch_size": 2, "reader_learning_rate": 5e-3, "reader_wordpieces": 60}
-    found: Finetune = section("finetune", **{**values, "query_wordpieces": 24, "checkpoint_every": 20, **changes})
-    return found
+    return section("finetune", **{**values, "query_wordpieces": 24, "checkpoint_every": 20, **changes})
 
 
 def retriever(world: World, **changes: Any) -> PathRetriever:
@@ -59,8 +59,6 @@ def retriever(world: World, **changes: Any) -> PathRetriever:
 def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World) -> None:
     model = retriever(world)
     direct, two = model.lesson(DIRECT), model.lesson(TWO_STEPS)
-    assert direct is not None
-    assert two is not None
     assert direct.starts == top(model.bm25.scores(DIRECT.question), 2).tolist()
     assert direct.right_start.tolist() == ["Oslo" in world.snapshot.text(p) for p in direct.starts]
     assert direct.right_start[direct.first]
@@ -76,7 +74,6 @@ def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World)
 def test_the_loss_is_that_of_both_steps(world: World) -> None:
     model = retriever(world)
     lesson = model.lesson(TWO_STEPS)
-    assert lesson is not None
     with torch.no_grad():
         read = {p: model._read([(lesson.question, p)])[0] for p in (*lesson.starts, *lesson.linked)}
         begin, end, step = model.scorer.begin, model.scorer.end, model.scorer.step
@@ -121,26 +118,13 @@ def test_saved_and_loaded_it_ranks_the_same(world: World, tmp_path: Path) -> Non
 
 
 def test_killed_and_resumed_it_ends_with_the_same_bits(world: World) -> None:
-    def trained(stop: int | None) -> tuple[dict[str, torch.Tensor], MemoryJournal]:
-        checkpoints, journal = MemoryCheckpoints(), MemoryJournal()
-        done = 0
+    def trained(**surroundings: Any) -> torch.nn.Module:
+        model = retriever(world, epochs=6, checkpoint_every=2)
+        lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.lesson(q))]
+        train_paths(tiny_context(**surroundings), model, lessons, model.options, tiny_optimiser())
+        return model.scorer
 
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            if done == stop:
-                raise KeyboardInterrupt
-
-        for after in (progress, lambda count: None) if stop else (lambda count: None,):
-            model = retriever(world, epochs=6, checkpoint_every=2)
-            lessons = [lesson for q in (DIRECT, TWO_STEPS) if (lesson := model.lesson(q))]
-            surroundings = tiny_context(checkpoints=checkpoints, journal=journal, progress=after)
-            try:
-                train_paths(surroundings, model, lessons, model.options, tiny_optimiser())
-            except KeyboardInterrupt:
-                continue
-        return {name: p.detach() for name, p in model.scorer.named_parameters()}, journal
-
-    (whole, undisturbed), (resumed, killed) = trained(None), trained(3)
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert killed.without_times() == undisturbed.without_times()
+    undisturbed = MemoryJournal()
+    whole, (resumed, journal) = trained(journal=undisturbed), killed_and_resumed(trained, 3)
+    same_parameters(resumed, whole)
+    assert journal.without_times() == undisturbed.without_times()

@@ -1,6 +1,7 @@
 """The same numbers as another REALM: transformers 4.35.2, from equal random weights.
 
-benchmarks/peer_fixture.py made the fixture. Names of the other side are mapped here, nowhere else.
+benchmarks/peer_fixture.py made the fixture. Embeddings and f(x, z) are held against the peer's in
+test_peer_published.py. Names of the other side are mapped here, nowhere else.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from realmops.bert import Bert, BertConfig, MaskedWordHead, Packed, import_state
+from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, import_state
+from realmops.encoders.packed import Packed
 from realmops.model import likelihood
 from realmops.model.reader import Bodies, Reader, SpanHead, enumerate_spans
-from realmops.model.retriever import Embedder, Retriever
 
 FIXTURE = Path(__file__).parent / "fixtures" / "peer_realm.safetensors"
 EXACT = {"rtol": 0.0, "atol": 1e-5}
@@ -41,22 +42,6 @@ def state_of(peer: dict[str, Tensor], module: str) -> dict[str, Tensor]:
     prefix = f"{module}/"
     names = {name: name.removeprefix(prefix) for name in peer if name.startswith(prefix)}
     return {ours.replace("realm.", "bert.", 1): peer[name] for name, ours in names.items()}
-
-
-def embedder(peer: dict[str, Tensor], module: str, config: BertConfig) -> Embedder:
-    state = state_of(peer, module)
-    ours = Embedder(Bert(config), state["cls.dense.weight"].shape[0], "release").eval()
-    import_state(ours.bert, state, module)
-    assert ours.pooler is not None
-    assert ours.norm is not None
-    pairs = (
-        (ours.pooler, "bert.pooler.dense"),
-        (ours.projection, "cls.dense"),
-        (ours.norm, "cls.LayerNorm"),
-    )
-    for layer, name in pairs:
-        layer.load_state_dict({kind: state[f"{name}.{kind}"] for kind in ("weight", "bias")})
-    return ours
 
 
 def reader(peer: dict[str, Tensor], module: str, config: BertConfig) -> Reader:
@@ -99,18 +84,6 @@ def packed(token_NL: Tensor, segment_NL: Tensor) -> Packed:
 
 def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours.double(), theirs.double(), **EXACT)
-
-
-def test_retriever_scores(peer: dict[str, Tensor], config: BertConfig) -> None:
-    retriever = Retriever(embedder(peer, "query", config), embedder(peer, "document", config))
-    query_BL = peer["scorer.query_BL"]
-    with torch.no_grad():
-        query_BE = retriever.query(packed(query_BL, torch.zeros_like(query_BL)))
-        document_NE = retriever.document(packed(peer["scorer.document_NL"], peer["scorer.segment_NL"]))
-        relevance_BK = retriever.relevance(query_BE, document_NE.view(len(query_BE), -1, query_BE.shape[1]))
-    close(query_BE, peer["scorer.query_BE"])
-    assert peer["scorer.relevance_BK"].abs().max() > 1
-    close(relevance_BK, peer["scorer.relevance_BK"])
 
 
 def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: BertConfig) -> None:

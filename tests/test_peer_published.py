@@ -20,9 +20,9 @@ from small_project import Quiet, Values, cli, stage, toy_values, write_json_line
 from torch import Tensor
 
 from realmops.artifacts import read_json, read_manifest
-from realmops.bert import Packed
 from realmops.commands.published import import_published
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.packed import Packed
 from realmops.index.embeddings import embed_corpus, load_index
 from realmops.index.mips import search
 from realmops.model.files import load_models
@@ -76,6 +76,14 @@ def snapshot(project: Path) -> Snapshot:
 @pytest.fixture(scope="module")
 def peer() -> dict[str, Tensor]:
     return load_file(PEER / "expected.safetensors")
+
+
+def imported(root: Path, *, pretrained: tuple[str | Path, ...] = (), finetuned: tuple[str, ...] = ()) -> Quiet:
+    """Import folders of the peer, or others; what was said."""
+    report = Quiet()
+    given = {"pretrained": [PEER / one for one in pretrained], "finetuned": [PEER / one for one in finetuned]}
+    import_published(root, **given, blocks=None, titles=None, report=report)
+    return report
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
@@ -168,8 +176,7 @@ def test_evaluate_answers_as_the_peer_does(
         assert row["span_score"] + beside_spans() == pytest.approx(float(score_RS.max()), abs=2e-5)
     root = tmp_path / "root"
     shutil.copytree(project / "root" / "data", root / "data")
-    report = Quiet()
-    import_published(root, pretrained=(), finetuned=(PEER / "openqa",), blocks=None, titles=None, report=report)
+    report = imported(root, finetuned=("openqa",))
     assert "the query tower stands in for it" in report.warned[0]
     again = stage("evaluate", values(), project, root)
     assert again["em"] == 1.0
@@ -180,8 +187,7 @@ def test_finetune_goes_on_from_what_was_imported(project: Path, tmp_path: Path) 
     """Over the imported index: its document tower embeds nothing again."""
     root = tmp_path / "root"
     shutil.copytree(project / "root" / "data", root / "data")
-    folders = (PEER / "openqa",)
-    import_published(root, pretrained=folders, finetuned=(), blocks=None, titles=None, report=Quiet())
+    imported(root, pretrained=("openqa",))
     stage("finetune", values(), project, root)
     before, after = (load_file(root / "models" / name / "index.safetensors") for name in ("pretrain", "finetune"))
     assert torch.equal(before["embeddings"], after["embeddings"])
@@ -194,14 +200,7 @@ def test_both_file_forms_and_all_folders_give_the_same_models(tmp_path: Path) ->
     """The embedder in .bin form is the scorer's in safetensors; the reader apart is that of the openqa folder."""
 
     def models(name: str, pretrained: tuple[str, ...], finetuned: tuple[str, ...]) -> Path:
-        import_published(
-            tmp_path / name,
-            pretrained=[PEER / f for f in pretrained],
-            finetuned=[PEER / f for f in finetuned],
-            blocks=None,
-            titles=None,
-            report=Quiet(),
-        )
+        imported(tmp_path / name, pretrained=pretrained, finetuned=finetuned)
         return tmp_path / name / "models"
 
     one = models("one", ("scorer", "encoder"), ("openqa",))
@@ -224,8 +223,7 @@ def test_a_scorer_with_two_embedders_has_two_towers(tmp_path: Path, snapshot: Sn
     query = torch.load(PEER / "openqa" / "pytorch_model.bin")
     second = {f"query_{name}": tensor.clone() for name, tensor in query.items() if name.startswith("embedder.")}
     save_file(document | second, folder / "model.safetensors")
-    given = (folder, PEER / "encoder")
-    import_published(tmp_path, pretrained=given, finetuned=(), blocks=None, titles=None, report=Quiet())
+    imported(tmp_path, pretrained=(folder, "encoder"))
     retriever, _ = load_models(tmp_path / "models" / "pretrain", snapshot.vocabulary_hash)
     assert not retriever.shared
     for tower, theirs in ((retriever.query, query), (retriever.document, document)):
@@ -249,14 +247,7 @@ def test_folders_that_make_no_whole_model_are_refused(
     tmp_path: Path, pretrained: tuple[str, ...], finetuned: tuple[str, ...], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):
-        import_published(
-            tmp_path,
-            pretrained=[PEER / name for name in pretrained],
-            finetuned=[PEER / name for name in finetuned],
-            blocks=None,
-            titles=None,
-            report=Quiet(),
-        )
+        imported(tmp_path, pretrained=pretrained, finetuned=finetuned)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

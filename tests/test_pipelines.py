@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,9 +18,10 @@ from typing import Any
 
 import pytest
 import yaml
-from compiled import ROOT, compiled, file_of
+from cluster_lab import Output
+from compiled import ROOT, compiled, documents, file_of
 
-from realmops import cluster
+from realmops import cluster, config
 from realmops.cluster import builders, tasks
 from realmops.stages import STAGES
 
@@ -31,6 +33,11 @@ OTHERS = {
     "scale_builder": "lower_builders",
     **{name: name for name in ("guard", "promote", "variant", "table", "refresh")},
 }
+
+
+# what MLflow's plugin sets: v2/common/plugins/mlflow/handler.go of Kubeflow Pipelines, RetrieveUserContainerEnvVars
+OF_THE_PLUGIN = {"MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_TOKEN"}
+OTHER = "registry.test:5000/ours/realmops:7-gpu"
 
 
 class QuietFiles(SimpleHTTPRequestHandler):
@@ -51,63 +58,43 @@ def called(path: Path) -> tuple[str, str]:
     return call.func.attr, first.value if isinstance(first, ast.Constant) else ""
 
 
-def component_drift(folder: Path) -> list[str]:
-    """What the components have other than the stages, and what they call."""
-    names = {path.stem for path in folder.glob("*.py")}
-    found = [f"components: {sorted(names ^ {*STAGES, *OTHERS})}"] if names != {*STAGES, *OTHERS} else []
-    for name in sorted(names):
-        function, first = called(folder / f"{name}.py")
-        wanted = (OTHERS[name], first) if name in OTHERS else ("run_stage", name)
-        if (function, first) != wanted:
-            found.append(f"{name}: {(function, first)}")
-    return found
-
-
 def test_there_is_a_component_for_each_stage_and_it_runs_that_stage() -> None:
-    assert component_drift(ROOT / "components") == []
-
-
-def test_a_component_that_drifts_is_seen(tmp_path: Path) -> None:
-    for path in (ROOT / "components").glob("*.py"):
-        text = path.read_text()
-        if path.stem == "tag":
-            text = text.replace('run_stage("tag"', 'run_stage("ict"')
-        if path.stem == "table":
-            text = text.replace("tasks.table", "tasks.variant")
-        if path.stem != "ict":
-            (tmp_path / path.name).write_text(text)
-    assert component_drift(tmp_path) == [
-        "components: ['ict']",
-        "table: ('variant', '')",
-        "tag: ('run_stage', 'ict')",
-    ]
+    wanted = {name: ("run_stage", name) for name in STAGES} | {name: (one, "") for name, one in OTHERS.items()}
+    assert {path.stem: called(path) for path in (ROOT / "components").glob("*.py")} == wanted
 
 
 def test_the_compiled_pipelines_are_their_sources(tmp_path: Path) -> None:
     """The components, for whoever loads them by file or address, and the pipelines; with the released image."""
-    subprocess.run([sys.executable, "-m", "pipelines", tmp_path], check=True, cwd=ROOT, timeout=250)
+    subprocess.run([sys.executable, "-m", "pipelines", tmp_path], check=True, cwd=ROOT)
     for room, names in (("pipelines", {*PIPELINES}), ("components", {*STAGES, *OTHERS})):
         for folder in (tmp_path, ROOT):
             assert {path.stem for path in (folder / room).glob("*.yaml")} == names
         for name in names:
             fresh, kept = (folder / room / f"{name}.yaml" for folder in (tmp_path, ROOT))
-            found, wanted = (list(yaml.safe_load_all(path.read_text())) for path in (kept, fresh))
+            found, wanted = (documents(path.read_text()) for path in (kept, fresh))
             assert found == wanted, "python -m pipelines compiles it again"
 
 
 def images_of(file: Path) -> set[str]:
     """Of the pods of a compiled file, and where a parameter names it."""
-    spec = next(yaml.safe_load_all(file.read_text()))
+    spec = documents(file.read_text())[0]
     parameters = spec["root"].get("inputDefinitions", {}).get("parameters", {})
     given = {executor["container"]["image"] for executor in spec["deploymentSpec"]["executors"].values()}
     return {image for image in given if "{{" not in image} | {parameters.get("image", {}).get("defaultValue", *given)}
 
 
-def test_pods_have_the_released_image_unless_another_is_compiled_in(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of them compiled with another image and with a queue."""
+    folder = tmp_path_factory.mktemp("other")
+    words = [sys.executable, "-m", "pipelines", folder, "--image", OTHER, "--queue", "team-a"]
+    subprocess.run(words, check=True, cwd=ROOT)
+    return folder
+
+
+def test_pods_have_the_released_image_unless_another_is_compiled_in(other: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    other = "registry.test:5000/ours/realmops:7-gpu"
-    subprocess.run([sys.executable, "-m", "pipelines", tmp_path, "--image", other], check=True, cwd=ROOT, timeout=250)
-    for folder, wanted in ((ROOT, f"ghcr.io/realmops/realmops:{version}"), (tmp_path, other)):
+    for folder, wanted in ((ROOT, f"ghcr.io/realmops/realmops:{version}"), (other, OTHER)):
         files = [*(folder / "pipelines").glob("*.yaml"), *(folder / "components").glob("*.yaml")]
         assert {file.stem: images_of(file) for file in files} == {file.stem: {wanted} for file in files}
 
@@ -134,9 +121,9 @@ def test_a_component_is_loaded_by_file_and_by_address_as_its_page_says(
         assert found["evaluate"].component_spec.implementation.container.image == cluster.IMAGE
         return
     compiler.Compiler().compile(found["pipeline"], str(tmp_path / "alone.yaml"))
-    alone, platform = yaml.safe_load_all((tmp_path / "alone.yaml").read_text())
+    alone, platform = documents((tmp_path / "alone.yaml").read_text())
     label = f"exec-{page.replace('_', '-')}"
-    for spec, whole in (list(yaml.safe_load_all(file_of(pipeline).read_text())) for pipeline in PIPELINES):
+    for spec, whole in (documents(file_of(pipeline).read_text()) for pipeline in PIPELINES):
         if label in spec["deploymentSpec"]["executors"]:
             entry = alone["deploymentSpec"]["executors"][label]["container"]
             assert entry["command"] == spec["deploymentSpec"]["executors"][label]["container"]["command"]
@@ -147,12 +134,11 @@ def test_a_component_is_loaded_by_file_and_by_address_as_its_page_says(
                 assert pods[0][field][0]["keyToEnv"] == pods[1][field][0]["keyToEnv"]
 
 
-def test_with_a_queue_every_pod_waits_in_it_and_nothing_else_changes(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pipelines", tmp_path, "--queue", "team-a"]
-    subprocess.run(words, check=True, cwd=ROOT, timeout=250)
+def test_with_a_queue_every_pod_waits_in_it_and_nothing_else_changes(other: Path) -> None:
     for pipeline in PIPELINES:
-        found, platform = yaml.safe_load_all((tmp_path / "pipelines" / f"{pipeline}.yaml").read_text())
-        usual, without = yaml.safe_load_all(file_of(pipeline).read_text())
+        text = (other / "pipelines" / f"{pipeline}.yaml").read_text()
+        found, platform = documents(text.replace(OTHER, cluster.IMAGE))
+        usual, without = documents(file_of(pipeline).read_text())
         assert found == usual
         for pod in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].values():
             labels = pod["podMetadata"]["labels"]
@@ -169,9 +155,14 @@ def test_train_runs_the_stages_in_their_order_with_the_options_of_params_yaml() 
     order = [*STAGES, "promote"]
     assert after == {name: order[:n][-1:] for n, name in enumerate(order)}
     options = pipeline["root"]["inputDefinitions"]["parameters"]["options"]["defaultValue"]
-    assert json.loads(options) == yaml.safe_load((ROOT / "params.yaml").read_text())
+    assert json.loads(options) == config.load(ROOT / "params.yaml")
     assert pipeline["root"]["dag"]["tasks"]["exit-handler-1"]["dependentTasks"] == ["guard"]
+    parameters = pipeline["root"]["dag"]["tasks"]["guard"]["inputs"]["parameters"]
+    assert parameters["run"] == {"runtimeValue": {"constant": "{{$.pipeline_job_uuid}}"}}
+    for name in ("key", "endpoint"):
+        assert parameters[name] == {"componentInputParameter": name}
     last = pipeline["root"]["dag"]["tasks"]["scale-builder"]
+    assert last["inputs"]["parameters"]["owner"] == {"runtimeValue": {"constant": "{{$.pipeline_job_uuid}}"}}
     assert last["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
 
 
@@ -216,27 +207,22 @@ def missing_inputs(pipeline: dict[str, Any], platform: dict[str, Any]) -> list[s
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_task_of_a_group_gets_what_it_takes(pipeline: str) -> None:
-    assert missing_inputs(*yaml.safe_load_all(file_of(pipeline).read_text())) == []
-
-
-@pytest.mark.parametrize("parameter", ["cpu", "affinity"])
-def test_an_input_that_a_group_does_not_get_is_seen(parameter: str) -> None:
-    """Of a task, and of its pod alone."""
-    broken, platform = yaml.safe_load_all(file_of("train").read_text())
-    del broken["components"]["comp-exit-handler-1"]["inputDefinitions"]["parameters"][f"pipelinechannel--{parameter}"]
-    assert f"comp-exit-handler-1.pretrain: pipelinechannel--{parameter}" in missing_inputs(broken, platform)
+    assert missing_inputs(*documents(file_of(pipeline).read_text())) == []
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_every_pod_mounts_the_volume_and_takes_nothing_from_a_cache(pipeline: str) -> None:
     """And is one user of a read-only image, with a folder for what is temporary."""
-    found, platform = yaml.safe_load_all(file_of(pipeline).read_text())
+    found, platform = documents(file_of(pipeline).read_text())
     executors = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     assert executors.keys() == found["deploymentSpec"]["executors"].keys()
     for pod in executors.values():
         assert [mount["mountPath"] for mount in pod["pvcMount"]] == ["/realmops"]
         assert [mount["mountPath"] for mount in pod["emptyDirMounts"]] == ["/tmp"]
         assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"]) == ("10001", True)
+        given = [*pod.get("configMapAsEnv", []), *pod.get("secretAsEnv", [])]
+        names = {pair["envVar"] for one in given for pair in one["keyToEnv"]}
+        assert not names & OF_THE_PLUGIN, "Kubernetes refuses a variable with a value and a valueFrom"
         assert pod["podMetadata"]["labels"]["realmops/claim"] == "realmops-data", "builders go where these are"
         [affinity] = pod["nodeAffinity"]
         assert affinity["nodeAffinityJson"]["componentInputParameter"].removeprefix("pipelinechannel--") == "affinity"
@@ -250,7 +236,7 @@ def test_every_pod_mounts_the_volume_and_takes_nothing_from_a_cache(pipeline: st
 def test_what_a_pod_may_take_and_how_often_it_is_tried() -> None:
     """Time for all, other tries for all but the task that may end its run; nothing that 2.16 does not know."""
     for pipeline in PIPELINES:
-        found, platform = yaml.safe_load_all(file_of(pipeline).read_text())
+        found, platform = documents(file_of(pipeline).read_text())
         kubernetes = platform["platforms"]["kubernetes"]
         assert kubernetes.keys() == {"deploymentSpec"}, "a pipelineConfig of 2.17 has 2.16 drop the whole document"
         executors = kubernetes["deploymentSpec"]["executors"]
@@ -287,3 +273,10 @@ def test_our_settings_of_mlflow_step_back_behind_those_of_its_plugin(
     environment = ours | plugin
     tasks.take_settings(environment)
     assert environment == ours | taken
+
+
+def test_figures_without_a_value_and_texts_are_not_shown(tmp_path: Path) -> None:
+    """JSON has no NaN, and KFP takes numbers."""
+    shown = Output(tmp_path / "metrics.json")
+    tasks._show({"em": 0.5, "questions": 3, "loss": math.nan, "ratio": math.inf, "reader": "pretrain"}, shown)
+    assert shown.shown == json.loads((tmp_path / "metrics.json").read_text()) == {"em": 0.5, "questions": 3.0}

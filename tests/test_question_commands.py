@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -58,6 +57,21 @@ def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path: Path, trec: Pa
     assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize("name", ["thesis.txt", "notes/thesis.txt", "questions.jsonl"])
+def test_what_a_user_put_beside_an_earlier_result_is_kept(tmp_path: Path, trec: Path, name: str) -> None:
+    """A file of another name, in a folder, or one of the command's own that was corrected by hand."""
+    out = tmp_path / "out"
+    assert cli("questions", trec, "--out", out).exit_code == 0
+    mine = out / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("five years of work")
+    result = cli("questions", trec, "--out", out)
+    assert result.exit_code == 2
+    assert str(mine) in result.stderr
+    assert "--out" in result.stderr
+    assert mine.read_text() == "five years of work"
+
+
 def test_a_bad_file_leaves_nothing(tmp_path: Path, trec: Path) -> None:
     trec.write_text(TREC + "t100\tfactoid\tWhat?\t(\n")
     result = cli("questions", trec, "--out", tmp_path / "out")
@@ -84,7 +98,12 @@ def test_ceilings_need_no_model(project: Path) -> None:
     assert lines[1].startswith("substring: answered in the corpus 100.0%; by BM25's first passages ")
     assert lines[1].endswith("100.0% in 100")
     assert lines[2].startswith("token_boundary: answered in the corpus 100.0%")
+    assert lines[3].startswith("as a span of at most 10 wordpieces in BM25's first 5 (token_boundary): ")
     assert lines[4] == "with an answer of at most 10 wordpieces: 100.0%"
+    limits = ["--set", "finetune.reader_candidates=3", "--set", "finetune.answer_wordpieces=1"]
+    lines = cli("ceilings", project / "questions.test.jsonl", "--root", root, *limits).stdout.splitlines()
+    assert lines[3].startswith("as a span of at most 1 wordpieces in BM25's first 3 (token_boundary): ")
+    assert lines[4] == "with an answer of at most 1 wordpieces: 50.0%"
     trec = project / "trec.tsv"
     trec.write_text("1\tx\tWhere did Jon Vik build ships?\tBergen|Nowhere\n2\tx\tWho?\tNobody\\sat all\n")
     lines = cli("ceilings", trec, "--root", root).stdout.splitlines()
@@ -118,6 +137,9 @@ def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypa
     assert metrics["recall_at_100_regex_search"] == pytest.approx(1 / 3)
     assert metrics["recall_at_5"] == metrics["recall_at_5_regex_search"]
     assert metrics["ceiling_in_corpus"] == pytest.approx(1 / 3)
+    limits = values["finetune"]["reader_candidates"], values["finetune"]["answer_wordpieces"]
+    assert (metrics["ceiling_passages"], metrics["ceiling_wordpieces"]) == limits
+    assert metrics[f"ceiling_in_top_{limits[0]}"] <= metrics["ceiling_in_corpus"]
     assert "closed_book_em" not in metrics
     assert "ceiling_short_answer" not in metrics
     assert sum(metrics[f"failed_at_{name}"] for name in FAILED_AT if name != "correct") + metrics["em"] == 1
@@ -126,24 +148,6 @@ def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypa
     assert predictions[2].first_hit == -1
     assert all(len(p.p_z) == len(p.passage_spans) == len(p.passage_scores) == 5 for p in predictions)
     assert all(max(p.passage_scores) == p.span_score for p in predictions)  # type: ignore[type-var]
-
-
-def test_answers_of_an_evaluation_are_explained(project: Path, tmp_path: Path) -> None:
-    """The stage runs, and the command then says what its answers rest on."""
-    import yaml
-
-    values = toy_values(pretrain={"steps": 0, "builder": "external"}, tracking={"enabled": False})
-    (project / "params.yaml").write_text(yaml.safe_dump(values))
-    root = project / "root"
-    assert cli("run", "finetune", "--params", project / "params.yaml", "--root", root).exit_code == 0
-    measured = cli("run", "evaluate", "--params", project / "params.yaml", "--root", root)
-    assert "evaluate: questions=2, em=" in measured.stdout
-    result = cli("explain", "--root", root, "--limit", "1")
-    assert result.exit_code == 0, result.output
-    assert "2 questions\n" in result.stdout
-    assert result.stdout.count("wanted:") == 1
-    assert "p(z|x)" in result.stdout
-    assert json.loads((root / "results/metrics.json").read_text())["failed_at_not_in_corpus"] == 0
 
 
 def test_expressions_and_words_are_evaluated_apart(project: Path) -> None:

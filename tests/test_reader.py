@@ -1,47 +1,51 @@
-"""A reader that copies, with sentence and passage read together or apart, against loops in the paper's letters.
+"""REALM's loss with the paper's reader and one that copies, together or apart, against loops in the paper's letters.
 
-p(y_j|z,x) = (1 - g) p_vocabulary(y_j) + g times the attention on the wordpieces of z that are y_j. Everything is in
-double precision.
+Where it copies, p(y_j|z,x) = (1 - g) p_vocabulary(y_j) + g times the attention on the wordpieces of z that are y_j.
+Everything is in double precision.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_world import MemoryJournal, World, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import (
+    MemoryJournal,
+    OneIndex,
+    World,
+    build_world,
+    section,
+    tiny_context,
+    tiny_models,
+    tiny_optimiser,
+)
 from torch import Tensor
 
-from realmops.bert import Packed
 from realmops.config import Pretrain
-from realmops.index.embed import document_sequences, embed
-from realmops.index.mips import Exact
+from realmops.encoders.packed import Packed
 from realmops.model import likelihood
-from realmops.model.reader import Bodies, Reader, log_token_of_pairs, log_words_of_pairs
+from realmops.model.reader import READERS as CLASSES
+from realmops.model.reader import Bodies, Masked, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_document, join_query, join_reader
-from realmops.train import ict
+from realmops.train.candidates import Candidates
+from realmops.train.examples import NULL, Example, Examples
 from realmops.train.ict import train_reader
-from realmops.train.pretrain import NULL, Candidates, Example, Examples, Index, Realm, pretrain
+from realmops.train.pretrain import pretrain
+from realmops.train.realm import Realm
 
 LIMIT = 60
 NOTHING = np.zeros(0, dtype=np.int64)
+pytestmark = pytest.mark.usefixtures("double")
 TOGETHER, APART = {"copies": True, "apart": False}, {"copies": True, "apart": True}
+READERS = {"paper": {}, "together": TOGETHER, "apart": APART}
 HOW = pytest.mark.parametrize("copying", [TOGETHER, APART], ids=["together", "apart"])
-
-
-@pytest.fixture(autouse=True)
-def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All numbers in double precision, also where they are made fp32."""
-    monkeypatch.setattr(Tensor, "float", Tensor.double)
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def models(world: World, copying: dict[str, bool], **changes: Any) -> tuple[Retriever, Reader]:
@@ -49,38 +53,41 @@ def models(world: World, copying: dict[str, bool], **changes: Any) -> tuple[Retr
     retriever, reader = tiny_models(world, copying=copying, **changes)
     retriever.double()
     reader.double()
-    assert reader.copy is not None
-    with torch.no_grad():
-        reader.copy.gate.bias.fill_(0.4)
+    if reader.copy is not None:
+        torch.nn.init.constant_(reader.copy.gate.bias, 0.4)
     return retriever, reader
 
 
 def options(**changes: Any) -> Pretrain:
     lengths = {"query_wordpieces": 40, "reader_wordpieces": LIMIT, "candidates": 4, "batch_size": 4}
     rest = {"masking": "salient", "marginal": "joint", "null_document": True, "retriever_delay": 0}
-    found: Pretrain = section("pretrain", **{**lengths, **rest, **changes})
-    return found
+    return section("pretrain", **{**lengths, **rest, **changes})
 
 
-def example(world: World, passage: int, span: int) -> Example:
-    examples = Examples(world.snapshot, world.spans, options())
+def example(world: World, passage: int, span: int, **changes: Any) -> Example:
+    examples = Examples(world.snapshot, world.spans, options(**changes))
     return examples.example(int(world.spans.offsets[passage]) + span, np.random.default_rng(0))
 
 
-def p_words(reader: Reader, world: World, x: np.ndarray, j: int, z: np.ndarray) -> list[float]:
+def hidden(world: World, *examples: Example) -> Masked:
+    sentences, positions, targets = ([getattr(e, name) for e in examples] for name in ("x", "positions", "targets"))
+    return Masked(sentences, positions, targets, world.special, LIMIT)
+
+
+def p_words(reader: Reader, world: World, x: np.ndarray, j: int, z: np.ndarray, limit: int = LIMIT) -> list[float]:
     """p(y_j = w|z, x) for every wordpiece w, one pair and one wordpiece at a time."""
     special, copy = world.special, reader.copy
-    assert copy is not None
     if reader.apart:
-        h_j = reader.bert(Packed([join_query(x, special, LIMIT)]))[1 + j]
-        joined, segments, first = join_reader(NOTHING, z, special, LIMIT)
+        h_j = reader.bert(Packed([join_query(x, special, limit)]))[1 + j]
+        joined, segments, first = join_reader(NOTHING, z, special, limit)
     else:
-        joined, segments, first = join_reader(x, z, special, LIMIT)
+        joined, segments, first = join_reader(x, z, special, limit)
+        assert joined[1 + j] == special.mask
     h = reader.bert(Packed([joined], [segments]))
     if not reader.apart:
         h_j = h[1 + j]
     p = reader.masked_words(h_j[None], reader.bert.word.weight)[0].softmax(-1).tolist()
-    if not len(z):
+    if copy is None or not len(z):
         return p
     scores = [float(copy.query(h_j) @ copy.key(h[i])) / math.sqrt(len(h_j)) for i in range(first, len(joined) - 1)]
     total = sum(map(math.exp, scores))
@@ -99,7 +106,7 @@ def test_every_word_has_the_slow_ones_probability_and_all_have_one(world: World,
     documents = [world.snapshot.body(7), NOTHING, world.snapshot.body(2)]
     assert len(masked.positions) > 1
     with torch.no_grad():
-        log_word_KMV = log_words_of_pairs(reader, masked.x, masked.positions, documents, world.special, LIMIT)
+        log_word_KMV = reader.log_masked_words(hidden(world, masked), documents)
         expected = [[p_words(reader, world, masked.x, j, z) for j in masked.positions.tolist()] for z in documents]
     torch.testing.assert_close(log_word_KMV.exp(), torch.tensor(expected), rtol=1e-9, atol=1e-15)
     torch.testing.assert_close(log_word_KMV.exp().sum(-1), torch.ones(3, len(masked.positions)), rtol=0, atol=1e-12)
@@ -111,32 +118,28 @@ def test_a_target_has_the_probability_that_it_has_among_all_words(world: World, 
     _, reader = models(world, copying)
     masked = [example(world, 0, 0), example(world, 6, 0), example(world, 5, 1)]
     documents = [world.snapshot.body(4), NOTHING, world.snapshot.body(0)]
-    targets = np.concatenate([e.targets for e in masked])
-    pairs = [e.x for e in masked], [e.positions for e in masked], torch.from_numpy(targets), documents
     with torch.no_grad():
-        found = log_token_of_pairs(reader, *pairs, world.special, LIMIT)
+        found = reader.log_masked_pairs(hidden(world, *masked), documents)
         expected = []
         for one, z in zip(masked, documents, strict=True):
-            log_word_MV = log_words_of_pairs(reader, one.x, one.positions, [z], world.special, LIMIT)[0]
+            log_word_MV = reader.log_masked_words(hidden(world, one), [z])[0]
             expected += [float(log_word_MV[m, w]) for m, w in enumerate(one.targets.tolist())]
     assert found.tolist() == pytest.approx(expected, rel=1e-12)
-    assert len(set(map(len, pairs[1]))) > 1
+    assert len({len(one.positions) for one in masked}) > 1
 
 
 @HOW
 def test_a_word_that_stands_in_the_passage_is_copied(world: World, copying: dict[str, bool]) -> None:
     """With the gate open all the way: Oslo once in passage 4, Bergen never; with it shut nothing is."""
     _, reader = models(world, copying)
-    assert reader.copy is not None
     masked, z = example(world, 0, 0), world.snapshot.body(4)
     oslo, bergen = (int(world.wordpieces(name)[0]) for name in ("Oslo", "Bergen"))
     assert (z == oslo).sum() == 1
     assert (z == bergen).sum() == 0
 
     def log_words(bias: float) -> Tensor:
-        assert reader.copy is not None
         reader.copy.gate.bias.data.fill_(bias)
-        return log_words_of_pairs(reader, masked.x, masked.positions, [z, NOTHING], world.special, LIMIT)[:, 0]
+        return reader.log_masked_words(hidden(world, masked), [z, NOTHING])[:, 0]
 
     with torch.no_grad():
         reader.copy.gate.weight.zero_()
@@ -155,12 +158,11 @@ def test_passages_of_any_length_do_not_look_at_each_other(world: World) -> None:
     masked = example(world, 0, 0)
     documents = [world.wordpieces("Oslo"), np.tile(world.snapshot.body(4), 4)[:80], NOTHING, world.snapshot.body(11)]
     with torch.no_grad():
-        arguments = masked.x, masked.positions
-        together = log_words_of_pairs(reader, *arguments, documents, world.special, LIMIT)
+        together = reader.log_masked_words(hidden(world, masked), documents)
         for one, z in zip(together, documents, strict=True):
-            alone = log_words_of_pairs(reader, *arguments, [z], world.special, LIMIT)[0]
+            alone = reader.log_masked_words(hidden(world, masked), [z])[0]
             torch.testing.assert_close(one, alone, rtol=1e-12, atol=1e-12)
-        cut = log_words_of_pairs(reader, *arguments, [documents[1][: LIMIT - 3]], world.special, LIMIT)[0]
+        cut = reader.log_masked_words(hidden(world, masked), [documents[1][: LIMIT - 3]])[0]
         torch.testing.assert_close(together[1], cut, rtol=1e-12, atol=1e-12)
 
 
@@ -185,7 +187,7 @@ def slow(
 ) -> dict[str, float]:
     """The loss and what is told of it, one z and one masked word at a time, in probability space."""
     snapshot, special = world.snapshot, world.special
-    joint, per_token, gains, utilities, bests = [], [], [], [], []
+    joint, per_token, null_shares, shares, gains, utilities, tops, bests = ([] for _ in range(8))
     for x, row in zip(examples, candidates, strict=True):
         query = retriever.query(Packed([join_query(x.x, special, chosen.query_wordpieces)]))[0]
         f, p_y, p_tokens = [], [], []
@@ -194,58 +196,101 @@ def slow(
             document, segments = join_document(title, body, special, snapshot.block_wordpieces)
             f.append(float(retriever.scale * query @ retriever.document(Packed([document], [segments]))[0]))
             pairs = zip(x.positions.tolist(), x.targets.tolist(), strict=True)
-            p_tokens.append([p_words(reader, world, x.x, j, body)[y_j] for j, y_j in pairs])
+            p_tokens.append([p_words(reader, world, x.x, j, body, chosen.reader_wordpieces)[y_j] for j, y_j in pairs])
             p_y.append(math.prod(p_tokens[-1]))
         p_z = [math.exp(value) / sum(map(math.exp, f)) for value in f]
         joint.append(math.log(sum(y * z for y, z in zip(p_y, p_z, strict=True))))
         for j in range(len(x.positions)):
             per_token.append(math.log(sum(z * p_j[j] for z, p_j in zip(p_z, p_tokens, strict=True))))
+        shares.append(max(p_z))
         if chosen.null_document:
+            null_shares.append(p_z[-1])
             gains.append(joint[-1] - math.log(p_y[-1]))
-            utilities += [math.log(y / p_y[-1]) for y in p_y[:-1]]
-            bests.append(max(math.log(y / p_y[-1]) for y in p_y[:-1]))
-    found = {"loss": -np.mean(joint if chosen.marginal == "joint" else per_token), "log_marginal": np.mean(joint)}
-    if chosen.null_document:
-        found |= {"marginal_gain": np.mean(gains), "retrieval_utility": np.mean(utilities)}
-        found |= {"retrieval_utility_best": np.mean(bests)}
-    return {name: float(value) for name, value in found.items()}
+            ru = [math.log(y / p_y[-1]) for y in p_y[:-1]]
+            utilities += ru
+            tops += ru[:1]
+            bests += [max(ru)] if ru else []
+    told = {"log_marginal": joint, "top_share": shares, "p_null": null_shares, "marginal_gain": gains}
+    told |= {"retrieval_utility": utilities, "retrieval_utility_top": tops, "retrieval_utility_best": bests}
+    told["loss"] = [-value for value in (joint if chosen.marginal == "joint" else per_token)]
+    return {name: float(np.mean(values)) for name, values in told.items() if values}
 
 
-@HOW
+@pytest.mark.parametrize(
+    ("reading", "head"),
+    [*(("paper", head) for head in ("paper", "release", "normalised")), ("together", "normalised"), ("apart", "paper")],
+)
 @pytest.mark.parametrize("null_document", [True, False])
 @pytest.mark.parametrize("marginal", ["joint", "per_token"])
-def test_the_loss_is_the_slow_ones(world: World, copying: dict[str, bool], marginal: str, null_document: bool) -> None:
+def test_the_loss_is_the_slow_ones(world: World, reading: str, head: str, marginal: str, null_document: bool) -> None:
     """Different numbers of masks, and rows of different lengths: three, five and one passage."""
     chosen = options(marginal=marginal, null_document=null_document)
-    retriever, reader = models(world, copying)
+    retriever, reader = models(world, READERS[reading], head=head, share_embedders=head == "release")
     examples = [example(world, 0, 0), example(world, 6, 0), example(world, 5, 1)]
     candidates = [[4, 1, 5], [7, 2, 8, 0, 1], [0]]
     realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
     with torch.no_grad():
         loss, later = realm.loss(examples, candidates, retriever_learns=True)
-        metrics = later.now()
         half, _ = realm.loss(examples, candidates, retriever_learns=True, weight=0.5)
         expected = slow(world, retriever, reader, examples, candidates, chosen)
     assert loss.item() == pytest.approx(expected.pop("loss"), rel=1e-9)
     assert half.item() == pytest.approx(loss.item() / 2, rel=1e-12)
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-9)
+    assert later.now() == pytest.approx(expected, rel=1e-9)
 
 
-@HOW
-def test_guesses_have_the_losses_probability(world: World, copying: dict[str, bool]) -> None:
-    """With the null document alone too, which is the vocabulary."""
-    retriever, reader = models(world, copying)
-    realm = Realm(retriever.eval(), reader.eval(), world.snapshot, options(), torch.float32)
+def test_an_example_with_the_null_document_alone(world: World) -> None:
+    """Nothing was found for one of two: finite loss, and its missing documents are no part of the metrics."""
+    retriever, reader = models(world, {})
+    examples, candidates = [example(world, 0, 0), example(world, 5, 1)], [[4, 1], list[int]()]
+    realm = Realm(retriever, reader, world.snapshot, options(), torch.float32)
+    loss, later = realm.loss(examples, candidates, retriever_learns=True)
+    with torch.no_grad():
+        expected = slow(world, retriever, reader, examples, candidates, options())
+    assert loss.item() == pytest.approx(expected.pop("loss"), rel=1e-9)
+    assert later.now() == pytest.approx(expected, rel=1e-9)
+    loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in retriever.parameters() if p.grad is not None)
+    metrics = realm.loss(examples[1:], [[]], retriever_learns=True)[1].now()
+    assert set(metrics) == {"log_marginal", "top_share", "p_null", "marginal_gain"}
+    assert metrics["p_null"] == pytest.approx(1.0)
+
+
+def test_x_fits_the_reader_too(tmp_path: Path) -> None:
+    """With less room for the reader than for the query the masked rows must still be in the reader's sequence."""
+    text = f"Anna {'in it ' * 10}was Oslo then."
+    world = build_world(tmp_path, (("Long", text, ("Oslo",)), ("Short", "It is in Oslo.", ("Oslo",))), 100)
+    changes = {"query_wordpieces": 40, "reader_wordpieces": 16, "candidates": 2}
+    chosen, found = options(**changes), example(world, 0, 0, **changes)
+    assert len(found.x) <= 13
+    retriever, reader = models(world, {})
+    with torch.no_grad():
+        realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
+        loss, _ = realm.loss([found], [[1]], retriever_learns=True)
+        expected = slow(world, retriever, reader, [found], [[1]], chosen)
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-9)
+
+
+@pytest.mark.parametrize("reading", READERS)
+def test_guesses_are_equation_1_and_the_likeliest_wordpieces(world: World, reading: str) -> None:
+    """With the null document alone too, which is the vocabulary; and without it."""
+    retriever, reader = models(world, READERS[reading])
     masked = example(world, 6, 0)
-    for found in ([7, 2, 8], [7], []):
+    alone = [math.log(p_words(reader, world, masked.x, int(j), NOTHING)[int(y)]) for j, y in zip(
+        masked.positions, masked.targets, strict=True
+    )]  # fmt: skip
+    for found, null in (([], True), ([7], True), ([7, 2, 8], False), ([7, 2, 8], True)):
+        realm = Realm(retriever.eval(), reader.eval(), world.snapshot, options(null_document=null), torch.float32)
         guess = realm.guess(masked, found)
         with torch.no_grad():
             loss, _ = realm.loss([masked], [found], retriever_learns=False)
         assert guess["masked_log_p"] == pytest.approx(-loss.item(), rel=1e-9)
-        alone = [math.log(p_words(reader, world, masked.x, int(j), NOTHING)[int(y)]) for j, y in zip(
-            masked.positions, masked.targets, strict=True
-        )]  # fmt: skip
-        assert guess["masked_log_p_without"] == pytest.approx(sum(alone), rel=1e-9)
+        assert guess.get("masked_log_p_without") == (pytest.approx(sum(alone), rel=1e-9) if null else None)
+    with torch.no_grad():
+        log_prior_BK, _ = realm.log_prior([masked], [found])
+        words_KMV = realm.log_words(masked, found)[: log_prior_BK.shape[1]]
+    likeliest = (log_prior_BK[0].exp()[:, None, None] * words_KMV.exp()).sum(0).argmax(-1).numpy()
+    assert guess["masked_accuracy"] == float((likeliest == masked.targets).all())
+    assert realm.guess(replace(masked, targets=likeliest), found)["masked_accuracy"] == 1.0
 
 
 def test_read_apart_each_pair_is_read_as_on_its_own(world: World) -> None:
@@ -313,18 +358,6 @@ def test_candidates_are_shared_without_the_trivial_ones(world: World) -> None:
     assert without.shared(asked, [[], []]) == [[], []], "a BERT without retrieval"
 
 
-class Source:
-    """One index, of the retriever as it is."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        sequences = document_sequences(self.world.snapshot, range(len(self.world.snapshot)))
-        passages = Exact(embed(retriever.document, sequences, torch.float32))
-        return Index(step, passages, retriever, 0.0, True) if step == 0 else None
-
-
 def test_pre_training_reads_every_passage_of_the_batch_for_every_sentence(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,7 +376,7 @@ def test_pre_training_reads_every_passage_of_the_batch_for_every_sentence(
         chosen = options(steps=3, staleness_queries=0)
         examples = Examples(world.snapshot, world.spans, chosen)
         realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
-        arguments = realm, examples, tiny_optimiser(), Source(world)
+        arguments = realm, examples, tiny_optimiser(), OneIndex(world)
         pretrain(tiny_context(), *arguments, evaluate=lambda index: {}, warn=print)
         assert len(seen) == 3
         for batch, rows in seen:
@@ -357,32 +390,6 @@ def test_pre_training_reads_every_passage_of_the_batch_for_every_sentence(
                     assert len(row) == 3
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"null_document": False},
-        {"exclude_trivial": False},
-        {"marginal": "per_token"},
-        {"masking": "random_token"},
-        {"query_encoder": "fresh"},
-        {"candidates": 1},
-    ],
-    ids=str,
-)
-def test_ablations_train_a_reader_that_reads_apart(world: World, change: dict[str, Any]) -> None:
-    """Three steps of each: the loss is finite, and p(z|x) is 1 for the null document alone and nowhere else."""
-    retriever, reader = models(world, APART)
-    chosen = options(steps=3, staleness_queries=0, retriever_delay=0, **change)
-    realm = Realm(retriever, reader, world.snapshot, chosen, torch.float32)
-    journal = MemoryJournal()
-    examples = Examples(world.snapshot, world.spans, chosen)
-    arguments = realm, examples, tiny_optimiser(), Source(world)
-    pretrain(tiny_context(journal=journal), *arguments, evaluate=lambda index: {}, warn=print)
-    assert len(journal.values("loss")) == 3
-    assert all(math.isfinite(loss) for loss in journal.values("loss"))
-    assert all((share == 1) == (change == {"candidates": 1}) for share in journal.values("top_share"))
-
-
 @HOW
 def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty steps: the loss falls, and every part of the copy head has moved."""
@@ -390,7 +397,6 @@ def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monke
     torch.set_default_dtype(torch.float32)
     chosen = section("ict", reader_steps=30, reader_batch_size=8, reader_learning_rate=3e-3, reader_wordpieces=64)
     _, reader = tiny_models(world, copying=copying)
-    assert reader.copy is not None
     start, journal = {name: p.detach().clone() for name, p in reader.copy.named_parameters()}, MemoryJournal()
     train_reader(tiny_context(journal=journal), reader, world.snapshot, world.spans, chosen, tiny_optimiser())
     loss = journal.values("loss")
@@ -402,13 +408,15 @@ def test_the_reader_learns_to_copy(world: World, copying: dict[str, bool], monke
 def test_the_warm_start_masks_the_same_for_every_reader(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sentences, masks and passages are drawn alike; the first loss of a reader that copies is the slow one's."""
     drawn: list[Any] = []
-    usual = log_token_of_pairs
+    for kind in CLASSES.values():
 
-    def spy(reader: Reader, *pairs: Any) -> Tensor:
-        drawn.append((reader, *pairs))
-        return usual(reader, *pairs)
+        def spy(
+            reader: Reader, masked: Masked, documents: Sequence[np.ndarray], usual: Any = kind.log_masked_pairs
+        ) -> Tensor:
+            drawn.append((masked, documents))
+            return usual(reader, masked, documents)
 
-    monkeypatch.setattr(ict, "log_token_of_pairs", spy)
+        monkeypatch.setattr(kind, "log_masked_pairs", spy)
     chosen = section("ict", reader_steps=1, reader_batch_size=6, reader_wordpieces=LIMIT)
     for copying in (TOGETHER, APART):
         _, reader = models(world, copying)
@@ -418,11 +426,12 @@ def test_the_warm_start_masks_the_same_for_every_reader(world: World, monkeypatc
         with torch.no_grad():
             for name, parameter in reader.named_parameters():
                 parameter.copy_(start[name])
-            _, sentences, positions, targets_M, documents, *_ = drawn[-1]
-            places = [(b, int(j)) for b, at in enumerate(positions) for j in at]
+            masked, documents = drawn[-1]
+            places = [(b, int(j)) for b, at in enumerate(masked.positions) for j in at]
             p = [
-                p_words(reader, world, sentences[b], j, documents[b])[y]
-                for (b, j), y in zip(places, targets_M.tolist(), strict=True)
+                p_words(reader, world, masked.sentences[b], j, documents[b])[y]
+                for (b, j), y in zip(places, masked.targets_M.tolist(), strict=True)
             ]
         assert journal.values("loss") == pytest.approx([-np.mean(np.log(p))], rel=1e-9)
-    assert [one.tolist() for one in drawn[0][1]] == [one.tolist() for one in drawn[1][1]]
+    first, second = ([one.tolist() for one in masked.sentences] for masked, _ in drawn)
+    assert first == second

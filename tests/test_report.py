@@ -12,9 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from test_predictions import PREDICTION as ANSWERED
 
 from realmops.evaluate.charts import line_chart, number, running_mean, ticks
-from realmops.evaluate.predictions import Prediction, write_predictions
+from realmops.evaluate.predictions import write_predictions
 from realmops.evaluate.report import (
     compared_rows,
     confidence_charts,
@@ -36,26 +37,16 @@ METRICS: Mapping[str, Mapping[str, Any]] = {
     "pretrain": {"refreshes": 2, "retrieval_utility": -0.25, "index_staleness_steps": 31.25, "seconds": 90.4},
     "evaluate": {"em": 0.5, "em_low": 0.25, "em_high": 0.75, "seconds": 9.7},
 }
-PREDICTION = Prediction(
-    question_id="q1",
+
+PREDICTION = replace(
+    ANSWERED,
     question="Where did <Ada> live?",
     prediction="Tor & Hollow",
-    answers=("Lintel",),
     em=False,
-    f1=0.5,
-    passage_ids=("p7",),
-    titles=("Ada <Vell>",),
-    p_z=(0.5,),
+    titles=("Ada <Vell>", "Tor"),
     evidence="In Tor & Hollow, <b>north</b>.",
-    evidence_rank=0,
     char_start=3,
     char_end=15,
-    span_score=1.0,
-    passage_spans=("Tor & Hollow",),
-    passage_scores=(1.0,),
-    gold_span=None,
-    gold_score=None,
-    first_hit=-1,
     failed_at="not_in_corpus",
     confidence=0.25,
     abstained=True,
@@ -170,6 +161,11 @@ def test_headlines_leave_out_what_no_stage_wrote() -> None:
         ("seconds, all stages", "100", ""),
     ]
     assert headline_rows({}) == []
+    earlier = {"ceiling_in_top_5": 0.5}
+    limits = {"ceiling_in_top_7": 0.25, "ceiling_passages": 7, "ceiling_wordpieces": 16}
+    for found, numbers, share in ((earlier, (10, 5), "0.500"), (limits, (16, 7), "0.250")):
+        label = "ceiling: as a span of at most {} wordpieces in the {} passages read".format(*numbers)
+        assert headline_rows({"evaluate": found}) == [(label, share, "")]
     assert seconds_rows({}) == []
 
 
@@ -209,10 +205,3 @@ def test_of_expressions_the_table_shows_recall_by_their_own_rule() -> None:
     figures = {f"recall_at_{k}_regex_{how}": 0.5 for k in (1, 5, 20) for how in ("match", "search")}
     figures |= {"recall_at_1_regex_search": 0.25, "recall_at_5_regex_search_low": 0.0, "em": 0.0}
     assert compared_rows({"evaluate": figures}) == [["the model", "0.250", "0.500", "0.500", "0.000", ""]]
-
-
-def test_summary_table_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=100).print(figure_tables(METRICS)[0].for_console())
-    printed = capsys.readouterr().out
-    assert "EM (test questions)" in printed
-    assert "seconds, all stages" in printed

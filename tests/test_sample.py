@@ -3,10 +3,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -97,22 +94,6 @@ def test_documents_are_short_and_ids_differ(folder: Path) -> None:
     assert max(lengths) <= 40
 
 
-def test_the_same_seed_gives_the_same_bytes_in_every_process(tmp_path: Path) -> None:
-    script = (
-        "import json, sys; from pathlib import Path; from realmops.corpus.sample import write_sample\n"
-        "write_sample(Path(sys.argv[1]), **json.loads(sys.argv[2]))"
-    )
-    made = []
-    for hash_seed in ("1", "2"):
-        folder = tmp_path / hash_seed
-        folder.mkdir()
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-c", script, str(folder), json.dumps(SMALL)]
-        subprocess.run(command, check=True, env=environment)
-        made.append(digests(folder))
-    assert made[0] == made[1]
-
-
 def test_another_seed_changes_every_file_and_more_warmup_only_the_warmup(tmp_path: Path) -> None:
     made = {}
     for name, change in {"base": {}, "seed": {"seed": 1}, "warmup": {"warmup_worlds": 2}}.items():
@@ -152,7 +133,6 @@ def test_entities_of_one_world_have_different_names_that_no_other_name_contains(
 def test_facts_agree_with_the_years(world: sample.World) -> None:
     for fact in world.facts:
         if fact.relation.name == "teacher":
-            assert fact.object is not None
             assert 15 <= fact.subject.year - fact.object.year <= 45
         if fact.relation.name == "death_year":
             assert 62 <= int(fact.answers[0]) - fact.subject.year <= 86
@@ -242,37 +222,6 @@ def test_spans_cover_the_names_by_type(world: sample.World) -> None:
         for sentence in passage.sentences:
             spans = {sentence.text[start:end]: label for start, end, label in sentence.spans}
             assert spans == {name: labels[name] for name in labels if name in sentence.text}, sentence.text
-
-
-def test_a_sentence_in_conll_form() -> None:
-    text = "Alva Brenic founded the Zenonix Museum on May 3, 1874."
-    spans = ((0, 11, "PER"), (24, 38, "ORG"))
-    assert sample._conll(sample.Sentence("", text, spans, 0, "")).split("\n") == [
-        "Alva\tB-PER",
-        "Brenic\tI-PER",
-        "founded\tO",
-        "the\tO",
-        "Zenonix\tB-ORG",
-        "Museum\tI-ORG",
-        "on\tO",
-        "May\tO",
-        "3\tO",
-        ",\tO",
-        "1874\tO",
-        ".\tO",
-        "",
-        "",
-    ]
-
-
-def test_a_pronoun_moves_the_spans() -> None:
-    world = build_world(seed=1, subjects=60, test_share=0.4, dev_share=0.2)
-    fact = next(fact for fact in world.facts if fact.relation.name == "founder")
-    rng = np.random.default_rng(0)
-    sentence = sample._with_pronoun(sample._render("{s} was founded by {o}.", fact, 0, rng), fact.subject)
-    assert fact.object is not None
-    assert sentence.text == f"It was founded by {fact.object.name}."
-    assert [sentence.text[start:end] for start, end, _ in sentence.spans] == [fact.object.name]
 
 
 def test_the_conll_files_are_iob2_without_dates(folder: Path) -> None:

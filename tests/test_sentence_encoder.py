@@ -57,8 +57,7 @@ def write_sentence_encoder(folder: Path, pooling: str) -> Path:
 
 
 def ranking(query_QE: np.ndarray, document_PE: np.ndarray) -> list[list[int]]:
-    rows: list[list[int]] = np.argsort(-(query_QE @ document_PE.T), axis=1, kind="stable").tolist()
-    return rows
+    return np.argsort(-(query_QE @ document_PE.T), axis=1, kind="stable").tolist()
 
 
 @pytest.mark.parametrize("pooling", sorted(POOLINGS))

@@ -27,10 +27,10 @@ from urllib.parse import urlsplit
 import pytest
 from conftest import Told
 from faults import CAMPAIGN, FailingDisk, times
-from serving import QUESTION, Served, answering_project, served
-from small_project import QUESTIONS, cli, run_command, wait_for
+from serving import QUESTION, Served, served
+from small_project import QUESTIONS, cli, run_command, wait_for, write_text
 from small_world import DOCUMENTS
-from updates_killed import TEXTS, write_text
+from updates_killed import TEXTS
 
 from realmops.artifacts import read_json, sha256_file, write_manifest
 
@@ -41,27 +41,16 @@ ROUTES = ("/v1/answer", "/v1/responses", "/v2/models/realmops/infer")
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return answering_project(tmp_path_factory.mktemp("serve"))
-
-
-@pytest.fixture(scope="module")
-def updates(project: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The folder of an update for each of two texts, both of the project as it is."""
+def updates(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folder of an update for each of two texts, both of the answering as it is."""
     found = []
     for number, text in enumerate(TEXTS):
         copy = tmp_path_factory.mktemp("updated") / str(number)
-        shutil.copytree(project, copy)
+        shutil.copytree(answering, copy)
         write_text(copy, text)
         assert update(copy) == 0
         found += list((copy / "root" / "updates").iterdir())
     return found
-
-
-@pytest.fixture
-def copy(project: Path, tmp_path: Path) -> Path:
-    shutil.copytree(project, tmp_path / "copy")
-    return tmp_path / "copy"
 
 
 def update(project: Path) -> int:
@@ -191,15 +180,15 @@ def flip(path: Path) -> None:
 
 
 def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path], told: Told) -> None:
-    from realmops.serve.answers import Asked
+    from realmops.commands.answers import Asked
     from realmops.serve.batching import Answerer
-    from realmops.serve.generations import Keeper, RunFolder
+    from realmops.serve.generations import GenerationWatcher, RunFolder
 
     origin = RunFolder(copy / "root")
     (copy / "root" / "updates").mkdir()
     names = [path.relative_to(updates[0]) for path in sorted(updates[0].rglob("*")) if path.is_file()]
     answerer = Answerer(origin.open())
-    keeper = Keeper(origin, answerer, origin.mark(), lambda generation: None)
+    watcher = GenerationWatcher(origin, answerer, origin.mark(), lambda generation: None)
     first = answerer.generation
     [wanted] = first.answer([Asked(QUESTION)])
     cases = [(name, damage) for name in names for damage in (cut, flip, Path.unlink)]
@@ -208,33 +197,33 @@ def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path],
         if not (updates[0] / name).stat().st_size and damage is not Path.unlink:
             continue
         bad = put(copy / "root", updates[0], number, lambda stage, name=name, damage=damage: damage(stage / name))
-        assert not keeper.look(), name
+        assert not watcher.look(), name
         if (name.name, damage) == ("manifest.json", Path.unlink) and len(name.parts) == 1:
-            assert keeper.refused is None, "a folder without a manifest is no update"
+            assert watcher.refused is None, "a folder without a manifest is no update"
         else:
-            assert keeper.refused is not None, (name, damage)
-            assert keeper.refused.reason
+            assert watcher.refused is not None, (name, damage)
+            assert watcher.refused.reason
         assert answerer.generation is first
         assert answerer.ask([Asked(QUESTION)])[0].record.result(30) == wanted
         shutil.rmtree(bad)
-        keeper.look()
-        assert keeper.refused is None
+        watcher.look()
+        assert watcher.refused is None
         done += 1
     put(copy / "root", updates[0], len(cases) + 1)
-    assert keeper.look()
+    assert watcher.look()
     answerer.close()
     told("files of a new generation cut, with a flipped bit, or missing", done, "refused, the old one serves on")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the failed writer left open
 def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
-    from realmops.serve.answers import Asked
+    from realmops.commands.answers import Asked
     from realmops.serve.batching import Answerer
-    from realmops.serve.generations import Keeper, RunFolder
+    from realmops.serve.generations import GenerationWatcher, RunFolder
 
     origin = RunFolder(copy / "root")
     answerer = Answerer(origin.open())
-    keeper = Keeper(origin, answerer, origin.mark(), lambda generation: None)
+    watcher = GenerationWatcher(origin, answerer, origin.mark(), lambda generation: None)
     write_text(copy, TEXTS[0])
     at, failed = times(5, 0), 0
     while True:
@@ -248,50 +237,55 @@ def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
         failed += 1
         there = len(list((copy / "root/updates").glob("[!.]*")))  # only its answers were not written any more
         another = there > answerer.generation.number
-        assert keeper.look() == another, at
-        assert keeper.refused is None
+        assert watcher.look() == another, at
+        assert watcher.refused is None
         assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == there
         at += times(60, 3)
-    keeper.look()
+    watcher.look()
     assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 1
     answerer.close()
     told("a disk that is full, at a write of the updater", failed, "the old one serves on, then the new one")
 
 
-def test_clients_that_hang_up_or_send_garbage(project: Path, told: Told) -> None:
+@pytest.fixture(scope="module")
+def server(answering: Path) -> Iterator[Served]:
+    with served(answering / "root") as one:
+        yield one
+
+
+def test_clients_that_hang_up_or_send_garbage(server: Served, told: Told) -> None:
     rng, count = random.Random(0), times(60, 3000)
     body = json.dumps({"question": QUESTION}).encode()
     whole = b"POST /v1/answer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     whole += b"Content-Length: %d\r\n\r\n" % len(body) + body
-    with served(project / "root") as server:
-        address = urlsplit(server.url)
-        files = Path(f"/proc/{server.process.pid}/fd")
-        before = len(list(files.iterdir()))
-        crowd = Crowd(server)
-        with crowd.asking(1):
-            for _ in range(count):
-                sent = rng.choice(
-                    (
-                        whole,
-                        whole * rng.randrange(2, 5),
-                        whole[: rng.randrange(len(whole))],
-                        rng.randbytes(rng.randrange(1, 400)),
-                        whole[:20] + rng.randbytes(50) + whole[20:],
-                        whole.replace(b"Content-Length: ", b"Content-Length: -"),
-                        whole.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost"),
-                    )
+    address = urlsplit(server.url)
+    files = Path(f"/proc/{server.process.pid}/fd")
+    before = len(list(files.iterdir()))
+    crowd = Crowd(server)
+    with crowd.asking(1):
+        for _ in range(count):
+            sent = rng.choice(
+                (
+                    whole,
+                    whole * rng.randrange(2, 5),
+                    whole[: rng.randrange(len(whole))],
+                    rng.randbytes(rng.randrange(1, 400)),
+                    whole[:20] + rng.randbytes(50) + whole[20:],
+                    whole.replace(b"Content-Length: ", b"Content-Length: -"),
+                    whole.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost"),
                 )
-                with suppress(OSError), socket.create_connection((address.hostname, address.port), 30) as connection:
-                    connection.sendall(sent)
-                    if rng.random() < 0.3:  # a reset instead of an end
-                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                    elif rng.random() < 0.2:
-                        connection.settimeout(0.05)
-                        connection.recv(100)
-        assert crowd.wrong == []
-        wait_for(lambda: "realmops_waiting_questions 0.0" in server.call("/metrics")[2], 30, server.process)
-        wait_for(lambda: len(list(files.iterdir())) <= before + 2, 60, server.process)
-        assert "Traceback" not in "".join(server.log)
+            )
+            with suppress(OSError), socket.create_connection((address.hostname, address.port), 30) as connection:
+                connection.sendall(sent)
+                if rng.random() < 0.3:  # a reset instead of an end
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                elif rng.random() < 0.2:
+                    connection.settimeout(0.05)
+                    connection.recv(100)
+    assert crowd.wrong == []
+    wait_for(lambda: "realmops_waiting_questions 0.0" in server.call("/metrics")[2], 30, server.process)
+    wait_for(lambda: len(list(files.iterdir())) <= before + 2, 60, server.process)
+    assert "Traceback" not in "".join(server.log)
     told(f"clients that hang up or send garbage ({crowd.answers} answers)", count, "others get their answers")
 
 
@@ -333,41 +327,40 @@ def fuzzed(rng: random.Random) -> bytes:
     return body
 
 
-def test_fuzzed_bodies(project: Path, told: Told) -> None:
+def test_fuzzed_bodies(server: Served, told: Told) -> None:
     rng, count = random.Random(1), times(400, 10_000)
     statuses: dict[int, int] = {}
-    with served(project / "root") as server:
-        first = server.ask()
-        address = urlsplit(server.url)
-        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
-        for _ in range(count):
-            path, body = rng.choice(ROUTES), fuzzed(rng)
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            reply = connection.getresponse()
-            text = reply.read()
-            statuses[reply.status] = statuses.get(reply.status, 0) + 1
-            assert reply.status in (200, 400, 404, 413, 422), (path, body, reply.status, text)
-            if reply.status == 200 and reply.headers["content-type"] == "application/json":
-                found = json.loads(text)
-                if path == ROUTES[0]:
-                    asked = json.loads(body)
-                    texts = [asked["question"]] if asked.get("question") is not None else asked["questions"]
-                    assert [one["question"] for one in found.get("answers", [found])] == texts
-            elif reply.status != 200:
-                assert json.loads(text)["error"], (path, body)
-        connection.close()
-        assert server.ask() == first
-        assert "Traceback" not in "".join(server.log)
+    first = server.ask()
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port)
+    for _ in range(count):
+        path, body = rng.choice(ROUTES), fuzzed(rng)
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        text = reply.read()
+        statuses[reply.status] = statuses.get(reply.status, 0) + 1
+        assert reply.status in (200, 400, 404, 413, 422), (path, body, reply.status, text)
+        if reply.status == 200 and reply.headers["content-type"] == "application/json":
+            found = json.loads(text)
+            if path == ROUTES[0]:
+                asked = json.loads(body)
+                texts = [asked["question"]] if asked.get("question") is not None else asked["questions"]
+                assert [one["question"] for one in found.get("answers", [found])] == texts
+        elif reply.status != 200:
+            assert json.loads(text)["error"], (path, body)
+    connection.close()
+    assert server.ask() == first
+    assert "Traceback" not in "".join(server.log)
     assert statuses[200] > count // 50, statuses
     assert statuses[422] > count // 10, statuses
     told("fuzzed bodies on three routes", count, f"{statuses[200]} answered, all others refused with a reason")
 
 
-def test_sigterm_under_load(project: Path, told: Told) -> None:
+def test_sigterm_under_load(answering: Path, told: Told) -> None:
     """What is answered is answered whole; a caller who comes too late is refused or not let in."""
     turns, answered = times(1, 20), 0
     for turn in range(turns):
-        with served(project / "root") as server:
+        with served(answering / "root") as server:
             outcomes: list[Any] = []
 
             def ask(server: Served = server, outcomes: list[Any] = outcomes) -> None:
@@ -389,7 +382,7 @@ def test_sigterm_under_load(project: Path, told: Told) -> None:
                     pool.submit(ask)
                 wait_for(lambda outcomes=outcomes, turn=turn: len(outcomes) > turn, 60, server.process)
                 server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(40) in (0, -signal.SIGTERM)
+            assert server.process.wait() in (0, -signal.SIGTERM)
             replies = [one for one in outcomes if isinstance(one, tuple)]
             assert [one for one in replies if one not in ((200, ASKED), (503, []))] == []
             answered += sum(one[0] == 200 for one in replies)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +16,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import cluster_lab
 import pytest
-from manifests import kubectl, render_all
+from manifests import render_all
 from serving import QUESTION, answering_project
 from small_project import cli, write_json_lines
 
@@ -31,12 +31,8 @@ SECONDS = 300
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 
-def k(*words: str, content: Any = None, check: bool = True) -> str:
-    given = None if content is None else json.dumps(content)
-    command = [kubectl(), "--namespace", NAMESPACE, *words]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    assert not check or done.returncode == 0, f"kubectl {' '.join(words)}: {done.stderr}"
-    return done.stdout + done.stderr
+def k(*words: str, **more: Any) -> str:
+    return cluster_lab.k("--namespace", NAMESPACE, *words, **more)
 
 
 def get(*words: str) -> Any:
@@ -84,13 +80,8 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             [container] = one["spec"]["template"]["spec"]["containers"]
             container["resources"]["requests"] = SMALL  # for one node that has other work
             # the way that the manifest names, without a registry: a cluster of one node may have no DNS
-            container["args"] = [
-                "serve",
-                "--root",
-                f"/realmops/{project.relative_to(volume)}/root",
-                "--host",
-                "0.0.0.0",
-            ]
+            folder = f"/realmops/{project.relative_to(volume)}/root"
+            container["args"] = ["serve", "--root", folder, "--host", "0.0.0.0"]
     told = k("apply", "--server-side", "--validate=strict", "-f", "-", content=listed(kept))
     assert "Warning" not in told, "nothing that the server warns of"
     k("rollout", "status", "deployment/realmops-serve", f"--timeout={SECONDS}s")
@@ -116,7 +107,7 @@ def addresses() -> list[str]:
 
 def asked(address: str, method: str = "POST", path: str = "/v1/answer", **headers: str) -> tuple[int, Any]:
     headers["Content-Type"] = "application/json"
-    with closing(http.client.HTTPConnection(address, 8080, timeout=60)) as connection:
+    with closing(http.client.HTTPConnection(address, 8080)) as connection:
         connection.request(method, path, ASKED if method == "POST" else None, headers)
         reply = connection.getresponse()
         return reply.status, json.loads(reply.read())
@@ -192,7 +183,7 @@ def test_a_rolling_restart_loses_no_request(place: Path) -> None:
 def test_all_pods_take_an_update_over_and_lose_no_request(place: Path) -> None:
     documents = place / "documents.jsonl"
     changed = [json.loads(line) for line in documents.read_text(encoding="utf-8").splitlines()]
-    changed[-1]["text"] += " Later that was forgotten."
+    changed[-1]["text"] += " DeferredMetrics that was forgotten."
     with Callers(late=1, callers=2).asking() as callers:
         until(lambda: callers.answers)
         write_json_lines(documents, changed)

@@ -43,7 +43,7 @@ def setup(project: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "SSL_", "MAKE"))}
     environment = {**kept, **variables, "PATH": f"{project / 'bin'}:{os.environ['PATH']}"}
     words = ["make", "setup", f"PYTHON={project / 'bin/python'}"]
-    return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True)
 
 
 def seen(project: Path) -> dict[str, str]:

@@ -26,7 +26,8 @@ from realmops.index.builder_process import run_index_builder
 from realmops.index.embed import Progress
 from realmops.index.embeddings import embed_corpus, embedding, joined
 from realmops.index.exchange import Exchange, inspect, part_name
-from realmops.index.shards import MODEL, Shards, Workplace, in_shards
+from realmops.index.process import Child
+from realmops.index.shards import MODEL, Shards, ShardSettings, in_shards
 from realmops.stages import STAGES
 from realmops.stages.runner import offer_of
 from realmops.stages.shards import WORKS
@@ -48,9 +49,9 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "LOOK_SECONDS", 0.01)
 
 
-def place(folder: Path, said: list[str] | None = None) -> Workplace:
+def place(folder: Path, said: list[str] | None = None) -> ShardSettings:
     say: Callable[[str], None] = print if said is None else said.append
-    return Workplace(folder / "shards", folder / "offer", CPU, FP32, 1, say)
+    return ShardSettings(folder / "shards", folder / "offer", CPU, FP32, 1, say)
 
 
 def counting(begun: list[int]) -> shards.Work:
@@ -158,30 +159,25 @@ def test_another_model_makes_shards_of_its_own(small: World, tmp_path: Path) -> 
         made = in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": model})
         assert list(made) == rows_of(model)
     assert begun == [0, 5, 10] * 2
-    other = Workplace(tmp_path / "shards", tmp_path / "offer", CPU, torch.bfloat16, 1, print)
+    other = ShardSettings(tmp_path / "shards", tmp_path / "offer", CPU, torch.bfloat16, 1, print)
     list(in_shards(other, "toy", counting(begun), small.snapshot, {"model": b"a"}))
     assert begun == [0, 5, 10] * 3, "numbers of another precision"
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
-def test_a_damaged_shard_is_made_again(small: World, tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize("harm", ["flip", "cut", "gone", "model"])
+def test_what_is_damaged_is_made_again(small: World, tmp_path: Path, harm: str) -> None:
+    """A shard; or the model, which is put there again, and all that it made."""
     begun: list[int] = []
     list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"}))
     file = exchange_in(tmp_path) / "parts" / part_name(MODEL, 5, 10) / "rows"
+    if harm == "model":
+        file = exchange_in(tmp_path) / "weights" / MODEL / "model"
     content = file.read_bytes()
     file.unlink()
     if harm != "gone":
         file.write_bytes(content[:-1] if harm == "cut" else bytes([content[0] ^ 1]) + content[1:])
     assert list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
-    assert begun == [0, 5, 10, 5]
-
-
-def test_a_damaged_model_is_put_there_again_and_what_it_made_is_made_again(small: World, tmp_path: Path) -> None:
-    begun: list[int] = []
-    list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"}))
-    (exchange_in(tmp_path) / "weights" / MODEL / "model").write_bytes(b"x")
-    assert list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
-    assert begun == [0, 5, 10] * 2
+    assert begun == [0, 5, 10, *([0, 5, 10] if harm == "model" else [5])]
 
 
 # Who helps
@@ -210,7 +206,7 @@ def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
     life.mkdir()
     sign = {"host": "pod-of-another-node", "pid": 1, "beat": 1, "done": False}
     (life / "sign.json").write_text(json.dumps(sign))
-    somewhere = Workplace(tmp_path / "shards", tmp_path / "offer", CPU, FP32, 1, committed)
+    somewhere = ShardSettings(tmp_path / "shards", tmp_path / "offer", CPU, FP32, 1, committed)
     assert list(in_shards(somewhere, "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
     assert begun == []
     assert said[0].startswith(f"waiting for 1 shards in {root}: ")
@@ -250,7 +246,7 @@ def test_a_helper_refuses_what_is_not_for_it(
     other = build_world(tmp_path / "other", DOCUMENTS[:5])
     assert "is for another corpus: corpus_hash is" in told(other.snapshot.folder, {"toy": counting([])})
     shutil.rmtree(root)
-    on_gpu = Workplace(tmp_path / "shards", tmp_path / "offer", torch.device("cuda"), FP32, 1, print)
+    on_gpu = ShardSettings(tmp_path / "shards", tmp_path / "offer", torch.device("cuda"), FP32, 1, print)
     list(in_shards(on_gpu, "toy", counting([]), small.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -318,19 +314,14 @@ def test_a_builder_that_follows_a_stage_makes_shards_for_it(
         by_others.append(len(self.ranges) - len(self.missing()))
         return usual(self)
 
-    monkeypatch.setattr(Shards, "make_one", lazy)
-    words = command("index-builder", "--follow", offer_of(root, name))
-    with open(tmp_path / "said", "wb") as output:
-        process = subprocess.Popen(words, stderr=output)
-    try:
+    follower = Child(command("index-builder", "--follow", offer_of(root, name)), pause=0.0, log=tmp_path / "said")
+    with follower:
+        monkeypatch.setattr(Shards, "make_one", lazy)  # here alone: the follower has been forked
         report = Quiet()
         stage(name, values, tmp_path, root, report)
         wait_for(lambda: "names none" in (tmp_path / "said").read_text().partition("helps with")[2], 60)
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
+        follower._process.terminate()
+        wait_for(lambda: follower.look() == 0, 60)
     assert set(by_others) <= {2}, "of three shards, where the stage made one at all"
     names = sorted(path.name for path in alone.iterdir())
     assert names == sorted(path.name for path in folder.iterdir())

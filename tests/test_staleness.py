@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from realmops.index import source as module
 from realmops.index.embeddings import EMBEDDINGS
+from realmops.index.source import ExchangeSource, Refresh
 from realmops.index.staleness import generation_in_use, top_k_change
 from realmops.index.trainer import Policy
-from realmops.train import exchange
-from realmops.train.exchange import ExchangeSource, Refresh
 
 
 @pytest.mark.parametrize(
@@ -75,13 +75,12 @@ def test_what_is_published_is_what_is_adopted(
 
     In its first ``delay`` steps the retriever stands still: the weights of step ``delay`` are those of step 0.
     """
-    monkeypatch.setattr(exchange, "retriever_files", lambda *_: {})
-    monkeypatch.setattr(exchange, "embeddings_in", lambda content: None)
-    monkeypatch.setattr(exchange, "retriever_from_files", lambda files: torch.nn.Identity())
+    monkeypatch.setattr(module, "retriever_files", lambda *_: {})
+    monkeypatch.setattr(module, "embeddings_in", lambda content: None)
+    monkeypatch.setattr(module, "retriever_from_files", lambda files: torch.nn.Identity())
     steps, trainer = 12, Seen()
     refresh = Refresh(steps, every, lag, delay, "external", "auto", 1, Policy())
-    passages: Any = lambda embedding_PE, retriever: None  # noqa: E731
-    source = ExchangeSource(trainer, refresh, "", torch.device("cpu"), passages)  # type: ignore[arg-type]
+    source = ExchangeSource(trainer, refresh, "", torch.device("cpu"))  # type: ignore[arg-type]
     new = [bool((index := source.at_step(step, Any)) and index.new) for step in range(steps)]  # type: ignore[arg-type]
     made = [s if s > delay else 0 for s in range(0, steps, every)]  # the index of step s is made from these weights
     wanted = [max([0] + [made[i] for i, s in enumerate(range(0, steps, every)) if s + lag <= t]) for t in range(steps)]

@@ -1,17 +1,16 @@
-"""The way of a journal to MLflow: a real local database, and a stand-in server that goes away."""
+"""The way of a journal to MLflow: a real local database, whose client fails on purpose."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import socket
 import sqlite3
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,21 @@ import pytest
 from conftest import Told
 from small_project import wait_for
 
+from realmops.artifacts import write_json
 from realmops.journal import Journal
-from realmops.tracking.client import default_uri, mlflow_client
+from realmops.tracking import sender
+from realmops.tracking.client import default_uri, mlflow_client, redacted
 from realmops.tracking.mlflow_views import as_table
-from realmops.tracking.run import TrackedDataset, TrackedRun, flat_params, git_commit, provenance_tags
-from realmops.tracking.sender import SyncReport, sync
-from realmops.tracking.spool import unsent
-from realmops.tracking.tracker import Tracker, keep_finished
+from realmops.tracking.runs import (
+    TrackedDataset,
+    TrackedRun,
+    Tracker,
+    flat_params,
+    git_commit,
+    keep_finished,
+    provenance_tags,
+)
+from realmops.tracking.sender import SyncReport, Ticket, finite, sync, tickets, unsent
 
 RUN = TrackedRun("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
 
@@ -41,6 +48,10 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_params_are_flat() -> None:
     assert flat_params(RUN.params) == {"seed": "7", "ict.batch": "32", "ict.lr": "0.0005"}
+
+
+def test_only_finite_numbers_are_final_figures() -> None:
+    assert finite({"em": 1, "loss": float("nan"), "most": float("inf"), "note": "1"}) == {"em": 1.0}
 
 
 def test_git_commit_says_when_files_were_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,18 +164,77 @@ def test_a_resumed_stage_sends_each_step_once(tmp_path: Path, folder: Path, dead
     assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
 
 
+def test_a_stage_that_begins_anew_doubles_no_point(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (2, 3):
+        path = tmp_path / str(steps) / "metrics.jsonl"
+        with Journal(path, "ict") as journal, Tracker(path, "ict", RUN, folder) as tracker:
+            for step in range(1, steps + 1):
+                journal.log(step, loss=4.0 - step)
+            tracker.finish({"em": 0.25})
+    points = query(folder, "SELECT key, step, value FROM metrics ORDER BY key, step")
+    assert points == [("em", 0, 0.25), ("ict/loss", 1, 3.0), ("ict/loss", 2, 2.0), ("ict/loss", 3, 1.0)]
+    assert capfd.readouterr().err.count("began anew; up to step 2 MLflow keeps the points of before") == 1
+    assert tickets(folder) == [], "the sender itself removes what it has sent whole"
+
+
+def test_a_late_ticket_leaves_the_run_to_the_stage_that_runs(
+    tmp_path: Path, folder: Path, dead_sender: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "ict" / "metrics.jsonl"
+    with Journal(path, "ict") as journal, Tracker(path, "ict", RUN, folder):
+        journal.log(1, loss=3.0)
+    dead_sender.undo()
+    later = tmp_path / "pretrain" / "metrics.jsonl"
+    with Journal(later, "pretrain") as journal, Tracker(later, "pretrain", RUN, folder, interval=0.1):
+        journal.log(1, loss=2.0)
+        wait_for(lambda: query(folder, "SELECT status FROM runs") == [("RUNNING",)], 60)
+        sync(folder)
+        assert ("ict/loss",) in query(folder, "SELECT key FROM metrics")
+        assert query(folder, "SELECT status FROM runs") == [("RUNNING",)]
+    assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_a_ticket_without_its_journal_is_told_of_once(
+    tmp_path: Path, folder: Path, dead_sender: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Journal(path, "ict") as journal, Tracker(path, "ict", RUN, folder) as tracker:
+        journal.log(1, loss=3.0)
+        tracker.finish({"em": 0.25})
+    dead_sender.undo()
+    [ticket] = tickets(folder)
+    content = ticket.read()
+    Path(content["journal"]).unlink()
+    if not has_ended:  # killed
+        write_json(ticket.path, {key: value for key, value in content.items() if key != "final"})
+    [problem] = sync(folder).problems
+    assert "is gone" in problem
+    assert sync(folder).problems == ()
+    assert query(folder, "SELECT key, value FROM metrics") == ([("em", 0.25)] if has_ended else [])
+
+
+def test_a_ticket_that_a_stage_wrote_meanwhile_is_not_forgotten(tmp_path: Path) -> None:
+    """The stage began again between the last look of the one that sends and its removal."""
+    ticket = Ticket.of(tmp_path, "run", "pretrain")
+    ticket.path.parent.mkdir(parents=True)
+    old, new = {"key": "run", "final": {"status": "FINISHED"}}, {"key": "run"}
+    write_json(ticket.path, new)
+    ticket.journal.write_text("of the new one\n")
+    ticket.forget(old)
+    assert ticket.read() == new
+    assert ticket.journal.read_text() == "of the new one\n"
+    ticket.forget(new)
+    assert list(ticket.path.parent.iterdir()) == []
+
+
 def _interrupted_stage(journal: Journal, folder: Path) -> None:
     with Tracker(journal.path, "ict", RUN, folder):
         journal.log(1, loss=3.0)
         journal.log(2, loss=2.0)
         raise KeyboardInterrupt
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # Datasets, files and views
@@ -187,7 +257,8 @@ def keep_one(tmp_path: Path, folder: Path, **files: bytes) -> None:
 
 
 @pytest.mark.usefixtures("dead_sender")
-def test_datasets_and_files_reach_the_run_once(tmp_path: Path, folder: Path) -> None:
+@pytest.mark.parametrize("away", ["log_batch", "log_artifact", "log_inputs"])
+def test_datasets_and_files_reach_the_run_once_also_after_an_outage(tmp_path: Path, folder: Path, away: str) -> None:
     report = tmp_path / "report.html"
     for stage in ("finetune", "evaluate"):
         report.write_text(f"<p>{stage}</p>")
@@ -202,7 +273,15 @@ def test_datasets_and_files_reach_the_run_once(tmp_path: Path, folder: Path) -> 
             if stage == "evaluate":
                 tracker.finish({"em": 0.5}, {"report.html": report, "predictions.table.json": as_table(ROWS)})
     report.unlink()  # the stage's folder was moved away
-    assert sync(folder) == SyncReport(5, ()), "two losses, em, two files"
+    with pytest.MonkeyPatch.context() as patch:
+        Away(away).put(patch)
+        assert sync(folder).problems
+    assert query(folder, "SELECT count(*) FROM metrics") == [(3 if away == "log_artifact" else 0,)], (
+        "no file is awaited"
+    )
+    assert sync(folder).problems == ()
+    assert query(folder, "SELECT count(*) FROM metrics") == [(3,)], "two losses and em"
+    assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
     assert sync(folder) == SyncReport(0, ())
     client = mlflow_client(default_uri(folder))
     [run_found] = client.search_runs(["1"])
@@ -232,7 +311,7 @@ def test_a_run_that_is_over_is_sent_with_its_own_times_and_figures_first(
 
 
 def test_a_run_kept_again_is_sent_again_only_when_it_changed(tmp_path: Path, folder: Path) -> None:
-    for text, sent in ((b"| 1 |", 4), (b"| 1 |", 0), (b"| 2 |", 2)):
+    for text, sent in ((b"| 1 |", 4), (b"| 1 |", 0), (b"| 2 |", 1)):
         keep_one(tmp_path, folder, table=text)
         assert sync(folder) == SyncReport(sent, ())
         [(status, run_id)] = query(folder, "SELECT status, run_uuid FROM runs")
@@ -256,204 +335,90 @@ def test_an_experiment_that_is_there_gets_our_views_and_keeps_its_own(tmp_path: 
     assert state["groupBy"]["groupByKeys"] == [{"mode": "tag", "groupByData": "realmops.variant"}]
 
 
-# A server that is away: every request is a real one
-
-
-class StandIn:
-    """As much of MLflow's REST interface as is used; ``fault`` may refuse points or lose the answer.
-
-    ``refused`` is a part of the addresses that it does not serve.
-    """
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.datasets: list[tuple[str, str]] = []
-        self.tags: dict[str, str] = {}
-        self.refused = ""
-        self.points: set[tuple[str, int, float, int]] = set()
-        self.params: dict[str, str] = {}
-        self.statuses: list[str] = []
-        self.runs = 0
-        self.created: list[dict[str, str]] = []  # the tags of each new run
-        self.batches = 0
-        self.fault: Callable[[int], str] = lambda number: "none"
-        stand_in = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                stand_in.answer(self)
-
-            do_POST = do_PUT = do_PATCH = do_GET
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        content = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        if self.refused and self.refused in handler.path:
-            return handler.send_error(500)
-        if handler.command == "PUT":
-            self.files[handler.path.rpartition("/")[2]] = content
-            content = b""
-        body = json.loads(content or b"{}")
-        self.batches += bool(body.get("metrics"))
-        fault = self.fault(self.batches) if body.get("metrics") else "none"
-        if fault == "refuse":
-            return handler.send_error(500)
-        reply = json.dumps(self.serve(handler.path, body)).encode()
-        if fault == "lose the answer":
-            handler.close_connection = True
-            return handler.connection.close()
-        handler.send_response(200)
-        handler.send_header("Content-Type", "application/json")
-        handler.send_header("Content-Length", str(len(reply)))
-        handler.end_headers()
-        handler.wfile.write(reply)
-        return None
-
-    def serve(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        run_id = f"r{self.server.server_port}"  # MLflow remembers where a run's files go
-        info = {"run_id": run_id, "run_uuid": run_id, "experiment_id": "1", "status": "RUNNING", "start_time": 1}
-        info["artifact_uri"] = f"mlflow-artifacts:/1/{run_id}/artifacts"
-        data = {
-            kind: [{"key": key, "value": value} for key, value in found.items()]
-            for kind, found in (("params", self.params), ("tags", self.tags))
-        }
-        run = {"info": info, "data": data}
-        if "experiments/get-by-name" in path:
-            return {"experiment": {"experiment_id": "1", "name": "realmops", "lifecycle_stage": "active"}}
-        if path.endswith("runs/search"):
-            return {"runs": [run] * self.runs}
-        if path.endswith("runs/create"):
-            self.runs += 1
-            self.created.append({tag["key"]: tag["value"] for tag in body["tags"]})
-        if path.endswith("runs/log-batch"):
-            self.params |= {param["key"]: param["value"] for param in body.get("params", [])}
-            points = body.get("metrics", [])
-            self.points |= {(p["key"], int(p["step"]), p["value"], int(p["timestamp"])) for p in points}
-        if path.endswith("runs/log-inputs"):
-            found = [(entry["dataset"]["name"], entry["dataset"]["digest"]) for entry in body["datasets"]]
-            self.datasets = sorted({*self.datasets, *found})
-        if path.endswith("runs/set-tag"):
-            self.tags[body["key"]] = body["value"]
-        if path.endswith("runs/update") and "status" in body:
-            self.statuses.append(body["status"])
-        return {"run": run, "run_info": info}
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", stand_in.address)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    yield stand_in
-    stand_in.server.shutdown()
-    stand_in.server.server_close()
-
-
-@pytest.mark.faults
-def test_600_of_600_points_survive_an_outage_and_lost_answers(
-    tmp_path: Path, server: StandIn, capfd: pytest.CaptureFixture[str], told: Told
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    server.fault = lambda number: {1: "lose the answer", 2: "refuse"}.get(number, "none")
-    with Journal(path, "pretrain") as journal, Tracker(path, "pretrain", RUN, tmp_path / "t", interval=0.05):
-        for step in range(300):
-            journal.log(step, loss=1 / (step + 1))
-        wait_for(lambda: server.batches >= 3, 60)
-        server.fault = lambda number: "refuse"
-        for step in range(300, 600):
-            journal.log(step, loss=1 / (step + 1))
-    assert len(server.points) == 300
-    assert capfd.readouterr().err.count("warning: MLflow tracking") == 1
-
-    path.unlink()  # the stage's folder was moved away
-    server.fault = lambda number: "none"
-    [waiting] = unsent(tmp_path / "t")
-    assert waiting.endswith(".jsonl")
-    assert sync(tmp_path / "t") == SyncReport(300, ())
-    assert unsent(tmp_path / "t") == []
-    assert sorted(step for _, step, _, _ in server.points) == list(range(600))
-    assert server.runs == 1
-    assert server.statuses[-1] == "FINISHED"
-    assert sync(tmp_path / "t") == SyncReport(0, ())
-    told("MLflow away, or its answers lost: points", 600, "each there once")
-
-
-@pytest.mark.usefixtures("dead_sender")
-@pytest.mark.parametrize("away", ["api", "mlflow-artifacts", "log-inputs"])
-def test_datasets_and_files_survive_an_outage(tmp_path: Path, server: StandIn, away: str) -> None:
-    server.refused = away
-    run = TrackedRun("5eed", RUN.params, datasets=[CORPUS])
-    report = tmp_path / "report.html"
-    report.write_text("<p>1</p>")
-    path = tmp_path / "m.jsonl"
-    with Journal(path, "evaluate") as journal, Tracker(path, "evaluate", run, tmp_path / "t") as tracker:
-        journal.log(1, loss=1.0)
-        tracker.finish({"em": 0.5}, {"report.html": report, "predictions.table.json": as_table(ROWS)})
-    report.unlink()
-    assert len(sync(tmp_path / "t").problems) == 1
-    assert server.files == {}
-    assert len(server.points) == (2 if away == "mlflow-artifacts" else 0), "figures do not wait for files"
-
-    server.refused = ""
-    assert sync(tmp_path / "t").problems == ()
-    assert server.files == {"report.html": b"<p>1</p>", "predictions.table.json": as_table(ROWS)}
-    assert server.datasets == [("corpus", "c0" * 18)]
-    assert json.loads(server.tags["mlflow.loggedArtifacts"]) == [{"path": "predictions.table.json", "type": "table"}]
-    assert len(server.points) == 2
-    assert server.statuses[-1] == "FINISHED"
-    server.refused = "log-"
-    server.files.clear()
-    assert sync(tmp_path / "t") == SyncReport(0, ())
-    assert server.files == {}
+# What is there already
 
 
 @pytest.mark.usefixtures("dead_sender")
 def test_a_given_run_is_used_and_its_parameters_stay(
-    tmp_path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MLFLOW_RUN_ID", "r1")
-    server.params = {"seed": "of the launcher"}
-    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
+    client = mlflow_client(default_uri(folder))
+    given = client.create_run("0").info.run_id
+    client.log_param(given, "seed", "of the launcher")
+    monkeypatch.setenv("MLFLOW_RUN_ID", given)
+    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, folder):
         journal.log(1, loss=1.0)
-    assert sync(tmp_path / "t") == SyncReport(1, ())
-    assert [(name, step, value) for name, step, value, _ in server.points] == [("ict/loss", 1, 1.0)]
-    assert server.params == {"seed": "of the launcher", "ict.batch": "32", "ict.lr": "0.0005"}
-    assert server.runs == 0
-    assert server.statuses == []
+    assert sync(folder) == SyncReport(1, ())
+    [found] = client.search_runs(["0"])
+    assert (found.info.run_id, found.info.status, found.data.metrics) == (given, "RUNNING", {"ict/loss": 1.0})
+    assert found.data.params == {"seed": "of the launcher", "ict.batch": "32", "ict.lr": "0.0005"}
 
 
 @pytest.mark.usefixtures("dead_sender")
 @pytest.mark.parametrize("run", [RUN, TrackedRun("child", parent=TrackedRun("parent"))], ids=["run", "variant"])
-@pytest.mark.parametrize(("tags", "above"), [({}, "task"), ({"mlflow.parentRunId": "pipeline"}, "pipeline")])
+@pytest.mark.parametrize("tags", [{}, {"mlflow.parentRunId": "pipeline"}])
 def test_a_run_is_shown_under_that_of_the_pipeline_whose_task_it_is(
-    tmp_path: Path, server: StandIn, monkeypatch: pytest.MonkeyPatch, tags: dict[str, str], above: str, run: TrackedRun
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, tags: dict[str, str], run: TrackedRun
 ) -> None:
     """``tags`` are those of the task's run, which the parent of all tasks stands in where there is one."""
-    monkeypatch.setenv("REALMOPS_MLFLOW_PARENT_RUN_ID", "task")
-    server.tags = dict(tags)
-    path = tmp_path / "m.jsonl"
-    with Journal(path, "ict") as journal, Tracker(path, "ict", run, tmp_path / "t"):
+    client = mlflow_client(default_uri(folder))
+    task = client.create_run("0", tags=tags).info.run_id
+    monkeypatch.setenv("REALMOPS_MLFLOW_PARENT_RUN_ID", task)
+    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", run, folder):
         journal.log(1, loss=1.0)
-    assert sync(tmp_path / "t").problems == ()
-    assert server.created[0]["mlflow.parentRunId"] == above
+    assert sync(folder).problems == ()
+    [found] = client.search_runs(["0"], f"tags.`realmops.run_key` = '{(run.parent or run).key}'")
+    assert found.data.tags["mlflow.parentRunId"] == tags.get("mlflow.parentRunId", task)
 
 
+# A server that is away
+
+
+class Away:
+    """Lets one function of MLflow's client fail: at each call, or as ``faults`` says of its calls that send points."""
+
+    def __init__(self, function: str, faults: dict[int, str] | None = None) -> None:
+        self.function, self.faults, self.calls = function, faults, 0
+
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        from mlflow import MlflowClient
+
+        real = getattr(MlflowClient, self.function)
+
+        def failing(client: Any, *words: Any, **named: Any) -> Any:
+            self.calls += bool(named.get("metrics"))
+            fault = self.faults.get(self.calls if named.get("metrics") else 0, "") if self.faults else "refuse"
+            answer = None if fault == "refuse" else real(client, *words, **named)
+            if fault:
+                raise ConnectionError("the server is away")
+            return answer
+
+        patch.setattr(MlflowClient, self.function, failing)
+
+
+@pytest.mark.faults
 @pytest.mark.usefixtures("dead_sender")
-def test_sync_reports_a_server_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
-        journal.log(1, loss=1.0)
-    report = sync(tmp_path / "t")
-    assert report.sent == 0
-    assert len(report.problems) == 1
-    assert report.problems[0].startswith("5eed.ict.ticket.json: MlflowException")
+def test_600_of_600_points_survive_an_outage_and_lost_answers(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, told: Told
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Journal(path, "pretrain") as journal, Tracker(path, "pretrain", RUN, folder):
+        for step in range(600):
+            journal.log(step, loss=1 / (step + 1))
+    path.unlink()  # the stage's folder was moved away
+    monkeypatch.setattr(sender, "_LINES_AT_ONCE", 100)
+    Away("log_batch", {1: "lose the answer", 2: "refuse", 5: "lose the answer", 6: "refuse"}).put(monkeypatch)
+    for _ in range(4):
+        [waiting] = unsent(folder)
+        assert waiting.endswith(".jsonl")
+        [problem] = sync(folder).problems
+        assert "ConnectionError: the server is away" in problem
+    assert sync(folder).problems == ()
+    assert unsent(folder) == []
+    assert query(folder, "SELECT step FROM metrics ORDER BY step") == [(step,) for step in range(600)]
+    assert query(folder, "SELECT status FROM runs") == [("FINISHED",)]
+    assert sync(folder) == SyncReport(0, ())
+    told("MLflow away, or its answers lost: points", 600, "each there once")
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -461,3 +426,70 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, capfd: pyt
     with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, tmp_path / "t"):
         journal.log(1, loss=1.0)
     assert capfd.readouterr().err.count("warning: MLflow tracking") == 1
+
+
+# Addresses hold passwords
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://ann:pa55@host:5000/api?token=s3cret", "http://host:5000/api"),
+        ("https://ann:p@s/5#?x@host/a", "https://host/a"),
+        ("got 'ann:pa55@host:5000'", "got 'host:5000'"),
+        ("ann:pa55@host", "host"),
+        ("API request to http://ann:pa55@h/api/2.0 failed: url: /api/2.0?name=x (Caused by y)",
+         "API request to http://h/api/2.0 failed: url: /api/2.0 (Caused by y)"),
+        ("postgresql+psycopg2://ann:pa55@db/mlflow", "postgresql+psycopg2://db/mlflow"),
+        ("models:/first@champion, sqlite:////home/ann/mlflow.db; is it there?",
+         "models:/first@champion, sqlite:////home/ann/mlflow.db; is it there?"),
+    ],
+)  # fmt: skip
+def test_addresses_are_shown_without_names_passwords_and_queries(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+
+
+SECRETS = ("ann", "pa55", "s3cret")
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port of this machine at which nobody listens, and nobody can meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+@pytest.mark.usefixtures("dead_sender")
+@pytest.mark.parametrize("where", ["http://ann:pa55@127.0.0.1:{port}/x?token=s3cret", "ann:pa55@127.0.0.1:{port}"])
+@pytest.mark.parametrize(
+    "command", [["sync", "--root"], ["serve", "--model", "models:/m@champion", "--root"]], ids=["sync", "serve"]
+)
+def test_a_password_in_an_address_is_never_printed(
+    tmp_path: Path, closed_port: int, where: str, command: list[str], dead_sender: pytest.MonkeyPatch
+) -> None:
+    spool = tmp_path / ".realmops" / "mlflow"
+    with Journal(tmp_path / "m.jsonl", "ict") as journal, Tracker(journal.path, "ict", RUN, spool):
+        journal.log(1, loss=1.0)
+    dead_sender.undo()
+    settings = {"MLFLOW_TRACKING_URI": where.format(port=closed_port), "MLFLOW_LOGGING_LEVEL": "DEBUG"}
+    environment = {**os.environ, **settings, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "realmops", *command, str(tmp_path)], capture_output=True, text=True, env=environment
+    )
+    told = result.stdout + result.stderr
+    assert result.returncode != 0
+    assert str(closed_port) in told, "the trouble is told"
+    assert not [secret for secret in SECRETS if secret in told.replace("channel", "")], told
+
+
+def test_what_mlflow_logs_by_itself_names_no_password(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    mlflow_client(default_uri(folder))
+    log = logging.getLogger("mlflow.store")
+    try:
+        raise OSError("no http://ann:pa55@host/x?token=s3cret")
+    except OSError:
+        log.error("sent nothing to %s", "http://ann:pa55@host/x?token=s3cret", exc_info=True)
+    told = capfd.readouterr().err
+    assert "sent nothing to http://host/x" in told
+    assert not [secret for secret in SECRETS if secret in told], told

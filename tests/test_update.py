@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -131,11 +132,11 @@ def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pyte
     rewrite(project, [{"title": "Fresh", "text": f"A page about {killed}."}])
     with monkeypatch.context() as patched:
         patched.setattr(f"realmops.commands.update.{killed}", dies)
-        assert run(project, "update").exit_code != 0
+        assert run(project, "update", "--may-shrink").exit_code != 0
     [work] = (project / "root/.realmops/work").glob("update-*")
     if killed == "_embed":  # and again while it cleared up
         (work / "snapshot/corpus/tokens.npy").unlink()
-    result = run(project, "update")
+    result = run(project, "update", "--may-shrink")
     assert result.exit_code == 0, result.output
     assert not work.exists()
 
@@ -151,7 +152,7 @@ def test_an_update_serves_before_its_answers_are_there_and_gets_them_later(
         rewrite(project, [{"title": "Fresh", "text": text}])
         with monkeypatch.context() as patched:
             patched.setattr("realmops.commands.update.evaluate.run", dies)
-            assert run(project, "update").exit_code != 0
+            assert run(project, "update", "--may-shrink").exit_code != 0
         return newest_state(root)
 
     def dies(job: object) -> None:
@@ -161,19 +162,88 @@ def test_an_update_serves_before_its_answers_are_there_and_gets_them_later(
     assert first.number == before.number + 1
     assert not first.results.exists()
     files_of_first = files(first.snapshot.parent)
-    assert run(project, "update").exit_code == 0
+    assert run(project, "update", "--may-shrink").exit_code == 0
     assert files_of_first.items() <= files(first.snapshot.parent).items()
     assert read_manifest(first.results, "answers")
-    assert "nothing to do" in run(project, "update").stderr
+    assert "nothing to do" in run(project, "update", "--may-shrink").stderr
 
     second = killed("A page about the second.")
     third = killed("A page about the third.")
     assert (second.number, third.number) == (first.number + 1, first.number + 2)
-    told = run(project, "update")
+    told = run(project, "update", "--may-shrink")
     assert told.exit_code == 0, told.output
     assert [state.results.exists() for state in (second, third)] == [False, True]
     assert newest_state(root) == third
     assert list((root / ".realmops/work").glob("*")) == []
+
+
+def answers(project: Path) -> Path:
+    path = project / "answers.jsonl"
+    asked = cli("ask", "Where was Anna Berg born?", "--json", "--root", project / "root")
+    assert asked.exit_code == 0, asked.output
+    path.write_text(asked.stdout)
+    return path
+
+
+@pytest.mark.parametrize("change", ["blanks", "url", "id"])
+def test_places_that_changed_are_published_and_citations_hold(project: Path, change: str) -> None:
+    root = project / "root"
+    documents = [{"title": title, "text": text} for title, text, _ in DOCUMENTS]
+    rewrite(project, documents)
+    run(project, "update")
+    number = newest_state(root).number
+    for count, document in enumerate(documents):
+        document |= {
+            "blanks": {"text": f" \n {document['text']}"},
+            "url": {"url": f"https://host/{count}"},
+            "id": {"id": f"document {count}"},
+        }[change]
+    rewrite(project, documents)
+    done = run(project, "update")
+    assert done.exit_code == 0, done.output
+    newest = newest_state(root)
+    assert newest.number == number + 1
+    assert json.loads((newest.snapshot.parent / "metrics.json").read_text())["passages_unchanged"] == len(documents)
+    verified = cli("verify", answers(project), project / "documents.jsonl")
+    assert verified.exit_code == 0, verified.output
+    assert "nothing to do" in run(project, "update").output
+
+
+def test_less_than_half_of_the_passages_are_not_published(project: Path) -> None:
+    root = project / "root"
+    before = newest_state(root)
+    rewrite(project, [{"title": "Anna Berg", "text": NEW_TEXT}])
+    refused = run(project, "update")
+    assert refused.exit_code == 2
+    assert "1 passages where there were 12, less than half: nothing was published" in " ".join(refused.output.split())
+    assert newest_state(root) == before
+    assert run(project, "update", "--may-shrink").exit_code == 0
+    assert newest_state(root).number == before.number + 1
+    documents = [{"title": title, "text": text} for title, text, _ in DOCUMENTS]
+    for kept in (12, 6, 12):  # a half is no less than a half
+        rewrite(project, documents[:kept])
+        assert run(project, "update").exit_code == 0
+
+
+def test_broken_documents_are_told_of(project: Path) -> None:
+    path = project / "documents.jsonl"
+    path.write_text("{broken\n" + path.read_text())
+    told = run(project, "update", "--set", "snapshot.broken_share=0.5")
+    assert told.exit_code == 0, told.output
+    assert f"{path}:1: not valid JSON" in told.output.replace("\n", "")
+
+
+def test_an_update_of_another_model_is_kept(project: Path) -> None:
+    root = project / "root"
+    manifests = {path: read_manifest(path, "update", verify=False) for path in (root / "updates").iterdir()}
+    for path, manifest in manifests.items():  # as if each had been made under a model of before
+        fields = {key: manifest[key] for key in ("number", "corpus_hash")}
+        write_manifest(path, "update", model="other", **fields)
+    kept = {path: files(path) for path in manifests}
+    rewrite(project, [{"title": title, "text": f" {text}"} for title, text, _ in DOCUMENTS])
+    assert run(project, "update").exit_code == 0
+    assert {path: files(path) for path in manifests} == kept
+    assert newest_state(root).number == 1
 
 
 def test_an_update_that_is_being_written_is_not_the_newest(project: Path) -> None:
@@ -223,6 +293,11 @@ def prediction(question: str, text: str, *, em: bool = False) -> Prediction:
     gold = {"f1": float(em), "passage_scores": (None, 2.0), "gold_span": None, "gold_score": None, "first_hit": -1}
     known = {"failed_at": "reader", "confidence": None, "abstained": None}
     return Prediction(question, f"{question}?", text, ("a",), em, **passages, **span, **gold, **known)
+
+
+def test_another_question_under_the_same_id_is_no_changed_answer() -> None:
+    before = prediction("q1", "x")
+    assert changed_answers([before], [replace(before, question="Another?", prediction="y")]) == []
 
 
 def test_answers_change_when_their_normal_form_does() -> None:

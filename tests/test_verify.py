@@ -17,8 +17,8 @@ import pytest
 from small_project import cli, write_json_lines
 from small_world import build_snapshot
 
+from realmops.answering.record import cited
 from realmops.artifacts import canonical_json, read_json, write_manifest
-from realmops.commands.promote import cited
 from realmops.commands.verify import verify
 from realmops.corpus.snapshot import Snapshot
 
@@ -220,3 +220,15 @@ def test_documents_are_numbered_over_files_and_batches(tmp_path: Path) -> None:
     snapshot = build_snapshot(tmp_path, folder)
     assert np.array_equal(snapshot.places, [[0, 0], [1, 0], [2, 0], [3, 0], [4, 0]])
     assert [snapshot.uri(p) for p in range(5)] == ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("key", ["answer", "citations", "passages"])
+@pytest.mark.parametrize(
+    "value", [1, True, "x", None, [], [1], [None], {}, [{"start": "1"}], [{"document_id": "a", "start": 0, "end": 1}]]
+)
+def test_a_damaged_record_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    good = {"answer": "", "citations": [], "passages": []}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(good | {key: value}))
+    done = cli("verify", tmp_path / "answers.jsonl", jsonl(tmp_path))
+    assert done.exit_code in (0, 1, 2)
+    assert done.exit_code == 0 or "answers.jsonl:2" in done.output.replace("\n", "")

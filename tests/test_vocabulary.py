@@ -1,27 +1,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from realmops.corpus.formats import sources
 from realmops.corpus.vocabulary import (
     SPECIAL_TOKENS,
     bert_words,
     build_tokenizer,
+    continuing_pieces,
     count_words,
     learn_pieces,
     read_vocabulary,
-    train_vocabulary,
     vocabulary_bytes,
-    vocabulary_hash,
 )
 
 PLAIN = [
@@ -105,25 +103,9 @@ def test_incremental_counts_equal_counting_anew(seed: int) -> None:
     assert fast[len(SPECIAL_TOKENS) :] == slow_pieces(words, 150 - len(SPECIAL_TOKENS), 1)
 
 
-def test_the_vocabulary_is_the_same_in_another_process_with_another_hash_seed(tmp_path: Path) -> None:
-    generator = np.random.default_rng(0)
-    texts = ["".join(chr(97 + i) for i in generator.integers(0, 26, 6)) for _ in range(400)]
-    path = corpus(tmp_path / "corpus.jsonl", *(" ".join(texts[i : i + 8]) for i in range(0, 400, 4)))
-    here = vocabulary_hash(train_vocabulary(sources(path, "auto"), size=300))
-    script = (
-        "import sys; from pathlib import Path; from realmops.corpus import vocabulary as v;"
-        "from realmops.corpus.formats import sources; found = sources(Path(sys.argv[1]), 'auto');"
-        "print(v.vocabulary_hash(v.train_vocabulary(found, size=300)))"
-    )
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", script, str(path)]
-        there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        assert there.stdout.strip() == here
-
-
 def test_words_are_those_of_bert() -> None:
-    assert bert_words({"Café-Bar,": 2, "x" * 101: 1, "東京": 1}) == {
+    assert bert_words({"Café-Bar,": 2, "x" * 101: 1, "y" * 100: 1, "東京": 1}) == {
+        "y" * 100: 1,
         "cafe": 2, "-": 2, "bar": 2, ",": 2, "東": 1, "京": 1,
     }  # fmt: skip
 
@@ -183,3 +165,35 @@ def test_a_vocabulary_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "vocab.txt"
     path.write_bytes(vocabulary_bytes(pieces))
     assert read_vocabulary(path) == pieces
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (WordPiece({"re": 0, "##ad": 1, "#": 2, "##": 3}, unk_token="#"), [False, True, False, True]),
+        (
+            WordPiece({"re": 0, "~ad": 1, "##ad": 2}, unk_token="re", continuing_subword_prefix="~"),
+            [False, True, False],
+        ),
+        (
+            BPE({"\u0120re": 0, "ad": 1, ",": 2, "<s>": 3, "\u0120": 4, "9": 5}, []),
+            [False, True, False, False, False, True],
+        ),
+        (Unigram([("\u2581re", -1.0), ("ad", -1.0), (".", -1.0)], 0), [False, True, False]),
+        (WordLevel({"read": 0, "ing": 1}, unk_token="read"), [False, False]),
+    ],
+)
+def test_the_model_says_which_pieces_continue_a_word(model: object, expected: list[bool]) -> None:
+    assert continuing_pieces(Tokenizer(model)).tolist() == expected
+
+
+def test_pieces_continue_the_words_that_the_tokenizer_cuts() -> None:
+    """Every character is a piece: blanks, punctuation and each CJK character begin a word, and nothing else does."""
+    text = "The U.S. isn't 5\u00b0, x\u00b2, re\u0301sume\u0301s, foo\u200bbar, \u6771\u4eac Tokyo12 (unread)"
+    letters = sorted({letter for word in bert_words(Counter(text.split())) for letter in word})
+    tokenizer = build_tokenizer([*SPECIAL_TOKENS, *letters, *(f"##{letter}" for letter in letters)])
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    assert "[UNK]" not in encoding.tokens
+    begins = [place for place, (old, new) in enumerate(pairwise([None, *encoding.word_ids])) if old != new]
+    assert np.flatnonzero(~continuing_pieces(tokenizer)[encoding.ids]).tolist() == begins
+    assert len(begins) == 22

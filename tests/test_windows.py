@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small_world import (
-    MemoryCheckpoints,
     MemoryJournal,
     World,
     build_world,
+    index_of,
+    killed_and_resumed,
+    same_parameters,
     section,
     tiny_context,
     tiny_models,
     tiny_optimiser,
 )
 
-from realmops.bert import Packed
+from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune
 from realmops.corpus.questions import Question
-from realmops.index.embed import document_sequences, embed
-from realmops.index.mips import Exact
+from realmops.encoders.packed import Packed
 from realmops.model.files import add_spans
 from realmops.model.retriever import Mixture
 from realmops.model.sequences import join_reader
 from realmops.train import windows as module
-from realmops.train.finetune import OpenQa
 from realmops.train.loop import Context
 from realmops.train.parallel import Team
 from realmops.train.windows import (
@@ -52,8 +53,7 @@ def options(**changes: Any) -> Finetune:
     lengths = {"query_wordpieces": 24, "reader_wordpieces": 60, "answer_wordpieces": 4}
     rates = {"reader_learning_rate": 3e-3, "span_learning_rate": 1e-2}
     steps = {"epochs": 2, "batch_size": 2, "checkpoint_every": 2}
-    found: Finetune = section("finetune", **{**steps, **lengths, **rates, **changes})
-    return found
+    return section("finetune", **{**steps, **lengths, **rates, **changes})
 
 
 def open_qa(world: World, *, dropout: float = 0.0, order: list[int] | None = None, **changes: Any) -> OpenQa:
@@ -62,8 +62,7 @@ def open_qa(world: World, *, dropout: float = 0.0, order: list[int] | None = Non
     add_spans(reader, 8, seed=0)
     passages, ranker = None, None
     if order is None:
-        sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
-        passages = Exact(embed(retriever.document, sequences, FP32))
+        passages = index_of(world, retriever).passages
     else:
         ranker = lambda question, k: np.array([*order, *[-1] * k][:k])  # noqa: E731
     return OpenQa(retriever, reader, world.snapshot, passages, options(**changes), FP32, ranker)
@@ -281,7 +280,7 @@ def test_training_learns_and_negatives_come_late(world: World, monkeypatch: pyte
     assert asked == [False] * (33 // 3 * 5) + [True] * (27 // 3 * 5)
     assert NEGATIVES_FROM == 0.55
     assert np.mean(loss[-6:]) < 0.5 * np.mean(loss[:6])
-    assert all(torch.equal(p, start.get_parameter(name)) for name, p in model.retriever.named_parameters())
+    same_parameters(model.retriever, start)
     assert np.mean(journal.values("span_accuracy")[:6]) < 0.5 < np.mean(journal.values("span_accuracy")[27:33])
 
 
@@ -300,23 +299,10 @@ def test_processes_draw_the_windows_that_one_draws(world: World, monkeypatch: py
     assert sum(found[2]) / 2 == pytest.approx(found[1][0], rel=1e-5)
 
 
-class Killed(BaseException):
-    """The process ends here."""
-
-
 @pytest.mark.parametrize("kill_at", [1, 3, 5])
 def test_killed_and_resumed_it_ends_with_the_same_bits(world: World, kill_at: int) -> None:
     """Six steps with dropout, a checkpoint at every second; the last ones with negatives."""
     expected, lines = train(world, {}, FIVE, dropout=0.1)
-    checkpoints, journal = MemoryCheckpoints(), MemoryJournal()
-
-    def progress(count: int) -> None:
-        if len(journal.lines()) == kill_at:
-            raise Killed
-
-    with pytest.raises(Killed):
-        train(world, {}, FIVE, dropout=0.1, checkpoints=checkpoints, journal=journal, progress=progress)
-    found, _ = train(world, {}, FIVE, dropout=0.1, checkpoints=checkpoints, journal=journal)
-    for name, parameter in found.reader.named_parameters():
-        assert torch.equal(parameter, expected.reader.get_parameter(name)), name
+    (found, _), journal = killed_and_resumed(partial(train, world, {}, FIVE, dropout=0.1), kill_at)
+    same_parameters(found.reader, expected.reader)
     assert journal.without_times() == lines.without_times()

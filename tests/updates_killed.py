@@ -20,20 +20,12 @@ from pathlib import Path
 import torch
 from exchange_lab import end_of, forked
 from lives import die_at
-from small_project import Quiet, write_json_lines
-from small_world import DOCUMENTS
+from small_project import Quiet, write_text
 
 from realmops.commands.update import update
 from realmops.config import load
 
 TEXTS = tuple(f"Anna Berg was born in {place}. She wrote The Cold Sea in 1931." for place in ("Bergen", "Fjell"))
-
-
-def write_text(project: Path, text: str) -> None:
-    """Give Anna Berg this text; the file is replaced whole."""
-    others = [{"title": title, "text": text} for title, text, _ in DOCUMENTS[1:]]
-    new = write_json_lines(project / ".documents", [{"title": "Anna Berg", "text": text}, *others])
-    new.rename(project / "documents.jsonl")
 
 
 def main(project: Path, kills: int, seed: int) -> None:

@@ -144,6 +144,8 @@ def atomic_folder(final: Path) -> Iterator[Path]:
     Until then ``final`` stays as it was; after an error the stage folder is gone.  That of a killed process
     goes when ``final`` is made the next time.
     """
+    if final.is_symlink():  # somebody keeps the folder on another disk: what it leads to is replaced, not the link
+        final = final.resolve()
     make_folder(final.parent)
     _remove_abandoned(final)
     stage = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
@@ -195,6 +197,13 @@ def _remove_abandoned(final: Path) -> None:
                 os.close(handle)
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no disk takes
+        return False
+
+
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
     """Write ``manifest.json`` over all files in the folder, with size and sha256 of each, and its own digest."""
     files = {
@@ -227,7 +236,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
         raise ValueError(
             f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again"
         )
-    if manifest["schema"] == SCHEMA and not is_sealed(manifest):
+    if (manifest["schema"] == SCHEMA or SEAL in manifest) and not is_sealed(manifest):
         raise ValueError(f"{path} does not have the digest that it names; run the stage that makes it again")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(
@@ -239,7 +248,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
         file = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path}: the file name {name!r} leaves the folder; do not use this {kind}")
-        if not file.is_file():
+        if not _is_file(file):
             raise ValueError(f"{file} is missing (named in {path}); run the stage that makes it again")
         if file.parent.resolve() != (place / name).parent:
             raise ValueError(

@@ -1,38 +1,48 @@
-"""params.yaml as frozen dataclasses: typed, strict, without defaults in code."""
+"""Options as frozen dataclasses: typed and strict; defaults.yaml has the defaults, a params.yaml what differs."""
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import math
+import re
 import typing
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from io import StringIO
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, dataclass_transform
 
 import yaml
 
+DEFAULTS = Path(__file__).with_name("defaults.yaml")
 LARGEST_FILE = 1 << 20
 CLOSED_BOOK = ("t5",)  # of finetune.reader: those that read no passages
 
 
-@dataclass(frozen=True)
-class Range:
-    """The numbers that a field takes; a field without a range takes those above 0."""
+Values = Mapping[str, Mapping[str, Any]]  # options by section
 
-    least: int | None = None  # None: more than 0
-    most: float = math.inf
+# A number with its least (None: more than 0) and its largest value. One that is not annotated is more than 0.
+Count = Annotated[int, 0, math.inf]
+Amount = Annotated[float, 0, math.inf]
+Share = Annotated[float, 0, 1]
+Part = Annotated[float, None, 1]  # a share that is not 0
 
-
-Count = Annotated[int, Range(least=0)]
-Amount = Annotated[float, Range(least=0)]
-Share = Annotated[float, Range(least=0, most=1)]
-Part = Annotated[float, Range(most=1)]  # a share that is not 0
+SECTIONS: dict[str, type] = {}
+"""All sections of defaults.yaml, in its order."""
 
 
-@dataclass(frozen=True)
-class RunOptions:
+@dataclass_transform(frozen_default=True)
+class Section:
+    """What becomes a frozen dataclass with the options of the section ``name``."""
+
+    def __init_subclass__(cls, name: str) -> None:
+        SECTIONS[name] = dataclass(frozen=True)(cls)
+
+
+class RunOptions(Section, name="run"):
     """Options of every stage."""
 
     seed: Count
@@ -41,8 +51,7 @@ class RunOptions:
     threads: int
 
 
-@dataclass(frozen=True)
-class BertOptions:
+class BertOptions(Section, name="bert"):
     """Where the encoders start."""
 
     init: str
@@ -55,8 +64,7 @@ class BertOptions:
     dropout: Share
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(Section, name="sample"):
     """The sample corpus."""
 
     seed: Count
@@ -66,8 +74,7 @@ class Sample:
     dev_share: Part
 
 
-@dataclass(frozen=True)
-class SnapshotOptions:
+class SnapshotOptions(Section, name="snapshot"):
     """From documents to passages."""
 
     documents: str
@@ -81,8 +88,7 @@ class SnapshotOptions:
     workers: int
 
 
-@dataclass(frozen=True)
-class QuestionFiles:
+class QuestionFiles(Section, name="questions"):
     """Question files of the three splits."""
 
     train: str
@@ -91,8 +97,7 @@ class QuestionFiles:
     format: Literal["auto", "jsonl", "webquestions", "curatedtrec", "squad", "dpr"]
 
 
-@dataclass(frozen=True)
-class Tag:
+class Tag(Section, name="tag"):
     """Salient spans."""
 
     method: Literal["tagger", "given", "dates"]
@@ -106,8 +111,7 @@ class Tag:
     wordpieces: int
 
 
-@dataclass(frozen=True)
-class RetrieverOptions:
+class RetrieverOptions(Section, name="retriever"):
     """The two embedders (section 3.2)."""
 
     tower: Literal["bert", "bag"]
@@ -122,8 +126,7 @@ class RetrieverOptions:
     hybrid: bool
 
 
-@dataclass(frozen=True)
-class ReaderOptions:
+class ReaderOptions(Section, name="reader"):
     """The knowledge-augmented encoder (section 3.2)."""
 
     copies: bool
@@ -131,16 +134,14 @@ class ReaderOptions:
     matches: bool
 
 
-@dataclass(frozen=True)
-class IndexOptions:
+class IndexOptions(Section, name="index"):
     """How passages are searched."""
 
     type: Literal["auto", "exact", "ivf", "hnsw", "pq"]
     target_recall: Part
 
 
-@dataclass(frozen=True)
-class Ict:
+class Ict(Section, name="ict"):
     """Inverse cloze task, and the reader's warm start."""
 
     task: Literal["cloze", "crop"]
@@ -159,8 +160,7 @@ class Ict:
     checkpoint_every: int
 
 
-@dataclass(frozen=True)
-class Pretrain:
+class Pretrain(Section, name="pretrain"):
     """REALM pre-training and its exchange with the index builder."""
 
     steps: Count
@@ -199,8 +199,7 @@ class Pretrain:
         return self.candidates - int(self.null_document)
 
 
-@dataclass(frozen=True)
-class Finetune:
+class Finetune(Section, name="finetune"):
     """Open-QA fine-tuning."""
 
     retriever: Literal["pretrain", "ict", "bm25", "tfidf", "graph", "path"]
@@ -234,8 +233,7 @@ class Finetune:
         return self.reader not in CLOSED_BOOK
 
 
-@dataclass(frozen=True)
-class ClosedBookOptions:
+class ClosedBookOptions(Section, name="closed_book"):
     """A T5 that answers without reading (``finetune.reader: t5``)."""
 
     init: str
@@ -243,14 +241,13 @@ class ClosedBookOptions:
     batch_size: int
     learning_rate: float
     epochs: Amount
-    passage_wordpieces: Annotated[int, Range(least=8)]
-    question_wordpieces: Annotated[int, Range(least=2)]
-    answer_wordpieces: Annotated[int, Range(least=2)]
+    passage_wordpieces: Annotated[int, 8, math.inf]
+    question_wordpieces: Annotated[int, 2, math.inf]
+    answer_wordpieces: Annotated[int, 2, math.inf]
     checkpoint_every: int
 
 
-@dataclass(frozen=True)
-class Optimiser:
+class Optimiser(Section, name="optimiser"):
     """BERT's AdamW."""
 
     weight_decay: Amount
@@ -260,45 +257,25 @@ class Optimiser:
     ramp_min: Count
 
 
-@dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Section, name="evaluate"):
     """Evaluation."""
 
     bootstrap: Count
     bm25: bool
 
 
-@dataclass(frozen=True)
-class Tracking:
+class Tracking(Section, name="tracking"):
     """MLflow."""
 
     enabled: bool
     experiment: str
 
 
-SECTIONS: dict[str, type] = {
-    "run": RunOptions,
-    "bert": BertOptions,
-    "sample": Sample,
-    "snapshot": SnapshotOptions,
-    "questions": QuestionFiles,
-    "tag": Tag,
-    "retriever": RetrieverOptions,
-    "reader": ReaderOptions,
-    "index": IndexOptions,
-    "ict": Ict,
-    "pretrain": Pretrain,
-    "finetune": Finetune,
-    "closed_book": ClosedBookOptions,
-    "optimiser": Optimiser,
-    "evaluate": Evaluate,
-    "tracking": Tracking,
-}
-"""All sections of params.yaml, in its order."""
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases and without repeated keys."""
+    """YAML without aliases and without repeated keys, whose words mean what they mean in YAML 1.2, which DVC reads.
+
+    In PyYAML's 1.1 ``no`` is false, ``010`` is 8 and ``1:30`` is 90; here they are text.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
@@ -318,6 +295,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in found if tag.rpartition(":")[2] in ("null", "merge")]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _form, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_form})$"), list(_first))
+
+
 def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
     """Sections of a params file or preset; ValueError names the file and line of what is wrong."""
     if not path.is_file():
@@ -330,26 +320,50 @@ def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     if values is None:
         return {}
-    if not isinstance(values, dict) or not all(isinstance(v, dict) for v in values.values()):
-        raise ValueError(f"{path}: sections with keys are wanted, as in 'run:' and below it '  seed: 0'")
-    return values
+    wrong = [n for n, v in values.items() if not isinstance(v, dict | None)] if isinstance(values, dict) else ["this"]
+    if wrong:
+        what = f"{wrong[0]} is no section: "
+        raise ValueError(f"{path}: {what}sections with keys are wanted, as in 'run:' and below it '  seed: 0'")
+    return {name: keys or {} for name, keys in values.items()}  # a section may be left empty
 
 
-def merge(
-    base: Mapping[str, Mapping[str, Any]], difference: Mapping[str, Mapping[str, Any]], source: str
-) -> dict[str, dict[str, Any]]:
-    """``base`` with the values of ``difference``; a key that ``base`` lacks is an error that names ``source``."""
+@cache
+def defaults() -> Values:
+    """All sections with the values of defaults.yaml."""
+    values = read_yaml(DEFAULTS)
+    return {name: asdict(parse_section(name, values[name], str(DEFAULTS))) for name in SECTIONS}
+
+
+def merge(base: Values, difference: Values, source: str | Path) -> dict[str, dict[str, Any]]:
+    """``base`` with the values of ``difference``; a name that ``base`` lacks is an error with ``source`` and line."""
     merged = {section: dict(keys) for section, keys in base.items()}
     for section, keys in difference.items():
         if section not in merged:
-            raise ValueError(f"{source}: there is no section {section!r}; sections are {', '.join(merged)}")
-        for key, value in keys.items():
+            place = _place(source, section)
+            raise ValueError(f"{place}: unknown section {section!r}; sections are {_allowed(section, merged)}")
+        for key in keys:
             if key not in merged[section]:
-                raise ValueError(
-                    f"{source}: there is no key {section}.{key}; its keys are {', '.join(merged[section])}"
-                )
-            merged[section][key] = value
+                place = _place(source, section, key)
+                raise ValueError(f"{place}: unknown key {section}.{key}; its keys are {_allowed(key, merged[section])}")
+        merged[section] |= keys
     return merged
+
+
+def _allowed(name: object, names: Collection[str]) -> str:
+    """All names, and the one that was meant, if one is near."""
+    near = difflib.get_close_matches(str(name), names, 1)
+    return ", ".join(names) + (f"; is {near[0]} meant?" if near else "")
+
+
+def _place(source: str | Path, *names: object) -> str:
+    """A source in words; of a file also the line of a section, or of a section and a key in it."""
+    if isinstance(source, str):
+        return source
+    node: Any = yaml.compose(source.read_bytes(), _Loader)
+    line = 0
+    for name in names:
+        line, node = next(((k.start_mark.line + 1, v) for k, v in node.value if k.value == str(name)), (line, node))
+    return f"{source}, line {line}" if line else str(source)
 
 
 def parse_setting(text: str) -> dict[str, dict[str, Any]]:
@@ -365,52 +379,53 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
 
 
 def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """The sections of a params file with presets and then settings laid over it, all checked."""
-    values = checked(read_yaml(path), str(path))
-    differences = [(str(preset), read_yaml(preset)) for preset in presets]
-    differences += [(f"--set {setting}", parse_setting(setting)) for setting in settings]
-    for source, difference in differences:
-        values = merge(values, difference, source)
-        values |= {name: asdict(parse_section(name, values[name], source)) for name in difference}
+    """All sections: the defaults, a params file, presets and then settings laid over each other, all checked."""
+    values = checked(read_yaml(path), path)
+    for preset in presets:
+        values = checked(read_yaml(preset), preset, values)
+    for setting in settings:
+        values = checked(parse_setting(setting), f"--set {setting}", values)
     check_together(values)
     return values
 
 
-def checked(values: dict[str, dict[str, Any]], source: str) -> dict[str, dict[str, Any]]:
-    """All sections of ``source``, 1e-5 a number however it was written; ValueError names what is unknown or wrong."""
-    check_names(values, source)
-    return {name: asdict(parse_section(name, values[name], source)) for name in SECTIONS}
+def checked(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
+    """``values`` laid over ``base`` or else the defaults; ValueError names what is unknown or wrong."""
+    merged = merge(defaults() if base is None else base, values, source)
+    return merged | {name: asdict(parse_section(name, merged[name], str(source))) for name in values}
 
 
-def rewritten(path: Path, values: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[str]]:
+def rewritten(path: Path, values: Values) -> tuple[str, list[str]]:
     """The text of a params file with other values in it, comments kept, and each change as ``key: old -> new``."""
     from ruamel.yaml import YAML
+    from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
     editor = YAML()
     editor.preserve_quotes = True
     editor.width = 1 << 16
-    document = editor.load(path.read_text(encoding="utf-8"))
+    document = editor.load(path.read_text(encoding="utf-8")) or {}
     changes = []
-    for section, keys in read_yaml(path).items():
-        old, new = (asdict(parse_section(section, options)) for options in (keys, values[section]))
-        for key in (key for key in new if new[key] != old[key]):
-            changes.append(f"{section}.{key}: {old[key]} -> {new[key]}")
-            document[section][key] = new[key]
+    before = checked(read_yaml(path), path)
+    for section, new in checked(values, "values").items():
+        for key in (key for key in new if new[key] != before[section][key]):
+            changes.append(f"{section}.{key}: {before[section][key]} -> {new[key]}")
+            value = new[key]
+            if isinstance(value, str) and yaml.safe_load(value) != value:  # YAML 1.1 would take it for something else
+                value = DoubleQuotedScalarString(value)
+            document[section] = document.get(section) or {}
+            document[section][key] = value
     text = StringIO()
     editor.dump(document, text)
     return text.getvalue(), changes
 
 
-def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
+def check_together(values: Values) -> None:
     """What one section demands of another; ValueError names both keys."""
     positions = values["bert"]["positions"]
-    lengths = ["snapshot.block_wordpieces", "tag.wordpieces", "ict.query_wordpieces", "pretrain.query_wordpieces"]
-    lengths += [f"{stage}.reader_wordpieces" for stage in ("ict", "pretrain", "finetune")]
-    for name in lengths:
-        section, key = name.split(".")
-        if values[section][key] > positions:
+    for section, key in product(values, ("block_wordpieces", "wordpieces", "query_wordpieces", "reader_wordpieces")):
+        if values[section].get(key, 0) > positions:
             raise ValueError(
-                f"{name} is {values[section][key]}, but the encoder has bert.positions={positions}; "
+                f"{section}.{key} is {values[section][key]}, but the encoder has bert.positions={positions}; "
                 "lower the one or raise the other"
             )
     if values["reader"]["apart"] and not values["reader"]["copies"]:
@@ -427,26 +442,24 @@ def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
     _check_towers(values)
 
 
-def _check_towers(values: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_towers(values: Values) -> None:
     """What the options of the retriever demand of each other, as far as it is seen without the encoder."""
     options, bert = values["retriever"], values["bert"]
     head, width = options["head"], options["embedding_width"]
     if options["tower"] == "bag":
-        if head != "cosine":
-            raise ValueError(
-                f"retriever.tower is bag and retriever.head {head}: the vectors of a bag are divided by their length; "
-                "set retriever.head=cosine"
-            )
-        if not width:
-            raise ValueError(
-                "retriever.tower is bag and retriever.embedding_width 0: there is no encoder whose width could be "
-                "taken; set retriever.embedding_width=384"
-            )
-        if options["document_vectors"] > 1:
-            raise ValueError(
-                f"retriever.tower is bag and retriever.document_vectors {options['document_vectors']}: a bag makes one "
-                "vector of a passage; set retriever.document_vectors=1, or retriever.tower=bert"
-            )
+        vectors = options["document_vectors"]
+        for wrong, found, why, remedy in (
+            (head != "cosine", f"head {head}", "the vectors of a bag are divided by their length", "head=cosine"),
+            (not width, "embedding_width 0", "there is no encoder whose width could be taken", "embedding_width=384"),
+            (
+                vectors > 1,
+                f"document_vectors {vectors}",
+                "a bag makes one vector of a passage",
+                "document_vectors=1, or retriever.tower=bert",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"retriever.tower is bag and retriever.{found}: {why}; set retriever.{remedy}")
         return
     check_vectors(options["document_vectors"], options["pooling"], options["pooling"])
     if head == "release" and (options["pooling"] == "mean" or options["projection"] in ("identity", "pca")):
@@ -482,68 +495,48 @@ def check_vectors(vectors: int, pooling: str, means: str) -> None:
         )
 
 
-def notes(stages: Collection[str], values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def notes(stages: Collection[str], values: Values) -> Iterator[str]:
     """What is allowed and seldom meant, in words, where one of these stages would do it."""
     block, question = values["snapshot"]["block_wordpieces"], values["finetune"]["query_wordpieces"]
-    found = []
     for name, beside in (("pretrain", 0), ("finetune", question)):
-        limit = values[name]["reader_wordpieces"]
-        if name in stages and limit < block:
-            found.append(
+        if name in stages and (limit := values[name]["reader_wordpieces"]) < block:
+            yield (
                 f"passages have up to snapshot.block_wordpieces={block} wordpieces, and the reader sees no more than "
                 f"{name}.reader_wordpieces={limit} of one and the text beside it: raise that to {block + beside}, or "
                 "the ends of long passages are not read"
             )
-    return found
-
-
-def check_names(values: Mapping[str, Any], source: str) -> None:
-    """Every section must be there, and no other."""
-    for name in values:
-        if name not in SECTIONS:
-            raise ValueError(f"{source}: unknown section {name!r}; sections are {', '.join(SECTIONS)}")
-    for name in SECTIONS:
-        if name not in values:
-            raise ValueError(f"{source}: the section {name!r} is missing; take it from the project's params.yaml")
 
 
 def parse_section(name: str, values: Mapping[str, Any], source: str = "params") -> Any:
     """One section as its dataclass; ValueError names a key that is unknown, missing, of a wrong type or range."""
     section = SECTIONS[name]
     hints = typing.get_type_hints(section, include_extras=True)
-    for key in values:
-        if key not in hints:
-            raise ValueError(f"{source}: unknown key {name}.{key}; its keys are {', '.join(hints)}")
+    merge({name: hints}, {name: values}, source)  # an unknown key is refused
     for key in hints:
         if key not in values:
-            raise ValueError(f"{source}: the key {name}.{key} is missing; take it from the project's params.yaml")
+            raise ValueError(f"{source}: the key {name}.{key} is missing; docs/options.md has its default")
     return section(**{key: _checked(values[key], hint, f"{source}: {name}.{key}") for key, hint in hints.items()})
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
-    bounds = Range()
-    if typing.get_origin(hint) is Annotated:
-        hint, bounds = typing.get_args(hint)
+    hint, least, most = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint, None, math.inf)
     if typing.get_origin(hint) is Literal:
-        allowed = typing.get_args(hint)
-        if value not in allowed:
-            raise ValueError(f"{where} is {value!r}; allowed are {', '.join(map(str, allowed))}")
+        if value not in (allowed := typing.get_args(hint)):
+            raise ValueError(f"{where} is {value!r}; allowed are {', '.join(allowed)}")
         return value
-    if hint is float and isinstance(value, str):  # YAML reads 1e-5 as text
+    if hint is float and type(value) in (int, str):  # a number may stand in quotation marks
         with contextlib.suppress(ValueError):
             value = float(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
     if type(value) is not hint:
         raise ValueError(f"{where} is {value!r} ({type(value).__name__}); {_KIND[hint]} is wanted")
     if hint in (int, float):
         if not math.isfinite(value):
             raise ValueError(f"{where} is {value}; a finite number is wanted")
-        if value < bounds.least if bounds.least is not None else value <= 0:
-            least = "more than 0" if bounds.least is None else f"at least {bounds.least}"
-            raise ValueError(f"{where} is {value}; it must be {least}")
-        if value > bounds.most:
-            raise ValueError(f"{where} is {value}; it must be at most {bounds.most}")
+        if value <= 0 if least is None else value < least:
+            wanted = "more than 0" if least is None else f"at least {least}"
+            raise ValueError(f"{where} is {value}; it must be {wanted}")
+        if value > most:
+            raise ValueError(f"{where} is {value}; it must be at most {most}")
     return value
 
 

@@ -39,7 +39,7 @@ class Console:
         print(f"{name}: {', '.join(shown)}", flush=True)
 
 
-def show(text: str | Table, columns: int) -> None:
+def show(text: str | Table, columns: int = 120) -> None:
     """Print a text as it is, or a table as wide as the terminal; elsewhere than on a terminal so many columns wide."""
     if isinstance(text, str):
         print(text, flush=True)

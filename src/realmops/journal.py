@@ -125,6 +125,8 @@ class JournalValues:
         return series_of(self.records, self.stage, metric).values
 
     def mean(self, metric: str, last: int | None = None) -> float:
-        """Their mean, or that of the last ones; NaN where there is none."""
-        values = self.of(metric)[-last if last else None :]
-        return sum(values) / len(values) if values else float("nan")
+        """Their mean, or that of the last ones; NaN where there is none, or where one of them is not finite."""
+        values = [r[metric] for r in self.records if r["stage"] == self.stage and metric in r][
+            -last if last else None :
+        ]
+        return sum(values) / len(values) if values and None not in values else float("nan")

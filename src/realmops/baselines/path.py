@@ -20,12 +20,15 @@ from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
 from realmops.baselines.links import Links
-from realmops.bert import Bert, BertConfig, Packed, autocast
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.architectures import described_encoder
+from realmops.encoders.devices import autocast
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.packed import Packed
 from realmops.index.lexical import Bm25, Rows, rank, top
 from realmops.model.files import cpu_state
 from realmops.model.likelihood import marginal_span_loss
@@ -41,12 +44,12 @@ WEIGHTS, SHAPE = "path.safetensors", "path.json"
 
 
 class PathScorer(nn.Module):
-    """A BERT over question and passage, and a recurrent state of the path so far; a choice is worth state . passage."""
+    """An encoder over question and passage, and a recurrent state of the path; a choice is worth state . passage."""
 
-    def __init__(self, bert: Bert) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.bert = bert
-        width = bert.config.width
+        self.bert = encoder
+        width = encoder.width
         self.step = nn.GRUCell(width, width)
         self.begin = nn.Parameter(torch.zeros(width))
         self.end = nn.Parameter(torch.zeros(width))
@@ -83,9 +86,11 @@ class PathRetriever:
         self.device = scorer.begin.device
 
     @classmethod
-    def start(cls, bert: Bert, snapshot: Snapshot, options: Finetune, dtype: torch.dtype, seed: int) -> PathRetriever:
-        """With a copy of a BERT, its scorer untrained."""
-        scorer = PathScorer(copy.deepcopy(bert)).initialise(seed).to(bert.word.weight.device)
+    def start(
+        cls, encoder: Encoder, snapshot: Snapshot, options: Finetune, dtype: torch.dtype, seed: int
+    ) -> PathRetriever:
+        """With a copy of an encoder, its scorer untrained."""
+        scorer = PathScorer(copy.deepcopy(encoder)).initialise(seed).to(encoder.device)
         return cls(scorer, snapshot, options, dtype)
 
     @classmethod
@@ -93,13 +98,13 @@ class PathRetriever:
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
     ) -> PathRetriever:
         """The one that :meth:`save` wrote."""
-        scorer = PathScorer(Bert(BertConfig.from_json(json.loads((folder / SHAPE).read_text()), str(folder / SHAPE))))
+        scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text()), str(folder / SHAPE)))
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)
 
     def save(self, folder: Path) -> None:
         """Write the scorer; the rest is made of the snapshot."""
-        (folder / SHAPE).write_text(json.dumps(self.scorer.bert.config.to_json(), indent=1, sort_keys=True) + "\n")
+        (folder / SHAPE).write_text(json.dumps(self.scorer.bert.describe(), indent=1, sort_keys=True) + "\n")
         (folder / WEIGHTS).write_bytes(save_tensors(cpu_state(self.scorer)))
 
     def _wordpieces(self, question: str) -> np.ndarray:

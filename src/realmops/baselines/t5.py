@@ -8,7 +8,7 @@ sequences, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,31 +21,36 @@ from tokenizers import Tokenizer, decoders
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from realmops.answering.answer import Answer, Found
+from realmops.answering.retrieval import Answering
 from realmops.artifacts import read_json, seed_for, write_json
-from realmops.bert import BertConfig, autocast
 from realmops.config import ClosedBookOptions, Optimiser
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.vocabulary import build_tokenizer
-from realmops.encoders import CONFIG, T5, TOKENIZER, encoder_folder, read_config
-from realmops.train.finetune import Answer, finetune_steps
-from realmops.train.loop import Context, Course, Later, StepLoss, epoch_rows, fit
+from realmops.encoders.bert import BertConfig
+from realmops.encoders.devices import autocast
+from realmops.encoders.folders import CONFIG, T5, TOKENIZER, encoder_folder, read_config
+from realmops.model.sequences import SpecialTokens
+from realmops.train.finetune import finetune_steps
+from realmops.train.loop import Context, DeferredMetrics, StepLoss, Trainings, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 FILE = "closed_book.json"
 HIDDEN_SHARE, SPAN_LENGTH = 0.15, 3  # of a passage's wordpieces; mean, in wordpieces
 SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))  # T5's names
-SAID_TOGETHER = 64  # questions
 JOIN = "<join>"  # between two pieces without a blank: WordPiece forgets how "12,340" was written
 
 
 @dataclass(frozen=True)
-class ClosedBook:
+class ClosedBook(Answering):
     """A sequence-to-sequence model and its tokenizer; ``net`` is a T5ForConditionalGeneration of transformers.
 
     ``vocabulary_hash`` is None for a pre-trained T5, which has a tokenizer of its own.
     """
 
+    kind = "t5"
+    together = 64
     net: Any
     tokenizer: Tokenizer
     question_wordpieces: int
@@ -133,7 +138,7 @@ class ClosedBook:
 
     def loss(
         self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray], dtype: torch.dtype
-    ) -> tuple[Tensor, Later]:
+    ) -> tuple[Tensor, DeferredMetrics]:
         """Mean cross entropy of the targets' wordpieces; logs the share of them that is the most likely one."""
         self.net.train()
         input_BL, is_input_BL = self._padded(inputs)
@@ -145,11 +150,13 @@ class ClosedBook:
             ).logits
         logits_NV, target_N = logits_BTV[is_target_BT].float(), target_BT[is_target_BT]
         accuracy = (logits_NV.argmax(-1) == target_N).float().mean()
-        return F.cross_entropy(logits_NV, target_N), Later([accuracy], lambda share: {"accuracy": share.item()})
+        return F.cross_entropy(logits_NV, target_N), DeferredMetrics(
+            [accuracy], lambda share: {"accuracy": share.item()}
+        )
 
     def train(
         self,
-        course: Course,
+        trainings: Trainings,
         snapshot: Snapshot,
         questions: Sequence[Question],
         options: ClosedBookOptions,
@@ -157,21 +164,26 @@ class ClosedBook:
     ) -> int:
         """Learn from span corruption over the corpus, then from questions; returns the number of these."""
         usable = answered_in_words(questions)
-        corruption = course.context("span_corruption", options.steps, "span corruption", "corrupted_")
-        course.end = pretrain(corruption, self, snapshot, options, optimiser)
-        answering = course.context("closed_book", finetune_steps(len(usable), options), "fine-tuning")
+        corruption = trainings.context("span_corruption", options.steps, "span corruption", "corrupted_")
+        trainings.end = pretrain(corruption, self, snapshot, options, optimiser)
+        answering = trainings.context("closed_book", finetune_steps(len(usable), options), "fine-tuning")
         finetune(answering, self, usable, options, optimiser)
         return len(usable)
 
+    def check(self, question: str) -> None:
+        """Every question can be asked: what is too long is cut."""
+
+    def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
+        """Nothing."""
+        return [Found(question, (), (), (), ()) for question in questions]
+
     @torch.no_grad()
-    def answer(
-        self,
-        questions: Sequence[Question],
-        *,
-        batch_size: int = SAID_TOGETHER,
-        progress: Callable[[int], None] | None = None,
-    ) -> list[Answer]:
-        """Greedy answers that rest on no passage, with the logarithm of their probability, the end included."""
+    def read(self, found: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
+        """Greedy answers that rest on no passage, with the logarithm of their probability, the end included.
+
+        Of another answer than the one given the probability is not known here: ``asked_about`` has none.
+        """
+        assert not any(asked_about), "only what is read can be asked about"
         self.net.eval()
         greedy = _transformers().GenerationConfig(
             max_new_tokens=self.answer_wordpieces,
@@ -181,27 +193,23 @@ class ClosedBook:
             eos_token_id=self.end,
             decoder_start_token_id=self.padding,
         )
-        answers: list[Answer] = []
-        for start in range(0, len(questions), batch_size):
-            batch = questions[start : start + batch_size]
-            input_BL, is_input_BL = self._padded([self.question(q.question) for q in batch])
-            found = self.net.generate(
-                input_BL,
-                attention_mask=is_input_BL,
-                generation_config=greedy,
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-            token_BT = found.sequences[:, 1:]
-            log_BTV = torch.stack(found.logits, 1).float().log_softmax(-1)
-            log_BT = log_BTV.gather(-1, token_BT[..., None]).squeeze(-1)
-            is_over_BT = F.pad((token_BT == self.end).cumsum(1), (1, -1)) > 0
-            log_B = log_BT.masked_fill(is_over_BT, 0.0).sum(1)
-            for tokens, log_p in zip(token_BT.tolist(), log_B.tolist(), strict=True):
-                answers.append(Answer(None, [], None, [], [], [], said=self.text(tokens), log_p=log_p))
-            if progress is not None:
-                progress(len(batch))
-        return answers
+        input_BL, is_input_BL = self._padded([self.question(one.question.question) for one in found])
+        said = self.net.generate(
+            input_BL,
+            attention_mask=is_input_BL,
+            generation_config=greedy,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        token_BT = said.sequences[:, 1:]
+        log_BTV = torch.stack(said.logits, 1).float().log_softmax(-1)
+        log_BT = log_BTV.gather(-1, token_BT[..., None]).squeeze(-1)
+        is_over_BT = F.pad((token_BT == self.end).cumsum(1), (1, -1)) > 0
+        log_B = log_BT.masked_fill(is_over_BT, 0.0).sum(1)
+        return [
+            Answer(one.question.question, None, log_p, said=self.text(tokens))
+            for one, tokens, log_p in zip(found, token_BT.tolist(), log_B.tolist(), strict=True)
+        ]
 
     def _padded(self, sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """The sequences as rows, and which of their places are filled: no text has the piece of padding."""
@@ -255,7 +263,7 @@ def pretrain(
         start = int(rng.integers(max(0, len(body) - room) + 1))
         return np.concatenate([title, body[start : start + room]])
 
-    def step_loss(step: int) -> tuple[Tensor, Later]:
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         numbers = rng.integers(len(snapshot), size=options.batch_size).tolist()
         examples = [span_corruption(passage(number, rng), model.sentinels, rng) for number in numbers]
@@ -288,7 +296,7 @@ def finetune(
     targets = [[model.target(answer) for answer in q.answers] for q in questions]
     rows_of = epoch_rows(context, len(questions), options.batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, Later]:
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "answer", step))
         rows = rows_of(step)
         drawn = [targets[row][rng.integers(len(targets[row]))] for row in rows]
@@ -333,7 +341,7 @@ def _tokenizer_of(snapshot: Snapshot) -> Tokenizer:
 
 def _small(tokenizer: Tokenizer, shape: BertConfig, seed: int) -> Any:
     """A T5 with the encoder's shape twice, and T5's own start values."""
-    transformers = _transformers()
+    transformers, special = _transformers(), SpecialTokens.of(tokenizer)
     config = transformers.T5Config(
         vocab_size=tokenizer.get_vocab_size(),
         d_model=shape.width,
@@ -342,9 +350,9 @@ def _small(tokenizer: Tokenizer, shape: BertConfig, seed: int) -> Any:
         num_layers=shape.layers,
         num_heads=shape.heads,
         dropout_rate=0.0,
-        pad_token_id=tokenizer.token_to_id("[PAD]"),
-        eos_token_id=tokenizer.token_to_id("[SEP]"),
-        decoder_start_token_id=tokenizer.token_to_id("[PAD]"),
+        pad_token_id=special.padding,
+        eos_token_id=special.sep,
+        decoder_start_token_id=special.padding,
         attn_implementation="eager",
     )
     with torch.random.fork_rng(devices=[]):

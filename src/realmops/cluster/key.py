@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from realmops import artifacts
-from realmops.stages import HUB, content_of, outside_files
+from realmops.config import CLOSED_BOOK
+from realmops.stages import HUB, outside_files
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
 GIVEN = {"options", "run", "key"}  # parameters of a pipeline whose defaults a submission replaces
-PLACEMENT = {  # parameters that say where and with what a training runs
-    "accelerator", "accelerators", "affinity", "builders", "cpu", "deployment", "endpoint", "memory",
-    "node_selector", "nproc_per_node", "runs", "secret", "settings", "shard_pods", "tolerations", "volume",
-    "wait_seconds",
+PLACEMENT = {  # parameters that say where a training runs; how many processes and accelerators it has is none of them
+    "accelerator", "affinity", "builders", "cpu", "deployment", "endpoint", "memory", "node_selector", "runs", "secret",
+    "settings", "shard_pods", "tolerations", "volume", "wait_seconds",
 }  # fmt: skip
+DIGEST = "@sha256:"  # in the name of an image; what stands before it is where the image is pulled from
 
 
 def key_of(
@@ -30,15 +32,12 @@ def key_of(
     """The sha256 over params, digests of files from outside, and the parsed documents of a pipeline.
 
     ``arguments``, by parameter, count as if the pipeline had them as defaults; but those of ``PLACEMENT`` do not, so
-    that another try with more memory goes on in the folder of the first.
+    that another try with more memory goes on in the folder of the first. How many processes and accelerators train
+    decides how a batch is shared and rounded, and so what the weights are.
     """
     compiled, *others = pipeline
     inputs = compiled["root"].get("inputDefinitions", {})
-    declared = {
-        name: {what: value for what, value in entry.items() if what != "defaultValue" or name not in GIVEN}
-        | ({"defaultValue": arguments[name]} if name in arguments.keys() - PLACEMENT else {})
-        for name, entry in inputs.get("parameters", {}).items()
-    }
+    declared = {name: _declared(name, entry, arguments) for name, entry in inputs.get("parameters", {}).items()}
     root = compiled["root"] | {"inputDefinitions": inputs | {"parameters": declared}}
     return artifacts.digest_of(
         {
@@ -49,21 +48,34 @@ def key_of(
     )
 
 
+def _declared(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a pipeline says of a parameter, with the value that counts, written in one way."""
+    declared = {what: value for what, value in entry.items() if what != "defaultValue"}
+    value = arguments.get(name, None if name in GIVEN else entry.get("defaultValue"))
+    if name in PLACEMENT or value is None:
+        return declared
+    if entry["parameterType"].startswith("NUMBER"):  # 1 on the command line is 1.0 in a compiled file
+        value = float(value)
+    if name == "image" and DIGEST in value:
+        value = value.partition(DIGEST)[2]
+    return declared | {"defaultValue": value}
+
+
 def digests_of_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> tuple[dict[str, Any], list[str]]:
     """A digest of each file that params name and no stage makes, by section.key, and a line for each that has none.
 
-    Of the content where the file can be read here; else what DVC has recorded, in dvc.lock or in a .dvc file.
+    It is DVC's, whether the content is here or only what DVC has recorded of it: a laptop and CI give the same. Content
+    that differs from its record counts, not the record.
     """
     found: dict[str, Any] = {}
     notes = []
-    recorded = dict(_recorded(project))
-    for key, path in outside_files(values, project).items():
+    project = _plain(project)
+    recorded = {record.path: record for record in _locked(project)}
+    for key, path in _outside(values, project).items():
         section, option = key.split(".")
         name = values[section][option]
-        if path.exists():
-            found[key] = artifacts.digest_of(content_of(path))
-            continue
-        found[key] = recorded.get(_plain(path)) or _pointed_at(path, project)
+        path = _plain(path)
+        found[key] = _digest(path, _pointed_at(path, project) or recorded.get(path))
         if found[key] is None:
             found[key] = name
             where = "lies on the hub" if name.startswith(HUB) else "is not here, and DVC has no digest of it"
@@ -71,23 +83,81 @@ def digests_of_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> 
     return found, notes
 
 
-def _recorded(project: Path) -> Iterator[tuple[Path, str]]:
+def image_note(image: str) -> list[str]:
+    """A line about an image whose name comes to mean other code: without a digest, its tag is a word as ``latest``."""
+    tag = image.rpartition("/")[2].partition(":")[2]
+    if DIGEST in image or any(character.isdigit() for character in tag):
+        return []
+    return [
+        f"image is {image!r}, and {f'the tag {tag}' if tag else 'no tag'} says which code that is: with other code in "
+        "it the key stays the same, and --once finds the older run; name IMAGE@sha256:..., or a tag for each build"
+    ]
+
+
+def _outside(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:
+    """Files and folders that params name and no stage makes; pre-trained encoders are among them."""
+    found = outside_files(values, project)
+    encoders = ["bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])]
+    named = {section: values[section]["init"] for section in encoders}
+    return found | {f"{section}.init": project / name for section, name in named.items() if name != "small"}
+
+
+@dataclass(frozen=True)
+class _KeyRecord:
+    """What DVC has recorded of a file or a folder."""
+
+    path: Path
+    digest: str
+    algorithm: str
+
+    @classmethod
+    def of(cls, path: Path, entry: Mapping[str, str]) -> _KeyRecord:
+        """DVC before 3 names no algorithm: it was one that takes the line ends of Windows for those of Unix."""
+        return cls(_plain(path), entry["md5"], entry.get("hash", "md5-dos2unix"))
+
+
+def _digest(path: Path, record: _KeyRecord | None) -> str | None:
+    if not path.exists():
+        return record.digest if record else None
+    if record and record.path.exists() and _digest_here(record.path, record.algorithm) == record.digest:
+        return record.digest
+    return _digest_here(path)
+
+
+def _digest_here(path: Path, algorithm: str = "md5") -> str:
+    """What ``dvc add`` would record of a file or a folder; of a folder without what .dvcignore names."""
+    from dvc.ignore import DvcIgnoreFilter
+    from dvc_data.hashfile.build import IgnoreInCollectedDirError, build
+    from dvc_data.hashfile.db import HashFileDB
+    from dvc_objects.fs.local import localfs
+
+    root = next((str(place) for place in path.parents if (place / ".dvc").is_dir()), None)
+    ignored = DvcIgnoreFilter(localfs, root) if root else None
+    database = HashFileDB(localfs, os.devnull, read_only=True)  # nothing is kept
+    try:
+        _, _, made = build(database, str(path), localfs, algorithm, dry_run=True, ignore=ignored)
+    except IgnoreInCollectedDirError as error:
+        raise ValueError(f"{path}: {error}; move it to a folder above") from None
+    return str(made.hash_info.value)
+
+
+def _locked(project: Path) -> Iterator[_KeyRecord]:
     """Files of dvc.lock with their digests."""
     lock = project / "dvc.lock"
     for stage in ((_read(lock) or {}).get("stages") or {}).values() if lock.is_file() else ():
         for entry in [*stage.get("deps", []), *stage.get("outs", [])]:
             if "md5" in entry:
-                yield _plain(project / entry["path"]), entry["md5"]
+                yield _KeyRecord.of(project / entry["path"], entry)
 
 
-def _pointed_at(path: Path, project: Path) -> str | None:
+def _pointed_at(path: Path, project: Path) -> _KeyRecord | None:
     """What a .dvc file says of a file or of a folder around it; that of a file elsewhere may lie beside params."""
     for place in (path, *path.parents, project / path.name):
         pointer = place.parent / f"{place.name}.dvc"
         if pointer.is_file():
-            outs = (_read(pointer) or {}).get("outs") or [{}]
-            digest: str | None = outs[0].get("md5")
-            return digest
+            [entry, *_] = (_read(pointer) or {}).get("outs") or [{}]
+            what = place if place in path.parents else path
+            return _KeyRecord.of(what, entry) if "md5" in entry else None
     return None
 
 

@@ -73,11 +73,18 @@ class Cluster:
         return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in found.items]
 
     def warnings(self, namespace: str, prefix: str) -> list[str]:
-        """The last warning of each pod whose name begins so."""
+        """The last warning of each pod whose name begins so; a list comes by name, not by time."""
         of_pods = "involvedObject.kind=Pod,type=Warning"
         found = self.ask("CoreV1Api", "list_namespaced_event", namespace, field_selector=of_pods).items
+        found.sort(key=_seen)
         last = {event.involved_object.name: f"{event.reason}: {event.message}" for event in found}
         return [f"{name}: {warning}" for name, warning in last.items() if name.startswith(prefix)]
+
+
+def _seen(event: Any) -> float:
+    """When an event was last seen: one that repeats keeps its name, and which field says so depends on its maker."""
+    times = (event.series and event.series.last_observed_time, event.last_timestamp, event.event_time)
+    return max((one.timestamp() for one in times if one), default=0.0)
 
 
 def _reasons(status: Any) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from realmops.cluster.kube import NAMESPACE, TIME_OUT
 from realmops.cluster.place import Place, place_of
 from realmops.cluster.waiting import awaited
+from realmops.tracking.client import redacted
 
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 SIGN_IN = (
@@ -44,9 +45,10 @@ class Server:
         Where there are no profiles no request has one, and it says in which Kubeflow Pipelines itself is installed.
         """
         self.endpoint = (endpoint or "").rstrip("/")
+        self._shown = redacted(self.endpoint)
         if not self.endpoint.startswith(("http://", "https://")):
             raise ValueError(
-                f"the endpoint of Kubeflow Pipelines is {self.endpoint!r}: name one that starts with http:// or "
+                f"the endpoint of Kubeflow Pipelines is {self._shown!r}: name one that starts with http:// or "
                 "https:// with --endpoint or KF_PIPELINES_ENDPOINT"
             )
         try:
@@ -54,26 +56,24 @@ class Server:
         except ImportError:
             raise ValueError("submitting needs the package kfp; pip install 'realmops[cluster]'") from None
 
-        client = api.ApiClient(_configuration(self.endpoint))
+        client = self._client = api.ApiClient(_configuration(self.endpoint))
         self._experiments = api.ExperimentServiceApi(client)
         self._pipelines = api.PipelineServiceApi(client)
         self._uploads = api.PipelineUploadServiceApi(client)
         self._runs = api.RunServiceApi(client)
         self._own = namespace or (NAMESPACE.read_text().strip() if NAMESPACE.is_file() else "")
         health = self.ask(api.HealthzServiceApi(client).healthz_service_get_healthz)
-        if "json" not in client.last_response.getheader("Content-Type", ""):
-            raise ValueError(f"{self.endpoint} answers with a page, perhaps a login, not as an API: {SIGN_IN}")
         tag = str(json.loads(client.last_response.data).get("tag_name") or "")
         version = re.match(r"v?(\d+)\.(\d+)", tag)
         # servers that were built from no release tell no version, and are taken as they are
         self._version = tuple(map(int, version.groups())) if version else None
         if self._version and self._version < OLDEST:
             raise ValueError(
-                f"{self.endpoint} is Kubeflow Pipelines {tag}: the securityContext of our pods wants "
+                f"{self._shown} is Kubeflow Pipelines {tag}: the securityContext of our pods wants "
                 f"{OLDEST[0]}.{OLDEST[1]}.0 or younger; update it"
             )
         if health.multi_user and not self._own:
-            raise ValueError(f"{self.endpoint} serves many users: name the namespace of a profile with --namespace")
+            raise ValueError(f"{self._shown} serves many users: name the namespace of a profile with --namespace")
         self._namespace = {"namespace": self._own} if health.multi_user else {}
         self.place: Place = place_of(self.endpoint, self._own if health.multi_user else namespace, health.multi_user)
 
@@ -83,21 +83,25 @@ class Server:
         return self._version is not None and self._version >= KEEPS
 
     def ask(self, function: Callable[..., Any], **arguments: Any) -> Any:
-        """Call one of the API's functions."""
+        """Call one of the API's functions; a page in the place of its answer would read as an object without fields."""
         from kfp_server_api import ApiException
         from urllib3.exceptions import HTTPError, LocationValueError
 
         try:
-            return function(**arguments, _request_timeout=TIME_OUT)
+            answer = function(**arguments, _request_timeout=TIME_OUT)
         except ApiException as error:
             raise self._explained(error.status, error.reason, error.body) from None
         except LocationValueError as error:
-            raise ValueError(f"{self.endpoint} is no address: {error}") from None
+            raise ValueError(f"{self._shown} is no address: {redacted(str(error))}") from None
         except HTTPError as error:
-            raise TimeoutError(f"{self.endpoint} does not answer: {getattr(error, 'reason', error)}") from None
+            said = redacted(str(getattr(error, "reason", error)))
+            raise TimeoutError(f"{self._shown} does not answer: {said}") from None
+        if "json" not in self._client.last_response.getheader("Content-Type", ""):
+            raise ValueError(f"{self._shown} answers with a page, perhaps a login, not as an API: {SIGN_IN}")
+        return answer
 
     def _explained(self, status: int, reason: str, body: str | None) -> Exception:
-        said = f"{self.endpoint} says {status} {reason}"
+        said = f"{self._shown} says {status} {reason}"
         if status == 401:
             return ValueError(f"{said}: {SIGN_IN}")
         if status == 403:
@@ -118,7 +122,7 @@ class Server:
 
     def link(self, run: Any) -> str:
         """Where a browser shows a run."""
-        base = os.environ.get("KF_PIPELINES_UI_ENDPOINT") or self.endpoint
+        base = redacted(os.environ.get("KF_PIPELINES_UI_ENDPOINT") or self.endpoint)
         return f"{base.rstrip('/')}/#/runs/details/{run.run_id}"
 
     def experiment(self, name: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from realmops import artifacts
-from realmops.cluster.key import digests_of_files, key_of
+from realmops.cluster.key import digests_of_files, image_note, key_of
 from realmops.cluster.kube import looked
 from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.server import Server
@@ -29,7 +29,8 @@ from realmops.cluster.waiting import Say, awaited
 
 SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # every other state but SUCCEEDED is of a run that lives
-LIVE = ("PENDING", "RUNNING", "PAUSED", "CANCELING", "RUNTIME_STATE_UNSPECIFIED")
+CANCELING = "CANCELING"  # it lives and will not succeed: another run does not wait for it
+LIVE = ("PENDING", "RUNNING", "PAUSED", "RUNTIME_STATE_UNSPECIFIED")
 GRACE_SECONDS = 30.0  # from a version without a run to the belief that its maker is gone
 LOOK_SECONDS = 1.0
 WATCH_SECONDS = 5.0
@@ -40,7 +41,7 @@ PODS = re.compile(r"executor(\(\d+\))?|.+-driver(\(\d+\))?")
 
 TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "NUMBER_INTEGER": ("a whole number", lambda value: type(value) is int),
-    "NUMBER_DOUBLE": ("a number", lambda value: type(value) in (int, float)),
+    "NUMBER_DOUBLE": ("a number", lambda value: type(value) in (int, float) and math.isfinite(value)),
     "BOOLEAN": ("true or false", lambda value: type(value) is bool),
     "LIST": ('JSON as ["a", "b"]', lambda value: isinstance(value, list)),
     "STRUCT": ('JSON as {"a": "b"}', lambda value: isinstance(value, dict)),
@@ -166,6 +167,8 @@ def prepare(
     given = pipeline.parsed(arguments)
     files, notes = digests_of_files(values, project)
     key = key_of(values, files, pipeline.documents, given)
+    if "image" in pipeline.parameters:
+        notes += image_note(str(given.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
     ours = {"options": artifacts.canonical_json(values).decode(), "run": key[:16], "key": key}
     given = {one: value for one, value in ours.items() if one in pipeline.parameters} | given
     missing = [
@@ -194,7 +197,7 @@ def submit(submission: Submission, server: Server, *, once: bool, keep_hours: fl
     if once and not made:
         runs = _runs_of_another(version, server, say)
         for run in runs:
-            if run.state not in FAILURES:
+            if run.state not in FAILURES | {CANCELING}:
                 say(f"nothing to submit: {_shown(run)} has the same key {submission.key[:16]}")
                 say(f"the run: {server.link(run)}")
                 return run
@@ -272,7 +275,10 @@ def _tell_of_pods(tasks: Sequence[str], late: int, run_id: str, server: Server, 
 
 
 def older_run(server: Server, key: str, run_id: str) -> str | None:
-    """A run that lives, has the same key and is older than this one, in words; of one second, the lower id is older."""
+    """A run that lives, has the same key and is older than this one, in words; of one second, the lower id is older.
+
+    One that is being cancelled leaves the work to this one.
+    """
     this = server.run(run_id)
     for run in server.runs(operation="IN", key="state", stringValues={"values": LIVE}):
         arguments = (run.runtime_config.parameters if run.runtime_config else None) or {}

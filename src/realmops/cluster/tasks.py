@@ -23,7 +23,7 @@ from realmops.cluster.server import Server
 from realmops.cluster.submit import older_run
 from realmops.console import Console, end_on_sigterm, explained_errors
 from realmops.stages import METRICS, STAGES
-from realmops.tracking.run import ABOVE
+from realmops.tracking.sender import ABOVE
 
 if TYPE_CHECKING:
     from realmops.commands.ablate import Ablation
@@ -45,7 +45,7 @@ class Artifact(Output, Protocol):
     metadata: dict[str, Any]
 
 
-class Metrics(Artifact, Protocol):
+class MetricsArtifact(Artifact, Protocol):
     """The same for figures: they go to the file, which KFP's cache wants, and are shown in KFP."""
 
     def log_metric(self, metric: str, value: float) -> None:
@@ -80,7 +80,7 @@ def run_stage(
     options: str,
     root: str,
     manifest: Artifact,
-    metrics: Metrics,
+    metrics: MetricsArtifact,
     processes: int = 1,
     *,
     owner: str = "",
@@ -104,7 +104,7 @@ def pretrain(
     options: str,
     root: str,
     manifest: Artifact,
-    metrics: Metrics,
+    metrics: MetricsArtifact,
     *,
     owner: str,
     deployment: str,
@@ -130,7 +130,7 @@ def evaluate(
     manifest: Artifact,
     report: Output,
     summary: Output,
-    metrics: Metrics,
+    metrics: MetricsArtifact,
     *,
     owner: str,
     deployment: str,
@@ -176,7 +176,7 @@ def guard(key: str, run: str, endpoint: str) -> None:
 
 
 @_task()
-def promote(options: str, root: str, model: str, margin: float, champion: Artifact, metrics: Metrics) -> None:
+def promote(options: str, root: str, model: str, margin: float, champion: Artifact, metrics: MetricsArtifact) -> None:
     """Make the run the champion of a registered model if it is better; that it is not is no error.
 
     Args:
@@ -195,7 +195,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Artifa
     from realmops.artifacts import WORK
     from realmops.commands.promote import promote
     from realmops.index.lease import claimed
-    from realmops.tracking.stage_runs import headline
+    from realmops.tracking.runs import headline
 
     with claimed(place.parent / WORK / "promote", report.say):  # MLflow itself takes any of two at once
         promotion = promote(_parsed(options), project=place, root=place, name=model, margin=margin, copy=False)
@@ -209,7 +209,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Artifa
 
 
 @_task()
-def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
+def refresh(options: str, root: str, changes: Output, metrics: MetricsArtifact) -> None:
     """Read a changed corpus under the trained run ``root``, as ``realmops update`` does.
 
     Args:
@@ -227,7 +227,7 @@ def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
 
 @_task()
 def variant(
-    name: str, project: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: Metrics
+    name: str, project: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: MetricsArtifact
 ) -> None:
     """Train and evaluate one variant of an ablation with every seed; table and MLflow runs are for :func:`table`."""
     from realmops.commands.ablate import means_of, train
@@ -251,7 +251,7 @@ def table(
     out: str,
     rows: Output,
     page: Output,
-    metrics: Metrics,
+    metrics: MetricsArtifact,
 ) -> None:
     """Write the table of the reference and ``variants`` as far as they have been trained, and their MLflow runs.
 
@@ -259,21 +259,18 @@ def table(
         rows: the table, in Markdown.
         page: in HTML.
     """
-    from realmops.commands.ablate import REFERENCE, tabulate
-    from realmops.evaluate.ablation import as_markdown
+    from realmops.commands.ablate import ablate
+    from realmops.evaluate.ablation import REFERENCE, table_of_rows
 
     ablation = _ablation([REFERENCE, *variants], project, presets, settings, seeds, out)
-    found, missing = tabulate(ablation, report=Console())
-    text = as_markdown(found) if found else f"No table: {REFERENCE} is not among what ended well.\n"
+    found, missing = ablate(ablation, jobs=1, report=Console(), only_look=True)
+    text = table_of_rows(found).as_markdown() if found else f"No table: {REFERENCE} is not among what ended well.\n"
     text += "".join(f"\n{line}\n" for line in missing)
     artifacts.write_bytes(Path(rows.path), text.encode())
     shown = (ablation.out / "report.html").read_bytes() if found else escape(text).encode()
     artifacts.write_bytes(Path(page.path), shown)
-    means = [
-        (row.variant, {"em": row.em, "zero_shot_recall_at_5": row.recall_at_5, "em_difference": row.em_difference})
-        for row in found
-    ]
-    _show({f"{name}_{what}": value.mean for name, values in means for what, value in values.items()}, metrics)
+    columns = {"em": "em", "zero_shot_recall_at_5": "recall_at_5", "em_difference": "em_difference"}
+    _show({f"{row['variant']}_{what}": row[name] for row in found for what, name in columns.items()}, metrics)
 
 
 def _ablation(variants: list[str], project: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
@@ -311,7 +308,7 @@ def _parsed(options: str) -> dict[str, dict[str, Any]]:
     return config.checked(values, "options")
 
 
-def _run(stage: str, values: Values, root: Path, manifest: Artifact, metrics: Metrics, processes: int) -> None:
+def _run(stage: str, values: Values, root: Path, manifest: Artifact, metrics: MetricsArtifact, processes: int) -> None:
     from realmops.stages import runner
 
     _make_folder(root)
@@ -361,7 +358,7 @@ def _figures(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def _show(found: Mapping[str, Any], metrics: Metrics) -> None:
+def _show(found: Mapping[str, Any], metrics: MetricsArtifact) -> None:
     """Write the figures among what was found, and show them in KFP."""
     figures = _figures(found)
     artifacts.write_json(Path(metrics.path), figures)

@@ -33,16 +33,19 @@ import pyarrow.parquet as pq
 import torch
 
 from realmops import artifacts
-from realmops.commands.explain.sentence import MASK, pretrained
-from realmops.commands.explain.trained import options_of
+from realmops.commands.masked import MASK, pretrained
+from realmops.commands.trained import options_of
 from realmops.commands.update import of_pipeline
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.index.embed import embed, query_sequences
+from realmops.index.source import Index
 from realmops.model import likelihood
 from realmops.stages import STAGES, Report
-from realmops.train.pretrain import Candidates, Example, Examples, Index, Realm
+from realmops.train.candidates import Candidates
+from realmops.train.examples import Example, Examples
+from realmops.train.realm import Realm
 
 FILE = "alignments.parquet"
 SCHEMA = pa.schema(

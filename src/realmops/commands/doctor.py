@@ -13,10 +13,10 @@ from realmops.artifacts import WORK
 from realmops.index.exchange import inspect
 from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import is_running
-from realmops.tracking.spool import unsent
-from realmops.tracking.stage_runs import tracking_folder
+from realmops.tracking.runs import tracking_folder
+from realmops.tracking.sender import unsent
 
-PACKAGES = ("torch", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss", "bm25s")
+PACKAGES = ("torch", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss")
 
 
 def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
@@ -53,7 +53,7 @@ def _version(name: str) -> str:
 def _device() -> Iterator[str]:
     import torch
 
-    from realmops.bert import resolve_device, resolve_precision
+    from realmops.encoders.devices import resolve_device, resolve_precision
 
     device = resolve_device("auto")
     name = (

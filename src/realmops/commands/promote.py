@@ -6,7 +6,6 @@ the next training does not take them from under the registered model.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.answering.retrieval import RetrieveAndRead
 from realmops.artifacts import WORK
 from realmops.baselines.rankers import BY_WORDS
-from realmops.bert import device_and_dtype, tune_process
-from realmops.commands.explain.trained import tuned_steps
+from realmops.commands.answers import Generation
+from realmops.commands.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, parse_section
-from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import device_and_dtype, tune_process
 from realmops.evaluate.compare import compare, sentence
+from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.openqa import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.evaluate.tuned import open_tuned
@@ -32,9 +33,8 @@ from realmops.model.files import is_hybrid
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import alone, inputs_of
 from realmops.tracking.registry import ModelVersion, Registry
-from realmops.tracking.spool import sent_run
-from realmops.tracking.stage_runs import tracking_folder
-from realmops.train.finetune import Answer, OpenQa, Span
+from realmops.tracking.runs import tracking_folder
+from realmops.tracking.sender import sent_run
 
 KIND = "promoted"
 FOLDER = "promoted"
@@ -50,33 +50,41 @@ RULE_TAG = "realmops.em_rule"
 SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # tags beside EM: what its confidence is worth
 COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifacts
 _TEXT, _NUMBER = {"type": "string", "required": True}, {"type": "double", "required": True}
-# What goes in and comes out, in MLflow's form; ``reply`` gives the columns of the outputs.
+_NO_NUMBER, _NO_PLACE = {"type": "double", "required": False}, {"type": "long", "required": False}
+_NO_TEXT = {"type": "string", "required": False}
+_PLACE = {
+    **dict.fromkeys(("uri", "document_id", "passage_id", "title"), _TEXT),
+    **dict.fromkeys(("start", "end"), _NO_PLACE),
+    "p_z": _NUMBER,
+    "p_z_given_y": _NO_NUMBER,
+}
+
+
+def _list_of(name: str, properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "type": "array", "required": True, "items": {"type": "object", "properties": properties}}
+
+
+# What goes in and comes out, in MLflow's form: the record of ``answering.record``.
 SIGNATURE = {
     "inputs": [_TEXT],
     "outputs": [
         {"name": "question", **_TEXT},
         {"name": "answer", **_TEXT},
-        {"name": "score", **_NUMBER, "required": False},
-        {"name": "passage_id", **_TEXT},
-        {"name": "title", **_TEXT},
-        {"name": "evidence", **_TEXT},
+        {"name": "probability", **_NUMBER},
+        {"name": "p_y", **_NUMBER},
+        {"name": "threshold", **_NO_NUMBER},
+        {"name": "abstained", "type": "boolean", "required": True},
+        _list_of("citations", _PLACE | {"quote": _TEXT}),
+        _list_of("passages", _PLACE | {"text": _TEXT, "span": _NO_TEXT, "score": _NO_NUMBER}),
         {
-            "name": "citations",
-            "type": "array",
+            "name": "model",
+            "type": "object",
             "required": True,
-            "items": {
-                "type": "object",
-                "properties": {
-                    **dict.fromkeys(("uri", "document_id", "passage_id", "title", "quote"), _TEXT),
-                    **{key: {"type": "long", "required": False} for key in ("start", "end")},
-                },
+            "properties": {
+                **dict.fromkeys(("version", "snapshot"), _TEXT),
+                "weights_step": _NO_PLACE,
+                "index_generation": {"type": "long", "required": True},
             },
-        },
-        {
-            "name": "passages",
-            "type": "array",
-            "required": True,
-            "items": {"type": "object", "properties": {"passage_id": _TEXT, "title": _TEXT, "p_z": _NUMBER}},
         },
     ],
 }
@@ -172,12 +180,11 @@ def promote(
                 return Promotion(False, f"not promoted, {champion.uri} stays the champion: {figures}", difference)
             reason = f"before, it was {champion.uri}. {figures}"
         with _gathered(run, root, copy) as folder:
-            version = registry.find(wanted) or _register(run, registry, root, folder, copy)
-            if registry.champion() != champion:
+            version = _registered(registry, wanted, copy) or _register(run, registry, root, folder, copy)
+            if not registry.crown(version, run.question, champion):
                 return Promotion(
                     False, f"not promoted: the champion of {name} changed meanwhile; run the command again"
                 )
-            registry.crown(version, run.question)
         return Promotion(True, f"{version.uri} is the champion: {run}; {reason}", difference)
 
 
@@ -209,7 +216,8 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     entries[PREDICTIONS] = (results / PREDICTIONS, manifest["files"][PREDICTIONS])
     rule = em_rules(questions)[0]
     used = {name: sections[name] for name in ("run", "finetune")}
-    asked = sorted([q.id, q.question, sorted(q.answers)] for q in questions)
+    # What does not count as evidence of a question is part of what is measured; most have none.
+    asked = sorted([q.id, q.question, sorted(q.answers), *([sorted(q.not_in)] if q.not_in else [])] for q in questions)
     return FinishedRun(
         results=results,
         files={name: path for name, (path, _) in entries.items()},
@@ -253,6 +261,14 @@ def _against(
     return em.difference.mean >= margin and em.difference.low > 0, figures, em.difference.mean
 
 
+def _registered(registry: Registry, wanted: Mapping[str, str], copy: bool) -> ModelVersion | None:
+    """A version with these tags that can still be loaded: its folder may be gone, when it was another root's."""
+    found = registry.find(wanted)
+    if found is None or copy or COPIED_TAG in found.tags or Path(registry.settings(found)["folder"]).is_dir():
+        return found
+    return None
+
+
 def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, copy: bool) -> ModelVersion:
     copied = [artifacts.MANIFEST, PREDICTIONS]
     copied += [name for name in (CORPUS, lexical.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
@@ -285,19 +301,18 @@ def _gather(run: FinishedRun, folder: Path) -> None:
     for name, path in run.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         artifacts.link_or_copy(path, folder / name)
-    artifacts.write_manifest(folder, KIND, digest=run.digest, sections=run.sections)
+    artifacts.write_manifest(folder, KIND, digest=run.digest, sections=run.sections, weights_step=run.steps)
 
 
 # What the registered model, pyfunc.py, stands on.
 
 
-def open_promoted(folder: Path, registered: Path, kind: type[OpenQa]) -> OpenQa:
+def open_promoted(folder: Path, registered: Path) -> Generation:
     """A promoted model, ready on its device.
 
     Args:
         folder: where its files lie.
         registered: the manifest that the registry has of them.
-        kind: the class of the model.
 
     Raises ValueError that names the file when one is missing or is not what was registered.
     """
@@ -317,49 +332,7 @@ def open_promoted(folder: Path, registered: Path, kind: type[OpenQa]) -> OpenQa:
     device, dtype = device_and_dtype(run)
     options = parse_section("finetune", manifest["sections"]["finetune"], place)
     snapshot = Snapshot.open(folder / CORPUS, verify=False)
-    return open_tuned(folder / FINETUNE, options, snapshot, device, dtype, kind)
-
-
-def reply(question: str, answer: Answer, snapshot: Snapshot) -> dict[str, Any]:
-    """An answer with its evidence and where that stands, as JSON; without a span to choose it has no score.
-
-    ``citations`` are the answer itself first, then the same answer in other passages that were read, best first.
-    ``start`` and ``end``, characters of the document's text as it was read, are None for a corpus of a version before.
-    """
-    best = answer.best
-    spans = [] if best is None else [best, *same_answers(answer)]
-    return {
-        "question": question,
-        "answer": answer.text,
-        "score": best.score if best else None,
-        "passage_id": snapshot.passage_id(best.passage) if best else "",
-        "title": snapshot.title(best.passage) if best else "",
-        "evidence": snapshot.text(best.passage) if best else "",
-        "citations": [cited(snapshot, span.passage, span.characters) for span in spans],
-        "passages": [
-            {"passage_id": snapshot.passage_id(p), "title": snapshot.title(p), "p_z": math.exp(log_p)}
-            for p, log_p in zip(answer.passages, answer.log_prior, strict=True)
-        ],
-    }
-
-
-def same_answers(answer: Answer) -> list[Span]:
-    """The best spans of other passages that have the answer's normal form, best first."""
-    form = normal_form(answer.text)
-    others = [span for span in answer.best_of_passage if span and answer.best and span.passage != answer.best.passage]
-    return sorted((span for span in others if normal_form(span.text) == form), key=lambda span: -span.score)
-
-
-def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> dict[str, Any]:
-    """Where a part of a passage stands: document, passage, and characters of the document's text as it was read."""
-    first = snapshot.start(passage) if snapshot.has_places else None
-    start, end = characters
-    return {
-        "uri": snapshot.uri(passage) if snapshot.has_places else "",
-        "document_id": snapshot.document_id(passage),
-        "passage_id": snapshot.passage_id(passage),
-        "title": snapshot.title(passage),
-        "start": None if first is None else first + start,
-        "end": None if first is None else first + end,
-        "quote": snapshot.text(passage)[start:end],
-    }
+    model = open_tuned(folder / FINETUNE, options, snapshot, device, dtype)
+    assert isinstance(model, RetrieveAndRead), "read_run refuses what has no evidence"
+    version, step = manifest["digest"][:12], manifest.get("weights_step")
+    return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.config import Finetune
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
 from realmops.corpus.cloze import cloze_questions, split
 from realmops.corpus.questions import Question, in_orqa_dev, json_line, read_questions
@@ -72,13 +73,21 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[s
 
 
 def _check_replaceable(folder: Path) -> None:
-    if folder.exists():
-        try:
-            artifacts.read_manifest(folder, KIND, verify=False)
-        except ValueError:
-            raise ValueError(
-                f"{folder} exists and was not written by this command; name another folder with --out"
-            ) from None
+    """ValueError for a folder that holds anything but what an earlier call wrote: all of it would go."""
+    if not folder.exists():
+        return
+    if not (folder / artifacts.MANIFEST).is_file():
+        raise ValueError(f"{folder} exists and was not written by this command; name another folder with --out")
+    try:
+        known = {*artifacts.read_manifest(folder, KIND)["files"], artifacts.MANIFEST}
+    except ValueError as error:
+        raise ValueError(f"{folder} would be replaced ({error}); move it away, or name another with --out") from None
+    found = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    if others := [path for path in found if path.relative_to(folder).as_posix() not in known]:
+        raise ValueError(
+            f"{others[0]} was not written by this command, and {folder} would be replaced with it ({len(others)} such "
+            "files); move it away, or name another folder with --out"
+        )
 
 
 def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:
@@ -92,18 +101,28 @@ def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) ->
 
 
 def measure_ceilings(
-    files: Sequence[Path], root: Path, *, format: str, progress: Callable[[str, int], Callable[[int], None]]
+    files: Sequence[Path],
+    root: Path,
+    limits: Finetune,
+    *,
+    format: str,
+    progress: Callable[[str, int], Callable[[int], None]],
 ) -> Iterator[str]:
     """What is possible with these questions on the corpus, whatever the model, and BM25 beside it, in words.
 
     Args:
         root: of the stage ``snapshot``.
+        limits: passages and longest span of the reader.
         progress: gives, for a label and a total, the function that takes units done.
     """
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     questions = read_questions(files, format=format)
     texts = snapshot.column("text")
-    ranked = rank(Bm25.of(snapshot, verify=True), [q.question for q in questions], max(RECALL_AT))
+    ranked = rank(
+        Bm25.of(snapshot, verify=True),
+        [q.question for q in questions],
+        max(*RECALL_AT, limits.reader_candidates),
+    )
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"
     for rule in REGEX_RULES if questions[0].is_regex else WORD_RULES:
@@ -113,12 +132,14 @@ def measure_ceilings(
         recall = ", ".join(f"{hits_at(ranks[rule], k).mean():.1%} in {k}" for k in RECALL_AT)
         yield f"{rule}: answered in the corpus {in_corpus.mean():.1%}; by BM25's first passages {recall}"
     rule = questions[0].match_rule
-    spans = reader_can_answer(questions, ranked, snapshot.text, snapshot.chars, rule=rule)
-    yield f"as a span of at most 10 wordpieces in BM25's first 5 ({rule}): {spans.mean():.1%}"
+    passages, most = limits.reader_candidates, limits.answer_wordpieces
+    read = ranked[:, :passages]
+    spans = reader_can_answer(questions, read, snapshot.text, snapshot.chars, rule=rule, wordpieces=most)
+    yield f"as a span of at most {most} wordpieces in BM25's first {passages} ({rule}): {spans.mean():.1%}"
     if not questions[0].is_regex:
         count = snapshot.tokenizer
-        fits = answer_fits_reader(questions, lambda text: len(count.encode(text, add_special_tokens=False).ids))
-        yield f"with an answer of at most 10 wordpieces: {fits.mean():.1%}"
+        fits = answer_fits_reader(questions, lambda text: len(count.encode(text, add_special_tokens=False).ids), most)
+        yield f"with an answer of at most {most} wordpieces: {fits.mean():.1%}"
     slow = [q.id for q in questions if q.is_regex and any(expression(a).timed_out for a in q.answers)]
     if slow:
         yield f"regular expressions given up as too slow: {len(slow)} ({', '.join(slow)})"

@@ -14,7 +14,7 @@ from realmops.evaluate.report import figure_tables
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import default_uri
 from realmops.tracking.mlflow_views import view_address
-from realmops.tracking.stage_runs import tracking_folder
+from realmops.tracking.runs import tracking_folder
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,11 +21,13 @@ def run_stages(
     root: Path,
     report: Report,
     force: bool,
+    watch_parent: int | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run stages as ``run_stage`` does; the name and the metrics of each, which a process that only helps has not.
 
     The files that they want from outside are looked for before the first one begins.
     """
+    _end_with_parent(watch_parent)
     check_files(names, values, project, root)
     for note in notes(names, values):
         report.warn(note)
@@ -35,7 +37,7 @@ def run_stages(
             yield name, metrics
 
 
-def end_with_parent(parent: int | None) -> None:
+def _end_with_parent(parent: int | None) -> None:
     """End when ``parent`` has ended, or torchrun, whose processes outlive it when it is killed."""
     if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()

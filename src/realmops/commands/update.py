@@ -4,6 +4,7 @@ after that."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -19,13 +20,13 @@ import numpy as np
 
 from realmops import artifacts
 from realmops.artifacts import WORK
-from realmops.bert import device_and_dtype, tune_process
 from realmops.config import CLOSED_BOOK, SnapshotOptions, parse_section
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
 from realmops.corpus.questions import read_questions
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.encoders.devices import device_and_dtype, tune_process
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.index import lexical
 from realmops.index.embeddings import INDEX, embed_changed, load_index, save_index
@@ -34,7 +35,7 @@ from realmops.journal import Journal
 from realmops.model.files import READER, RETRIEVER, load_models
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
 from realmops.stages.runner import alone
-from realmops.stages.snapshot import counts
+from realmops.stages.snapshot import counts, tell_rejects
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,15 +74,18 @@ class _Task:
     work: Path
 
 
-def update(values: Values, *, project: Path, root: Path, report: Report) -> tuple[Path, dict[str, Any]] | None:
+def update(
+    values: Values, *, project: Path, root: Path, report: Report, may_shrink: bool = False
+) -> tuple[Path, dict[str, Any]] | None:
     """Read ``snapshot.documents`` again; returns the folder updates/HASH that was written, and its metrics.
 
-    None when the passages are those of before, and the test questions are answered over them.
+    None when the passages, and where they stand, are those of before, and the test questions are answered over them.
 
     The folder holds snapshot, and fine-tuned model with the new index, and is there as soon as these are. Then it
     gets results, and what became of each answer that is another one than in the newest update before that has
     results, or in the pipeline's own; those stay as they are.
-    Raises ValueError when a stage that it builds on has not run, and for a bad corpus.
+    Raises ValueError when a stage that it builds on has not run, for a bad corpus, and where less than half of the
+    passages are left, unless it ``may_shrink``.
     """
     with alone(root / WORK, KIND):
         before, answered = _checked_states(values, project, root)
@@ -96,7 +100,12 @@ def update(values: Values, *, project: Path, root: Path, report: Report) -> tupl
                 shutil.rmtree(other)
         task = _Task(values, project, root, report, before, answered, old, work)
         new = _read_corpus(task, documents)
-        if new.corpus_hash != old.corpus_hash:
+        if 2 * len(new) < len(old) and not may_shrink:
+            raise ValueError(
+                f"{documents} gives {len(new)} passages where there were {len(old)}, less than half: nothing was "
+                "published. Look for documents that are missing; if they are to go, run 'realmops update --may-shrink'"
+            )
+        if not _same_places(new, old):
             _index_words(task, new)
             final = _publish(task, new)
             report.say(f"update: {final} is there and may serve; the test questions are answered again")
@@ -114,14 +123,21 @@ def update(values: Values, *, project: Path, root: Path, report: Report) -> tupl
 def _publish(task: _Task, new: Snapshot) -> Path:
     """The folder of the update, with all but the answers."""
     number = task.before.number + 1
-    final = task.root / FOLDER / new.corpus_hash[:12]
-    if final.exists():  # the corpus of an earlier update came back
-        final = final.with_name(f"{final.name}-{number}")
+    name = new.corpus_hash[:12]
+    # An earlier update may have had this corpus, under this model or another: it stays.
+    names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(number)))
+    final = next(path for one in names if not (path := task.root / FOLDER / one).exists())
     with artifacts.atomic_folder(final) as out:
         shutil.copytree(task.work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
         artifacts.write_json(out / METRICS, _embed(task, new, out))
         artifacts.write_manifest(out, KIND, number=number, model=_model(task.before), corpus_hash=new.corpus_hash)
     return final
+
+
+def _same_places(new: Snapshot, old: Snapshot) -> bool:
+    """Whether the passages are the same, with their titles, documents, other columns, and places in their sources."""
+    files, before = new.manifest["files"], old.manifest["files"]
+    return all(files[name] == before.get(name) for name in (TEXTS, PLACES)) and new.sources == old.sources
 
 
 def of_pipeline(root: Path) -> CorpusState:
@@ -184,8 +200,8 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     if answered.number and (answered.results / artifacts.MANIFEST).is_file():  # else written by a version before
         artifacts.read_manifest(answered.results, ANSWERS)
     path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
-    now = {question.id for question in read_questions([path], format=values["questions"]["format"])}
-    known = {prediction.question_id for prediction in read_predictions(answered.results / PREDICTIONS)}
+    now = {question.asked for question in read_questions([path], format=values["questions"]["format"])}
+    known = {prediction.asked for prediction in read_predictions(answered.results / PREDICTIONS)}
     if now != known:
         raise ValueError(
             f"questions.test is {path} with {len(now)} questions, and {answered.results} answers {len(known)} others: "
@@ -219,6 +235,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     except ValueError:
         shutil.rmtree(work)
         raise
+    tell_rejects(task.report, "corpus", manifest, final, f"snapshot/corpus/{REJECTS} of the update")
     artifacts.write_json(figures, {"vocabulary": len(old.vocabulary), **counts(manifest)})
     shutil.rmtree(work / "growing")
     return Snapshot.open(final)
@@ -250,7 +267,8 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     device, dtype = device_and_dtype(run)
     folder = out / "finetune"
     folder.mkdir()
-    for path in sorted(before.iterdir()):
+    model = of_pipeline(task.root).finetune  # an earlier update may have an old calibration
+    for path in (model / name for name in artifacts.read_manifest(model, "finetune")["files"]):
         if path.name not in (INDEX, artifacts.MANIFEST):
             artifacts.link_or_copy(path, folder / path.name)
     row = new.places_in(old)
@@ -301,17 +319,17 @@ def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -
 
     Questions that stand in only one of the two are left out.
     """
-    known = {prediction.question_id: prediction for prediction in before}
+    known = {prediction.asked: prediction for prediction in before}
     return [
         {
             "id": new.question_id,
             "question": new.question,
             "answers": list(new.answers),
-            "before": _side(known[new.question_id]),
+            "before": _side(known[new.asked]),
             "after": _side(new),
         }
         for new in after
-        if new.question_id in known and normal_form(new.prediction) != normal_form(known[new.question_id].prediction)
+        if new.asked in known and normal_form(new.prediction) != normal_form(known[new.asked].prediction)
     ]
 
 

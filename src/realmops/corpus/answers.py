@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 MATCH_SECONDS = 1.0  # of processor time, for one expression in one text
 LONGEST_EXPRESSION = 10_000  # characters
 BETWEEN = b"\xff"  # occurs in no UTF-8
-MAX_ANSWER_WORDPIECES = 10  # ORQA, Lee et al. 2019
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _BETWEEN_WORDS = r"(?:\s|\b(?:a|an|the)\b)+?"
@@ -39,8 +38,8 @@ def normal_form(answer: str) -> str:
 
 
 def exact_match(prediction: str, answers: Iterable[str]) -> bool:
-    """Whether the prediction has the normal form of one of the answers."""
-    return normal_form(prediction) in {normal_form(answer) for answer in answers}
+    """Whether the prediction has the normal form of one of the answers; "", which says nothing, never has."""
+    return bool(prediction) and normal_form(prediction) in {normal_form(answer) for answer in answers}
 
 
 def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
@@ -222,7 +221,7 @@ def answer_token_spans(
     chars: NDArray[np.integer[Any]],
     *,
     rule: str,
-    max_wordpieces: int = MAX_ANSWER_WORDPIECES,
+    max_wordpieces: int,
 ) -> list[tuple[int, int]]:
     """(first, end) wordpieces of every occurrence of an answer in a passage, in order.
 

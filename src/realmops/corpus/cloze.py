@@ -146,6 +146,7 @@ def split(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]
     Those for train may be answered by the passage that they were made from, which is named instead of left out.
 
     A share ``HELD_OUT`` of the passages is for dev and as many for test, of whose questions the first are taken.
+    A question whose passages are of several parts is left out.
     """
     passages = sorted({question.not_in[0] for question in questions})
     if len(passages) < len(PARTS):
@@ -160,11 +161,13 @@ def split(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]
     part_of |= {passages[row]: "dev" for row in drawn[:held_out].tolist()}
     part_of |= {passages[row]: "test" for row in drawn[held_out : 2 * held_out].tolist()}
     parts: dict[str, list[Question]] = {name: [] for name in PARTS}
-    for question in questions:
-        own = {part_of.get(name, part_of[question.not_in[0]]) for name in question.not_in}
-        name = own.pop()
-        if not own and (name == "train" or len(parts[name]) < MOST_HELD_OUT):
+    # the few of dev and test choose first among the passages that are never a first source
+    for question in sorted(questions, key=lambda q: part_of[q.not_in[0]] == "train"):
+        name = part_of[question.not_in[0]]
+        own = {part_of.get(passage, name) for passage in question.not_in}
+        if own == {name} and (name == "train" or len(parts[name]) < MOST_HELD_OUT):
             parts[name].append(question)
+            part_of |= dict.fromkeys(question.not_in, name)
     parts["train"] = [replace(q, passage_id=q.not_in[0], not_in=()) for q in parts["train"]]
     return parts
 
@@ -192,8 +195,14 @@ class Sources:
 
     def among(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Which of the passages found for each question they are, Q x K."""
-        rows = [self.of(question) for question in questions]
-        return np.stack([np.isin(ids, own) for ids, own in zip(id_QK, rows, strict=True)])
+
+        def own(question: Question, id_K: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+            if not question.not_in:
+                return np.zeros(len(id_K), bool)
+            name, count = self._snapshot.passage_id, len(self._snapshot)
+            return np.array([0 <= p < count and name(p) in question.not_in for p in id_K.tolist()], bool)
+
+        return np.stack([own(question, id_K) for question, id_K in zip(questions, id_QK, strict=True)])
 
     def left_out(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
         """The passages found without them, -1 behind the others in their place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,20 +22,28 @@ def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     Raises ValueError when there is no such file; reading damaged data raises one of ``DAMAGE``.
     """
     with open_plain(path) as raw:
-        if path.name.endswith(".gz"):
+        suffix = path.suffix.lower()
+        if suffix == ".gz":
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw.tell
-        elif path.name.endswith(".bz2"):
+        elif suffix == ".bz2":
             yield cast(BinaryIO, bz2.BZ2File(raw)), raw.tell
         else:
             yield raw, raw.tell
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """The file's own bytes; ValueError when there is no such file."""
+    """The file's own bytes; ValueError when there is no such file, and for a compressed one without a byte.
+
+    Nothing, compressed, has some bytes: the libraries take a download that never came for a file of no records.
+    """
     try:
-        return open(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115  # the caller closes it
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    if path.suffix.lower() in (".gz", ".bz2") and os.fstat(file.fileno()).st_size == 0:
+        file.close()
+        raise ValueError(f"{path}: the file is empty, which no compressed file is; copy or download it again")
+    return file
 
 
 def damage(error: BaseException, path: Path) -> str:
@@ -42,7 +51,7 @@ def damage(error: BaseException, path: Path) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
     kind = path.suffix[1:]
-    name = {"gz": "gzip", "bz2": "bzip2"}.get(kind, kind)
+    name = {"gz": "gzip", "bz2": "bzip2"}.get(kind.lower(), kind)
     if isinstance(error, EOFError):
         return f"the {name} file ends in the middle; it was cut: copy or download it again"
     return (

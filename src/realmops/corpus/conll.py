@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
 
 from realmops.corpus.compressed import DAMAGE, open_compressed
+
+_BLANKS = re.compile(r"[ \t]+")
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ def _sentences(path: Path) -> Iterator[TaggedSentence]:
     rows: list[tuple[int, list[str]]] = []
     commented = False
     try:
-        with open_compressed(path) as (raw, _), TextIOWrapper(raw, encoding="utf-8") as file:
+        with open_compressed(path) as (raw, _), TextIOWrapper(raw, encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
-                columns = line.split()
-                if not columns or columns[0] == "-DOCSTART-":
+                columns = _BLANKS.split(line.strip(" \t\n"))  # a no-break space is part of a word
+                if not line.strip() or columns[0] == "-DOCSTART-":
                     if rows:
                         yield _sentence(path, rows, commented)
                     rows, commented = [], False

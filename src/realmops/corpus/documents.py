@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,14 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A broken record; ``problem`` says what was found, what is allowed and what to do, without the place."""
+    """A broken record; ``problem`` says what was found, what is allowed and what to do, without the place.
+
+    With ``ends_file`` nothing behind it can be read, however much that is: it is no matter of one record.
+    """
 
     place: str
     problem: str
+    ends_file: bool = False
 
 
 Outcome = Document | Dropped | Rejected
@@ -73,13 +78,18 @@ Outcome = Document | Dropped | Rejected
 class Format:
     """A file format: ``records`` streams a file in flat memory, ``convert`` understands one record.
 
-    Both give ``Rejected`` for broken data and never raise for it; a Rejected that ends a file early says so.
+    Both give ``Rejected`` for broken data and never raise for it; one that ends a file early has ``ends_file``.
     ValueError from ``records`` means that the file cannot be read at all.
     """
 
     name: str
     records: Callable[[Path], Iterator[Raw | Rejected]]
     convert: Callable[[Raw], Outcome]
+
+
+def shown(name: str | Path) -> str:
+    """A file's name or place as text that can be written; bytes of a name that are no UTF-8 are escaped."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,7 +125,7 @@ def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
                 if line.strip():
                     yield Raw(place, line, position())
         except DAMAGE as error:
-            yield Rejected(f"{path}:{number + 1}", damage(error, path))
+            yield Rejected(f"{path}:{number + 1}", damage(error, path), ends_file=True)
 
 
 def document_of(record: dict[str, Any], place: str) -> Document:

@@ -12,18 +12,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from realmops.corpus.documents import Outcome, Raw, Rejected
+from realmops.corpus.documents import Outcome, Raw, Rejected, shown
 from realmops.corpus.formats import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
+_LONGEST_TOLD = 300  # characters of what a library says, which may be the whole text
 
 Records = list[tuple[str, list[Raw | Rejected]]]  # by the name of their format
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,25 @@ class Batch:
 
 
 def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:
-    """The records of all sources in batches, from a record of a source on."""
+    """The records of all sources in batches, from a record of a source on.
+
+    Raises ValueError for a file that cannot be read to its end: however many records that are, nobody could say.
+    """
     runs: list[tuple[int, list[Raw | Rejected]]] = []
     weight = count = 0
     for number in range(source, len(sources)):
         records: list[Raw | Rejected] = []
         runs.append((number, records))
         found = sources[number].format.records(sources[number].path)
-        for item in itertools.islice(found, record if number == source else 0, None):
+        first = record if number == source else 0
+        for read, item in enumerate(itertools.islice(found, first, None), start=first):
+            if isinstance(item, Rejected) and item.ends_file:
+                raise ValueError(
+                    f"{shown(item.place)}: {item.problem} ({read} records of the file were read before); "
+                    "or take the file out of the documents"
+                )
+            if not item.place.isascii():
+                item = replace(item, place=shown(item.place))
             records.append(item)
             count += 1
             weight += _weight(item)
@@ -83,8 +96,26 @@ class Progress:
 def convert(records: Records) -> list[Outcome]:
     """What each record is: a document, dropped or rejected."""
     return [
-        item if isinstance(item, Rejected) else FORMATS[name].convert(item) for name, items in records for item in items
+        item
+        if isinstance(item, Rejected)
+        else guarded(partial(FORMATS[name].convert, item), partial(Rejected, item.place))
+        for name, items in records
+        for item in items
     ]
+
+
+def guarded(work: Callable[[], T], failed: Callable[[str], R]) -> T | R:
+    """What ``work`` makes of one record; where a library fails at it, what ``failed`` makes of the problem.
+
+    What is no fault of the record goes on: a disk, memory, a package that is missing, the wish to end.
+    """
+    try:
+        return work()
+    except (OSError, MemoryError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic in a library written in Rust is no Exception
+        told = str(error).encode(errors="backslashreplace").decode()[:_LONGEST_TOLD]
+        return failed(f"the record cannot be read ({type(error).__name__}: {told}); leave it out")
 
 
 @contextmanager

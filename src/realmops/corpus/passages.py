@@ -26,6 +26,7 @@ from realmops.corpus.tokenizer import CachedTokenizer
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 
 _MARKS = regex.compile(r"\p{Mn}+")  # accents that stand on the character before
+_BLANKS = re.compile(r"[^\S\n]")
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
 SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
@@ -95,18 +96,20 @@ def _pieces(text: str, language: str) -> Iterator[str]:
     """Sentences with the blanks between them: joined they are the text.
 
     sentencex loses paragraphs of texts over some thousand characters; given one by one they stay. What is still
-    missing becomes a sentence.
+    missing becomes a sentence. Blanks that are not ASCII (a no-break space) it sees as spaces: it panics at a capital
+    and a full stop with one between.
     """
     for paragraph in _PARAGRAPHS.split(text):
+        plain = _BLANKS.sub(" ", paragraph)
         end = 0
-        for sentence in sentencex.segment(language, paragraph):
-            start = paragraph.find(sentence, end)
+        for sentence in sentencex.segment(language, plain):
+            start = plain.find(sentence, end)
             if start < 0:
                 break
             if start > end:
                 yield paragraph[end:start]
-            yield sentence
             end = start + len(sentence)
+            yield paragraph[start:end]
         if end < len(paragraph):
             yield paragraph[end:]
 

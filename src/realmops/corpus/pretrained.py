@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.corpus.vocabulary import Casing, read_vocabulary
-from realmops.encoders import TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, read_optional
+from realmops.encoders.folders import TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, read_optional
 
 
 def read_encoder_vocabulary(folder: Path) -> tuple[list[str], Casing]:

@@ -48,6 +48,11 @@ class Question:
     not_in: tuple[str, ...] = ()
 
     @property
+    def asked(self) -> tuple[str, str, tuple[str, ...]]:
+        """What makes two questions the same one: an id alone is unique in one file only."""
+        return self.id, self.question, tuple(sorted(self.answers))
+
+    @property
     def match_rule(self) -> str:
         """The rule by which a passage answers it: DPR's tokens, or any match of the expression."""
         return "regex_search" if self.is_regex else "token_boundary"

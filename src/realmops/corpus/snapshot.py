@@ -6,8 +6,10 @@ Content-addressed: a passage's id depends on its title and text alone, the corpu
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from realmops.corpus.documents import Document
 from realmops.corpus.flat import load_flat
 from realmops.corpus.forms import forms_of
 from realmops.corpus.spans import Spans
-from realmops.corpus.vocabulary import Casing, build_tokenizer, read_vocabulary
+from realmops.corpus.vocabulary import Casing, build_tokenizer, continuing_pieces, read_vocabulary
 
 # Shape legend: P passages, T wordpieces of all bodies, S sentences; t and s those of one passage.
 
@@ -133,14 +135,14 @@ class Snapshot:
         url = json.loads(extra).get("url") if extra else None
         if isinstance(url, str) and url:
             return url
-        names, ends = self._sources
-        return names[int(np.searchsorted(ends, self.places[index, 0], side="right"))]
+        names, ends = self.sources
+        return names[int(bisect_right(ends, self.places[index, 0]))]
 
     @cached_property
-    def _sources(self) -> tuple[list[str], NDArray[np.int64]]:
+    def sources(self) -> tuple[list[str], list[int]]:
         """The corpus's files, and how many documents there are up to the end of each."""
         rows = [json.loads(line) for line in (self.folder / SOURCES).read_bytes().splitlines()]
-        return [row["source"] for row in rows], np.cumsum([row["documents"] for row in rows])
+        return [row["source"] for row in rows], list(accumulate(row["documents"] for row in rows))
 
     def texts(self, indexes: Iterable[int]) -> dict[int, str]:
         """The texts of many passages in any order: each part of the file that holds some is read once."""
@@ -175,8 +177,8 @@ class Snapshot:
         return forms_of(self.text(index), self.chars(index), continues, starts)
 
     def written(self, index: int) -> NDArray[np.int64]:
-        """[t] the wordpieces of the passage's text, each with the form of its word, as ``bert.Packed`` takes them."""
-        from realmops.bert import FORM_STEP
+        """[t] the wordpieces of the passage's text, each with the form of its word, as ``Packed`` takes them."""
+        from realmops.encoders.packed import FORM_STEP
 
         return self.body(index) + FORM_STEP * self._forms(index)
 
@@ -199,8 +201,8 @@ class Snapshot:
 
     @cached_property
     def continues_word(self) -> NDArray[np.bool_]:
-        """For each wordpiece of the vocabulary whether it continues a word ("##ing")."""
-        return np.array([piece.startswith("##") for piece in self.vocabulary])
+        """[V] whether a wordpiece continues a word ("##ing")."""
+        return continuing_pieces(self.tokenizer)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -36,10 +37,10 @@ from realmops.artifacts import (
     write_json,
     write_manifest,
 )
-from realmops.corpus.documents import Document, Dropped, Outcome, Rejected
+from realmops.corpus.documents import Document, Dropped, Outcome, Rejected, shown
 from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
-from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
+from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
 from realmops.corpus.snapshot import (
     GIVEN_SPANS,
@@ -145,7 +146,11 @@ class _Cutter:
         """What became of each record, and the passages of those that are documents with wordpieces."""
         outcomes = [self._admit(outcome) for outcome in convert(records)]
         documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
-        batch = self._cut(documents)
+        batch = guarded(partial(self._cut, documents), lambda _: None)
+        if batch is None:  # whose fault is it?
+            outcomes = [self._try(outcome) for outcome in outcomes]
+            documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
+            batch = self._cut(documents)
         used = [documents[index] for index in batch.documents()]
         if len(used) < len(documents):
             kept = {id(document) for document in used}
@@ -160,6 +165,13 @@ class _Cutter:
         language = self._settings["language"]
         return cut_passages(documents, self._tokenizer, block_wordpieces=size, language=language)
 
+    def _try(self, outcome: Outcome) -> Outcome:
+        """The outcome, or Rejected where its passages cannot be cut."""
+        if not isinstance(outcome, Document):
+            return outcome
+        failed = guarded(partial(self._cut, [outcome]), partial(Rejected, outcome.place))
+        return failed if isinstance(failed, Rejected) else outcome
+
     def _admit(self, outcome: Outcome) -> Outcome:
         if isinstance(outcome, Document):
             if self._settings["drop_titles"] and is_navigation_title(outcome.title):
@@ -171,10 +183,11 @@ class _Cutter:
 
 @dataclass(slots=True)
 class _Counts:
-    """What became of records."""
+    """What became of records; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text."""
 
     records: int = 0
     documents: int = 0
+    replaced: int = 0
     rejected: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
@@ -183,7 +196,9 @@ class _Counts:
         self.records += 1
         if isinstance(outcome, Dropped):
             self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
-        self.documents += isinstance(outcome, Document)
+        if isinstance(outcome, Document):
+            self.documents += 1
+            self.replaced += "\ufffd" in outcome.title or "\ufffd" in outcome.text
         self.rejected += isinstance(outcome, Rejected)
 
 
@@ -297,7 +312,8 @@ class _Writer:
                 for counts in (self.counts, self._total):
                     counts.add(outcome)
                 if isinstance(outcome, Rejected):
-                    self._rejects.write(canonical_json(asdict(outcome)) + b"\n")
+                    line = {"place": outcome.place, "problem": outcome.problem}
+                    self._rejects.write(canonical_json(line) + b"\n")
                 if self._total.records % _RECORDS_BETWEEN_CHECKS == 0:
                     self._check_rejects()
         return used_ids
@@ -308,7 +324,7 @@ class _Writer:
             base = os.path.commonpath([one.path.absolute().parent for one in self._sources])
         while self.source < source:
             one = self._sources[self.source]
-            name = one.path.absolute().relative_to(base).as_posix()
+            name = shown(one.path.absolute().relative_to(base).as_posix())
             line = {"source": name, "format": one.format.name, "bytes": one.size, **asdict(self.counts)}
             self._told.write(canonical_json(line) + b"\n")
             self.source, self.counts = self.source + 1, _Counts()

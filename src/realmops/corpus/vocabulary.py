@@ -17,6 +17,8 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
@@ -32,6 +34,7 @@ WORD_LIMIT = 100
 _SAMPLE_BYTES = 256 << 20
 _DISTINCT_LIMIT = 4_000_000  # words in memory
 _PREFIX = "##"
+_BEHIND_BLANKS = ("\u0120", "\u2581")  # what byte-level and SentencePiece vocabularies put before a word
 _Pair = tuple[str, str]
 
 
@@ -251,6 +254,20 @@ def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Toke
     tokenizer.pre_tokenizer = BertPreTokenizer()
     tokenizer.decoder = WordPieceDecoder()
     return tokenizer
+
+
+def continuing_pieces(tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """[V] whether a wordpiece continues a word, as the tokenizer's model marks it.
+
+    WordPiece marks the pieces that continue a word. Byte-level and SentencePiece vocabularies mark those behind a
+    blank: of the others, one that begins with a letter or a digit continues a word.
+    """
+    pieces = [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
+    if prefix := getattr(tokenizer.model, "continuing_subword_prefix", None):
+        return np.array([piece.startswith(prefix) for piece in pieces])
+    if not any(piece.startswith(_BEHIND_BLANKS) for piece in pieces):  # a vocabulary of whole words
+        return np.zeros(len(pieces), dtype=bool)
+    return np.array([piece[:1].isalnum() and not piece.startswith(_BEHIND_BLANKS) for piece in pieces])
 
 
 def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:

@@ -1,7 +1,7 @@
 """The table of an ablation: variants of one run over seeds, each beside the reference on the same questions.
 
 The paper's Table 2 with intervals: exact match after fine-tuning and zero-shot recall@5, their means over seeds
-and their differences to the reference by a paired bootstrap over the questions of all seeds.
+and their differences to the reference, paired by question, by a bootstrap over seeds and questions.
 """
 
 from __future__ import annotations
@@ -9,180 +9,126 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from realmops.evaluate.charts import line_chart
-from realmops.evaluate.openqa import Difference, Interval, bootstrap_interval, paired_bootstrap
-from realmops.evaluate.page import page_of, table_of
+from realmops.evaluate.openqa import bootstrap_interval, bootstrap_over_seeds
+from realmops.evaluate.page import page_of
+from realmops.evaluate.report import FigureTable
 from realmops.journal import Series
 
+REFERENCE = "realm"
+TITLES = ("title", "uses")  # what a variant is called, and what it may use besides the corpus
+MASKING = (REFERENCE, "random_token", "random_span", "matched_span")
+STALE = (REFERENCE, "stale_3x", "stale_10x", "stale_30x")
 STALENESS = ("index_staleness_steps", "index_staleness_seconds", "top_k_change")  # means over pre-training
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A line of the table: what it is called, and what it may use besides the corpus."""
-
-    title: str
-    uses: str
+# Of the table's columns those that are means of what pre-training measured, with the names there.
+MEANS = {"masked_accuracy": "masked_accuracy", "hit_at_5": "hit_at_5_after"} | {name: name for name in STALENESS}
+Row = Mapping[str, Any]  # a line of the table by the columns of table.csv; NaN is what a variant does not have
 
 
 @dataclass(frozen=True)
 class VariantOutcome:
-    """One variant trained with one seed. ``correct`` and ``hit`` are [Q], in the same order of the questions."""
+    """One variant trained with one seed. ``correct`` and ``hit`` are [Q] of 0 and 1, in the order of ``asked``."""
 
     variant: str
     seed: int
-    correct: npt.NDArray[np.bool_]
-    hit: npt.NDArray[np.bool_] | None  # in the top 5 of the retriever that fine-tuning starts from; None without one
+    asked: Sequence[tuple[str, str, tuple[str, ...]]]  # ``Question.asked`` of each
+    correct: npt.NDArray[np.float64]
+    hit: npt.NDArray[np.float64]  # in the top 5 of the retriever that fine-tuning starts from; NaN without one
     figures: Mapping[str, float]  # of its pre-training, empty where it has none
     utility: Series  # retrieval utility over the steps of pre-training
 
     @property
-    def recall_at_5(self) -> float:
-        """Zero-shot; NaN where nothing is retrieved."""
-        return math.nan if self.hit is None else float(self.hit.mean())
+    def recall_at_5(self) -> float | None:
+        """Zero-shot; None where nothing is retrieved."""
+        return None if np.isnan(self.hit).any() else float(self.hit.mean())
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table; differences are to the reference, on the same seeds."""
+def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mapping[str, str]]) -> list[Row]:
+    """A row for each variant that has outcomes, in the order of ``variants``, which have ``TITLES``.
 
-    variant: str
-    title: str
-    uses: str
-    seeds: int
-    em: Interval
-    recall_at_5: Interval
-    em_difference: Difference
-    recall_difference: Difference
-    masked_accuracy: float
-    hit_at_5: float  # of masked sentences, by the retriever that pre-training hands on
-    index_staleness_steps: float
-    index_staleness_seconds: float
-    top_k_change: float  # share of the candidates that a refresh of the index changes
-    questions: int
-
-    def figures(self) -> dict[str, Any]:
-        """The line flat: an interval as three figures, of the difference also how sure it is."""
-        found: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            found |= value.figures(field.name) if isinstance(value, Interval) else {field.name: value}
-        found["p_better"] = self.em_difference.p_better
-        return found
-
-
-def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Variant], *, reference: str) -> list[Row]:
-    """A row for each variant that has outcomes, in the order of ``variants``.
-
-    Intervals of EM and recall are over seeds, those of differences over the questions of all seeds that both have.
-    What a variant does not have is NaN.
+    Intervals of EM and recall are over seeds, those of differences over the seeds that both have and their questions.
+    ValueError where two have no seed in common, or other questions.
     """
     by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in variants}
-    rows = []
-    for name, variant in variants.items():
-        found = by_variant[name]
+    rows: list[Row] = []
+    for name, found in by_variant.items():
         if not found:
             continue
-        both = [(found[seed], other) for seed, other in by_variant[reference].items() if seed in found]
+        both = [(found[seed], other) for seed, other in by_variant[REFERENCE].items() if seed in found]
         if not both:
-            raise ValueError(f"{name} and {reference} have no seed in common; run {reference} with the same --seeds")
-        right = [np.concatenate([pair[i].correct for pair in both]) for i in (0, 1)]
-        hits = [[pair[i].hit for pair in both] for i in (0, 1)]
-        rows.append(
-            Row(
-                name,
-                variant.title,
-                variant.uses,
-                len(found),
-                em=bootstrap_interval([o.correct.mean() for o in found.values()], seed=0),
-                recall_at_5=bootstrap_interval([o.recall_at_5 for o in found.values()], seed=0),
-                em_difference=paired_bootstrap(*right, seed=0),
-                recall_difference=_difference_of_hits(*hits),
-                masked_accuracy=_mean_figure("masked_accuracy", found.values()),
-                hit_at_5=_mean_figure("hit_at_5_after", found.values()),
-                **{name: _mean_figure(name, found.values()) for name in STALENESS},
-                questions=len(right[0]),
-            )
+            raise ValueError(f"{name} and {REFERENCE} have no seed in common; run {REFERENCE} with the same --seeds")
+        for one, other in both:
+            if one.asked != other.asked:
+                raise ValueError(
+                    f"{name} and {REFERENCE} answer other questions with seed {one.seed}: a preset changes "
+                    "questions.test or the section sample; compare variants on the same questions"
+                )
+        shared = all(one.asked == both[0][0].asked for one, _ in both)
+        em, recall = (
+            bootstrap_over_seeds([of(one) - of(other) for one, other in both], shared=shared, seed=0)
+            for of in (attrgetter("correct"), attrgetter("hit"))
         )
+        row: dict[str, Any] = {"variant": name, **variants[name], "seeds": len(found)}
+        row |= bootstrap_interval([o.correct.mean() for o in found.values()], seed=0).figures("em")
+        row |= bootstrap_interval([o.hit.mean() for o in found.values()], seed=0).figures("recall_at_5")
+        row |= em.figures("em_difference") | recall.figures("recall_difference")
+        for column, figure in MEANS.items():
+            row[column] = float(np.mean([o.figures.get(figure, math.nan) for o in found.values()]))
+        row["questions"] = len(both[0][0].asked) if shared else sum(len(one.asked) for one, _ in both)
+        rows.append(row | {"p_better": em.p_better})
     return rows
 
 
-def _mean_figure(name: str, outcomes: Collection[VariantOutcome]) -> float:
-    """NaN where an outcome lacks the figure."""
-    return float(np.mean([outcome.figures.get(name, np.nan) for outcome in outcomes]))
+def _figure(value: float, form: str) -> str:
+    return "–" if math.isnan(value) else f"{value:{form}}"
 
 
-def _difference_of_hits(
-    ours: Sequence[npt.NDArray[np.bool_] | None], theirs: Sequence[npt.NDArray[np.bool_] | None]
-) -> Difference:
-    known = [(one, other) for one, other in zip(ours, theirs, strict=True) if one is not None and other is not None]
-    if len(known) < len(ours):
-        return Difference(math.nan, math.nan, math.nan, math.nan)
-    return paired_bootstrap(*map(np.concatenate, zip(*known, strict=True)), seed=0)
-
-
-HEAD = (
-    "variant",
-    "may use",
-    "EM, interval over seeds",
-    "zero-shot recall@5, interval over seeds",
-    "hit@5 of masked sentences",
-    "masked words right",
-    "index: steps old; seconds; share of the candidates that a refresh changes",
-    "EM, difference and 95 % interval",
-    "zero-shot recall@5, difference and 95 % interval",
-    "seeds",
-)
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """The table's line as people read it."""
-    return (
-        row.title,
-        row.uses,
-        _with_interval(row.em, ".3f"),
-        _with_interval(row.recall_at_5, ".3f"),
-        *("–" if np.isnan(share) else f"{share:.3f}" for share in (row.hit_at_5, row.masked_accuracy)),
-        _staleness(row),
-        _with_interval(row.em_difference, "+.3f"),
-        _with_interval(row.recall_difference, "+.3f"),
-        str(row.seeds),
-    )
+def _with_interval(row: Row, name: str, form: str) -> str:
+    mean, low, high = (_figure(row[name + end], form) for end in ("", "_low", "_high"))
+    return "–" if math.isnan(row[name]) else f"{mean} ({low} to {high})"
 
 
 def _staleness(row: Row) -> str:
     """A share is not known of an index that was never refreshed."""
-    if np.isnan(row.index_staleness_steps):
-        return "–"
-    changed = "–" if np.isnan(row.top_k_change) else f"{row.top_k_change:.2f}"
-    return f"{row.index_staleness_steps:.0f}; {row.index_staleness_seconds:.0f}; {changed}"
+    figures = [_figure(row[name], form) for name, form in zip(STALENESS, (".0f", ".0f", ".2f"), strict=True)]
+    return figures[0] if figures[0] == "–" else "; ".join(figures)
 
 
-def _with_interval(value: Interval, form: str) -> str:
-    return "–" if np.isnan(value.mean) else f"{value.mean:{form}} ({value.low:{form}} to {value.high:{form}})"
+COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "variant": lambda row: row["title"],
+    "may use": lambda row: row["uses"],
+    "EM, interval over seeds": lambda row: _with_interval(row, "em", ".3f"),
+    "zero-shot recall@5, interval over seeds": lambda row: _with_interval(row, "recall_at_5", ".3f"),
+    "hit@5 of masked sentences": lambda row: _figure(row["hit_at_5"], ".3f"),
+    "masked words right": lambda row: _figure(row["masked_accuracy"], ".3f"),
+    "index: steps old; seconds; share of the candidates that a refresh changes": _staleness,
+    "EM, difference and 95 % interval": lambda row: _with_interval(row, "em_difference", "+.3f"),
+    "zero-shot recall@5, difference and 95 % interval": lambda row: _with_interval(row, "recall_difference", "+.3f"),
+    "seeds": lambda row: str(row["seeds"]),
+}
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
-    """The table for a README."""
-    lines = [HEAD, ("---",) * len(HEAD), *(cells(row) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+def table_of_rows(rows: Sequence[Row]) -> FigureTable:
+    """The table as people read it."""
+    cells = [[cell(row) for cell in COLUMNS.values()] for row in rows]
+    return FigureTable("Ablations", tuple(COLUMNS), [cells])
 
 
 def as_csv(rows: Sequence[Row]) -> str:
     """All figures of the table, unrounded."""
     text = io.StringIO()
-    lines = [row.figures() for row in rows]
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(lines)
+    writer.writerows(rows)
     return text.getvalue()
 
 
@@ -193,40 +139,38 @@ def mean_series(name: str, series: Sequence[Series]) -> Series:
     return Series(name, steps, [float(np.mean([v[step] for v in values])) for step in steps])
 
 
-def utility_chart(outcomes: Sequence[VariantOutcome], known: Mapping[str, Variant], variants: Sequence[str]) -> str:
-    """Retrieval utility over steps, a line for each variant (the paper's Figure 4); empty without two points."""
-    lines = []
-    for name in variants:
-        found = [o.utility for o in outcomes if o.variant == name]
-        if found and len((mean := mean_series(known[name].title, found)).steps) > 1:
-            lines.append(mean)
+def utility_chart(rows: Sequence[Row], outcomes: Sequence[VariantOutcome]) -> str:
+    """Retrieval utility over steps, a line for each way to mask (the paper's Figure 4); empty without two points."""
+    lines = [
+        mean_series(row["title"], [outcome.utility for outcome in outcomes if outcome.variant == row["variant"]])
+        for row in rows
+        if row["variant"] in MASKING
+    ]
+    lines = [line for line in lines if len(line.steps) > 1]
     return line_chart("Retrieval utility", "nats over no document", lines) if lines else ""
 
 
-def staleness_chart(outcomes: Sequence[VariantOutcome], variants: Sequence[str]) -> str:
+def staleness_chart(rows: Sequence[Row]) -> str:
     """Zero-shot recall@5 and EM against the mean staleness of the index; empty with fewer than two variants."""
-    points = []
-    for name in variants:
-        found = [o for o in outcomes if o.variant == name]
-        if found:
-            measured = [(o.figures["index_staleness_steps"], o.recall_at_5, o.correct.mean()) for o in found]
-            steps, recall, em = np.mean(measured, axis=0).tolist()
-            points.append((round(steps), recall, em))
-    if len(points) < 2:
+    stale = [row for row in rows if row["variant"] in STALE]
+    if len(stale) < 2:
         return ""
-    points.sort()
-    ages = [age for age, _, _ in points]
-    lines = [Series(name, ages, [p[i] for p in points]) for i, name in ((1, "zero-shot recall@5"), (2, "EM"))]
+    points = sorted((round(row["index_staleness_steps"]), row["recall_at_5"], row["em"]) for row in stale)
+    ages, recalls, ems = zip(*points, strict=True)
+    lines = [Series("zero-shot recall@5", ages, recalls), Series("EM", ages, ems)]
     return line_chart("What staleness costs", "share of questions", lines, across="mean staleness of the index, steps")
 
 
-def page(rows: Sequence[Row], charts: Sequence[str], note: str) -> str:
+def page(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) -> str:
     """One HTML page that opens without a network."""
-    return page_of(
-        "Ablations",
-        [
-            f'<div class="card scroll">{table_of(HEAD, [cells(row) for row in rows])}</div>',
-            f'<p class="soft">{escape(note)}</p>',
-            f'<div class="charts">{"".join(charts)}</div>',
-        ],
+    reference = next(row["title"] for row in rows if row["variant"] == REFERENCE)
+    note = (
+        f"{seeds} seeds, each its own world and its own training. Differences are to {reference}, on the same "
+        "questions; their intervals are by a bootstrap over seeds and questions."
     )
+    sections = [
+        f'<div class="card scroll">{table_of_rows(rows).as_html()}</div>',
+        f'<p class="soft">{escape(note)}</p>',
+        f'<div class="charts">{utility_chart(rows, outcomes)}{staleness_chart(rows)}</div>',
+    ]
+    return page_of("Ablations", sections)

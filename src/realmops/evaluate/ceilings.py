@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from realmops.corpus.answers import (
     BETWEEN,
-    MAX_ANSWER_WORDPIECES,
     answer_token_spans,
     contains_answer,
     expression,
@@ -27,18 +26,26 @@ from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.retrieval import Rows, hits_at
 
-READER_PASSAGES = 5
 # Where these stand in an expression, a match in a passage may be none among other passages.
 _LOOKS_AROUND = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")
 
 
 def ceilings(
-    snapshot: Snapshot, questions: Sequence[Question], ranked_QK: Rows, ranks_Q: NDArray[np.int64], rule: str
+    snapshot: Snapshot,
+    questions: Sequence[Question],
+    ranked_QK: Rows,
+    ranks_Q: NDArray[np.int64],
+    rule: str,
+    *,
+    passages: int,
+    wordpieces: int,
 ) -> dict[str, NDArray[np.bool_]]:
     """What the best reader could reach, by name: which questions are answerable at each narrowing.
 
     Args:
         ranks_Q: of the first passage in ``ranked_QK`` that holds an answer, as ``first_hit_ranks`` gives it.
+        passages: that the reader reads; ``in_top_N`` is named for it.
+        wordpieces: of the reader's longest span.
     """
 
     def count(text: str) -> int:
@@ -47,10 +54,12 @@ def ceilings(
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     found = {
         "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=hits_at(ranks_Q, ranked_QK.shape[1])),
-        "in_top_5": reader_can_answer(questions, ranked_QK, snapshot.text, snapshot.chars, rule=rule),
+        f"in_top_{passages}": reader_can_answer(
+            questions, ranked_QK[:, :passages], snapshot.text, snapshot.chars, rule=rule, wordpieces=wordpieces
+        ),
     }
     if not questions[0].is_regex:  # an expression has no length
-        found["short_answer"] = answer_fits_reader(questions, count)
+        found["short_answer"] = answer_fits_reader(questions, count, wordpieces)
     return found
 
 
@@ -146,15 +155,11 @@ class _ExpressionFinder:
         return lambda index: any(map(found, self.answers[index]))
 
 
-def answer_fits_reader(questions: Sequence[Question], count_wordpieces: Callable[[str], int]) -> NDArray[np.bool_]:
-    """For each question whether an answer has at most 10 wordpieces, the reader's longest span."""
-    return np.array(
-        [
-            any(count_wordpieces(answer) <= MAX_ANSWER_WORDPIECES for answer in question.answers)
-            for question in questions
-        ],
-        bool,
-    )
+def answer_fits_reader(
+    questions: Sequence[Question], count_wordpieces: Callable[[str], int], most: int
+) -> NDArray[np.bool_]:
+    """For each question whether an answer has at most so many wordpieces, the reader's longest span."""
+    return np.array([any(count_wordpieces(answer) <= most for answer in q.answers) for q in questions], bool)
 
 
 def reader_can_answer(
@@ -164,8 +169,9 @@ def reader_can_answer(
     chars: Callable[[int], NDArray[np.integer[Any]]],
     *,
     rule: str,
+    wordpieces: int,
 ) -> NDArray[np.bool_]:
-    """For each question whether one of the top 5 passages holds an answer as a span of at most 10 wordpieces.
+    """For each question whether one of its passages holds an answer as a span of at most so many wordpieces.
 
     Args:
         chars: [t, 2] start and end character of each wordpiece of a passage.
@@ -173,10 +179,13 @@ def reader_can_answer(
     return np.array(
         [
             any(
-                passage >= 0 and answer_token_spans(text(passage), question.answers, chars(passage), rule=rule)
+                passage >= 0
+                and answer_token_spans(
+                    text(passage), question.answers, chars(passage), rule=rule, max_wordpieces=wordpieces
+                )
                 for passage in ranked_K.tolist()
             )
-            for question, ranked_K in zip(questions, ranked_QK[:, :READER_PASSAGES], strict=True)
+            for question, ranked_K in zip(questions, ranked_QK, strict=True)
         ],
         bool,
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from html import escape
+
+import numpy as np
 
 from realmops.journal import Series
 
 WIDTH, HEIGHT = 560, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 64, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 544, 64, 256  # where the axes lie
 _DOTS_UP_TO = 60
 _LINES_UP_TO = 600
 
@@ -30,23 +31,6 @@ STYLE = """
 """
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Data ranges and where they lie in the picture."""
-
-    x_low: float
-    x_high: float
-    y_ticks: list[float]
-
-    def x(self, step: float) -> float:
-        share = (step - self.x_low) / ((self.x_high - self.x_low) or 1)
-        return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_ticks[0], self.y_ticks[-1]
-        return HEIGHT - _BOTTOM - (value - low) / (high - low) * (HEIGHT - _TOP - _BOTTOM)
-
-
 def line_chart(
     title: str,
     unit: str,
@@ -64,15 +48,25 @@ def line_chart(
     """
     steps = [step for line in series for step in line.steps] + list(refreshes)
     values = [value for line in series for value in line.values]
-    frame = _Frame(min(steps), max(steps), ticks(min(values), max(values)))
+    low, high, heights = min(steps), max(steps), ticks(min(values), max(values))
+    x, y = _scale(low, high, _LEFT, _RIGHT), _scale(heights[0], heights[-1], _BOTTOM, _TOP)
     parts = [
         f'<rect class="paper" width="{WIDTH}" height="{HEIGHT}" rx="6"/>',
-        f'<text class="title" x="{_LEFT}" y="24">{escape(title)}</text>',
-        *_axes(frame, unit, across),
-        *(_refresh(frame, step) for step in refreshes),
-        *(part for colour, line in enumerate(series) for part in _line(frame, line, colour % 4, smooth, across)),
-        *_legend([line.name for line in series], bool(refreshes)),
+        _text(_LEFT, 24, title, "title"),
+        _text(_LEFT, HEIGHT - 8, across),
+        _text(_RIGHT, 24, unit, anchor="end"),
     ]
+    for value in heights:
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>')
+        parts.append(_text(_LEFT - 8, f"{y(value) + 4:.1f}", number(value), "number", "end"))
+    along = [step for step in ticks(low, high) if low <= step <= high]
+    parts += [_text(f"{x(step):.1f}", _BOTTOM + 18, number(step), "number", "middle") for step in along]
+    for step in refreshes:
+        line = f'<line class="refresh" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{_BOTTOM}">'
+        parts.append(f"{line}<title>new index at step {step}</title></line>")
+    for index, one in enumerate(series):
+        parts += _line(one, f"var(--s{index % 4})", x, y, smooth, across)
+    parts += _legend([one.name for one in series], bool(refreshes))
     return (
         f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="img" aria-label="{escape(title)}">\n' + "\n".join(parts) + "\n</svg>"
@@ -105,76 +99,49 @@ def number(value: float) -> str:
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of each value and its neighbours, at most ``window`` of them, fewer at the ends."""
-    half = window // 2
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    means = []
-    for index in range(len(values)):
-        first, last = max(0, index - half), min(len(values), index + half + 1)
-        means.append((sums[last] - sums[first]) / (last - first))
+    sums, at = np.cumsum([0.0, *values]), np.arange(len(values))
+    first, last = np.maximum(at - window // 2, 0), np.minimum(at + window // 2 + 1, len(values))
+    means: list[float] = ((sums[last] - sums[first]) / (last - first)).tolist()
     return means
 
 
-def _axes(frame: _Frame, unit: str, across: str) -> list[str]:
-    parts = [f'<text x="{_LEFT}" y="{HEIGHT - 8}">{escape(across)}</text>']
-    parts.append(f'<text x="{WIDTH - _RIGHT}" y="24" text-anchor="end">{escape(unit)}</text>')
-    for value in frame.y_ticks:
-        y = frame.y(value)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="number" x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
-    for step in ticks(frame.x_low, frame.x_high):
-        if frame.x_low <= step <= frame.x_high:
-            parts.append(
-                f'<text class="number" x="{frame.x(step):.1f}" y="{HEIGHT - _BOTTOM + 18}" '
-                f'text-anchor="middle">{number(step)}</text>'
-            )
-    return parts
+def _scale(low: float, high: float, start: int, end: int) -> Callable[[float], float]:
+    """Where a number between ``low`` and ``high`` lies in the picture."""
+    return lambda value: start + (value - low) / ((high - low) or 1) * (end - start)
 
 
-def _refresh(frame: _Frame, step: int) -> str:
-    x = f"{frame.x(step):.1f}"
-    return (
-        f'<line class="refresh" x1="{x}" x2="{x}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}">'
-        f"<title>new index at step {step}</title></line>"
-    )
+def _text(x: int | str, y: int | str, words: str, kind: str = "", anchor: str = "") -> str:
+    before, after = f'class="{kind}" ' if kind else "", f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text {before}x="{x}" y="{y}"{after}>{escape(words)}</text>'
 
 
-def _line(frame: _Frame, line: Series, colour: int, smooth: bool, across: str) -> list[str]:
-    stroke = f'style="stroke: var(--s{colour})"'
+def _line(
+    line: Series, colour: str, x: Callable[[float], float], y: Callable[[float], float], smooth: bool, across: str
+) -> list[str]:
+    def drawn(values: Sequence[float], kind: str = "line") -> str:
+        pairs = list(zip(line.steps, values, strict=True))[:: max(1, len(values) // _LINES_UP_TO)]
+        points = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in pairs)
+        return f'<polyline class="{kind}" style="stroke: {colour}" points="{points}"/>'
+
     if len(line.steps) > _DOTS_UP_TO:
-        raw = _points(frame, line.steps, line.values)
-        if not smooth:
-            return [f'<polyline class="line" {stroke} points="{raw}"/>']
-        mean = _points(frame, line.steps, running_mean(line.values, len(line.values) // 25))
-        return [
-            f'<polyline class="line raw" {stroke} points="{raw}"/>',
-            f'<polyline class="line" {stroke} points="{mean}"/>',
-        ]
+        mean = running_mean(line.values, len(line.values) // 25)
+        return [drawn(line.values, "line raw"), drawn(mean)] if smooth else [drawn(line.values)]
     dots = [
-        f'<circle cx="{frame.x(step):.1f}" cy="{frame.y(value):.1f}" r="3" style="fill: var(--s{colour})">'
+        f'<circle cx="{x(step):.1f}" cy="{y(value):.1f}" r="3" style="fill: {colour}">'
         f"<title>{escape(line.name)}, {escape(across)} {number(step)}: {number(value)}</title></circle>"
         for step, value in zip(line.steps, line.values, strict=True)
     ]
-    return [f'<polyline class="line" {stroke} points="{_points(frame, line.steps, line.values)}"/>', *dots]
-
-
-def _points(frame: _Frame, steps: Sequence[float], values: Sequence[float]) -> str:
-    every = max(1, len(steps) // _LINES_UP_TO)
-    pairs = list(zip(steps, values, strict=True))
-    return " ".join(f"{frame.x(step):.1f},{frame.y(value):.1f}" for step, value in pairs[::every])
+    return [drawn(line.values), *dots]
 
 
 def _legend(names: Sequence[str], refreshes: bool) -> list[str]:
     parts = []
     x = float(_LEFT)
-    for colour, name in enumerate(names):
-        fill = f"var(--s{colour % 4})"
-        parts.append(f'<rect x="{x:.1f}" y="38" width="14" height="4" rx="2" style="fill: {fill}"/>')
-        parts.append(f'<text x="{x + 20:.1f}" y="45">{escape(name)}</text>')
+    for index, name in enumerate(names):
+        parts.append(f'<rect x="{x:.1f}" y="38" width="14" height="4" rx="2" style="fill: var(--s{index % 4})"/>')
+        parts.append(_text(f"{x + 20:.1f}", 45, name))
         x += 34 + 6.9 * len(name)
     if refreshes:
-        x, y = WIDTH - _RIGHT, HEIGHT - 8
-        parts.append(f'<line class="refresh" x1="{x - 110}" x2="{x - 110}" y1="{y - 12}" y2="{y + 2}"/>')
-        parts.append(f'<text x="{x}" y="{y}" text-anchor="end">new index in use</text>')
+        parts.append(f'<line class="refresh" x1="{_RIGHT - 110}" x2="{_RIGHT - 110}" y1="280" y2="294"/>')
+        parts.append(_text(_RIGHT, HEIGHT - 8, "new index in use", anchor="end"))
     return parts

@@ -30,7 +30,7 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
     Args:
         first, second: results folders, or folders of runs that hold one.
 
-    Raises ValueError when they answer different questions.
+    Raises ValueError when they answer different questions, be it under the same ids.
     """
     ours, theirs = ({p.question_id: p for p in read_results(folder)} for folder in (first, second))
     if ours.keys() != theirs.keys():
@@ -40,6 +40,15 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
             f"{_named([name for name in theirs if name not in ours])} only in the second; "
             "evaluate both runs on the same questions"
         )
+    for name, one in ours.items():
+        if one.asked != theirs[name].asked:
+            sides = [
+                f"{p.question!r} with the answers {', '.join(map(repr, p.answers[:3]))}" for p in (one, theirs[name])
+            ]
+            raise ValueError(
+                f"the id {name!r} is another question in {first} ({sides[0]}) than in {second} ({sides[1]}); "
+                "evaluate both runs on the same questions"
+            )
     return list(ours.values()), [theirs[name] for name in ours]
 
 

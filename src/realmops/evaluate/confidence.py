@@ -32,7 +32,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Sure(Protocol):
-    """An answer as far as confidence goes: a ``train.finetune.Answer``, or an ``evaluate.posterior.Posterior``."""
+    """An answer as far as confidence goes (``answering.answer.Answer``)."""
 
     @property
     def text(self) -> str:

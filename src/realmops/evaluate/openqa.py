@@ -88,7 +88,9 @@ def score_predictions(
 
 
 def f1_of(prediction: str, question: Question, rule: str) -> float:
-    """F1 of one prediction; where answers are expressions 1 for a match by the rule, else 0."""
+    """F1 of one prediction, 0 without one; where answers are expressions 1 for a match by the rule, else 0."""
+    if not prediction:
+        return 0.0
     return float(is_right(prediction, question, rule)) if question.is_regex else token_f1(prediction, question.answers)
 
 
@@ -114,7 +116,49 @@ def paired_bootstrap(
     if ours.shape != theirs.shape:
         raise ValueError(f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones")
     sample = ours - theirs
-    means = _resampled_means(sample, seed, resamples)
+    return _difference(sample, _resampled_means(sample, seed, resamples))
+
+
+def bootstrap_over_seeds(
+    differences: Sequence[npt.ArrayLike], *, shared: bool, seed: int, resamples: int = RESAMPLES
+) -> Difference:
+    """The mean difference of two kinds of run, as shares, with an interval for other seeds and other questions.
+
+    Seeds are drawn with replacement, and of each the questions: the same ones for all seeds where all have the same
+    (``shared``; the pigeonhole bootstrap, Owen 2007), else those of each on their own. Few seeds differ by less than
+    many would: their means are spread as the t distribution of so few wants it, or the interval were too narrow.
+    Of one seed it is ``paired_bootstrap``.
+
+    Args:
+        differences: of each seed, what the first run has above the second at each question; every seed counts alike.
+    """
+    samples = [np.asarray(one, np.float64) for one in differences]
+    if len(samples) == 1:
+        return paired_bootstrap(samples[0], np.zeros_like(samples[0]), seed=seed, resamples=resamples)
+    means = np.array([one.mean() for one in samples])
+    generator = np.random.default_rng(seed_for(seed, "bootstrap over seeds"))
+    drawn_RS = generator.integers(len(samples), size=(resamples, len(samples)))
+    found_RS = np.empty(drawn_RS.shape)  # of each seed that was drawn, the mean of the questions that were
+    if shared:
+        of_RS = _drawn_means(np.stack(samples, 1), generator, resamples)
+        found_RS = np.take_along_axis(of_RS, drawn_RS, 1)
+    else:
+        for number, sample in enumerate(samples):
+            here_RS = drawn_RS == number
+            found_RS[here_RS] = _drawn_means(sample, generator, int(here_RS.sum()))
+    found_RS += (_wider(len(samples)) - 1) * (means - means.mean())[drawn_RS]
+    return _difference(means, found_RS.mean(1).clip(-1.0, 1.0))
+
+
+def _wider(seeds: int) -> float:
+    """What makes of the spread of drawn means, which is normal and of n instead of n - 1, that of Student's t."""
+    from scipy.stats import norm, t
+
+    tail = (1 + CONFIDENCE) / 2
+    return float((seeds / (seeds - 1)) ** 0.5 * t.ppf(tail, seeds - 1) / norm.ppf(tail))
+
+
+def _difference(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -> Difference:
     interval = _interval(sample, means)
     p_better = float((means > 0).mean() + (means == 0).mean() / 2)
     return Difference(interval.mean, interval.low, interval.high, p_better)
@@ -129,11 +173,17 @@ def _interval(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -
 def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
     if sample.ndim != 1 or not sample.size:
         raise ValueError(f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}")
-    generator = np.random.default_rng(seed_for(seed, "bootstrap"))
-    means = []
+    return _drawn_means(sample, np.random.default_rng(seed_for(seed, "bootstrap")), resamples)
+
+
+def _drawn_means(
+    sample: npt.NDArray[np.float64], generator: np.random.Generator, resamples: int
+) -> npt.NDArray[np.float64]:
+    """Of so many draws of the questions with replacement the mean [R], or those of columns of seeds, [R, S]."""
+    means = [np.empty((0, *sample.shape[1:]))]
     rows = max(1, _DRAWS_AT_ONCE // sample.size)
     for start in range(0, resamples, rows):
-        draws = generator.integers(sample.size, size=(min(rows, resamples - start), sample.size))
+        draws = generator.integers(len(sample), size=(min(rows, resamples - start), len(sample)))
         means.append(sample[draws].mean(axis=1))
     return np.concatenate(means)
 

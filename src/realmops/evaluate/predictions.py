@@ -18,7 +18,7 @@ from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.openqa import Score
 
 if TYPE_CHECKING:
-    from realmops.train.finetune import Answer
+    from realmops.answering.answer import Answer
 
 PREDICTIONS = "predictions.parquet"
 FIRST_HITS = "first_hits.parquet"
@@ -69,6 +69,11 @@ class Prediction:
     failed_at: str
     confidence: float | None
     abstained: bool | None
+
+    @property
+    def asked(self) -> tuple[str, str, tuple[str, ...]]:
+        """Which question it answers, as ``Question.asked``."""
+        return self.question_id, self.question, tuple(sorted(self.answers))
 
     def shown_row(self) -> dict[str, Any]:
         """What people compare answers by, as one row of a table."""

@@ -80,7 +80,8 @@ CHARTS = (
     Chart("finetune_loss", "finetune", "Open-QA fine-tuning loss", "nats", ("loss", "span_loss", "early_loss")),
 )
 
-# Rows of the closing table: label, stage and name of a figure; its interval stands under _low and _high.
+# Rows of the closing table: label, stage and name of a figure, both with figures of that stage in braces; its interval
+# stands under _low and _high.
 HEADLINES = (
     ("EM (test questions)", "evaluate", "em"),
     ("F1 (test questions)", "evaluate", "f1"),
@@ -93,13 +94,19 @@ HEADLINES = (
     ("the same of p(y|x), not calibrated", "evaluate", "ece_uncalibrated"),
     ("the same of a perfect calibration, by chance", "evaluate", "ece_if_perfect"),
     ("ceiling: an answer is in the corpus", "evaluate", "ceiling_in_corpus"),
-    ("ceiling: as a short span in the 5 passages read", "evaluate", "ceiling_in_top_5"),
+    (
+        "ceiling: as a span of at most {ceiling_wordpieces} wordpieces in the {ceiling_passages} passages read",
+        "evaluate",
+        "ceiling_in_top_{ceiling_passages}",
+    ),
     ("hit@5 of masked sentences before REALM", "pretrain", "hit_at_5_before"),
     ("hit@5 of masked sentences after REALM", "pretrain", "hit_at_5_after"),
     ("retrieval utility at the end (nats)", "pretrain", "retrieval_utility"),
     ("index refreshes", "pretrain", "refreshes"),
     ("mean staleness (steps)", "pretrain", "index_staleness_steps"),
 )
+
+EARLIER_LIMITS = {"ceiling_passages": 5, "ceiling_wordpieces": 10}  # of a run that does not say which it had
 
 # Rows of the table of what retrieves and what reads, with the prefixes of recall and of EM and F1; None has none.
 COMPARED: tuple[tuple[str, str | None, str | None], ...] = (
@@ -160,6 +167,7 @@ def headline_rows(metrics: Metrics) -> list[tuple[str, str, str]]:
     rows = []
     for label, stage, name in HEADLINES:
         found = metrics.get(stage, {})
+        label, name = (text.format_map(EARLIER_LIMITS | dict(found)) for text in (label, name))
         if name in found:
             rows.append((label, _figure(found[name]), _interval(found, name, 3)))
     return rows

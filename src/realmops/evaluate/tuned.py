@@ -1,4 +1,4 @@
-"""The fine-tuned model over a corpus, whatever finds its passages."""
+"""A fine-tuned model, opened from its folder as whatever it was saved as."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ from pathlib import Path
 
 import torch
 
-from realmops.baselines.path import PathRetriever
-from realmops.baselines.rankers import ranker_of
-from realmops.bert import freeze_products
+from realmops.answering.openqa import OpenQa
+from realmops.answering.retrieval import Answering, RetrieveAndRead
+from realmops.artifacts import read_json, write_json
+from realmops.baselines import t5
+from realmops.baselines.rankers import open_ranker
 from realmops.config import Finetune
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import freeze_products
 from realmops.index.embeddings import load_passages
 from realmops.index.lexical import Bm25
 from realmops.model.files import load_models
-from realmops.train.finetune import OpenQa
+
+KIND = "reader.json"  # in a stage folder; says which class can open it
+READERS: dict[str, type[Answering]] = {"pretrain": OpenQa, "ict": OpenQa, "t5": t5.ClosedBook}  # by finetune.reader
+QUESTIONS_IN_MEMORY = 1024  # whose passages by words or links are remembered
+
+
+def save_tuned(folder: Path, model: Answering) -> None:
+    """Write a fine-tuned model into a stage folder, and what it is."""
+    model.save(folder)
+    write_json(folder / KIND, {"class": model.kind})
 
 
 def open_tuned(
@@ -23,14 +35,36 @@ def open_tuned(
     snapshot: Snapshot,
     device: torch.device,
     dtype: torch.dtype,
-    kind: type[OpenQa] = OpenQa,
-) -> OpenQa:
-    """The model that the stage ``finetune`` left, with its index or its ranker."""
+    index: Path | None = None,
+) -> Answering:
+    """The model that the stage ``finetune`` left, in evaluation mode.
+
+    ``index`` is the folder of the index where that is another one: of an update. ValueError for another class than that
+    of ``finetune.reader``.
+    """
+    kind, found = READERS[options.reader], _kind(folder)
+    if found != kind.kind:
+        raise ValueError(
+            f"{folder} holds a model of the class {found!r}, and finetune.reader={options.reader} is one of the class "
+            f"{kind.kind!r}: run finetune with that option first, or leave it out"
+        )
+    if not issubclass(kind, RetrieveAndRead):
+        assert kind is t5.ClosedBook
+        return t5.ClosedBook.open(folder, snapshot, device)
     retriever, reader = load_models(folder, snapshot.vocabulary_hash)
-    for model in (retriever, reader):
-        freeze_products(model, dtype)
-    path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
-    ranker = ranker_of(options.retriever, snapshot, path)
-    passages = load_passages(folder, snapshot, device, retriever.vectors) if ranker is None else None
+    for network in (retriever, reader):
+        freeze_products(network.eval(), dtype)
+    ranker = open_ranker(folder, options, snapshot, device, dtype, QUESTIONS_IN_MEMORY)
+    passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
     words = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
-    return kind(retriever.to(device), reader.to(device), snapshot, passages, options, dtype, ranker, words)
+    both = retriever.to(device), reader.to(device)
+    model = kind(*both, snapshot, passages, options, dtype, ranker, words)
+    model.restore(folder)
+    return model
+
+
+def _kind(folder: Path) -> str:
+    """Models of 0.1.0, and those that were imported, do not say it."""
+    if (folder / KIND).is_file():
+        return str(read_json(folder / KIND)["class"])
+    return t5.ClosedBook.kind if (folder / t5.FILE).is_file() else OpenQa.kind

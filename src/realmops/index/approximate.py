@@ -1,4 +1,4 @@
-"""Approximate search by FAISS: it chooses candidates, whose inner products are then computed exactly.
+"""The types of index, and the structures of FAISS.
 
 The structures are built from the embeddings whenever they are wanted, with fixed seeds, and never read from a disk.
 Embeddings that are mapped (mapped.py) stay on the disk: a structure learns from a sample of them, takes them in some at
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from realmops.config import IndexOptions
 from realmops.index.files import memory_bytes
 from realmops.index.mapped import release
-from realmops.index.mips import BestVector, Exact, PassageIndex, search
+from realmops.index.mips import BestVector, Exact, PassageIndex
+from realmops.index.structure import READ, Approximate, Recipe
 
 EXACT_PASSAGES = 20_000_000
 MEMORY_SHARE = 0.25
@@ -33,22 +34,7 @@ _CODE_BYTES = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)  # tho
 _CODE_VALUES = 256
 _WIDEST = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists or graph nodes looked at; a GPU's FAISS has no more
 _MOST_ON_GPU = 2048  # results of one query
-_TIES = 1e-5
 _TOGETHER = 1 << 18  # passages that are read and added; a multiple of FAISS's own 65,536
-_READ = 1 << 13  # single passages that are read together; with each the system maps 64 KiB of a file
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How an index is built and searched, and what it found then."""
-
-    type: str
-    seed: int
-    lists: int  # clusters of passages (ivf, pq)
-    width: int  # clusters, or nodes of hnsw's graph, that a query looks at
-    recall: float  # measured: the share of the exact top k that is found
-    k: int
-    target_recall: float
 
 
 def fitting_type(passages: int, width: int, memory: int) -> str:
@@ -84,8 +70,8 @@ def passage_index(
     kind = index_type(options, len(embedding_PE), embedding_PE.shape[1], device)
     if kind == "exact":
         return Exact(embedding_PE.to(device))
-    lists = 0 if kind == "hnsw" else 2 ** round(math.log2(_LISTS[kind] * math.sqrt(len(embedding_PE))))
-    found = Approximate(embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
+    lists = 2 ** round(math.log2(_LISTS[kind] * math.sqrt(len(embedding_PE)))) if kind in _LISTS else 0
+    found = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
     found.widen(queries(), k)
     return found
 
@@ -96,7 +82,7 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
     Raises ValueError when FAISS is wanted and not installed, and when there are too few passages for the type.
     """
     kind = options.type if options.type != "auto" else fitting_type(passages, width, memory_of(device))
-    if kind != "exact":
+    if TYPES.get(kind) is Faiss:
         _faiss(kind, passages, width)
     return kind
 
@@ -107,20 +93,20 @@ def approximate(passages: PassageIndex | None) -> Approximate | None:
     return found if isinstance(found, Approximate) else None
 
 
-class Approximate:
-    """A FAISS index over embeddings P x E, which stay where they are for the exact scores."""
+class Faiss(Approximate):
+    """FAISS's: clusters of passages (ivf), the same with short codes in the place of vectors (pq), a graph (hnsw)."""
 
-    def __init__(self, embedding_PE: Tensor, recipe: Recipe, device: torch.device) -> None:
-        passages, width = embedding_PE.shape
+    def build(self, device: torch.device) -> None:
+        """As ``Approximate`` says."""
+        recipe, (passages, width) = self.recipe, self.embedding_PE.shape
         faiss = _faiss(recipe.type, passages, width)
-        self.embedding_PE = embedding_PE
         fewest, most = _POINTS_PER_LIST
-        self.recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // fewest)))
+        self.recipe = recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // fewest)))
         self._on_gpu = device.type == "cuda" and recipe.type != "hnsw" and faiss.get_num_gpus() > 0
         code = max((n for n in _CODE_BYTES if width % (2 * n) == 0 and n <= max(1, width // 4)), default=1)
         form = {
-            "ivf": f"IVF{self.recipe.lists},Flat",
-            "pq": f"IVF{self.recipe.lists}," + (f"PQ{code}x8" if self._on_gpu else f"PQ{width}x4fs"),
+            "ivf": f"IVF{recipe.lists},Flat",
+            "pq": f"IVF{recipe.lists}," + (f"PQ{code}x8" if self._on_gpu else f"PQ{width}x4fs"),
             "hnsw": f"HNSW{_LINKS},Flat",
         }[recipe.type]
         # threads join hnsw's graph in another order each time
@@ -136,83 +122,39 @@ class Approximate:
             self._index.cp.seed = recipe.seed % 2**31
             self._index.cp.max_points_per_centroid = most
         if recipe.type != "hnsw":
-            self._index.train(_sample(embedding_PE, most * self.recipe.lists, recipe.seed).numpy())
-        for rows_RE in torch.split(embedding_PE.detach(), _TOGETHER):
+            self._index.train(_sample(self.embedding_PE, most * recipe.lists, recipe.seed).numpy())
+        for rows_RE in torch.split(self.embedding_PE.detach(), _TOGETHER):
             self._index.add(rows_RE.cpu().numpy())
-            release(embedding_PE)
-        faiss.omp_set_num_threads(torch.get_num_threads())
-        self._look_at(recipe.width)
-
-    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Exact scores of what was found, on the query's device.
-
-        A query for which the structure has fewer than ``k`` passages is searched exactly.
-        """
-        k = min(k, len(self.embedding_PE))
-        candidates = min(k * (_RESCORED if self.recipe.type == "pq" else 1), len(self.embedding_PE))
-        if self._on_gpu:
-            candidates = min(candidates, _MOST_ON_GPU)
-        query = query_QE.detach().float().to(self.embedding_PE.device)
-        if candidates < k:
-            score_QK, id_QK = search(query, self.embedding_PE, k)
-            return score_QK.to(query_QE.device), id_QK.to(query_QE.device)
-        _, found = self._index.search(query.cpu().numpy(), candidates)
-        id_QD = torch.from_numpy(found).to(query.device)
-        known = zip(query, id_QD.clamp(min=0), strict=True)
-        score_QD = torch.stack([self._scores(query_E, id_D) for query_E, id_D in known])
-        score_QK, place_QK = score_QD.masked_fill(id_QD < 0, -torch.inf).topk(k, dim=1)
-        id_QK = id_QD.gather(1, place_QK)
-        short_Q = id_QK[:, -1] < 0
-        if short_Q.any():
-            score_QK[short_Q], id_QK[short_Q] = search(query[short_Q], self.embedding_PE, k)
-        return score_QK.to(query_QE.device), id_QK.to(query_QE.device)
-
-    def _scores(self, query_E: Tensor, id_D: Tensor) -> Tensor:
-        scores = []
-        for id_R in torch.split(id_D, _READ):
-            scores.append(self.embedding_PE[id_R] @ query_E)
             release(self.embedding_PE)
-        return torch.cat(scores)
+        faiss.omp_set_num_threads(torch.get_num_threads())
 
-    def recall(self, query_QE: Tensor, k: int) -> float:
-        """The share of the exact top k that is found; of equal scores any will do."""
-        return self._found(query_QE, k, self._worst(query_QE, k))
+    def candidates(self, query_QE: Tensor, k: int) -> Tensor:
+        """As ``Approximate`` says."""
+        count = min(k * (_RESCORED if self.recipe.type == "pq" else 1), len(self.embedding_PE))
+        if self._on_gpu:
+            count = min(count, _MOST_ON_GPU)
+        if count < k:
+            return torch.empty(len(query_QE), 0, dtype=torch.int64)
+        return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
 
-    def _worst(self, query_QE: Tensor, k: int) -> Tensor:
-        """The score, Q x 1, from which on a passage is of the exact top k."""
-        exact_QK = search(query_QE.detach().float().to(self.embedding_PE.device), self.embedding_PE, k)[0]
-        return exact_QK[:, -1:] - _TIES * exact_QK.abs().amax(1, keepdim=True)
-
-    def _found(self, query_QE: Tensor, k: int, worst_Q1: Tensor) -> float:
-        return float((self.search(query_QE, k)[0].to(worst_Q1.device) >= worst_Q1).double().mean())
-
-    def widen(self, query_QE: Tensor, k: int) -> None:
-        """Look at more and more until the recall of the top k reaches its target; ValueError when it does not."""
-        wanted = self.recipe.target_recall
-        most = _WIDEST[self.recipe.type]
-        if self.recipe.type != "hnsw":
-            part = 2 if self.recipe.type == "pq" else 4  # beyond it exact search is no slower
-            most = max(1, min(most, self.recipe.lists // part))
-        width, worst_Q1 = 1, self._worst(query_QE, k)
-        while True:
-            self._look_at(width)
-            recall = self._found(query_QE, k, worst_Q1)
-            self.recipe = replace(self.recipe, width=width, recall=recall, k=k)
-            if recall >= wanted:
-                return
-            if width == most:
-                break
-            width = min(2 * width, most)
-        raise ValueError(
-            f"an index of type {self.recipe.type} finds {recall:.4f} of the exact top {k} at most, and "
-            f"index.target_recall is {wanted}; lower that, or set index.type to exact or to another type"
-        )
-
-    def _look_at(self, width: int) -> None:
+    def look_at(self, width: int) -> None:
+        """As ``Approximate`` says."""
         if self.recipe.type == "hnsw":
             self._index.hnsw.efSearch = width
         else:
             self._index.nprobe = width
+
+    @property
+    def widest(self) -> int:
+        """Lists, or nodes of the graph."""
+        most = _WIDEST[self.recipe.type]
+        if self.recipe.type == "hnsw":
+            return most
+        return max(1, min(most, self.recipe.lists // (2 if self.recipe.type == "pq" else 4)))
+
+
+TYPES: dict[str, type[Approximate]] = {"ivf": Faiss, "pq": Faiss, "hnsw": Faiss}
+"""The approximate ones of ``index.type``, as a recipe names them."""
 
 
 def _sample(embedding_PE: Tensor, most: int, seed: int) -> Tensor:
@@ -222,9 +164,9 @@ def _sample(embedding_PE: Tensor, most: int, seed: int) -> Tensor:
         return embedding_PE.detach().cpu()
     row_R = torch.randperm(passages, generator=torch.Generator().manual_seed(seed))[:most].sort().values
     sample_RE = torch.empty(most, embedding_PE.shape[1])
-    for first in range(0, most, _READ):
-        chosen = row_R[first : first + _READ]
-        sample_RE[first : first + _READ] = embedding_PE.detach()[chosen.to(embedding_PE.device)].cpu()
+    for first in range(0, most, READ):
+        chosen = row_R[first : first + READ]
+        sample_RE[first : first + READ] = embedding_PE.detach()[chosen.to(embedding_PE.device)].cpu()
         release(embedding_PE)
     return sample_RE
 

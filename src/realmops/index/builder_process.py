@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import digest_of, write_json
-from realmops.bert import resolve_device, resolve_precision, tune_process
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import resolve_device, resolve_precision, tune_process
 from realmops.index.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
-from realmops.index.embed import untold
+from realmops.index.embed import no_progress
 from realmops.index.embeddings import EMBEDDINGS, embedding, embeddings_in, index_header
 from realmops.index.exchange import CARD, Exchange
 from realmops.index.files import Files
@@ -87,7 +87,7 @@ def run_index_builder(
 
     def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
         make = embedding(snapshot, weights.files, device, dtype)
-        return lambda first, end: make(first, end, untold)
+        return lambda first, end: make(first, end, no_progress)
 
     work = BuilderWork(len(snapshot), card["part_rows"], embedder, merge)
     return run_builder(

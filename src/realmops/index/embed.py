@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.bert import Packed, autocast, length_batches, send
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import autocast, send
+from realmops.encoders.packed import Packed, length_batches
 from realmops.model.retriever import Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_document, join_query
 
@@ -20,7 +21,7 @@ Progress = Callable[[int], None]
 """Is told how many more units are done."""
 
 
-def untold(done: int) -> None:
+def no_progress(done: int) -> None:
     """The progress that nobody wants to see."""
 
 
@@ -28,12 +29,12 @@ def embed(
     tower: Tower,
     sequences: Sequence[tuple[np.ndarray, np.ndarray]],
     dtype: torch.dtype,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
     vectors: int = 1,
 ) -> Tensor:
     """Embeddings N x M E (fp32, on the CPU) of sequences given as wordpieces and segments, M vectors of each.
 
-    Equal calls give equal bytes on one machine (``bert.length_batches``).
+    Equal calls give equal bytes on one machine (``packed.length_batches``).
     """
     embedding_NE, place_N = _embedded(tower, sequences, dtype, progress, vectors)
     return embedding_NE.cpu()[place_N]
@@ -41,7 +42,7 @@ def embed(
 
 def embed_there(tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype) -> Tensor:
     """The same where the tower is, for a search there: nothing waits for a GPU."""
-    embedding_NE, place_N = _embedded(tower, sequences, dtype, untold)
+    embedding_NE, place_N = _embedded(tower, sequences, dtype, no_progress)
     return embedding_NE[send(tower.device, place_N)[0]]
 
 
@@ -87,7 +88,7 @@ def embed_documents(
     snapshot: Snapshot,
     rows: Sequence[int],
     dtype: torch.dtype,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> Tensor:
     """Embeddings N x X of passages."""
     return embed(retriever.document, document_sequences(snapshot, rows), dtype, progress, retriever.vectors)

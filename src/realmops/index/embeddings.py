@@ -15,11 +15,12 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.approximate import Approximate, Recipe, approximate
-from realmops.index.embed import Progress, embed_documents, untold
+from realmops.index.approximate import TYPES, approximate
+from realmops.index.embed import Progress, embed_documents, no_progress
 from realmops.index.mapped import Content, mapped, matrix, read_only, release
 from realmops.index.mips import PassageIndex, exact, over_vectors
 from realmops.index.shards import SHARD_ROWS, MakeShard
+from realmops.index.structure import Recipe
 from realmops.model.files import retriever_from_files
 from realmops.model.retriever import Retriever
 
@@ -29,7 +30,9 @@ EMBEDDINGS = "embeddings.safetensors"  # of a part of the corpus, or of all of i
 _ROWS = 1 << 16
 
 
-def embed_corpus(retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Progress = untold) -> Tensor:
+def embed_corpus(
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Progress = no_progress
+) -> Tensor:
     """Embeddings P x E of all passages, the same bytes as in shards."""
     nothing = torch.empty(0, retriever.width)
     return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, progress)
@@ -41,7 +44,7 @@ def embed_changed(
     dtype: torch.dtype,
     row_P: np.ndarray,
     earlier: Tensor,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> Tensor:
     """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model.
 
@@ -128,7 +131,7 @@ def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
 
 def save_passages(folder: Path, passages: PassageIndex) -> None:
     """Write the embeddings and, where the search is approximate, how it was built and what recall it has."""
-    save_index(folder / INDEX, passages.embedding_PE)
+    save_index(folder / INDEX, passages.vectors(slice(None)))
     if (found := approximate(passages)) is not None:
         artifacts.write_json(folder / RECIPE, asdict(found.recipe))
 
@@ -138,5 +141,7 @@ def load_passages(folder: Path, snapshot: Snapshot, device: torch.device, vector
     embedding_PE = load_index(folder, snapshot)
     if (folder / RECIPE).is_file():
         recipe = Recipe(**artifacts.read_json(folder / RECIPE))
-        return over_vectors(embedding_PE, vectors, lambda rows: Approximate(rows, recipe, device))
+        if recipe.type not in TYPES:
+            raise ValueError(f"{folder / RECIPE}: type is {recipe.type!r}, this version has {', '.join(TYPES)}")
+        return over_vectors(embedding_PE, vectors, lambda rows: TYPES[recipe.type](rows, recipe, device))
     return exact(embedding_PE.to(device), vectors)

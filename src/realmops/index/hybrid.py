@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from realmops.bert import bring, send
+from realmops.encoders.devices import bring, send
 from realmops.index.mips import PassageIndex
 from realmops.model.likelihood import log_sum_correct
 from realmops.model.retriever import Mixture
@@ -38,7 +38,7 @@ class Words(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class Hits:
     """The passages found for each query, best first by f; id -1 where there are fewer."""
 
     id_QK: Tensor
@@ -60,18 +60,18 @@ class Hybrid:
     scale: float
 
     @torch.no_grad()
-    def search(self, query_QE: Tensor, queries: Sequence[str], k: int, depth: int | None = None) -> Found:
+    def search(self, query_QE: Tensor, queries: Sequence[str], k: int, depth: int | None = None) -> Hits:
         """The best k passages of each query among the ``depth`` (k) best of either kind; all tensors on the CPU."""
         depth = max(k, depth or k)
         score_QK, id_QK = bring(*self.passages.search(query_QE, depth))
         if self.words is None or not self.mixture.lexical:
             id_QK = id_QK[:, :k]
-            return Found(id_QK, self.scale * score_QK[:, :k].float(), torch.zeros(id_QK.shape))
+            return Hits(id_QK, self.scale * score_QK[:, :k].float(), torch.zeros(id_QK.shape))
         word_QK, word_id_QK = self.words.search(queries, depth)
         best_Q = word_QK[:, 0].clip(min=0.0)
         both = zip(id_QK.numpy(), word_id_QK, strict=True)
         ids_of = [np.unique(np.concatenate([ids, word_ids[word_ids >= 0]])) for ids, word_ids in both]
-        dense = _dense(self.passages.embedding_PE, query_QE, ids_of)
+        dense = _dense(self.passages, query_QE, ids_of)
         rows = []
         for q, (query, ids) in enumerate(zip(queries, ids_of, strict=True)):
             places = torch.from_numpy(ids)
@@ -82,20 +82,20 @@ class Hybrid:
             order = torch.argsort(self.mixture.of(dense_C, words_C), descending=True, stable=True)[:k]
             rows.append((places[order], dense_C[order], words_C[order]))
         columns = zip(zip(*rows, strict=True), (-1, 0.0, 0.0), strict=True)
-        return Found(*(pad_sequence(list(column), batch_first=True, padding_value=fill) for column, fill in columns))
+        return Hits(*(pad_sequence(list(column), batch_first=True, padding_value=fill) for column, fill in columns))
 
 
-def _dense(embedding_PE: Tensor, query_QE: Tensor, ids_of: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+def _dense(passages: PassageIndex, query_QE: Tensor, ids_of: Sequence[NDArray[np.int64]]) -> list[Tensor]:
     """q . d of each query with the best vector of passages of its own, on the CPU; from a GPU by one copy each way."""
-    device = embedding_PE.device
+    device = passages.device
     if device.type == "cpu":
         found = []
         for ids, query_E in zip(ids_of, *bring(query_QE.float()), strict=True):
-            vector_NE = embedding_PE[torch.from_numpy(ids)].float().view(-1, len(query_E))
+            vector_NE = passages.vectors(torch.from_numpy(ids)).float().view(-1, len(query_E))
             found.append((vector_NE @ query_E).view(len(ids), -1).amax(-1))
         return found
     (id_QC,) = send(device, pad_sequence([torch.from_numpy(ids) for ids in ids_of], batch_first=True))
-    vectors_QCME = embedding_PE[id_QC].float().view(*id_QC.shape, -1, query_QE.shape[1])
+    vectors_QCME = passages.vectors(id_QC).float().view(*id_QC.shape, -1, query_QE.shape[1])
     dense_QC = torch.einsum("qcme,qe->qcm", vectors_QCME, query_QE.float().to(device)).amax(-1)
     return [dense_C[: len(ids)] for dense_C, ids in zip(*bring(dense_QC), ids_of, strict=True)]
 

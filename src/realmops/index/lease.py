@@ -46,7 +46,7 @@ def claimed(folder: Path, say: Callable[[str], None], stop: threading.Event | No
         yield claim
 
 
-class Turns:
+class ShardLeases:
     """Many claims, of which this process takes those that are free; how long each has looked the same is remembered."""
 
     def __init__(self) -> None:

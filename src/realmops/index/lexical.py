@@ -188,12 +188,18 @@ class Bm25:
 
         Only passages with a word of the query are found; behind them come -inf and -1.
         """
+        return self._search([self._known(query) for query in queries], k)
+
+    def search_codes(self, queries: Sequence[NDArray[np.uint64]], k: int) -> tuple[Scores, Rows]:
+        """The same for queries of ``codes``, as those of an index of wordpieces are."""
+        return self._search([self._numbers(query) for query in queries], k)
+
+    def _search(self, queries: Sequence[Sequence[int]], k: int) -> tuple[Scores, Rows]:
         assert k > 0, k
         score_QK = np.full((len(queries), k), -np.inf, np.float32)
         id_QK = np.full((len(queries), k), -1, np.int64)
         score_P = np.zeros(len(self), np.float32)
-        for row, query in enumerate(queries):
-            words = self._known(query)
+        for row, words in enumerate(queries):
             if len(self) <= _FEW:
                 passage_n: NDArray[Any] = np.flatnonzero(self._add_all(words, score_P))
                 score_n = score_P.take(passage_n)
@@ -260,7 +266,9 @@ class Bm25:
     def _known(self, query: str) -> list[int]:
         """The numbers of the query's words in the order of the query, repetitions too."""
         words = [word for word in split_words(query) if word not in _STOPPED]
-        code = codes(stems(words))
+        return self._numbers(codes(stems(words)))
+
+    def _numbers(self, code: NDArray[np.uint64]) -> list[int]:
         place = np.searchsorted(self.word_W, code)
         known = place < len(self.word_W)
         known[known] = self.word_W[place[known]] == code[known]

@@ -53,6 +53,7 @@ def write_bm25(
     work: Path | None = None,
     workers: int = 1,
     earlier: Snapshot | None = None,
+    wordpieces: bool = False,
 ) -> dict[str, Any]:
     """Write the BM25 index of a snapshot into a folder, whole or not at all; returns its manifest.
 
@@ -62,6 +63,7 @@ def write_bm25(
             caller's to remove. None: a folder that is removed.
         workers: processes that count words; with 1 it happens in this process.
         earlier: a snapshot with an index beside it, whose words are taken over where passages are the same.
+        wordpieces: the words are the bodies' wordpieces, whose ``codes`` are their ids; for ``Bm25.search_codes``.
     """
     with atomic_folder(folder) as stage:
         place = stage / "parts" if work is None else work
@@ -75,7 +77,9 @@ def write_bm25(
         borders = range(_PASSAGES, len(unknown), _PASSAGES)
         jobs = [(rows, place / f"part-{n:05d}") for n, rows in enumerate(np.split(unknown, borders)) if len(rows)]
         with _pool(min(workers, len(jobs))) as apply:
-            for (rows, path), _ in zip(jobs, apply(partial(_count_part, snapshot.folder), jobs), strict=True):
+            for (rows, path), _ in zip(
+                jobs, apply(partial(_count_part, snapshot.folder, wordpieces), jobs), strict=True
+            ):
                 parts.append(_Part(path))
                 _tell(progress, len(rows))
         fields = _merge(parts, stage, len(snapshot))
@@ -128,17 +132,18 @@ class _Part:
         return max((int(self.read("counts", s, min(s + _POSTINGS, end)).max()) for s in starts), default=0)
 
 
-def _count_part(snapshot: Path, job: tuple[Passages, Path]) -> None:
+def _count_part(snapshot: Path, wordpieces: bool, job: tuple[Passages, Path]) -> None:
     """Count the words of some passages into a part, unless it is there."""
     rows, folder = job
     opened = Snapshot.open(snapshot, verify=False)
-    key = digest_of([opened.corpus_hash, hashlib.sha256(rows.tobytes()).hexdigest()])
+    key = digest_of([opened.corpus_hash, hashlib.sha256(rows.tobytes()).hexdigest(), wordpieces])
     with suppress(ValueError):
         if read_manifest(folder, _PART)["key"] == key:
             return
     texts = (f"{title} {text}" for title, text in opened.rows(rows, "title", "text"))
     with atomic_folder(folder) as stage:
-        for name, values in _counted(texts, rows).items():
+        arrays = _counted_wordpieces(opened, rows) if wordpieces else _counted(texts, rows)
+        for name, values in arrays.items():
             with closing(GrowingFile(stage / name)) as file:
                 file.write(values.astype(_TYPES[name]).data)
         write_manifest(stage, _PART, key=key)
@@ -167,7 +172,19 @@ def _counted(texts: Iterator[str], rows: Passages) -> dict[str, NDArray[Any]]:
     kept_T = word_T >= 0
     word_T, row_T = word_T[kept_T], row_T[kept_T]
     code_W, place = np.unique(codes(stems(list(numbers)[len(STOP_WORDS) :])), return_inverse=True)
-    key_T = np.sort(place[word_T] << _PASSAGE_BITS | row_T)
+    return _arrays(code_W, place[word_T], row_T, rows)
+
+
+def _counted_wordpieces(snapshot: Snapshot, rows: Passages) -> dict[str, NDArray[Any]]:
+    """The arrays of a part, of the bodies' wordpieces."""
+    bodies = [snapshot.body(row) for row in rows.tolist()]
+    code_W, word_T = np.unique(np.concatenate(bodies), return_inverse=True)
+    return _arrays(code_W, word_T, np.repeat(np.arange(len(rows)), list(map(len, bodies))), rows)
+
+
+def _arrays(code_W: NDArray[Any], word_T: NDArray[Any], row_T: NDArray[Any], rows: Passages) -> dict[str, NDArray[Any]]:
+    """The arrays of a part, from the word and the row of each place of its texts."""
+    key_T = np.sort(word_T << _PASSAGE_BITS | row_T)
     first_N = np.flatnonzero(np.diff(key_T, prepend=-1))
     key_N = key_T[first_N]
     return {

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realmops.bert import multiplies_bf16
+from realmops.encoders.devices import multiplies_bf16
 from realmops.index.mapped import release
 
 GROUP = 256
@@ -27,18 +27,42 @@ _GROUPS = 4  # for each result; with fewer the maxima of groups choose little
 
 
 class PassageIndex(Protocol):
-    """Embeddings of passages that can be searched."""
+    """Embeddings of passages that can be searched: the seam behind which an index of another type goes."""
 
     @property
-    def embedding_PE(self) -> Tensor:
-        """Exact, whatever finds the candidates; on any device."""
+    def device(self) -> torch.device:
+        """Where ``vectors`` gives them."""
+
+    def __len__(self) -> int:
+        """Passages."""
+
+    def vectors(self, ids: Tensor | slice) -> Tensor:
+        """The embeddings of passages, ids.shape x X, exact whatever finds the candidates; of a slice without a copy."""
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Inner products, and ids of the k passages found, Q x min(k, P), best first."""
 
 
+class InMemory:
+    """What indexes that hold all embeddings have in common."""
+
+    embedding_PE: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embeddings lie."""
+        return self.embedding_PE.device
+
+    def __len__(self) -> int:
+        return len(self.embedding_PE)
+
+    def vectors(self, ids: Tensor | slice) -> Tensor:
+        """The embeddings of passages, ids.shape x X; of a slice without a copy."""
+        return self.embedding_PE[ids.to(self.device) if isinstance(ids, Tensor) else ids]
+
+
 @dataclass(frozen=True)
-class Exact:
+class Exact(InMemory):
     """Every passage is compared with the query.
 
     The first search of more than 50,000 passages in fp32 makes a copy of them in bf16, where the processor multiplies
@@ -61,26 +85,26 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class BestVector:
+class BestVector(InMemory):
     """Passages of M vectors each, in an index over all vectors; a passage's best one counts (``model.retriever``)."""
 
     each: PassageIndex  # its passages are vectors
-    vectors: int  # M
+    count: int  # of vectors, M
 
     @property
-    def embedding_PE(self) -> Tensor:
+    def embedding_PE(self) -> Tensor:  # type: ignore[override]
         """All vectors of a passage one after another, P x M E."""
-        rows = self.each.embedding_PE
-        return rows.view(-1, self.vectors * rows.shape[1])
+        rows = self.each.vectors(slice(None))
+        return rows.view(-1, self.count * rows.shape[1])
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k passages with the best vectors: the k M best vectors are of k passages at least."""
-        score_QN, row_QN = self.each.search(query_QE, k * self.vectors)
-        passage_QN, order_QN = (row_QN // self.vectors).sort(dim=1, stable=True)
+        score_QN, row_QN = self.each.search(query_QE, k * self.count)
+        passage_QN, order_QN = (row_QN // self.count).sort(dim=1, stable=True)
         again_QN = F.pad(passage_QN[:, 1:] == passage_QN[:, :-1], (1, 0))
         again_QN = torch.empty_like(again_QN).scatter(1, order_QN, again_QN)  # in the order of scores
         place_QK = torch.argsort(again_QN.byte(), dim=1, stable=True)[:, : min(k, len(self.embedding_PE))]
-        return score_QN.gather(1, place_QK), (row_QN // self.vectors).gather(1, place_QK)
+        return score_QN.gather(1, place_QK), (row_QN // self.count).gather(1, place_QK)
 
 
 def exact(embedding_PX: Tensor, vectors: int) -> PassageIndex:

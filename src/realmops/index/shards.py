@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from realmops.artifacts import digest_of, write_json
-from realmops.bert import DTYPES, PRECISIONS, resolve_device
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import Progress, untold
+from realmops.encoders.devices import DTYPES, PRECISIONS, resolve_device
+from realmops.index.embed import Progress, no_progress
 from realmops.index.exchange import Exchange, part_name
-from realmops.index.lease import Turns
+from realmops.index.lease import ShardLeases
 from realmops.index.versions import Damaged, Version, version_name
 
 SHARD_ROWS = 4096  # passages of a shard
@@ -43,7 +43,7 @@ Work = Callable[[Snapshot, Mapping[str, bytes], torch.device, torch.dtype], Make
 
 
 @dataclass(frozen=True)
-class Workplace:
+class ShardSettings:
     """Where a stage has its shards made, and in which numbers."""
 
     folder: Path  # for exchanges; it outlives a kill
@@ -55,7 +55,12 @@ class Workplace:
 
 
 def in_shards(
-    place: Workplace, name: str, work: Work, snapshot: Snapshot, model: Mapping[str, bytes], progress: Progress = untold
+    place: ShardSettings,
+    name: str,
+    work: Work,
+    snapshot: Snapshot,
+    model: Mapping[str, bytes],
+    progress: Progress = no_progress,
 ) -> Iterator[dict[str, bytes]]:
     """The files of every shard of a corpus, in order, when all have been made.
 
@@ -76,7 +81,7 @@ def in_shards(
     yield from shards.read(place.say)
 
 
-def identity(name: str, snapshot: Snapshot, model: Mapping[str, bytes], place: Workplace) -> dict[str, Any]:
+def identity(name: str, snapshot: Snapshot, model: Mapping[str, bytes], place: ShardSettings) -> dict[str, Any]:
     """What all who make shards must agree on."""
     return {
         "work": name,
@@ -116,7 +121,7 @@ class Shards:
 
     def __init__(
         self, exchange: Exchange, snapshot: Snapshot, work: Work, model: Version, device: torch.device,
-        dtype: torch.dtype, progress: Progress = untold,
+        dtype: torch.dtype, progress: Progress = no_progress,
     ) -> None:  # fmt: skip
         assert exchange.run is not None
         self.exchange, self.snapshot, self.work, self.model = exchange, snapshot, work, model
@@ -124,7 +129,7 @@ class Shards:
         rows, size = exchange.run["passages"], exchange.run["shard_rows"]
         self.ranges = [(first, min(first + size, rows)) for first in range(0, rows, size)]
         self._make: MakeShard | None = None
-        self._turns = Turns()
+        self._turns = ShardLeases()
         self._told: set[int] = set()  # first passages of those that ``progress`` knows of
 
     def missing(self) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.embed import Progress, document_sequences, embed, untold
+from realmops.index.embed import Progress, document_sequences, embed, no_progress
 from realmops.index.lexical import stems
 from realmops.model.reader import Reader
 from realmops.model.retriever import Bag, Embedder, Retriever
@@ -58,10 +58,10 @@ def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Calla
     passages_V = np.asarray(_presence(snapshot, rows, progress("wordpieces", len(rows))).sum(0)).ravel()
     idf_V = inverse_document_frequency(np.maximum(passages_V, 1), len(rows))
     special = _special(snapshot).tolist()
-    reader.matches.learn_words(snapshot.vocabulary, stems(snapshot.vocabulary), special, idf_V)
+    reader.matches.learn_words(snapshot.vocabulary, snapshot.continues_word, stems(snapshot.vocabulary), special, idf_V)
 
 
-def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = untold) -> None:
+def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
     """Word vectors are idf times the right singular vectors of the passages' presence x idf; special wordpieces 0."""
     count_PV = _presence(snapshot, rows, progress)
     idf_V = inverse_document_frequency(np.asarray(count_PV.sum(0)).ravel(), len(rows))
@@ -98,12 +98,12 @@ def latent_directions(matrix_PV: csr_matrix, width: int, seed: int) -> np.ndarra
 
 
 def start_pca(
-    tower: Embedder, snapshot: Snapshot, rows: list[int], dtype: torch.dtype, progress: Progress = untold
+    tower: Embedder, snapshot: Snapshot, rows: list[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> None:
     """The projection becomes the passages' principal components, its bias puts their mean at 0."""
     assert tower.projection is not None
-    bert, pooling, segments = tower.bert, tower.pooling, tower.segments
-    plain = Embedder(bert, bert.config.width, "paper", pooling=pooling, projection="identity", segments=segments)
+    encoder, pooling, segments = tower.encoder, tower.pooling, tower.segments
+    plain = Embedder(encoder, encoder.width, "paper", pooling=pooling, projection="identity", segments=segments)
     plain.train(tower.training)  # which embed() puts back, in the encoder that both have
     pooled_PD = embed(plain, document_sequences(snapshot, rows), dtype, progress)
     weight_ED, bias_E = principal_components(pooled_PD, tower.width)
@@ -138,8 +138,7 @@ def _sample(snapshot: Snapshot, most: int, seed: int) -> list[int]:
 
 
 def _special(snapshot: Snapshot) -> np.ndarray:
-    special = SpecialTokens.of(snapshot.tokenizer)
-    return np.array([special.cls, special.sep, special.mask, special.unknown, special.padding])
+    return np.array(SpecialTokens.of(snapshot.tokenizer).ids)
 
 
 def _presence(snapshot: Snapshot, rows: list[int], progress: Progress) -> csr_matrix:

@@ -15,9 +15,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.bert import Bert, BertConfig, MaskedWordHead, import_pooler, initialise_small, load_bert
 from realmops.config import BertOptions, ReaderOptions, RetrieverOptions, check_vectors, check_width
-from realmops.encoders import (
+from realmops.encoders.architectures import described_encoder, load_encoder
+from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, import_pooler, initialise_small
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.folders import (
     MODULES,
     POOLING,
     encoder_folder,
@@ -26,7 +28,7 @@ from realmops.encoders import (
     sentence_pooling,
     unused_modules,
 )
-from realmops.model.reader import Reader, SpanHead, initialise_spans
+from realmops.model.reader import READERS, Reader, SpanHead, initialise_spans
 from realmops.model.retriever import Bag, Embedder, Mixture, Retriever, Tower, initialise_projection
 
 MODEL = "model.json"
@@ -34,9 +36,9 @@ RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
 
 
-def build_bert(
+def build_encoder(
     options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
-) -> tuple[Bert, MaskedWordHead]:
+) -> tuple[Encoder, nn.Module]:
     """The encoder that ``bert.init`` names, with a masked word head; ``warn`` is told when that starts fresh."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
@@ -47,31 +49,27 @@ def build_bert(
         shape = asdict(options) | {"vocabulary": vocabulary}
         del shape["init"]
         config = BertConfig(**shape)
-        bert, head = Bert(config), MaskedWordHead(config)
-        initialise_small(bert, head, generator)
-        return bert, head
+        bert, small_head = Bert(config), MaskedWordHead(config)
+        initialise_small(bert, small_head, generator)
+        return bert, small_head
     folder = encoder_folder(options.init)
-    bert, head, found = load_bert(folder, options.dropout)
-    if bert.config.vocabulary != vocabulary:
+    encoder, head, found = load_encoder(folder, options.dropout)
+    if encoder.vocabulary != vocabulary:
         raise ValueError(
-            f"{folder}: the encoder has {bert.config.vocabulary} wordpieces, the snapshot {vocabulary}; "
+            f"{folder}: the encoder has {encoder.vocabulary} wordpieces, the snapshot {vocabulary}; "
             "make the snapshot with this bert.init"
         )
-    if bert.config.positions < options.positions:
+    if encoder.positions < options.positions:
         raise ValueError(
-            f"{folder}: the encoder has {bert.config.positions} positions, bert.positions is {options.positions}; "
-            f"set bert.positions={bert.config.positions}"
+            f"{folder}: the encoder has {encoder.positions} positions, bert.positions is {options.positions}; "
+            f"set bert.positions={encoder.positions}"
         )
-    if not found:  # published without its head: start from a near identity
-        with torch.no_grad():
-            head.transform.weight.copy_(torch.eye(bert.config.width))
-            head.transform.bias.zero_()
-        if warn is not None:
-            warn(
-                f"{folder} has no masked word head (cls.predictions): the reader's starts fresh, over the word "
-                "embeddings; give it more ict.reader_steps than a BERT with its head needs"
-            )
-    return bert, head
+    if not found and warn is not None:
+        warn(
+            f"{folder} has no masked word head (cls.predictions): the reader's starts fresh, over the word "
+            "embeddings; give it more ict.reader_steps than a BERT with its head needs"
+        )
+    return encoder, head
 
 
 def build_models(
@@ -87,17 +85,19 @@ def build_models(
     A bag, a projection by PCA and what a reader that compares knows of wordpieces are then filled from the passages
     (``index.start``).
     """
-    reader_bert, head = build_bert(bert, vocabulary, seed, warn)
+    encoder, head = build_encoder(bert, vocabulary, seed, warn)
     generator = torch.Generator().manual_seed(seed_for(seed, "projection"))
     query: Tower
     if retriever.tower == "bag":
         query = _build_bag(retriever, vocabulary, generator)
     else:
         folder = None if bert.init == "small" else encoder_folder(bert.init)
-        query = _build_embedder(folder, retriever, copy.deepcopy(reader_bert), generator, warn)
+        query = _build_embedder(folder, retriever, copy.deepcopy(encoder), generator, warn)
     document = query if retriever.share_embedders else copy.deepcopy(query)
-    return Retriever(query, document, retriever.document_vectors), Reader(
-        reader_bert, head, copies=reader.copies, apart=reader.apart, matches=reader.matches
+    reads = READERS["apart" if reader.apart else "together"]
+    return (
+        Retriever(query, document, retriever.document_vectors),
+        reads(encoder, head, copies=reader.copies, matches=reader.matches),
     )
 
 
@@ -118,7 +118,7 @@ def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Gene
 def _build_embedder(
     folder: Path | None,
     retriever: RetrieverOptions,
-    bert: Bert,
+    encoder: Encoder,
     generator: torch.Generator,
     warn: Callable[[str], None] | None,
 ) -> Embedder:
@@ -135,10 +135,10 @@ def _build_embedder(
     check_vectors(retriever.document_vectors, retriever.pooling, pooling)
     if segments == "auto":
         segments = "one" if folder is not None and is_sentence_encoder(folder) else "two"
-    check_width(retriever.projection, retriever.embedding_width, bert.config.width)
+    check_width(retriever.projection, retriever.embedding_width, encoder.width)
     tower = Embedder(
-        bert,
-        retriever.embedding_width or bert.config.width,
+        encoder,
+        retriever.embedding_width or encoder.width,
         retriever.head,
         pooling=pooling,
         projection=retriever.projection,
@@ -153,9 +153,9 @@ def _build_embedder(
 
 def add_spans(reader: Reader, span_width: int, seed: int) -> None:
     """Give the reader a new span head."""
-    reader.spans = SpanHead(reader.bert.config.width, span_width)
+    reader.spans = SpanHead(reader.encoder.width, span_width)
     initialise_spans(reader.spans, torch.Generator().manual_seed(seed_for(seed, "spans")))
-    reader.spans.to(reader.bert.word.weight.device)
+    reader.spans.to(reader.device)
 
 
 def cpu_state(module: nn.Module) -> dict[str, Tensor]:
@@ -170,9 +170,9 @@ def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) 
         "share_embedders": retriever.shared,
         "document_vectors": retriever.vectors,
         "mixture": asdict(retriever.mixture),
-        "reader": None if reader is None else reader.bert.config.to_json(),
+        "reader": None if reader is None else reader.encoder.describe(),
+        "reader_class": next((name for name, kind in READERS.items() if kind is type(reader)), None),
         "copies": reader is not None and reader.copy is not None,
-        "apart": reader is not None and reader.apart,
         "matches": reader is not None and reader.matches is not None,
         "span_width": None if reader is None or reader.spans is None else reader.spans.start.out_features,
         "span_layer_norm_eps": None if reader is None or reader.spans is None else reader.spans.norm.eps,
@@ -187,7 +187,7 @@ def _describe_tower(tower: Tower) -> dict[str, Any]:
     assert isinstance(tower, Embedder)
     return common | {
         "tower": "bert",
-        "bert": tower.bert.config.to_json(),
+        "bert": tower.encoder.describe(),
         "pooling": tower.pooling,
         "projection": tower.start,
         "segments": tower.segments,
@@ -198,9 +198,9 @@ def _described_tower(description: Mapping[str, Any]) -> Tower:
     """The inverse of :func:`_describe_tower`, without the weights."""
     if description["tower"] == "bag":
         return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
-    bert = Bert(BertConfig.from_json(description["bert"], MODEL))
+    encoder = described_encoder(description["bert"], MODEL)
     kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
-    return Embedder(bert, description["embedding_width"], description["head"], **kind)
+    return Embedder(encoder, description["embedding_width"], description["head"], **kind)
 
 
 def _retriever_bytes(retriever: Retriever) -> bytes:
@@ -265,12 +265,22 @@ def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
         ) from None
 
 
+def _reader_class(folder: Path, description: Mapping[str, Any]) -> type[Reader]:
+    name = description.get("reader_class") or ("apart" if description["apart"] else "together")  # as 0.1.0 says it
+    if name not in READERS:
+        raise ValueError(
+            f"{folder / MODEL}: reader_class is {name!r}, this version has {', '.join(READERS)}; open it with the "
+            "version that trained it"
+        )
+    return READERS[name]
+
+
 def _parse_models(folder: Path, description: Mapping[str, Any]) -> tuple[Retriever, Reader]:
     retriever = _retriever(description, load_tensors((folder / RETRIEVER).read_bytes()))
-    config = BertConfig.from_json(description["reader"], str(folder / MODEL))
-    kind = {name: description[name] for name in ("copies", "apart", "matches")}
-    reader = Reader(Bert(config), MaskedWordHead(config), **kind)
+    encoder = described_encoder(description["reader"], str(folder / MODEL))
+    kind = {name: description[name] for name in ("copies", "matches")}
+    reader = _reader_class(folder, description)(encoder, encoder.masked_word_head(), **kind)
     if description["span_width"] is not None:
-        reader.spans = SpanHead(config.width, description["span_width"], description["span_layer_norm_eps"])
+        reader.spans = SpanHead(encoder.width, description["span_width"], description["span_layer_norm_eps"])
     reader.load_state_dict(load_tensors((folder / READER).read_bytes()))
     return retriever, reader

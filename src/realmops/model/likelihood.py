@@ -70,13 +70,22 @@ def log_sum_correct(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
 
 
 def marginal_span_loss(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
-    """-log of the share of the correct, per question; 0 where nothing is correct, so that it teaches nothing."""
-    has_correct_B = is_correct_BS.any(-1)
-    # with nothing correct every entry counts as correct: log 1 = 0, and a gradient of 0 instead of NaN
-    return -log_sum_correct(score_BS, is_correct_BS | ~has_correct_B[:, None])
+    """-log of the share of the correct, per question; 0 where nothing correct exists, so that it teaches nothing."""
+    score_BS, is_correct_BS, _ = _taught(score_BS, is_correct_BS)
+    return -log_sum_correct(score_BS, is_correct_BS)
 
 
 def hard_em_span_loss(score_BS: Tensor, is_correct_BS: Tensor) -> Tensor:
     """-log of the likeliest of the correct alone (hard EM, Min et al. 2019), per question; 0 where there is none."""
+    score_BS, is_correct_BS, teaches_B = _taught(score_BS, is_correct_BS)
     best_B = score_BS.masked_fill(~is_correct_BS, -torch.inf).amax(-1)
-    return torch.where(is_correct_BS.any(-1), score_BS.logsumexp(-1) - best_B, 0.0)
+    return torch.where(teaches_B, score_BS.logsumexp(-1) - best_B, 0.0)
+
+
+def _taught(score_BS: Tensor, is_correct_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and correct entries, and whether a question has one that exists (a score above -inf).
+
+    One that has none is given scores of 0 that all count as correct: log 1 = 0, and a gradient of 0 instead of NaN.
+    """
+    teaches_B = (is_correct_BS & (score_BS > -torch.inf)).any(-1)
+    return torch.where(teaches_B[:, None], score_BS, 0.0), is_correct_BS | ~teaches_B[:, None], teaches_B

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.bert import Packed
 from realmops.corpus.forms import Form
+from realmops.encoders.packed import Packed
 
 UNITS = 16  # of weight in one nat of idf
 RARITIES = 5  # classes of idf
@@ -78,9 +78,14 @@ class Matches(nn.Module):
         nn.init.zeros_(self.vectors.weight)
 
     def learn_words(
-        self, vocabulary: Sequence[str], stems: Sequence[str], special: Collection[int], idf_V: np.ndarray
+        self,
+        vocabulary: Sequence[str],
+        continues_V: np.ndarray,
+        stems: Sequence[str],
+        special: Collection[int],
+        idf_V: np.ndarray,
     ) -> None:
-        """Take over what is known of the wordpieces of a snapshot."""
+        """Take over what is known of the wordpieces of a snapshot; ``continues_V`` says which continue a word."""
         weight_V = np.maximum(1, np.round(UNITS * idf_V)).astype(np.int64)
         weight_V[sorted(special)] = 0
         numbers: dict[str, int] = {}
@@ -90,7 +95,7 @@ class Matches(nn.Module):
             (self.weight_V, weight_V),
             (self.stem_V, stem_V),
             (self.question_V, [kinds.get(piece, 0) for piece in vocabulary]),
-            (self.continues_V, [int(piece.startswith("##")) for piece in vocabulary]),
+            (self.continues_V, continues_V),
             (self.ends_V, [int(piece in SENTENCE_ENDS) for piece in vocabulary]),
         ):
             buffer_V.copy_(torch.as_tensor(values))

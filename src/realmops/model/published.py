@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from realmops.bert import Bert, BertConfig, MaskedWordHead, import_pooler, import_state
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.vocabulary import vocabulary_hash
-from realmops.encoders import CONFIG, read_config, read_weights
+from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, import_pooler, import_state
+from realmops.encoders.folders import CONFIG, read_config, read_weights
 from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
 
@@ -44,8 +44,9 @@ class Published:
         if projection is None:
             return None
         state, source = self._under(prefix), str(self.folder)
-        tower = Embedder(Bert(BertConfig.from_json(self.config, source)), projection.shape[0], "release")
-        import_state(tower.bert, state, source)
+        bert = Bert(BertConfig.from_json(self.config, source))
+        import_state(bert, state, source)
+        tower = Embedder(bert, projection.shape[0], "release")
         assert tower.pooler is not None
         assert tower.projection is not None
         assert tower.norm is not None
@@ -93,8 +94,9 @@ class Published:
     def _reader(self, state: Mapping[str, Tensor]) -> Reader:
         source = str(self.folder)
         config = BertConfig.from_json(self.config, source)
-        reader = Reader(Bert(config), MaskedWordHead(config))
-        if not import_state(reader.bert, state, source, reader.masked_words):
+        bert, head = Bert(config), MaskedWordHead(config)
+        reader = Reader(bert, head)
+        if not import_state(bert, state, source, head):
             raise ValueError(f"{source}: its reader has no masked word head (cls.predictions); fetch it again")
         if "qa_outputs.dense_intermediate.weight" in state:
             reader.spans = _span_head(state, float(self.config.get("reader_layer_norm_eps", 1e-3)), source)

@@ -7,19 +7,22 @@ X most masked wordpieces of a sequence, U passages, S spans.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.bert import Bert, MaskedWordHead, Packed, even_rows, send
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import send
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.packed import Packed, even_rows
 from realmops.model.matches import Matches
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
 
 SPAN_NORM_EPS = 1e-5  # of our own span heads; published ones have 1e-3
+_NOTHING = np.zeros(0, dtype=np.int64)
 LEAST = 1e-20  # a probability of copying below it counts as this much, so that its logarithm is finite
 
 
@@ -54,6 +57,64 @@ class MaskRows:
         counts_N = torch.bincount(sequence_M)
         place_M = torch.arange(len(sequence_M)) - (counts_N.cumsum(0) - counts_N)[sequence_M]
         return MaskRows(row_M, sequence_M, place_M, int(counts_N.max()) if len(row_M) else 0)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Masked sentences x as wordpieces, and how a network gets them: ``limit`` wordpieces, the rest is cut."""
+
+    sentences: Sequence[np.ndarray]
+    positions: Sequence[np.ndarray]  # of the masks of each
+    targets: Sequence[np.ndarray]  # the wordpieces behind them
+    special: SpecialTokens
+    limit: int
+
+    @property
+    def is_mask_BM(self) -> Tensor:
+        """Which masks a sentence has."""
+        counts_B = torch.tensor([len(at) for at in self.positions])
+        return torch.arange(int(counts_B.max()))[None, :] < counts_B[:, None]
+
+    @property
+    def targets_M(self) -> Tensor:
+        """What all masks hid, one sentence after another."""
+        return torch.from_numpy(np.concatenate(self.targets))
+
+    @property
+    def sequence_M(self) -> Tensor:
+        """In which sentence each mask stands."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.positions)), [len(at) for at in self.positions]))
+
+    @property
+    def queries(self) -> Packed:
+        """[CLS] x [SEP] of each sentence."""
+        return Packed([join_query(one, self.special, self.limit) for one in self.sentences])
+
+    def rows_M(self, batch: Packed) -> Tensor:
+        """The packed rows of the masks, where each sentence stands behind [CLS] of its sequence."""
+        rows = [start + 1 + at for start, at in zip(batch.starts[:-1], self.positions, strict=True)]
+        return torch.from_numpy(np.concatenate(rows))
+
+    def taken(self, places: Sequence[int]) -> Masked:
+        """The sentences at these places, as often as they are named."""
+        return replace(
+            self,
+            sentences=[self.sentences[b] for b in places],
+            positions=[self.positions[b] for b in places],
+            targets=[self.targets[b] for b in places],
+        )
+
+    def joined(self, documents: Sequence[np.ndarray]) -> tuple[Packed, Bodies]:
+        """[CLS] x [SEP] body [SEP] of each sentence with its document."""
+        joined = [join_reader(x, z, self.special, self.limit) for x, z in zip(self.sentences, documents, strict=True)]
+        batch = Packed([tokens for tokens, _, _ in joined], [segments for _, segments, _ in joined])
+        first = [start + offset for start, (*_, offset) in zip(batch.starts[:-1], joined, strict=True)]
+        return batch, Bodies.of(first, (batch.starts[1:] - 1).tolist())
+
+    def alone(self, documents: Sequence[np.ndarray]) -> tuple[Packed, Bodies]:
+        """Documents on their own: [CLS][SEP] body [SEP], the join of nothing with each."""
+        nothing = [_NOTHING] * len(documents)
+        return Masked(nothing, nothing, nothing, self.special, self.limit).joined(documents)
 
 
 class CopyHead(nn.Module):
@@ -103,22 +164,30 @@ class CopyHead(nn.Module):
 
 
 class Reader(nn.Module):
-    """A BERT over join(x, z) with a masked word head; fine-tuning adds ORQA's span head.
+    """An encoder over join(x, z) with a masked word head; fine-tuning adds ORQA's span head.
 
-    With ``matches`` it is told how z compares with x. With ``copy`` it may copy masked words from z. With ``apart`` it
-    encodes x and z each on its own, once, and the copy head alone brings them together: any number of passages can then
-    be tried for any number of sentences.
+    With ``matches`` it is told how z compares with x. With ``copy`` it may copy masked words from z. Another reader
+    of masked words overrides the three methods ``log_masked...``, and has a name in ``READERS``.
     """
 
-    def __init__(
-        self, bert: Bert, head: MaskedWordHead, *, copies: bool = False, apart: bool = False, matches: bool = False
-    ) -> None:
+    apart = False  # whether what was read for one sentence can be tried for all others
+
+    def __init__(self, encoder: Encoder, head: nn.Module, *, copies: bool = False, matches: bool = False) -> None:
         super().__init__()
-        assert copies or not apart, "only the copy head joins what is read apart"
-        self.bert, self.masked_words, self.apart = bert, head, apart
-        self.copy = CopyHead(bert.config.width) if copies else None
-        self.matches = Matches(bert.config.vocabulary, bert.config.width) if matches else None
+        self.bert, self.masked_words = encoder, head
+        self.copy = CopyHead(encoder.width) if copies else None
+        self.matches = Matches(encoder.vocabulary, encoder.width) if matches else None
         self.spans: SpanHead | None = None
+
+    @property
+    def encoder(self) -> Encoder:
+        """The network below; the names of its parameters on disk begin with ``bert.``."""
+        return self.bert
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.bert.device
 
     def encode(self, batch: Packed) -> Tensor:
         """Hidden states T x D of a batch of join(x, z)."""
@@ -135,7 +204,7 @@ class Reader(nn.Module):
         ``sequence_M`` says in which sequence a mask stands, ascending. The head is evaluated at those rows only.
         Without a body, as with the null document, the vocabulary alone counts.
         """
-        masks, targets_M, bodies = _sent(self.bert.word.weight.device, rows_M, sequence_M, targets_M, bodies)
+        masks, targets_M, bodies = _sent(self.device, rows_M, sequence_M, targets_M, bodies)
         hidden_TD, sequence_M = self.encode(batch), masks.sequence_M
         hidden_MD = hidden_TD.index_select(0, masks.row_M)
         log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
@@ -149,7 +218,7 @@ class Reader(nn.Module):
 
     def log_words(self, batch: Packed, rows_M: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
         """log p(y_j|z,x) of every wordpiece of the vocabulary at the packed rows ``rows_M``, M x V."""
-        masks, _, bodies = _sent(self.bert.word.weight.device, rows_M, sequence_M, rows_M, bodies)
+        masks, _, bodies = _sent(self.device, rows_M, sequence_M, rows_M, bodies)
         hidden_TD, sequence_M = self.encode(batch), masks.sequence_M
         hidden_MD = hidden_TD.index_select(0, masks.row_M)
         log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
@@ -161,7 +230,86 @@ class Reader(nn.Module):
         )
         return torch.where(bodies.there_NL.any(-1)[sequence_M][:, None], mixed_MV, log_vocabulary_MV)
 
-    def log_token_apart(
+    def log_masked(
+        self, masked: Masked, documents: Sequence[np.ndarray], column_BK: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """log p(y_j|z,x) of every masked wordpiece under every candidate of its sentence: B x K x M; and which j exist.
+
+        Args:
+            documents: wordpieces of the candidates of all sentences, each once; one without any is the null document.
+            column_BK: the candidates of each sentence among these, -1 where it has fewer, and the result no meaning.
+        """
+        is_mask_BM = masked.is_mask_BM
+        (count, longest), width = is_mask_BM.shape, column_BK.shape[1]
+        pairs = [(b, k, column_BK[b, k]) for b, k in np.argwhere(column_BK >= 0).tolist()]
+        log_token_N = self.log_masked_pairs(masked.taken([b for b, *_ in pairs]), [documents[u] for *_, u in pairs])
+        flat = [(b * width + k) * longest + np.arange(len(masked.positions[b])) for b, k, _ in pairs]
+        out = log_token_N.new_zeros(count * width * longest)
+        flat_N, is_mask_BM = send(self.device, torch.from_numpy(np.concatenate(flat)), is_mask_BM)
+        return out.index_copy(0, flat_N, log_token_N).view(count, width, longest), is_mask_BM
+
+    def log_masked_pairs(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+        """log p(y_j|z,x) of masked wordpieces, each sentence with one document of its own, length M."""
+        batch, bodies = masked.joined(documents)
+        return self.log_token(batch, masked.rows_M(batch), masked.targets_M, bodies, masked.sequence_M)
+
+    def log_masked_words(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+        """log p(y_j|z,x) of every wordpiece at the masks of one sentence, for each document: K x M x V."""
+        each = masked.taken([0] * len(documents))
+        batch, bodies = each.joined(documents)
+        log_word_NV = self.log_words(batch, each.rows_M(batch), bodies, each.sequence_M)
+        return log_word_NV.view(len(documents), len(masked.positions[0]), -1)
+
+    def _logits(self, hidden_MD: Tensor) -> Tensor:
+        logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word_vectors)
+        return logits_MV.float()
+
+
+class ReaderApart(Reader):
+    """Encodes x and z each on its own, once, and the copy head alone brings them together.
+
+    Any number of passages can then be tried for any number of sentences.
+    """
+
+    apart = True
+
+    def __init__(self, encoder: Encoder, head: nn.Module, *, copies: bool = True, matches: bool = False) -> None:
+        assert copies, "only the copy head joins what is read apart"
+        super().__init__(encoder, head, copies=copies, matches=matches)
+
+    def log_masked(
+        self, masked: Masked, documents: Sequence[np.ndarray], column_BK: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        """As ``Reader.log_masked``, each sentence and each document read once."""
+        full = [u for u, document in enumerate(documents) if len(document)]
+        place_U = np.full(len(documents), len(full))  # of the null document: behind the others
+        place_U[full] = np.arange(len(full))
+        x, (z, bodies) = masked.queries, masked.alone([documents[u] for u in full] or [_NOTHING])
+        log_token_NU, log_null_N = self._log_token_apart(x, masked.rows_M(x), masked.targets_M, z, bodies)
+        log_token_NU = torch.cat([log_token_NU[:, : len(full)], log_null_N[:, None]], dim=1)
+        there_BK, is_mask_BM = torch.from_numpy(place_U[np.maximum(column_BK, 0)]), masked.is_mask_BM
+        there_BK, at_2N, is_mask_BM = send(self.device, there_BK, is_mask_BM.nonzero().T, is_mask_BM)
+        padded_BMU = log_token_NU.new_zeros(*is_mask_BM.shape, log_token_NU.shape[1])
+        padded_BMU = padded_BMU.index_put(tuple(at_2N), log_token_NU)
+        columns_BMK = there_BK[:, None, :].expand(-1, is_mask_BM.shape[1], -1)
+        return padded_BMU.gather(2, columns_BMK).transpose(1, 2), is_mask_BM
+
+    def log_masked_pairs(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+        """As ``Reader.log_masked_pairs``."""
+        x, (z, bodies) = masked.queries, masked.alone(documents)
+        log_token_MU, log_null_M = self._log_token_apart(x, masked.rows_M(x), masked.targets_M, z, bodies)
+        sequence_M = masked.sequence_M
+        sequence_M, is_null_M = send(self.device, sequence_M, ~bodies.there_NL.any(-1)[sequence_M])
+        return torch.where(is_null_M, log_null_M, log_token_MU.gather(1, sequence_M[:, None])[:, 0])
+
+    def log_masked_words(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
+        """As ``Reader.log_masked_words``."""
+        x, (z, bodies) = masked.queries, masked.alone(documents)
+        log_word_KMV, log_null_MV = self._log_words_apart(x, masked.rows_M(x), z, bodies)
+        there_K = bodies.there_NL.any(-1)[:, None, None].to(self.device)
+        return torch.where(there_K, log_word_KMV, log_null_MV[None])
+
+    def _log_token_apart(
         self, x: Packed, rows_M: Tensor, targets_M: Tensor, z: Packed, bodies: Bodies
     ) -> tuple[Tensor, Tensor]:
         """log p(y_j|z,x) under each of U documents, M x U, and log p(y_j|null,x), length M; x and z are read apart."""
@@ -175,7 +323,7 @@ class Reader(nn.Module):
         p_copy_MU = (attention_MUL * is_target_MUL).sum(-1)
         return self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_MU), log_vocabulary_M
 
-    def log_words_apart(self, x: Packed, rows_M: Tensor, z: Packed, bodies: Bodies) -> tuple[Tensor, Tensor]:
+    def _log_words_apart(self, x: Packed, rows_M: Tensor, z: Packed, bodies: Bodies) -> tuple[Tensor, Tensor]:
         """The same of every wordpiece of the vocabulary: U x M x V, and M x V for the null document."""
         assert self.copy is not None
         x_TD, z_TD = self.bert(x), self.bert(z)
@@ -189,9 +337,9 @@ class Reader(nn.Module):
         ]
         return torch.stack(words), log_vocabulary_MV
 
-    def _logits(self, hidden_MD: Tensor) -> Tensor:
-        logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word.weight)
-        return logits_MV.float()
+
+READERS: dict[str, type[Reader]] = {"together": Reader, "apart": ReaderApart}
+"""The classes of readers, as a checkpoint names them."""
 
 
 def _sent(
@@ -252,71 +400,3 @@ def initialise_spans(head: SpanHead, generator: torch.Generator) -> None:
                 module.weight.normal_(0.0, 0.02, generator=generator)
                 if module.bias is not None:
                     module.bias.zero_()
-
-
-def log_token_of_pairs(
-    reader: Reader,
-    sentences: Sequence[np.ndarray],
-    positions: Sequence[np.ndarray],
-    targets_M: Tensor,
-    documents: Sequence[np.ndarray],
-    special: SpecialTokens,
-    limit: int,
-) -> Tensor:
-    """log p(y_j|z,x) of masked wordpieces, each sentence with one document of its own, length M.
-
-    ``positions`` are those of the masks in each sentence.  A document without wordpieces is the null document.
-    """
-    device = reader.bert.word.weight.device
-    sequence_M = torch.from_numpy(np.repeat(np.arange(len(sentences)), [len(at) for at in positions]))
-    if not reader.apart:
-        batch, bodies = _joined(sentences, documents, special, limit)
-        rows = [start + 1 + at for start, at in zip(batch.starts[:-1], positions, strict=True)]
-        return reader.log_token(batch, torch.from_numpy(np.concatenate(rows)), targets_M, bodies, sequence_M)
-    x = Packed([join_query(one, special, limit) for one in sentences])
-    rows = [start + 1 + at for start, at in zip(x.starts[:-1], positions, strict=True)]
-    z, bodies = read_apart(documents, special, limit)
-    log_token_MU, log_null_M = reader.log_token_apart(x, torch.from_numpy(np.concatenate(rows)), targets_M, z, bodies)
-    sequence_M, is_null_M = send(device, sequence_M, ~bodies.there_NL.any(-1)[sequence_M])
-    return torch.where(is_null_M, log_null_M, log_token_MU.gather(1, sequence_M[:, None])[:, 0])
-
-
-def log_words_of_pairs(
-    reader: Reader,
-    x: np.ndarray,
-    positions: np.ndarray,
-    documents: Sequence[np.ndarray],
-    special: SpecialTokens,
-    limit: int,
-) -> Tensor:
-    """log p(y_j|z,x) of every wordpiece at the masks of one sentence, for each document: K x M x V."""
-    device = reader.bert.word.weight.device
-    if reader.apart:
-        batch = Packed([join_query(x, special, limit)])
-        z, bodies = read_apart(documents, special, limit)
-        log_word_KMV, log_null_MV = reader.log_words_apart(batch, torch.from_numpy(1 + positions), z, bodies)
-        there_K = bodies.there_NL.any(-1)[:, None, None].to(device)
-        return torch.where(there_K, log_word_KMV, log_null_MV[None])
-    batch, bodies = _joined([x] * len(documents), documents, special, limit)
-    rows_KM = batch.starts[:-1, None] + 1 + positions
-    sequence_N = torch.arange(len(documents)).repeat_interleave(len(positions))
-    log_word_NV = reader.log_words(batch, torch.from_numpy(rows_KM.ravel()), bodies, sequence_N)
-    return log_word_NV.view(len(documents), len(positions), -1)
-
-
-def _joined(
-    sentences: Sequence[np.ndarray],
-    documents: Sequence[np.ndarray],
-    special: SpecialTokens,
-    limit: int,
-) -> tuple[Packed, Bodies]:
-    joined = [join_reader(x, z, special, limit) for x, z in zip(sentences, documents, strict=True)]
-    batch = Packed([tokens for tokens, _, _ in joined], [segments for _, segments, _ in joined])
-    first = [start + offset for start, (*_, offset) in zip(batch.starts[:-1], joined, strict=True)]
-    return batch, Bodies.of(first, (batch.starts[1:] - 1).tolist())
-
-
-def read_apart(documents: Sequence[np.ndarray], special: SpecialTokens, limit: int) -> tuple[Packed, Bodies]:
-    """Documents as the reader takes them on their own: [CLS][SEP] body [SEP], the join of nothing with each."""
-    nothing = np.zeros(0, dtype=np.int64)
-    return _joined([nothing] * len(documents), documents, special, limit)

@@ -1,6 +1,6 @@
 """The neural knowledge retriever: f(x, z) = Embed_input(x) . Embed_doc(z) (paper, section 3.2).
 
-A tower makes embeddings: an :class:`Embedder` from a BERT, as in the paper, or a :class:`Bag` from word vectors.
+A tower makes embeddings: an :class:`Embedder` from an encoder, as in the paper, or a :class:`Bag` from word vectors.
 
 A passage has one vector, as in the paper, or several, of which the one nearest to the query counts: f(x, z) is the
 maximum over them (Luan et al. 2021, "Sparse, Dense, and Attentional Representations for Text Retrieval"). Each is made
@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.bert import Bert, Packed, full_precision, send
+from realmops.encoders.devices import full_precision, send
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.packed import Packed
 
 HEADS = ("paper", "release", "normalised", "cosine")
 _SHORTEST = 1e-6  # a vector that is shorter has no direction
@@ -83,7 +85,7 @@ class Tower(nn.Module):
 
 
 class Embedder(Tower):
-    """A BERT, the pooling of its vectors to one, and the projection of that to E dimensions.
+    """An encoder, the pooling of its vectors to one, and the projection of that to E dimensions.
 
     ``head`` is ``paper`` (W times the pooled vector), ``release`` (BERT pooler, dense with bias, LayerNorm, dropout),
     ``normalised`` (W times the pooled vector, LayerNorm, and a relevance divided by the square root of E) or
@@ -96,7 +98,7 @@ class Embedder(Tower):
 
     def __init__(
         self,
-        bert: Bert,
+        encoder: Encoder,
         embedding_width: int,
         head: str,
         *,
@@ -106,14 +108,19 @@ class Embedder(Tower):
         temperature: float = 1.0,
     ) -> None:
         super().__init__(head, temperature, embedding_width)
-        width = bert.config.width
+        width = encoder.width
         assert projection != "identity" or embedding_width == width, (embedding_width, width)
-        self.bert, self.pooling, self.start, self.segments = bert, pooling, projection, segments
+        self.bert, self.pooling, self.start, self.segments = encoder, pooling, projection, segments
         self.pooler = nn.Linear(width, width) if head == "release" else None
         has_bias = head == "release" or projection == "pca"
         self.projection = None if projection == "identity" else nn.Linear(width, embedding_width, bias=has_bias)
-        eps = bert.config.layer_norm_eps
+        eps = encoder.layer_norm_eps
         self.norm = nn.LayerNorm(embedding_width, eps=eps) if head in ("release", "normalised") else None
+
+    @property
+    def encoder(self) -> Encoder:
+        """The network below; the names of its parameters on disk begin with ``bert.``."""
+        return self.bert
 
     @property
     def shifts(self) -> list[nn.Parameter]:
@@ -122,16 +129,14 @@ class Embedder(Tower):
             return []
         if self.norm is not None:
             return [self.norm.bias]
-        last = self.bert.layers[-1].output_norm
-        assert isinstance(last, nn.LayerNorm)
         own = [] if self.projection is None or self.projection.bias is None else [self.projection.bias]
-        return [last.bias, *own]
+        return [*self.bert.shifts, *own]
 
     @property
     def words(self) -> str:
         """What it is, for people."""
-        made = f"{self.bert.config.width} -> {self.width} by {self.start}"
-        return f"a BERT, pooling {self.pooling}, {made}, head {self.head}, segments {self.segments}"
+        made = f"{self.bert.width} -> {self.width} by {self.start}"
+        return f"{self.bert.words}, pooling {self.pooling}, {made}, head {self.head}, segments {self.segments}"
 
     def pooled(self, batch: Packed, vectors: int = 1) -> Tensor:
         """The encoder's vectors of each sequence, (B M) x D; more than one want the pooling ``mean``."""
@@ -160,7 +165,7 @@ class Embedder(Tower):
         if self.norm is not None:
             embedding_BE = self.norm(embedding_BE)
         if self.head == "release":
-            embedding_BE = F.dropout(embedding_BE, self.bert.config.dropout, self.training)
+            embedding_BE = F.dropout(embedding_BE, self.bert.dropout, self.training)
         embedding_BE = _unit(embedding_BE) if self.head == "cosine" else embedding_BE.float()
         return embedding_BE.view(-1, vectors * self.width)
 

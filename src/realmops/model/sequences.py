@@ -10,28 +10,69 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+_NAMES = {  # of a role, where the tokenizer does not say which token has it
+    "begin": ("[CLS]", "<s>"),
+    "separator": ("[SEP]", "</s>"),
+    "mask": ("[MASK]", "<mask>"),
+    "unknown": ("[UNK]", "<unk>"),
+    "padding": ("[PAD]", "<pad>"),
+}
+
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids of BERT's special wordpieces in one vocabulary."""
+    """The ids of one vocabulary's special wordpieces, by what they are for; a model that only retrieves needs no mask.
+
+    ``cls`` begins a sequence, ``sep`` ends it and each of its parts.
+    """
 
     cls: int
     sep: int
-    mask: int
+    mask_if_any: int | None
     unknown: int
     padding: int
 
+    @property
+    def mask(self) -> int:
+        """What stands for a hidden wordpiece; ValueError where the vocabulary has none."""
+        return _known(self.mask_if_any, "mask")
+
+    @property
+    def ids(self) -> list[int]:
+        """All of them."""
+        mask = [] if self.mask_if_any is None else [self.mask_if_any]
+        return [self.cls, self.sep, *mask, self.unknown, self.padding]
+
     @staticmethod
     def of(tokenizer: Tokenizer) -> SpecialTokens:
-        """Look the ids up by name; ValueError names the one that the vocabulary lacks."""
+        """As the tokenizer says: what it puts around a text, what is unknown to it, what it pads with.
 
-        def known(name: str) -> int:
-            found = tokenizer.token_to_id(name)
-            if found is None:
-                raise ValueError(f"the vocabulary has no wordpiece {name}; use the vocabulary of a BERT encoder")
-            return found
+        Where it does not say, and for the mask, usual names are looked up. ValueError names the first that is missing.
+        """
+        nothing = tokenizer.encode("")
+        around = [token for token, there in zip(nothing.ids, nothing.attention_mask, strict=True) if there]
+        said: dict[str, int | None] = {}
+        if unknown := getattr(tokenizer.model, "unk_token", None):
+            said["unknown"] = tokenizer.token_to_id(unknown)
+        if len(around) > 1:
+            said |= {"begin": around[0], "separator": around[-1]}
+        if tokenizer.padding is not None:
+            said["padding"] = tokenizer.padding["pad_id"]
+        for role, names in _NAMES.items():
+            if said.get(role) is None:
+                ids = (tokenizer.token_to_id(name) for name in names)
+                said[role] = next((found for found in ids if found is not None), None)
+        known = [_known(said[role], role) for role in ("begin", "separator", "unknown", "padding")]
+        return SpecialTokens(known[0], known[1], said["mask"], *known[2:])
 
-        return SpecialTokens(known("[CLS]"), known("[SEP]"), known("[MASK]"), known("[UNK]"), known("[PAD]"))
+
+def _known(found: int | None, role: str) -> int:
+    if found is None:
+        names = " or ".join(_NAMES[role])
+        raise ValueError(
+            f"the vocabulary has no wordpiece {names}; use the vocabulary of a BERT encoder, or another that has one"
+        )
+    return found
 
 
 def join_query(x: np.ndarray, special: SpecialTokens, limit: int) -> np.ndarray:

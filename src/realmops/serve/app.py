@@ -15,18 +15,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from realmops import __version__
+from realmops.answering.record import Record
+from realmops.commands.answers import Asked, Generation
 from realmops.serve import inference, page, reference, responses
-from realmops.serve.answers import Asked, Generation, Record
-from realmops.serve.batching import Answerer, Busy, Closed, Ticket
-from realmops.serve.generations import Keeper
-from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Token, problem
+from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
+from realmops.serve.generations import GenerationWatcher
+from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
 from realmops.serve.metrics import Metrics
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
+FAILED = "the question could not be answered; the server's log says why"
 PassageId = Annotated[str, Field(max_length=80)]
 
 
-class Question(BaseModel):
+class AnswerRequest(BaseModel):
     """What ``POST /v1/answer`` takes: one question, or several."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -40,7 +42,7 @@ class Question(BaseModel):
     stream: bool = Field(False, description="Server-sent events: the sources first, then the answer.")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Question:
+    def _one_of_both(self) -> AnswerRequest:
         if (self.question is None) == (self.questions is None):
             raise ValueError("give either 'question' or 'questions'")
         return self
@@ -51,17 +53,17 @@ class Question(BaseModel):
         return [Asked(text, frozenset(self.without)) for text in texts]
 
 
-class Desk:
+class AnswerService:
     """Hands questions of a request to the answerer, and turns its refusals into HTTP's."""
 
-    def __init__(self, answerer: Answerer, keeper: Keeper) -> None:
-        self.answerer, self.keeper = answerer, keeper
+    def __init__(self, answerer: Answerer, watcher: GenerationWatcher) -> None:
+        self.answerer, self.watcher = answerer, watcher
         self.ending = False
 
     @property
     def name(self) -> str:
         """The model's name."""
-        return self.keeper.origin.name
+        return self.watcher.origin.name
 
     def known(self, name: str) -> None:
         """404 for another model than the one that serves."""
@@ -70,14 +72,14 @@ class Desk:
 
     def state(self) -> Record:
         """What serves, and why a newer generation does not."""
-        refused = self.keeper.refused
+        refused = self.watcher.refused
         return {
             "model": self.answerer.generation.about,
             "refused": None if refused is None else {"reason": refused.reason, "since": refused.since},
-            "registry_away": self.keeper.away or None,
+            "registry_away": self.watcher.away or None,
         }
 
-    def take(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[Ticket]:
+    def take(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[PendingAnswer]:
         """Accept all of a request's questions, for one generation: that which serves, or the one that is named."""
         longest = max((len(one.question) for one in asked), default=0)
         if longest > QUESTION_LIMIT:
@@ -97,7 +99,7 @@ class Desk:
 
 
 @asynccontextmanager
-async def forgetting(tickets: Sequence[Ticket]) -> AsyncIterator[None]:
+async def forgetting(tickets: Sequence[PendingAnswer]) -> AsyncIterator[None]:
     """While a caller listens; when it has hung up, nobody answers what still waits."""
     try:
         yield
@@ -111,8 +113,10 @@ def event(name: str, value: object) -> str:
     return f"event: {name}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def make_app(answerer: Answerer, keeper: Keeper, metrics: Metrics, token: str | None) -> FastAPI:
-    """The application; ``app.state.desk`` is what routes ask, ``app.state.token`` what a browser signs in with."""
+def make_app(
+    answerer: Answerer, watcher: GenerationWatcher, metrics: Metrics, token: str | None, limits: Limits
+) -> FastAPI:
+    """The application; ``app.state.service`` is what routes ask, ``app.state.token`` what a browser signs in with."""
     app = FastAPI(
         title="realmops",
         version=__version__,
@@ -120,20 +124,20 @@ def make_app(answerer: Answerer, keeper: Keeper, metrics: Metrics, token: str | 
         docs_url=None,
         redoc_url=None,
     )
-    desk = app.state.desk = Desk(answerer, keeper)
+    service = app.state.service = AnswerService(answerer, watcher)
     app.state.token = None if token is None else Token(token)
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
-    async def answer(question: Question) -> Response:
+    async def answer(question: AnswerRequest) -> Response:
         """Each answer with its quotations: `start` and `end` are characters of the document's text as it was read.
 
-        With `stream` the events are `sources` (what will be read, with p(z|x)), then `answer` (the record), each with
-        the `index` of its question.
+        With `stream` the events are `sources` (what will be read, with p(z|x)), then `answer` (the record), or `error`
+        where reading fails, each with the `index` of its question.
         """
         asked = question.asked()
         if question.stream:
-            return _streamed(_events(desk.take(asked)))
-        records = await desk.answer(asked)
+            return _streamed(_events(service.take(asked)))
+        records = await service.answer(asked)
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
     @app.get("/health/live", summary="The process runs")
@@ -143,7 +147,7 @@ def make_app(answerer: Answerer, keeper: Keeper, metrics: Metrics, token: str | 
     @app.get("/health/ready", summary="Questions are taken", response_model=None)
     async def ready() -> Response:
         """What serves; `refused` says why a newer generation does not."""
-        return JSONResponse({"ready": not desk.ending, **desk.state()}, 503 if desk.ending else 200)
+        return JSONResponse({"ready": not service.ending, **service.state()}, 503 if service.ending else 200)
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def figures() -> Response:
@@ -158,15 +162,18 @@ def make_app(answerer: Answerer, keeper: Keeper, metrics: Metrics, token: str | 
     app.include_router(responses.router)
     app.include_router(inference.router)
     _explain_errors(app)
-    app.add_middleware(Guard, token=app.state.token, metrics=metrics)
+    app.add_middleware(Guard, token=app.state.token, metrics=metrics, limits=limits)
     return app
 
 
-async def _events(tickets: Sequence[Ticket]) -> AsyncIterator[str]:
+async def _events(tickets: Sequence[PendingAnswer]) -> AsyncIterator[str]:
     async with forgetting(tickets):
         for index, ticket in enumerate(tickets):
-            yield event("sources", {"index": index} | await ticket.sources())
-            yield event("answer", {"index": index} | await asyncio.wrap_future(ticket.record))
+            try:
+                yield event("sources", {"index": index} | await ticket.sources())
+                yield event("answer", {"index": index} | await asyncio.wrap_future(ticket.record))
+            except Exception:  # it is in the log; others may have their answers
+                yield event("error", {"index": index} | problem("", 500, FAILED))
 
 
 def _streamed(events: AsyncIterator[str]) -> StreamingResponse:
@@ -187,12 +194,14 @@ def _explain_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
+        if not place and first["type"] == "string_unicode":
+            place = "a field's name"
         message = first["msg"].removeprefix("Value error, ")
         return told(request, 422, _writable(f"{place}: {message}" if place else message))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return told(request, 500, "the question could not be answered; the server's log says why")
+        return told(request, 500, FAILED)
 
 
 def _writable(text: str) -> str:

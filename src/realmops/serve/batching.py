@@ -16,8 +16,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from realmops.evaluate.posterior import Found
-from realmops.serve.answers import Asked, Generation, Record
+from realmops.answering.answer import Found
+from realmops.answering.record import Record
+from realmops.commands.answers import Asked, Generation
 
 _LOG = logging.getLogger(__name__)
 WAITING = 256  # questions that wait or are being answered, of all callers
@@ -39,7 +40,7 @@ class Watch(Protocol):
 
 
 @dataclass(eq=False)
-class Ticket:
+class PendingAnswer:
     """One question on its way through: first what it is read from, then the record."""
 
     asked: Asked
@@ -81,7 +82,7 @@ class Answerer:
     ) -> None:
         self._generation = generation
         self._waiting, self._watch = waiting, watch
-        self._queue: deque[Ticket] = deque()
+        self._queue: deque[PendingAnswer] = deque()
         self._open = 0  # accepted and not yet answered
         self._changed = threading.Condition()
         self._closed = False
@@ -103,7 +104,7 @@ class Answerer:
         with self._changed:
             self._generation = generation
 
-    def ask(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[Ticket]:
+    def ask(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[PendingAnswer]:
         """Accept questions, all or none, for one generation.
 
         Args:
@@ -114,7 +115,7 @@ class Answerer:
         generation = generation or self._generation
         for one in asked:
             generation.check(one)
-        tickets = [Ticket(one, generation) for one in asked]
+        tickets = [PendingAnswer(one, generation) for one in asked]
         with self._changed:
             if self._closed:
                 raise Closed("the server is about to end: ask another one")
@@ -142,7 +143,7 @@ class Answerer:
                 with self._changed:
                     self._open -= len(batch)
 
-    def _answer_apart(self, batch: list[Ticket], error: Exception) -> None:
+    def _answer_apart(self, batch: list[PendingAnswer], error: Exception) -> None:
         """After an error, so that one question never costs another its answer."""
         for ticket in (ticket for ticket in batch if not ticket.record.done()):
             try:
@@ -153,19 +154,19 @@ class Answerer:
                 _LOG.error("no answer to %r", ticket.asked.question, exc_info=own)
                 ticket.fail(own)
 
-    def _next_batch(self) -> list[Ticket]:
+    def _next_batch(self) -> list[PendingAnswer]:
         """What has gathered, of one generation; empty at the end."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
-            batch: list[Ticket] = []
+            batch: list[PendingAnswer] = []
             while self._queue and len(batch) < self._queue[0].generation.together:
                 if batch and self._queue[0].generation is not batch[0].generation:
                     break
                 batch.append(self._queue.popleft())
             return batch
 
-    def _answer(self, batch: list[Ticket]) -> None:
+    def _answer(self, batch: list[PendingAnswer]) -> None:
         batch = [ticket for ticket in batch if not ticket.gone]
         if not batch:
             return

@@ -10,22 +10,18 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from realmops import artifacts
-from realmops.commands.promote import COPIED_TAG, DIGEST_TAG, FINETUNE, STEPS_TAG, open_promoted
-from realmops.commands.update import FOLDER as UPDATES
+from realmops.commands.answers import Generation, generation_of_run, manifests_of
+from realmops.commands.promote import COPIED_TAG, DIGEST_TAG, STEPS_TAG, open_promoted
 from realmops.commands.update import of_pipeline
-from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.predictions import read_results
-from realmops.serve.answers import Generation, generation_of_run
 from realmops.serve.batching import Answerer
-from realmops.stages import STAGES
 from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
-from realmops.tracking.stage_runs import tracking_folder
-from realmops.train.finetune import OpenQa
+from realmops.tracking.runs import tracking_folder
 
 _LOG = logging.getLogger(__name__)
 _ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
@@ -62,9 +58,7 @@ class RunFolder:
 
     def mark(self) -> Hashable:
         """The manifests that are there, as the disk knows them."""
-        stages = [self.root / STAGES[stage].folder / artifacts.MANIFEST for stage in ("snapshot", "finetune")]
-        updates = sorted((self.root / UPDATES).glob(f"[!.]*/{artifacts.MANIFEST}"))
-        return tuple((str(path), *_identity(path)) for path in (*stages, *updates))
+        return manifests_of(self.root)
 
     def open(self) -> Generation:
         """The newest generation, every file compared with its digest."""
@@ -84,14 +78,6 @@ class RunFolder:
         except (OSError, ValueError):  # it was not tested
             return ()
         return questions[:: max(1, len(questions) // EXAMPLES)][:EXAMPLES]
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class Champion:
@@ -124,10 +110,9 @@ class Champion:
         else:
             registered = self._registry.fetch(version, artifacts.MANIFEST, Path(held.name))
             folder = Path(self._registry.settings(version)["folder"])
-        model = open_promoted(folder, registered, OpenQa)
+        found = open_promoted(folder, registered)
         step = version.tags.get(STEPS_TAG)
-        confidence = Confidence.load(folder / FINETUNE)
-        return Generation(model, version.uri, None if step is None else int(step), 0, confidence, held)
+        return replace(found, version=version.uri, weights_step=None if step is None else int(step), held=held)
 
     def before(self, generation: Generation) -> None:
         """A registered model is not updated."""
@@ -151,7 +136,7 @@ class Refusal:
     since: float  # seconds since 1970
 
 
-class Keeper:
+class GenerationWatcher:
     """Looks whether there is another generation, loads it beside the one that serves, and lets it take over.
 
     A generation that cannot be opened, or does not answer, is refused, and the old one serves on.
@@ -233,7 +218,8 @@ class Keeper:
             self._tell(None)
             return False
         self.refused = None
-        if generation.about == self._answerer.generation.about:
+        serves = self._answerer.generation
+        if (generation.about, generation.content) == (serves.about, serves.content):
             return False
         self._answerer.swap(generation)
         with self._opening:

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import time
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,23 @@ if TYPE_CHECKING:
 BODY_LIMIT = 1 << 20  # bytes
 QUESTIONS_LIMIT = 64  # of one request
 QUESTION_LIMIT = 2000  # characters
-BODY_SECONDS = 30.0  # to send a request's body in
-OPEN_TO_ALL = ("/health", "/v2/health", "/sign-in")  # a probe has no token, and who signs in has no cookie
+PROBES = ("/health", "/v2/health")
+OPEN_TO_ALL = (*PROBES, "/sign-in")  # a probe has no token, and who signs in has no cookie
 PAGE = "/"
 FOR_BROWSERS = (PAGE, "/docs", "/openapi.json")  # what the cookie opens; the rest wants the token itself
 COOKIE = "realmops"
 SIGNED_IN_SECONDS = 12 * 3600
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long requests may take to come, and how many at once; both sums of connections fit into 1,024 open files."""
+
+    head_seconds: float = 10.0  # to send a request's head in, since the connection or the last answer
+    body_seconds: float = 30.0  # and its body
+    read_seconds: float = 30.0  # a client may leave its answer unread
+    waiting: int = 512  # connections without a whole request
+    answering: int = 384  # requests that came whole and are not yet answered; probes do not count
 
 
 def problem(path: str, status: int, message: str) -> dict[str, object]:
@@ -75,8 +87,9 @@ class Guard:
             cookie, too.
     """
 
-    def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics) -> None:
-        self._app, self._token, self._metrics = app, token, metrics
+    def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics, limits: Limits) -> None:
+        self._app, self._token, self._metrics, self._limits = app, token, metrics, limits
+        self._answering = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,7 +129,7 @@ class Guard:
             return
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(self._limits.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
@@ -128,14 +141,24 @@ class Guard:
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            await _refuse(scope, send, 408, f"the body did not come within {BODY_SECONDS:g} s")
+            await _refuse(scope, send, 408, f"the body did not come within {self._limits.body_seconds:g} s")
             return
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
-        await self._app(scope, replay, send)
+        if scope["path"].startswith(PROBES):
+            await self._app(scope, replay, send)
+            return
+        if self._answering >= self._limits.answering:
+            await _refuse(scope, send, 503, f"{self._answering} requests are being answered: ask again a little later")
+            return
+        self._answering += 1
+        try:
+            await self._app(scope, replay, send)
+        finally:
+            self._answering -= 1
 
     def _may(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
         if self._token is None:

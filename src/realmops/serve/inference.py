@@ -15,7 +15,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from realmops import __version__
-from realmops.serve.answers import Asked
+from realmops.commands.answers import Asked
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT
 
 _HEADER = "inference-header-content-length"
@@ -38,7 +38,7 @@ async def live() -> dict[str, bool]:
 @router.get("/health/ready", summary="Questions are taken (Open Inference)", response_model=None)
 async def ready(request: Request) -> Response:
     """Until the server is about to end."""
-    ending = request.app.state.desk.ending
+    ending = request.app.state.service.ending
     return JSONResponse({"ready": not ending}, 503 if ending else 200)
 
 
@@ -46,10 +46,10 @@ async def ready(request: Request) -> Response:
 @router.get("/models/{name}/versions/{version}", include_in_schema=False)
 async def metadata(request: Request, name: str, version: str = "") -> dict[str, Any]:
     """What goes in and comes out."""
-    request.app.state.desk.known(name)
+    request.app.state.service.known(name)
     return {
         "name": name,
-        "versions": [request.app.state.desk.answerer.generation.version],
+        "versions": [request.app.state.service.answerer.generation.version],
         "platform": "realmops",
         "inputs": [{"name": "question", "datatype": "BYTES", "shape": [-1]}],
         "outputs": [{"name": output, "datatype": kind, "shape": [-1]} for output, kind in _OUTPUTS.items()],
@@ -60,7 +60,7 @@ async def metadata(request: Request, name: str, version: str = "") -> dict[str, 
 @router.get("/models/{name}/versions/{version}/ready", include_in_schema=False, response_model=None)
 async def model_ready(request: Request, name: str, version: str = "") -> Response:
     """As of the server."""
-    request.app.state.desk.known(name)
+    request.app.state.service.known(name)
     return await ready(request)
 
 
@@ -68,13 +68,16 @@ async def model_ready(request: Request, name: str, version: str = "") -> Respons
 @router.post("/models/{name}/versions/{version}/infer", include_in_schema=False, response_model=None)
 async def infer(request: Request, name: str, version: str = "") -> Response:
     """Of a version that is named nothing is taken over: the newest generation answers, and says which it is."""
-    request.app.state.desk.known(name)
+    request.app.state.service.known(name)
     try:
         call, questions = read_call(await request.body(), request.headers.get(_HEADER))
         wanted = _wanted(call)
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
-    records = await request.app.state.desk.answer([Asked(question) for question in questions])
+    name_of_call = call.get("id")
+    if isinstance(name_of_call, str) and not _is_text(name_of_call):  # it is sent back
+        raise HTTPException(422, "id: it holds half a surrogate pair; write it whole")
+    records = await request.app.state.service.answer([Asked(question) for question in questions])
     columns: dict[str, list[Any]] = {
         "answer": [record["answer"] for record in records],
         "probability": [record["probability"] for record in records],
@@ -89,7 +92,12 @@ async def infer(request: Request, name: str, version: str = "") -> Response:
             for output in wanted
         ],
     }
-    return JSONResponse(reply | ({"id": call["id"]} if isinstance(call.get("id"), str) else {}))
+    return JSONResponse(reply | ({"id": name_of_call} if isinstance(name_of_call, str) else {}))
+
+
+def _is_text(text: str) -> bool:
+    """Whether UTF-8 can hold it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def read_call(body: bytes, header: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -126,6 +134,8 @@ def read_call(body: bytes, header: str | None) -> tuple[dict[str, Any], list[str
         raise ValueError(f"inputs: the tensor 'question' has {len(questions)} elements, its shape {shape}")
     if not 1 <= len(questions) <= QUESTIONS_LIMIT:
         raise ValueError(f"inputs: {len(questions)} questions, 1 to {QUESTIONS_LIMIT} are taken")
+    if not all(map(_is_text, questions)):
+        raise ValueError("inputs: a question holds half a surrogate pair; write it whole")
     if max(map(len, questions)) > QUESTION_LIMIT:
         raise ValueError(f"inputs: a question has more than {QUESTION_LIMIT} characters")
     return call, questions

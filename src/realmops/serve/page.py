@@ -22,19 +22,21 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from realmops.answering.record import Record
+from realmops.commands.answers import Asked
 from realmops.evaluate.page import STYLE
-from realmops.serve.answers import Asked, Record
-from realmops.serve.batching import Ticket
+from realmops.serve.batching import PendingAnswer
 from realmops.serve.guard import COOKIE, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token
 
 _LOG = logging.getLogger(__name__)
+FIELDS = 16  # of the form to sign in with
 BEGIN = 60  # characters of a passage that was taken away
 FAILED = "The question could not be answered; the server's log says why."
 router = APIRouter(include_in_schema=False)
 
 
 @dataclass(frozen=True)
-class Passage:
+class ShownPassage:
     """One that was read, as it is shown: ``quoted`` stands between ``before`` and ``after``."""
 
     record: Record
@@ -50,8 +52,8 @@ class Shown:
 
     record: Record
     calibrated: bool
-    passages: tuple[Passage, ...]
-    best: Passage | None  # with the quotation that was chosen
+    passages: tuple[ShownPassage, ...]
+    best: ShownPassage | None  # with the quotation that was chosen
 
     @property
     def said(self) -> str:
@@ -65,7 +67,7 @@ class Shown:
 @router.get("/")
 async def ask(request: Request) -> HTMLResponse:
     """The page; ``q`` is a question, ``without`` a passage not to read for it, ``before`` asks the old corpus too."""
-    desk, given, sent = request.app.state.desk, request.query_params, request.headers
+    service, given, sent = request.app.state.service, request.query_params, request.headers
     if sent.get("sec-fetch-site") == "cross-site" and sent.get("sec-fetch-dest") != "document":
         raise HTTPException(403, "a page of another site may lead here, and not ask by itself")
     question, without = given.get("q", "").strip(), tuple(given.getlist("without")[:QUESTIONS_LIMIT])
@@ -79,8 +81,8 @@ async def ask(request: Request) -> HTMLResponse:
         "error": "",
         "status": 200,
         "wants_before": "before" in given,
-        "about": desk.state()["model"],
-        "examples": [(one, address(one)) for one in desk.keeper.examples],
+        "about": service.state()["model"],
+        "examples": [(one, address(one)) for one in service.watcher.examples],
         "limit": QUESTION_LIMIT,
         "signed_in": request.app.state.token is not None,
     }
@@ -109,7 +111,11 @@ async def sign_in(request: Request) -> Response:
     token: Token | None = request.app.state.token
     if token is None:
         return _onwards(request)
-    given = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=1 << 4).get("token", [""])[0]
+    try:
+        form = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=FIELDS)
+    except ValueError:
+        return _sign_in(request, f"A form with more than {FIELDS} fields is not read: send the field 'token'.", 422)
+    given = form.get("token", [""])[0]
     if not token.is_(given.strip()):
         return _sign_in(request, "This is not the server's token.", 401)
     reply = _onwards(request)
@@ -143,18 +149,18 @@ def _sign_in(request: Request, error: str, status: int) -> Response:
 
 async def _answered(request: Request, question: str, without: Sequence[str]) -> dict[str, Any]:
     """What there is to show of a question: all from one generation, but for the answer of before the updates."""
-    desk = request.app.state.desk
+    service = request.app.state.service
     asked = [Asked(question, frozenset(without))] + ([Asked(question)] if without else [])
-    tickets: list[Ticket] = desk.take(asked)
+    tickets: list[PendingAnswer] = service.take(asked)
     earlier, closed = None, False
     if "before" in request.query_params:
         try:
-            earlier = await asyncio.to_thread(desk.keeper.before)
+            earlier = await asyncio.to_thread(service.watcher.before)
         except Exception:  # whatever is wrong with it, what serves has an answer
             _LOG.exception("the documents of before cannot be opened")
             closed = True
     if earlier is not None:
-        tickets += desk.take([Asked(question)], earlier)
+        tickets += service.take([Asked(question)], earlier)
     shown = [_shown(ticket, await asyncio.wrap_future(ticket.record), without) for ticket in tickets]
     now, whole = shown[0], shown[1] if without else shown[0]
     begins = {one["passage_id"]: _begin(one) for one in whole.record["passages"]}
@@ -176,7 +182,7 @@ def _begin(passage: Record) -> str:
     return f"{passage['title']}: {begin}" if passage["title"] else begin
 
 
-def _shown(ticket: Ticket, record: Record, without: Sequence[str]) -> Shown:
+def _shown(ticket: PendingAnswer, record: Record, without: Sequence[str]) -> Shown:
     cited = {one["passage_id"]: one for one in record["citations"]}
     passages = tuple(_passages(record, cited, without))
     first = record["citations"][0]["passage_id"] if cited else None
@@ -184,14 +190,14 @@ def _shown(ticket: Ticket, record: Record, without: Sequence[str]) -> Shown:
     return Shown(record, ticket.generation.confidence is not None, passages, best)
 
 
-def _passages(record: Record, cited: dict[str, Record], without: Sequence[str]) -> Iterator[Passage]:
+def _passages(record: Record, cited: dict[str, Record], without: Sequence[str]) -> Iterator[ShownPassage]:
     for one in record["passages"]:
         text, found = one["text"], cited.get(one["passage_id"])
         start = end = len(text)
         if found is not None:
             start, end = found["start"] - one["start"], found["end"] - one["start"]
         gone = address(record["question"], [*without, one["passage_id"]])
-        yield Passage(one, text[:start], text[start:end], text[end:], gone)
+        yield ShownPassage(one, text[:start], text[start:end], text[end:], gone)
 
 
 def address(question: str, without: Sequence[str] = ()) -> str:

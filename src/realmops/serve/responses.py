@@ -19,8 +19,9 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from realmops.serve.answers import Asked, Record
-from realmops.serve.batching import Ticket
+from realmops.answering.record import Record
+from realmops.commands.answers import Asked
+from realmops.serve.batching import PendingAnswer
 
 NO_ANSWER = "There is no answer to this in the documents."
 router = APIRouter()
@@ -69,21 +70,21 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{name}", summary="One model (OpenAI)")
 async def model(request: Request, name: str) -> dict[str, Any]:
     """As in the list."""
-    request.app.state.desk.known(name)
+    request.app.state.service.known(name)
     return _model(request)
 
 
 @router.post("/v1/responses", summary="Answer a question (OpenAI's Responses)", response_model=None)
 async def respond(request: Request, call: Call) -> Response:
     """The answer with its `file_citation` annotations; with `stream` as OpenAI's events."""
-    request.app.state.desk.known(call.model)
+    request.app.state.service.known(call.model)
     if call.background:
         raise HTTPException(422, "background: nothing is stored here; leave it out")
     try:
         question = call.question()
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
-    [ticket] = request.app.state.desk.take([Asked(question)])
+    [ticket] = request.app.state.service.take([Asked(question)])
     frame = _frame(call.model)
     if call.stream:
         return StreamingResponse(_events(frame, ticket), media_type="text/event-stream")
@@ -91,8 +92,8 @@ async def respond(request: Request, call: Call) -> Response:
 
 
 def _model(request: Request) -> dict[str, Any]:
-    desk = request.app.state.desk
-    return {"id": desk.name, "object": "model", "created": 0, "owned_by": "realmops", "realmops": desk.state()}
+    service = request.app.state.service
+    return {"id": service.name, "object": "model", "created": 0, "owned_by": "realmops", "realmops": service.state()}
 
 
 def _frame(model: str) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def _annotations(record: Record) -> list[Record]:
     ]
 
 
-def _finished(frame: Record, record: Record, ticket: Ticket) -> Record:
+def _finished(frame: Record, record: Record, ticket: PendingAnswer) -> Record:
     wordpieces = ticket.generation.model.wordpieces
     asked, said = len(wordpieces(ticket.asked.question)), len(wordpieces(record["answer"]))
     usage = {
@@ -163,7 +164,7 @@ def _text(record: Record) -> str:
     return NO_ANSWER if record["abstained"] else record["answer"]
 
 
-async def _events(frame: Record, ticket: Ticket) -> AsyncIterator[str]:
+async def _events(frame: Record, ticket: PendingAnswer) -> AsyncIterator[str]:
     """OpenAI's events, numbered; the sources come in one of ours before the text."""
     number = 0
 

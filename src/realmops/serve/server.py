@@ -7,17 +7,20 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
+from realmops.answering.record import Record
 from realmops.artifacts import canonical_json
+from realmops.commands.answers import Asked
 from realmops.corpus.questions import read_questions
-from realmops.serve.answers import Asked, Record
 from realmops.serve.generations import Champion, Origin, RunFolder
 
+if TYPE_CHECKING:
+    from realmops.serve.guard import Limits
+
 TOKEN = "REALMOPS_TOKEN"  # the environment variable with the bearer token
-CONNECTIONS = 512
+BACKLOG = 128  # connections that are let in at a time: a request is read before so many newer ones end its wait
 DRAIN_SECONDS = 30  # for what was accepted, after SIGTERM
-_AROUND = 60  # characters shown on either side of a quotation
 
 
 def origin_of(root: Path, model: str | None) -> Origin:
@@ -38,12 +41,22 @@ def token_of(file: Path | None) -> str | None:
     return token
 
 
-def serve(origin: Origin, *, host: str, port: int, token: str | None, every: float, say: Callable[[str], None]) -> None:
+def serve(
+    origin: Origin,
+    *,
+    host: str,
+    port: int,
+    token: str | None,
+    every: float,
+    say: Callable[[str], None],
+    limits: Limits | None = None,
+) -> None:
     """Answer over HTTP until SIGTERM or SIGINT; what was accepted until then is answered.
 
     Args:
         port: 0 takes a free one.
         every: seconds between two looks for another generation.
+        limits: of connections and requests; None for the usual ones.
 
     Raises ValueError when the first generation cannot be opened, or the port is taken.
     """
@@ -51,10 +64,12 @@ def serve(origin: Origin, *, host: str, port: int, token: str | None, every: flo
 
     from realmops.serve.app import make_app
     from realmops.serve.batching import Answerer
-    from realmops.serve.generations import Keeper
-    from realmops.serve.guard import is_loopback
+    from realmops.serve.connections import connection_class
+    from realmops.serve.generations import GenerationWatcher
+    from realmops.serve.guard import Limits, is_loopback
     from realmops.serve.metrics import Metrics
 
+    limits = limits or Limits()
     with _bound(host, port) as bound:
         mark = origin.mark()
         generation = origin.open()
@@ -62,8 +77,8 @@ def serve(origin: Origin, *, host: str, port: int, token: str | None, every: flo
         metrics = Metrics()
         metrics.serves(generation)
         answerer = Answerer(generation, watch=metrics)
-        keeper = Keeper(origin, answerer, mark, metrics.generation)
-        app = make_app(answerer, keeper, metrics, token)
+        watcher = GenerationWatcher(origin, answerer, mark, metrics.generation)
+        app = make_app(answerer, watcher, metrics, token, limits)
         place = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
         class Server(uvicorn.Server):
@@ -73,24 +88,26 @@ def serve(origin: Origin, *, host: str, port: int, token: str | None, every: flo
                 say(f"{place} answers, in a browser, too; /docs has the routes. Model: {about}")
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                app.state.desk.ending = True
+                app.state.service.ending = True
                 super().handle_exit(sig, frame)
 
         if token is None and not is_loopback(host):
             say(f"warning: everybody who reaches {host} may ask; --token-file or {TOKEN} names a bearer token")
-        keeper.start(every)
+        watcher.start(every)
         config = uvicorn.Config(
             app,
             log_level="warning",
             access_log=False,
             server_header=False,
-            limit_concurrency=CONNECTIONS,
+            http=connection_class(limits),
+            ws="none",  # its connections would have no limits
+            backlog=BACKLOG,
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
         try:
             Server(config).run(sockets=[bound])
         finally:
-            keeper.stop()
+            watcher.stop()
             answerer.close()
 
 
@@ -113,7 +130,7 @@ def ask(origin: Origin, questions: Sequence[str], file: Path | None) -> Iterator
     """
     texts = [*questions, *([] if file is None else [one.question for one in read_questions([file], format="auto")])]
     if not texts:
-        raise ValueError("there is nothing to ask: give a question, or --questions FILE")
+        raise ValueError("there is nothing to ask: give a question, or --from FILE")
     generation = origin.open()
     generation.probe()
     asked = [Asked(text) for text in texts]
@@ -121,22 +138,3 @@ def ask(origin: Origin, questions: Sequence[str], file: Path | None) -> Iterator
         generation.check(one)
     for one in asked:
         yield from generation.answer([one])
-
-
-def short(record: Record) -> list[str]:
-    """A record in a few lines: the answer, how sure it is, and each source with the quotation marked."""
-    if not record["answer"]:
-        return ["no answer"]
-    unsure = f", held back below {record['threshold']:.3g}" if record["abstained"] else ""
-    lines = [f"{record['answer']}  (p = {record['probability']:.3g}{unsure})"]
-    texts = {passage["passage_id"]: passage for passage in record["passages"]}
-    for one in record["citations"]:
-        passage: dict[str, Any] = texts[one["passage_id"]]
-        start, end = one["start"] - passage["start"], one["end"] - passage["start"]
-        before, after = passage["text"][max(0, start - _AROUND) : start], passage["text"][end : end + _AROUND]
-        shown = " ".join(f"{before}[{one['quote']}]{after}".split())
-        lines += [
-            f"  {one['title'] or one['document_id']}: {shown}",
-            f"    {one['uri']}, characters {one['start']} to {one['end']}, p(z|x) {one['p_z']:.2f}",
-        ]
-    return lines

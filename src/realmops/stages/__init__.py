@@ -60,6 +60,7 @@ class Stage:
     """
 
     name: str
+    what: str  # it does, in a sentence
     sections: tuple[str, ...]
     needs: tuple[str, ...]
     folder: str
@@ -76,9 +77,10 @@ class Stage:
 STAGES: dict[str, Stage] = {
     stage.name: stage
     for stage in (
-        Stage("sample", ("sample",), (), "data/sample"),
+        Stage("sample", "Make an invented encyclopedia, with questions about it.", ("sample",), (), "data/sample"),
         Stage(
             "snapshot",
+            "Cut documents into passages, make the vocabulary, index the words for BM25.",
             ("snapshot", "bert"),
             ("sample",),
             "data/snapshot",
@@ -86,14 +88,22 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "tag",
+            "Find the names and dates that may be masked; a tagger for names is trained here.",
             ("run", "bert", "tag", "optimiser"),
             ("sample", "snapshot"),
             "data/spans",
             ("tag.train", "tag.dev"),
         ),
-        Stage("ict", ("run", "bert", "retriever", "reader", "ict", "optimiser"), ("snapshot", "tag"), "models/ict"),
+        Stage(
+            "ict",
+            "Give the retriever (inverse cloze task) and the reader (masked words) a warm start.",
+            ("run", "bert", "retriever", "reader", "ict", "optimiser"),
+            ("snapshot", "tag"),
+            "models/ict",
+        ),
         Stage(
             "pretrain",
+            "REALM: train retriever and reader together while the index is rebuilt in the background.",
             ("run", "index", "pretrain", "optimiser", "questions"),
             ("sample", "snapshot", "tag", "ict"),
             "models/pretrain",
@@ -101,6 +111,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "finetune",
+            "Fine-tune retriever and reader to answer questions.",
             ("run", "index", "finetune", "closed_book", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
@@ -109,6 +120,7 @@ STAGES: dict[str, Stage] = {
         ),
         Stage(
             "evaluate",
+            "Measure exact match, recall and what bounds them; write predictions and the report.",
             ("run", "finetune", "evaluate", "questions"),
             ("sample", "snapshot", "ict", "pretrain", "finetune"),
             "results",

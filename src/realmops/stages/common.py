@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from realmops import artifacts
-from realmops.bert import device_and_dtype
 from realmops.config import IndexOptions, QuestionFiles, RunOptions
 from realmops.corpus.answers import MATCH_SECONDS, expression
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.encoders.devices import device_and_dtype
 from realmops.index.approximate import QUERIES, passage_index
 from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.mips import PassageIndex, over_vectors
@@ -45,7 +45,7 @@ def questions_of(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
 
 
 @dataclass
-class Course:
+class StageTrainings:
     """The trainings of a stage, whose lines stand one behind the other in its journal."""
 
     job: Job
@@ -68,6 +68,7 @@ class Course:
             self.steps,
             self.end,
             team(),
+            f"{job.journal.stage}: {label}",
         )
         self.steps += steps
         return found

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts
+from realmops.answering.retrieval import Answering, Ranker, RetrieveAndRead
 from realmops.baselines.rankers import ranker_of
 from realmops.baselines.rule import answers_by_rule
-from realmops.baselines.t5 import ClosedBook
-from realmops.bert import device_and_dtype
 from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import device_and_dtype
 from realmops.evaluate.ceilings import ceilings
 from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import Score, closed_book_floor, em_rules, score_predictions
@@ -38,17 +38,17 @@ from realmops.evaluate.retrieval import (
     recall_metrics,
 )
 from realmops.evaluate.tuned import open_tuned
-from realmops.index.approximate import Approximate, approximate
+from realmops.index.approximate import approximate
 from realmops.index.embed import embed, query_sequences
 from realmops.index.embeddings import INDEX, load_index
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25
 from realmops.index.mips import exact
+from realmops.index.structure import Approximate
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts
 from realmops.stages.shards import embeddings_of
-from realmops.train.finetune import ANSWERED_TOGETHER, Answer, OpenQa, Ranker
 
 TRAINED = ("ict", "pretrain", "finetune")
 HYBRID = "hybrid_"  # behind that, where words count beside embeddings
@@ -62,7 +62,9 @@ def run(job: Job) -> dict[str, Any]:
     snapshot = open_snapshot(job)
     questions = questions_of(job, snapshot, "test")
     match_rule, em_rule = questions[0].match_rule, em_rules(questions)[0]
-    model, answers = _answers(job, snapshot, questions)
+    model = open_tuned(job.inputs["finetune"], options, snapshot, *device_and_dtype(job.section(RunOptions)))
+    bar = job.report.progress("test questions", len(questions))
+    answers = model.answer(questions, ranked=DEPTH, progress=bar)
 
     def score(said: list[str], rule: str) -> Score:
         return score_predictions(questions, said, rule=rule, **bootstrap)
@@ -85,7 +87,7 @@ def run(job: Job) -> dict[str, Any]:
     _warn_of_other_questions(job, training, questions)
     if not all(question.is_regex for question in training):
         metrics["closed_book_em"] = closed_book_floor(training, questions)[1]
-    if model is not None and (structure := approximate(model.passages)) is not None:
+    if isinstance(model, RetrieveAndRead) and (structure := approximate(model.passages)) is not None:
         metrics["index_recall"] = _index_recall(job, model, structure, questions)
     bm25 = ranker_of("bm25", snapshot) if job.section(Evaluate).bm25 else None
     rankings = {"": padded([answer.ranked for answer in answers], DEPTH)}
@@ -93,10 +95,9 @@ def run(job: Job) -> dict[str, Any]:
     if bm25 is not None:
         texts = answers_by_rule(snapshot, questions, rankings["bm25_"][:, 0].tolist())
         metrics |= score(texts, em_rule).figures("rule_")
-        if model is not None:
-            reading = OpenQa(model.retriever, model.reader, snapshot, None, options, model.dtype, bm25)
+        if isinstance(model, RetrieveAndRead):
             bar = job.report.progress("the same over BM25's passages", len(questions))
-            over_bm25 = reading.answer(questions, ranked=DEPTH, batch_size=ANSWERED_TOGETHER, progress=bar)
+            over_bm25 = model.over(bm25).answer(questions, ranked=DEPTH, progress=bar)
             metrics |= score([answer.text for answer in over_bm25], em_rule).figures("bm25_")
     hits = {}
     for prefix, ranked in rankings.items():
@@ -106,8 +107,13 @@ def run(job: Job) -> dict[str, Any]:
         metrics |= recall_intervals(ranks[match_rule], match_rule, prefix=prefix, **bootstrap)
         hits[prefix] = ranks[match_rule]
     metrics["recall_at_5"] = metrics[f"recall_at_5_{match_rule}"]
-    possible = ceilings(snapshot, questions, rankings[""], hits[""], match_rule)
-    metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in possible.items()}
+    limits = {"passages": options.reader_candidates, "wordpieces": options.answer_wordpieces}
+    possible = ceilings(snapshot, questions, rankings[""], hits[""], match_rule, **limits)
+    if options.reads_passages:
+        metrics |= {f"ceiling_{name}": limit for name, limit in limits.items()}
+        metrics |= {f"ceiling_{name}": float(values.mean()) for name, values in possible.items()}
+    else:
+        metrics["ceiling_in_corpus"] = float(possible["in_corpus"].mean())
     predictions = predictions_of(
         snapshot,
         questions,
@@ -126,41 +132,32 @@ def run(job: Job) -> dict[str, Any]:
     return metrics
 
 
-def _answers(job: Job, snapshot: Snapshot, questions: list[Question]) -> tuple[OpenQa | None, list[Answer]]:
-    """The fine-tuned model, None where it reads nothing, and its answers with the first passages of each."""
-    options = job.section(Finetune)
-    device, dtype = device_and_dtype(job.section(RunOptions))
-    tuned = job.inputs["finetune"]
-    progress = job.report.progress("test questions", len(questions))
-    if not options.reads_passages:
-        return None, ClosedBook.open(tuned, snapshot, device).answer(questions, progress=progress)
-    model = open_tuned(tuned, options, snapshot, device, dtype)
-    return model, model.answer(questions, ranked=DEPTH, batch_size=ANSWERED_TOGETHER, progress=progress)
-
-
 def _rankings(
-    job: Job, snapshot: Snapshot, questions: list[Question], model: OpenQa | None, bm25: Ranker | None
+    job: Job, snapshot: Snapshot, questions: list[Question], model: Answering, bm25: Ranker | None
 ) -> dict[str, Rows]:
     """The first passages by every retriever beside the model, by its prefix in the metrics, [Q, K].
 
-    Passages that a question was made from are left out.
+    Passages that a question was made from are left out, and others take their places.
     """
+    depth = DEPTH + max(len(question.not_in) for question in questions)
     queries = question_queries(snapshot, questions, job.section(Finetune).query_wordpieces)
     found: dict[str, Rows] = {}
-    if model is not None and model.hybrid:
+    if isinstance(model, RetrieveAndRead) and model.hybrid:
         assert model.passages is not None
-        found["dense_"] = rank(model.retriever, model.passages, queries, DEPTH, model.dtype)
+        found["dense_"] = rank(model.retriever, model.passages, queries, depth, model.dtype)
     for name, prefix in ZERO_SHOT.items():
         if name in job.inputs:  # not where a fine-tuned model was imported
-            by_kind = _zero_shot(job, name, snapshot, questions, queries)
+            by_kind = _zero_shot(job, name, snapshot, questions, queries, depth)
             found |= {prefix + kind: ids for kind, ids in by_kind.items()}
     if bm25 is not None:
-        found["bm25_"] = np.stack([bm25(question.question, DEPTH) for question in questions])
+        found["bm25_"] = np.stack([bm25(question.question, depth) for question in questions])
     sources = Sources(snapshot)
-    return {prefix: padded(sources.left_out(questions, ids).tolist(), DEPTH) for prefix, ids in found.items()}
+    return {
+        prefix: padded(sources.left_out(questions, ids)[:, :DEPTH].tolist(), DEPTH) for prefix, ids in found.items()
+    }
 
 
-def _index_recall(job: Job, model: OpenQa, passages: Approximate, questions: list[Question]) -> float:
+def _index_recall(job: Job, model: RetrieveAndRead, passages: Approximate, questions: list[Question]) -> float:
     """What an approximate index finds of the exact search's passages; warned of when that is less than was wanted."""
     chosen = model.queries([question.question for question in sampled(questions, job.section(RunOptions).seed)])
     depth = DEPTH * model.retriever.vectors
@@ -191,7 +188,7 @@ def _warn_of_other_questions(job: Job, training: list[Question], questions: list
 
 
 def _zero_shot(
-    job: Job, name: str, snapshot: Snapshot, questions: list[Question], queries: list[np.ndarray]
+    job: Job, name: str, snapshot: Snapshot, questions: list[Question], queries: list[np.ndarray], depth: int
 ) -> dict[str, Rows]:
     """The first passages by the embeddings of a stage's retriever and, where it is one, by its hybrid, ids [Q, K]."""
     device, dtype = device_and_dtype(job.section(RunOptions))
@@ -200,10 +197,10 @@ def _zero_shot(
     embedding_PX = load_index(job.inputs[name], snapshot) if imported else embeddings_of(job, retriever, snapshot)
     passages = exact(embedding_PX, retriever.vectors)
     query_QE = embed(retriever.query, query_sequences(queries), dtype)
-    found = {"": passages.search(query_QE, DEPTH)[1].cpu().numpy()}
+    found = {"": passages.search(query_QE, depth)[1].cpu().numpy()}
     if retriever.mixture.lexical:
         search = Hybrid(passages, Bm25.of(snapshot), retriever.mixture, retriever.scale)
-        found[HYBRID] = search.search(query_QE, [question.question for question in questions], DEPTH).id_QK.numpy()
+        found[HYBRID] = search.search(query_QE, [question.question for question in questions], depth).id_QK.numpy()
     return found
 
 

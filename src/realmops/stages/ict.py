@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from realmops.bert import device_and_dtype
 from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
+from realmops.encoders.devices import device_and_dtype
 from realmops.index.start import start_from_passages, start_matches
 from realmops.journal import JournalValues
 from realmops.model.files import build_models, save_models
 from realmops.model.retriever import HYBRID_START
 from realmops.stages import Job
-from realmops.stages.common import Course, open_snapshot, open_spans
+from realmops.stages.common import StageTrainings, open_snapshot, open_spans
+from realmops.train.held_out import held_out_rows
 from realmops.train.ict import train_reader, train_retriever
 
 
@@ -37,11 +38,12 @@ def run(job: Job) -> dict[str, Any]:
     start_matches(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
     optimiser = job.section(Optimiser)
-    course = Course(job)
-    surroundings = course.context("ict", options.steps, "inverse cloze task")
-    course.end = train_retriever(surroundings, retriever, corpus, options, optimiser)
-    surroundings = course.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
-    train_reader(surroundings, reader, text, spans, options, optimiser)
+    trainings = StageTrainings(job)
+    surroundings = trainings.context("ict", options.steps, "inverse cloze task")
+    trainings.end = train_retriever(surroundings, retriever, corpus, options, optimiser)
+    surroundings = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
+    held_out = () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()  # pretrain's
+    train_reader(surroundings, reader, text, spans, options, optimiser, held_out, job.work)
     if not surroundings.team.leads:
         return {}
     save_models(job.out, retriever, reader, corpus.vocabulary_hash)

@@ -19,17 +19,29 @@ from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.index.approximate import QUERIES, approximate, index_type
 from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex, exact
+from realmops.index.source import ExchangeSource, Index, Indexes, Refresh
 from realmops.index.trainer import Policy
 from realmops.journal import JournalValues
 from realmops.model.files import load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
-from realmops.stages.common import Course, open_snapshot, open_spans, question_queries, questions_of, rank, searchable
+from realmops.stages.common import (
+    StageTrainings,
+    open_snapshot,
+    open_spans,
+    question_queries,
+    questions_of,
+    rank,
+    searchable,
+)
 from realmops.stages.shards import embeddings_of
 from realmops.train import held_out
-from realmops.train.exchange import ExchangeSource, Refresh, Site, exchange
+from realmops.train.candidates import depth
+from realmops.train.examples import Example, Examples
+from realmops.train.exchange import BuilderSettings, exchange
 from realmops.train.held_out import BestModels
-from realmops.train.pretrain import Example, Examples, Index, Realm, depth, pretrain
+from realmops.train.pretrain import pretrain
+from realmops.train.realm import Realm
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -40,7 +52,7 @@ def run(job: Job) -> dict[str, Any]:
     examples = _examples(job, snapshot)
     examples.hold_out(rows)
     retriever, reader = load_models(job.inputs["ict"], snapshot.vocabulary_hash)
-    surroundings = Course(job).context("pretrain", options.steps, "pre-training")
+    surroundings = StageTrainings(job).context("pretrain", options.steps, "pre-training")
     device, dtype = surroundings.device, surroundings.dtype
     retriever.to(device).train()
     reader.to(device).train()
@@ -66,10 +78,10 @@ def run(job: Job) -> dict[str, Any]:
         shard_rows=options.shard_rows,
         policy=policy,
     )
-    site = Site(job.work, run_options.threads, job.report.say)
-    with exchange(surroundings, site, refresh, snapshot, retriever, passages) as (surroundings, source):
-        optimiser = job.section(Optimiser)
-        pretrain(surroundings, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
+    site = BuilderSettings(job.work, run_options.threads, job.report.say)
+    with exchange(surroundings, site, refresh, snapshot, retriever) as (surroundings, source):
+        indexes, optimiser = Indexes(source, passages), job.section(Optimiser)
+        pretrain(surroundings, realm, examples, optimiser, indexes, evaluate=measure, warn=job.report.warn)
     if not surroundings.team.leads:
         return {}
     final = _final_index(job, retriever, snapshot, options.steps)
@@ -103,7 +115,7 @@ def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
 def _held_out(job: Job, snapshot: Snapshot) -> tuple[np.ndarray, list[Example]]:
     """The spans that are measured and not trained on, and their sentences with them masked, whatever training masks."""
     salient, seed = _examples(job, snapshot, masking="salient", exclude_trivial=True), job.section(RunOptions).seed
-    rows = held_out.held_out_rows(salient, seed)
+    rows = held_out.held_out_rows(len(salient.rows), seed, salient.options.masked_sentences)
     return rows, held_out.masked_at(salient, rows, seed)
 
 

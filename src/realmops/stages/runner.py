@@ -16,10 +16,10 @@ from typing import Any
 from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK
-from realmops.encoders import T5, encoder_files
+from realmops.encoders.folders import T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
-from realmops.tracking.stage_runs import headline, shown_files, tracked
+from realmops.tracking.runs import headline, shown_files, tracked
 
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 
@@ -46,7 +46,7 @@ def run_stage(
     processes, the first one runs the stage and the others help it to train.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from realmops.bert import resolve_device
+        from realmops.encoders.devices import resolve_device
         from realmops.train.parallel import join, team
 
         join(resolve_device(values["run"]["device"]))
@@ -155,7 +155,7 @@ def _help(
 
 def _worked(stage: Stage, values: Mapping[str, Mapping[str, Any]], job: Job) -> dict[str, Any]:
     if "run" in stage.sections:
-        from realmops.bert import tune_process
+        from realmops.encoders.devices import tune_process
 
         tune_process(values["run"]["threads"])
     return stage.run(job)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from realmops.bert import device_and_dtype
 from realmops.config import RunOptions
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import device_and_dtype
 from realmops.index.embeddings import embedding, joined
-from realmops.index.shards import Work, Workplace, in_shards
+from realmops.index.shards import ShardSettings, Work, in_shards
 from realmops.model.files import retriever_files
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
@@ -37,5 +37,5 @@ def _made(
     job: Job, name: str, snapshot: Snapshot, model: Mapping[str, bytes], label: str
 ) -> Iterator[dict[str, bytes]]:
     run = job.section(RunOptions)
-    place = Workplace(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.say)
+    place = ShardSettings(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.say)
     return in_shards(place, name, WORKS[name], snapshot, model, job.report.progress(label, len(snapshot)))

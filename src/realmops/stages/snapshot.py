@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import write_bytes
@@ -14,10 +15,10 @@ from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import REJECTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
-from realmops.encoders import encoder_folder
+from realmops.encoders.folders import encoder_folder
 from realmops.index import lexical
 from realmops.index.lexical_writer import write_bm25
-from realmops.stages import STAGES, Job
+from realmops.stages import STAGES, Job, Report
 
 VOCABULARY = "vocab.txt"
 _SHOWN = 3  # broken records
@@ -59,13 +60,11 @@ def _write(
             progress=job.report.progress(f"passages of {name}", _bytes(found), "B"),
         )
         prefix = "" if name == "corpus" else f"{name}_"
-        if manifest["rejected"]:
-            with open(folder / REJECTS, "rb") as file:
-                first = [json.loads(line) for line in islice(file, _SHOWN)]
-            told = "".join(f"\n  {one['place']}: {one['problem']}" for one in first)
+        tell_rejects(job.report, name, manifest, folder, f"{STAGES['snapshot'].folder}/{name}/{REJECTS} under the root")
+        if manifest["replaced"]:
             job.report.warn(
-                f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out; "
-                f"{STAGES['snapshot'].folder}/{name}/{REJECTS} under the root names all, the first are{told}"
+                f"{manifest['replaced']} of {manifest['documents']} documents of {name} hold U+FFFD, the mark for "
+                "bytes that are no text in the file's encoding; save those files as UTF-8"
             )
         metrics |= {prefix + key: value for key, value in counts(manifest).items()}
     corpus = Snapshot.open(job.out / "corpus", verify=False)
@@ -79,10 +78,22 @@ def _write(
     return metrics
 
 
+def tell_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Path, where: str) -> None:
+    """Warn of the broken records of a snapshot in ``folder``, with the first of them and ``where`` all will be."""
+    if manifest["rejected"]:
+        with open(folder / REJECTS, "rb") as file:
+            first = [json.loads(line) for line in islice(file, _SHOWN)]
+        told = "".join(f"\n  {one['place']}: {one['problem']}" for one in first)
+        report.warn(
+            f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out; "
+            f"{where} names all, the first are{told}"
+        )
+
+
 def counts(manifest: dict[str, Any]) -> dict[str, int]:
     """How many records a snapshot's files had, what became of them, and what it holds."""
     dropped = {f"dropped_{reason}": count for reason, count in manifest["dropped"].items()}
-    names = ("records", "documents", "rejected", "passages", "sentences", "tokens")
+    names = ("records", "documents", "replaced", "rejected", "passages", "sentences", "tokens")
     return {**{name: manifest[name] for name in names}, **dropped}
 
 

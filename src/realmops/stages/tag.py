@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from realmops.artifacts import seed_for
-from realmops.bert import device_and_dtype
 from realmops.config import BertOptions, Optimiser, RunOptions, Tag
 from realmops.corpus.conll import read_conll
 from realmops.corpus.snapshot import GIVEN_SPANS, Snapshot
 from realmops.corpus.spans import Spans, SpansWriter
-from realmops.model.files import build_bert
+from realmops.encoders.devices import device_and_dtype
+from realmops.model.files import build_encoder
 from realmops.stages import Job
-from realmops.stages.common import Course, open_snapshot
+from realmops.stages.common import StageTrainings, open_snapshot
 from realmops.stages.shards import spans_of
 from realmops.train.parallel import team
 from realmops.train.tagger import Tagger, predict_words, tag_names, tagger_files, train_tagger
@@ -44,15 +44,15 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     training, held_out = read_conll(job.inputs["tag.train"]), read_conll(job.inputs["tag.dev"])
     bert_options = job.section(BertOptions)
     run = job.section(RunOptions)
-    bert, _ = build_bert(bert_options, snapshot.tokenizer.get_vocab_size(), run.seed)
+    encoder, _ = build_encoder(bert_options, snapshot.tokenizer.get_vocab_size(), run.seed)
     device, dtype = device_and_dtype(run)
-    tagger = Tagger(bert, tag_names(training))
+    tagger = Tagger(encoder, tag_names(training))
     with torch.no_grad():
         generator = torch.Generator().manual_seed(seed_for(run.seed, "tagger"))
         tagger.output.weight.normal_(0.0, 0.02, generator=generator)
         tagger.output.bias.zero_()
     tagger.to(device)
-    surroundings = Course(job).context("tag", options.steps, "tagger")
+    surroundings = StageTrainings(job).context("tag", options.steps, "tagger")
     train_tagger(surroundings, tagger, training, snapshot.tokenizer, options, job.section(Optimiser))
     if not surroundings.team.leads:
         return tagger, {}

@@ -5,10 +5,37 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from realmops.tracking.mlflow_views import experiment_tags
+
+_QUERY = re.compile(r"\?[^'\")]+")
+
+
+def redacted(text: str) -> str:
+    """An address, or a text with addresses such as an error's, without names, passwords and queries.
+
+    All that people may see or keep of an address goes through here: messages, logs, tags. From // to the last @ before
+    a blank nothing is left, so that a password with characters that belong into no address is not left in part.
+    """
+    return re.sub(r"\S+", lambda word: _bare(word[0]), text)
+
+
+def _bare(word: str) -> str:
+    """A run without blanks, read a bounded number of times: errors may hold whole pages of a server."""
+    before, at, host = word.rpartition("@")
+    start = before.find("//")
+    if at and start >= 0:
+        word = before[: start + 2] + host
+    elif at:  # an address without //: name:password@host, perhaps behind a bracket or a quotation mark
+        name, colon, password = before.partition(":")
+        first = max(map(name.rfind, "'\"(=")) + 1
+        if name[first:] and "/" not in name[first:] and colon and password[:1] not in ("", "/"):
+            word = name[:first] + host
+    path = word.find("/")
+    return word if path < 0 else word[:path] + _QUERY.sub("", word[path:])
 
 
 def chosen_uri(folder: Path) -> str:
@@ -53,9 +80,19 @@ def mlflow_client(uri: str) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     from mlflow import MlflowClient
 
+    for handler in logging.getLogger("mlflow").handlers:  # its own warnings name the address, too
+        handler.addFilter(_redact)
     return MlflowClient(tracking_uri=uri)
 
 
+def _redact(record: logging.LogRecord) -> bool:
+    record.msg, record.args = redacted(record.getMessage()), None
+    if record.exc_info:
+        record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
+    return True
+
+
 def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or ["no message"]
+    """An error's kind and the first line of its text, without what is secret in addresses."""
+    lines = redacted(str(error)).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0][:300]}"

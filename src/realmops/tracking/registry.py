@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from realmops import __version__
 from realmops.journal import NAME
 from realmops.tracking.client import chosen_uri, experiment_id, first_line, mlflow_client
 
@@ -83,15 +83,11 @@ class Registry:
         tags: Mapping[str, str],
         run_id: str | None,
     ) -> ModelVersion:
-        """Log a model that runs ``code`` and make a version of it.
+        """Log a model that runs ``code``, a Python file that MLflow copies, and make a version of it.
 
-        Args:
-            code: the Python file that MLflow copies and runs.
-            artifacts: what is copied into the model, by the names that its code knows it by.
-            config: what its code finds in ``context.model_config``.
-            signature: lists of columns by "inputs" and "outputs", in MLflow's form.
-            question: an example of an input.
-            run_id: the run that the version came from, if it is known.
+        ``artifacts`` are copied into it by the names that its code knows them by; ``config`` is what the code finds in
+        ``context.model_config``; ``signature`` has columns by "inputs" and "outputs", in MLflow's form; ``question`` is
+        an example of an input, ``run_id`` the run that the version came from, if it is known.
         """
         with _trouble_in_one_line(), _current_server(self._uri):
             import mlflow
@@ -107,7 +103,8 @@ class Registry:
                 model_config=dict(config),
                 signature=ModelSignature.from_dict({side: json.dumps(columns) for side, columns in signature.items()}),
                 input_example=[question],
-                pip_requirements=[f"realmops=={__version__}"],
+                pip_requirements=_requirements(),
+                code_paths=[str(Path(__file__).parents[1])],
             )
             if self._registered() is None:
                 self._client.create_registered_model(self.name)
@@ -117,8 +114,13 @@ class Registry:
                 )
             )
 
-    def crown(self, version: ModelVersion, question: str) -> None:
-        """Load a version from where it is stored, have it answer, and give it the alias."""
+    def crown(self, version: ModelVersion, question: str, earlier: ModelVersion | None) -> bool:
+        """Load a version from where it is stored, have it answer, and give it the alias.
+
+        False where the champion is no longer ``earlier``: it is looked at again after the loading, which takes long,
+        just before the alias moves, and once more behind it. Between two looks some milliseconds are left, as MLflow
+        has no condition to move an alias by.
+        """
         with _trouble_in_one_line(), _current_server(self._uri):
             import mlflow
 
@@ -127,21 +129,30 @@ class Registry:
                 mlflow.pyfunc.load_model(version.uri).predict([question])
             finally:
                 mlflow.tracing.enable()
+            if self.champion() != earlier:
+                return False
             self._client.set_registered_model_alias(self.name, CHAMPION, str(version.number))
+            return self.champion() == version
 
     def _registered(self) -> Any:
         """MLflow's entry of the model, None before its first version."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            return self._client.get_registered_model(self.name)
-        except MlflowException as error:
-            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                return None
-            raise
+        return next(iter(self._client.search_registered_models(f"name = '{self.name}'")), None)
 
     def _version(self, found: Any) -> ModelVersion:
         return ModelVersion(f"models:/{self.name}/{found.version}", int(found.version), dict(found.tags))
+
+
+def _requirements() -> list[str]:
+    """What this package needs, in the versions that are installed.
+
+    The package itself goes along as code: nobody of ours owns its name where others install from.
+    """
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    found = [Requirement(line) for line in metadata.requires("realmops") or ()]
+    # The public part: no index has torch 2.13.0+cpu, which is what some are built as.
+    return [f"{one.name}=={Version(metadata.version(one.name)).public}" for one in found if one.marker is None]
 
 
 @contextmanager
@@ -154,8 +165,9 @@ def _trouble_in_one_line() -> Iterator[None]:
 
         if not isinstance(error, MlflowException | SQLAlchemyError | OSError | ImportError):
             raise
+        # Not "from error": a traceback would print its text with the address, and the password in that.
         place = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "of the local database"
-        raise ConnectionError(f"the model registry {place} failed: {first_line(error)}") from error
+        raise ConnectionError(f"the model registry {place} failed: {first_line(error)}") from None
 
 
 @contextmanager

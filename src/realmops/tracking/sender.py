@@ -1,39 +1,147 @@
-"""The process that sends journals, final figures and files to MLflow, which training never waits for.
+"""The one sender: it follows the journal of a stage, which is the truth, and gives MLflow each of its points once.
 
-What was sent is kept beside the ticket, so that sending again sends the rest; ``sync`` does that for all tickets.
+While a stage runs, a process of its own sends, which training never waits for; ``sync`` sends what is left. What was
+sent is kept beside the ticket, so that sending again sends the rest.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
+import re
 import select
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from realmops.artifacts import read_json, write_json
+from realmops.artifacts import link_or_copy, make_folder, read_json, sha256_file, try_lock, write_bytes, write_json
 from realmops.journal import RESERVED
 from realmops.tracking.client import chosen_uri, digest_of_address, experiment_id, first_line, mlflow_client
 from realmops.tracking.mlflow_views import TABLE_ENDING
-from realmops.tracking.run import RUN_KEY_TAG
-from realmops.tracking.spool import Ticket, tickets, warn
 
-FIRST_BACK_OFF_SECONDS = 1.0
+RUN_KEY_TAG = "realmops.run_key"
+ABOVE = "REALMOPS_MLFLOW_PARENT_RUN_ID"  # a run that somebody else has made, to show ours under
 LONGEST_BACK_OFF_SECONDS = 60.0
-# MLflow's own limits for one request.
-_POINTS_PER_BATCH = 1000
-_PARAMS_PER_BATCH = 100
+_ENDING = ".ticket.json"
 _LINES_AT_ONCE = 1000
-_LONGEST_DIGEST = 36
+_LONGEST_DIGEST = 36  # of a data set, in MLflow
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _PARENT_TAG = "mlflow.parentRunId"
 _Point = tuple[str, float, int, int]  # name, value, milliseconds, step
+
+
+class Ticket:
+    """One stage's figures on their way to MLflow, as files of the spool.
+
+    ``path`` says what is to be sent, by the key ``final`` also how the stage ended. Beside it lie ``shipped``, what
+    was sent and where to; ``journal`` and ``files``, copies of what the stage may move away; and ``lock``, which the
+    one that sends holds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shipped, self.journal, self.files, self.lock = (
+            path.with_name(path.name.removesuffix(_ENDING) + ending)
+            for ending in (".shipped.json", ".jsonl", ".files", ".lock")
+        )
+
+    @classmethod
+    def of(cls, folder: Path, run_key: str, stage: str) -> Ticket:
+        """That of a stage of a run under a tracking folder."""
+        return cls(folder / "spool" / f"{re.sub('[^A-Za-z0-9_-]', '_', run_key)}.{stage}{_ENDING}")
+
+    def read(self) -> dict[str, Any]:
+        """What is to be sent."""
+        content: dict[str, Any] = read_json(self.path)
+        return content
+
+    def end(
+        self,
+        content: dict[str, Any],
+        status: str,
+        ended: float,
+        journals: Sequence[Path],
+        metrics: Mapping[str, Any],
+        files: Mapping[str, Path | bytes],
+    ) -> None:
+        """Write down how a stage ended, at ``ended`` in seconds, and keep its journal and files in the spool."""
+        shutil.rmtree(self.files, ignore_errors=True)
+        make_folder(self.files)
+        for name, file in files.items():
+            if isinstance(file, bytes):
+                write_bytes(self.files / name, file)
+            else:
+                link_or_copy(file, self.files / name)
+        write_bytes(self.journal, b"".join(path.read_bytes() for path in journals))
+        digests = {name: sha256_file(self.files / name) for name in files}
+        content["journal"] = str(self.journal.absolute())
+        content["final"] = {"time": ended, "metrics": finite(metrics), "status": status, "files": digests}
+        write_json(self.path, content)
+
+    def others_run(self) -> bool:
+        """Whether another stage of the run is at work: its process holds the lock of its ticket."""
+        for other in tickets(self.path.parent.parent):
+            content = other.read()
+            if other.path != self.path and content["key"] == self.read()["key"] and "final" not in content:
+                with open(other.lock, "ab") as file:
+                    if try_lock(file) is False:
+                        return True
+        return False
+
+    def forget(self, content: Mapping[str, Any]) -> None:
+        """Remove all but what says that it was sent; not a ticket that a stage which began again has put there."""
+        taken = self.path.with_suffix(".sent")
+        os.replace(self.path, taken)  # at once: what is written from here on stays
+        same = read_json(taken) == content
+        if not same:
+            with suppress(FileExistsError):  # one newer still
+                os.link(taken, self.path)
+        taken.unlink()
+        if not same:
+            return
+        self.journal.unlink(missing_ok=True)
+        shutil.rmtree(self.files, ignore_errors=True)
+
+
+def tickets(folder: Path) -> list[Ticket]:
+    """All of a tracking folder."""
+    return [Ticket(path) for path in sorted((folder / "spool").glob(f"*{_ENDING}"))]
+
+
+def unsent(folder: Path) -> list[str]:
+    """The journals of finished stages under this tracking folder that MLflow has not got whole."""
+    return [content["journal"] for ticket in tickets(folder) if "final" in (content := ticket.read())]
+
+
+def sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str | None:
+    """The id of the run that holds these final figures of a stage; None when they were sent nowhere or elsewhere."""
+    place = digest_of_address(chosen_uri(folder))
+    wanted = finite({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
+    for path in sorted((folder / "spool").glob(f"*.{stage}.shipped.json")):
+        shipped = read_json(path)
+        if shipped["destination"][0] == place and shipped["final"] and wanted <= shipped["final"]["metrics"].items():
+            return str(shipped["destination"][1])
+    return None
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are finite numbers."""
+    return {
+        name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def warn(trouble: str, journal: str) -> None:
+    """Say that something was not sent, and where it is kept."""
+    kept = f"Nothing is lost: metrics are in {journal}; `realmops sync` sends what is left."
+    print(f"warning: MLflow tracking: {trouble}. {kept}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -51,9 +159,15 @@ def sync(folder: Path) -> SyncReport:
     for ticket in tickets(folder):
         try:
             with _locked(ticket.lock, wait=False):
+                content = ticket.read()
+                journal = Path(content["journal"])
+                gone = not journal.is_file()
                 sent += _Sender(ticket).send()
-                if ticket.is_sent:
-                    ticket.forget()
+                if gone:
+                    if ticket.path.is_file():
+                        ticket.forget(content)
+                    told = f"{journal} is gone; what else there was is sent, and it is forgotten"
+                    problems.append(f"{ticket.path.name}: {told}")
         except BlockingIOError:
             problems.append(f"{ticket.path.name}: a running stage sends it")
         except Exception as error:  # each journal is tried; the caller prints the trouble
@@ -67,17 +181,17 @@ def send_until_parent_ends(ticket: Ticket, interval: float) -> None:
     After a failure it waits 1 s, then 2, 4 and so on, at most 60 s.
     """
     os.nice(10)
-    sender = _Sender(ticket)
-    back_off = FIRST_BACK_OFF_SECONDS
+    sender, back_off = None, 1.0
     warned = last = False
     # A killed stage's child may still send when the resumed stage starts its own.
     with _locked(ticket.lock, wait=True):
-        while True:
+        while ticket.path.is_file():
             try:
+                sender = sender or _Sender(ticket)
                 sender.send()
-                wait, back_off = interval, FIRST_BACK_OFF_SECONDS
+                wait, back_off = interval, 1.0
             except Exception as error:  # whatever MLflow, its database or its server does
-                sender.disconnect()
+                sender = None  # the next try connects anew and reads the journal from its start
                 if not warned:
                     warn(first_line(error), ticket.read()["journal"])
                     warned = True
@@ -99,122 +213,120 @@ class _Sender:
     """Sends one ticket's journal. What was sent is kept beside the ticket: the last step of each metric."""
 
     def __init__(self, ticket: Ticket) -> None:
+        """Find or make the run, and log what it is; may raise anything, as all here."""
         self._ticket = ticket
-        self._folder = ticket.path.parent.parent
-        self.disconnect()
+        self._offset, self._last_line = 0, b""  # of the journal, as far as it was read
+        folder, content = ticket.path.parent.parent, ticket.read()
+        uri = chosen_uri(folder)
+        self._shipped = read_json(ticket.shipped) if ticket.shipped.is_file() else {}
+        # Two stages would make the database, or the run, twice.
+        with _locked(ticket.path.with_name("connect.lock"), wait=True):
+            self._client = mlflow_client(uri)
+            self._run_id = content["run_id"] or self._find_or_create_run(content, uri, folder)
+            destination = [digest_of_address(uri), self._run_id]
+            if self._shipped.get("destination") != destination:
+                self._shipped = {"destination": destination, "steps": {}, "final": None}
+            if self._shipped["final"] is None or self._shipped["final"] != content.get("final"):
+                self._describe_run(content)
 
-    def disconnect(self) -> None:
-        """Forget the connection, and read the journal from its start at the next try."""
-        self._client: Any = None
-        self._run_id = ""
-        self._offset = 0
-        self._last_line = b""
-        self._shipped: dict[str, Any] = {}
-
-    def send(self) -> int:
-        """Send all whole lines that were not sent yet; the number of points and files. May raise anything."""
-        ticket = self._ticket.read()
-        if self._client is None:
-            # Two stages would make the database, or the run, twice.
-            with _locked(self._folder / "spool" / "connect.lock", wait=True):
-                self._connect(ticket)
-        journal = Path(ticket["journal"])
-        self._rewind_if_rewritten(journal)
-        ended = "final" in ticket and self._shipped["final"] != ticket["final"]
-        # Final figures come first: MLflow compares runs by the metric that it was sent first.
-        sent = self._send_figures(ticket["final"]) if ended else 0
-        while lines := self._next_lines(journal):
-            points = self._not_sent(lines)
-            for start in range(0, len(points), _POINTS_PER_BATCH):
-                batch = points[start : start + _POINTS_PER_BATCH]
-                self._log_points(batch)
-                self._shipped["steps"] |= {name: step for name, _, _, step in batch}
-                write_json(self._ticket.shipped, self._shipped)
-            self._offset += sum(map(len, lines))
-            self._last_line = lines[-1]
-            sent += len(points)
-        if ended:
-            sent += self._end_run(ticket)
-        return sent
-
-    def _send_figures(self, final: Mapping[str, Any]) -> int:
-        points = [(name, value, int(final["time"] * 1000), 0) for name, value in final["metrics"].items()]
-        if points:
-            self._log_points(points)
-        return len(points)
-
-    def _rewind_if_rewritten(self, journal: Path) -> None:
-        """Notice that a resumed stage went back to its checkpoint, or that a stage began a new journal.
-
-        After a resume only steps that were not sent yet follow. A new journal is sent whole.
-        """
-        with open(journal, "rb") as file:
-            first_line = file.readline()
-            file.seek(self._offset - len(self._last_line))
-            if file.read(len(self._last_line)) != self._last_line:
-                self._offset, self._last_line = 0, b""
-        if first_line.endswith(b"\n") and (began := json.loads(first_line)["time"]) != self._shipped["began"]:
-            self._shipped |= {"began": began, "steps": {}}
-
-    def _connect(self, ticket: Mapping[str, Any]) -> None:
-        uri = chosen_uri(self._folder)
-        self._client = mlflow_client(uri)
-        self._run_id = ticket["run_id"] or self._find_or_create_run(ticket, uri)
-        destination = [digest_of_address(uri), self._run_id]
-        if self._ticket.shipped.is_file():
-            self._shipped = read_json(self._ticket.shipped)
-        if self._shipped.get("destination") != destination:
-            self._shipped = {"destination": destination, "began": None, "steps": {}, "final": None}
-        if self._shipped["final"] is None or self._shipped["final"] != ticket.get("final"):
-            self._describe_run(ticket)
-
-    def _find_or_create_run(self, ticket: Mapping[str, Any], uri: str) -> str:
+    def _find_or_create_run(self, content: Mapping[str, Any], uri: str, folder: Path) -> str:
         tags: dict[str, str] = {}
-        if above := ticket.get("above"):  # it is of one task of a pipeline, ours of all: the one over it is of all, too
+        if above := content.get("above"):  # a run of one task of a pipeline: what is over it is of all tasks, as ours
             found = self._client.get_run(above)
             experiment = str(found.info.experiment_id)  # MLflow shows no runs of others under it
             tags = {_PARENT_TAG: found.data.tags.get(_PARENT_TAG, above)}
         else:
-            experiment = experiment_id(self._client, ticket["experiment"], uri, self._folder)
-        if parent := ticket.get("parent"):
+            experiment = experiment_id(self._client, content["experiment"], uri, folder)
+        if parent := content.get("parent"):
             tags = {_PARENT_TAG: self._run_of(experiment, parent, tags)}
-        return self._run_of(experiment, ticket, tags)
+        return self._run_of(experiment, content, tags)
 
-    def _run_of(self, experiment_id: str, ticket: Mapping[str, Any], tags: Mapping[str, str]) -> str:
-        """The run of the ticket's key, made when there is none."""
-        condition = f"tags.`{RUN_KEY_TAG}` = '{ticket['key']}'"
+    def _run_of(self, experiment_id: str, run: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """The run of this key, made when there is none."""
+        condition = f"tags.`{RUN_KEY_TAG}` = '{run['key']}'"
         found = self._client.search_runs([experiment_id], condition, order_by=["attributes.start_time ASC"])
         if found:
             return str(found[0].info.run_id)
-        began = ticket.get("began")
-        made = self._client.create_run(
-            experiment_id,
-            start_time=began and int(began * 1000),
-            tags={RUN_KEY_TAG: ticket["key"], **tags},
-            run_name=ticket["name"],
-        )
-        return str(made.info.run_id)
+        began = run["began"] and int(run["began"] * 1000)
+        tags = {RUN_KEY_TAG: run["key"], **tags}
+        return str(self._client.create_run(experiment_id, began, tags, run["name"]).info.run_id)
 
-    def _describe_run(self, ticket: Mapping[str, Any]) -> None:
+    def _describe_run(self, content: Mapping[str, Any]) -> None:
         """Log tags, datasets, and the parameters that the run does not have yet: MLflow refuses to change one."""
-        from mlflow.entities import Param, RunTag
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params
-        params = [Param(name, value) for name, value in ticket["params"].items() if name not in known]
-        tags = [RunTag(name, value) for name, value in ticket["tags"].items()]
-        for start in range(0, max(len(params), 1), _PARAMS_PER_BATCH):
-            batch = params[start : start + _PARAMS_PER_BATCH]
-            self._client.log_batch(self._run_id, params=batch, tags=tags, synchronous=True)
-        if datasets := [_dataset_input(**dataset) for dataset in ticket.get("datasets", ())]:
+        params = [Param(name, value) for name, value in content["params"].items() if name not in known]
+        tags = [RunTag(name, value) for name, value in {**content["tags"], RUN_KEY_TAG: content["key"]}.items()]
+        self._client.log_batch(self._run_id, params=params, tags=tags)
+        datasets = []
+        for entry in content.get("datasets", ()):
+            source = json.dumps({"uri": entry["source"]})
+            dataset = Dataset(entry["name"], entry["digest"][:_LONGEST_DIGEST], "local", source)
+            datasets.append(DatasetInput(dataset, [InputTag("mlflow.data.context", entry["context"])]))
+        if datasets:
             self._client.log_inputs(self._run_id, datasets=datasets)
-        if not ticket["run_id"]:
+        if not content["run_id"] and "final" not in content:
             self._client.update_run(self._run_id, status="RUNNING")
 
-    def _next_lines(self, journal: Path) -> list[bytes]:
-        """Some whole lines behind those that were read."""
+    def send(self) -> int:
+        """Send all whole lines that were not sent yet; the number of points and files.
+
+        The ticket of a stage that has ended goes with that, unless it began again meanwhile.
+        """
+        content = self._ticket.read()
+        final: Any = content.get("final")
+        ended = final is not None and final != self._shipped["final"]
+        sent = 0
+        if ended:  # figures come first: MLflow compares runs by the metric that it was sent first
+            known = (self._shipped["final"] or {}).get("metrics", {})
+            new = {name: value for name, value in final["metrics"].items() if known.get(name) != value}
+            sent += self._log([(name, value, int(final["time"] * 1000), 0) for name, value in new.items()])
+        for points in self._points(Path(content["journal"])):
+            sent += self._log(points)
+            self._shipped["steps"] |= {name: step for name, _, _, step in points}
+            write_json(self._ticket.shipped, self._shipped)
+        if ended:
+            sent += self._end_run(content)
+        if final is not None:
+            self._ticket.forget(content)
+        return sent
+
+    def _log(self, points: Sequence[_Point]) -> int:
+        from mlflow.entities import Metric
+
+        self._client.log_batch(self._run_id, metrics=[Metric(*point) for point in points])
+        return len(points)
+
+    def _points(self, journal: Path) -> Iterator[list[_Point]]:
+        """The points of the lines that were not read yet, some lines at a time.
+
+        A resumed stage goes back to its checkpoint, and one that begins anew begins a new journal: all is read again
+        then, and only steps that were not sent yet follow. MLflow takes no point back, and would show one twice.
+        """
+        if not journal.is_file():
+            return
         with open(journal, "rb") as file:
-            file.seek(self._offset)
-            return [line for line in islice(file, _LINES_AT_ONCE) if line.endswith(b"\n")]
+            self._tell_of_new_journal(file.readline(), journal)
+            file.seek(self._offset - len(self._last_line))
+            if file.read(len(self._last_line)) != self._last_line:
+                self._offset, self._last_line = 0, b""
+            while True:
+                file.seek(self._offset)
+                lines = [line for line in islice(file, _LINES_AT_ONCE) if line.endswith(b"\n")]
+                if not lines:
+                    return
+                yield self._not_sent(lines)
+                self._offset += sum(map(len, lines))
+                self._last_line = lines[-1]
+
+    def _tell_of_new_journal(self, first_line: bytes, journal: Path) -> None:
+        """Whoever changed the code without a commit sees the points of before, and is told."""
+        if first_line.endswith(b"\n") and (began := json.loads(first_line)["time"]) != self._shipped.get("began"):
+            if self._shipped["steps"]:
+                known = max(self._shipped["steps"].values())
+                warn(f"the stage began anew; up to step {known} MLflow keeps the points of before", str(journal))
+            self._shipped["began"] = began
 
     def _not_sent(self, lines: Sequence[bytes]) -> list[_Point]:
         """The points of these lines without those that were sent before a resumed stage wrote them again."""
@@ -229,40 +341,21 @@ class _Sender:
                     last_step[metric] = step
         return points
 
-    def _log_points(self, points: Sequence[_Point]) -> None:
-        from mlflow.entities import Metric
-
-        metrics = [Metric(*point) for point in points]
-        self._client.log_batch(self._run_id, metrics=metrics, synchronous=True)
-
-    def _end_run(self, ticket: Mapping[str, Any]) -> int:
+    def _end_run(self, content: Mapping[str, Any]) -> int:
         """Say how the run ended, and send its files: last, so that figures get through where files do not."""
-        final = ticket["final"]
-        if not ticket["run_id"]:
+        final = content["final"]
+        if not content["run_id"] and not self._ticket.others_run():
             self._client.set_terminated(self._run_id, final["status"], int(final["time"] * 1000))
-        files = final.get("files", {})
-        for name in files:
+        for name in final["files"]:
             self._client.log_artifact(self._run_id, self._ticket.files / name)
-        self._name_tables([name for name in files if name.endswith(TABLE_ENDING)])
+        # MLflow's own ``log_table`` would add rows again
+        if tables := [{"path": name, "type": "table"} for name in final["files"] if name.endswith(TABLE_ENDING)]:
+            known = json.loads(self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "[]"))
+            new = [table for table in tables if table not in known]
+            self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(known + new))
         self._shipped["final"] = final
         write_json(self._ticket.shipped, self._shipped)
-        return len(files)
-
-    def _name_tables(self, names: Sequence[str]) -> None:
-        """Tell the UI which artifacts are tables, as MLflow's own ``log_table`` does, which would add rows again."""
-        if not names:
-            return
-        known = json.loads(self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "[]"))
-        new = [entry for name in names if (entry := {"path": name, "type": "table"}) not in known]
-        self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(known + new))
-
-
-def _dataset_input(name: str, digest: str, source: str, context: str) -> Any:
-    from mlflow.entities import Dataset as MlflowDataset
-    from mlflow.entities import DatasetInput, InputTag
-
-    dataset = MlflowDataset(name, digest[:_LONGEST_DIGEST], "local", json.dumps({"uri": source}))
-    return DatasetInput(dataset, [InputTag("mlflow.data.context", context)])
+        return len(final["files"])
 
 
 if __name__ == "__main__":

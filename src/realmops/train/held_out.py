@@ -5,6 +5,7 @@ What is found and how likely the masked words are is asked here; whether questio
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,22 +17,30 @@ from torch import nn
 
 from realmops import artifacts
 from realmops.artifacts import seed_for
-from realmops.corpus.wordpieces import contains
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.wordpieces import places
 from realmops.index.embed import embed, query_sequences
+from realmops.index.source import Index
 from realmops.model.files import load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
-from realmops.train.pretrain import Candidates, Example, Examples, Index, Realm
+from realmops.train.candidates import Candidates
+from realmops.train.examples import Example, Examples
+from realmops.train.realm import Realm
 
 FIGURES = "figures.json"
 START = "start_hit_at_5"  # of the models that pre-training began with
+MOST_HELD_OUT = 1000
 WATCHED = 64  # masked sentences that are also read with every index: reading takes longer than finding
 
 
-def held_out_rows(examples: Examples, seed: int) -> np.ndarray:
-    """The spans that are held out, at most a tenth of all: small corpora are left something to learn from."""
-    rows: np.ndarray = np.random.default_rng(seed_for(seed, "evaluate", "masked")).permutation(len(examples.rows))
-    return rows[: min(examples.options.masked_sentences, max(1, len(rows) // 10))]
+def held_out_rows(spans: int, seed: int, wanted: int = MOST_HELD_OUT) -> np.ndarray:
+    """The spans that are held out, at most a tenth of all: small corpora are left something to learn from.
+
+    ``ict``, which comes first and does not know how many are wanted, leaves out as many as can be.
+    """
+    rows: np.ndarray = np.random.default_rng(seed_for(seed, "evaluate", "masked")).permutation(spans)
+    return rows[: min(wanted, MOST_HELD_OUT, max(1, spans // 10))]
 
 
 def masked_at(examples: Examples, rows: np.ndarray, seed: int) -> list[Example]:
@@ -52,11 +61,21 @@ def measure(realm: Realm, masked: Sequence[Example], index: Index) -> dict[str, 
     if not masked:
         return {}
     found = found_for(realm, masked, index)
-    hit = [
-        any(contains(realm.snapshot.body(p), e.targets) for p in row[:5]) for e, row in zip(masked, found, strict=True)
-    ]
+    hit = [any(_holds(realm.snapshot, p, e) for p in row[:5]) for e, row in zip(masked, found, strict=True)]
     log_p = [one["masked_log_p"] for one in _guesses(realm, masked[:WATCHED], found)]
     return {"hit_at_5": float(np.mean(hit)), "held_out_log_p": float(np.mean(log_p))}
+
+
+def _holds(snapshot: Snapshot, passage: int, example: Example) -> bool:
+    """Whether the masked words stand in a passage, as whole words: "art" does not stand in "arts".
+
+    Where ``pretrain.max_masks`` ends within a word, any that begins like it will do.
+    """
+    continues, end = snapshot.continues_word, int(example.positions[-1]) + 1
+    if continues[example.original[end : end + 1]].any():
+        continues = np.zeros_like(continues)
+    body, length = snapshot.body(passage), len(example.targets)
+    return any(not continues[body[p + length : p + length + 1]].any() for p in places(body, example.targets))
 
 
 def masked_words(
@@ -120,8 +139,19 @@ class BestModels:
         return _step_of(self._all()[-1])
 
     def offer(self, step: int, figures: Mapping[str, float], retriever: Retriever, reader: Reader) -> None:
-        """Keep them if they are better than the best, and the first ones."""
+        """Keep them if they are better than the best, and the first ones.
+
+        What is not finite is never better; ValueError where the first ones have it.
+        """
         before = self._all()
+        broken = [f"{name} is {value:g}" for name, value in figures.items() if not math.isfinite(value)]
+        if broken and before:
+            return
+        if broken:
+            raise ValueError(
+                f"{broken[0]} with the models of step {step}, with which pre-training begins: they are of no use; "
+                "train ict again with lower learning rates or run.precision=fp32"
+            )
         start = self.figures[START] if before else figures.get("hit_at_5", 0.0)
         worse = before and (figures.get("hit_at_5", start) < start or _rank_of(figures) <= _rank_of(self.figures))
         if worse and "hit_at_5" in figures:

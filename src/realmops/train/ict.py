@@ -6,22 +6,29 @@ wordpieces.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import Packed, autocast, send
 from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
+from realmops.encoders.devices import autocast, send
+from realmops.encoders.packed import Packed
+from realmops.index.lexical import Bm25
+from realmops.index.lexical_writer import write_bm25
 from realmops.model.likelihood import in_batch_loss
-from realmops.model.reader import Reader, log_token_of_pairs
+from realmops.model.reader import Masked, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
-from realmops.train.loop import Context, Later, fit
+from realmops.train.loop import Context, DeferredMetrics, fit
 from realmops.train.optimiser import Group
 
 CROP_WORDS = (4, 16)  # fewest and most
@@ -108,7 +115,7 @@ def train_retriever(
             "processes cannot share that; start fewer"
         )
 
-    def step_loss(step: int) -> tuple[Tensor, Later]:
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
         drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
@@ -126,7 +133,7 @@ def train_retriever(
             parts = (("removed", removed_Q), ("kept", ~removed_Q))
             return {f"accuracy_{name}": float(hit_Q.numpy()[of_Q].mean()) for name, of_Q in parts if of_Q.any()}
 
-        return in_batch_loss(relevance_QN, own_Q).mean(), Later([relevance_QN.argmax(-1) == own_Q], metrics)
+        return in_batch_loss(relevance_QN, own_Q).mean(), DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
 
     groups, every = [Group("retriever", retriever, options.learning_rate)], options.checkpoint_every
     return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
@@ -162,39 +169,56 @@ NEAREST = 4
 
 
 class Neighbours:
-    """Passages near to a sentence by words: BM25 over wordpieces."""
+    """Passages near to a sentence by words: BM25 over wordpieces, in a file that the first draw writes."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        import bm25s
+    def __init__(self, snapshot: Snapshot, folder: Path) -> None:
+        self.snapshot, self.folder = snapshot, folder
 
-        self.index = bm25s.BM25()
-        bodies = [list(map(str, snapshot.body(i).tolist())) for i in range(len(snapshot))]
-        self.index.index(bodies, show_progress=False)
+    @cached_property
+    def _index(self) -> Bm25:
+        write_bm25(self.folder, self.snapshot, wordpieces=True)
+        return Bm25.open(self.folder, verify=False)
 
     def draw(self, sentence: np.ndarray, own: int, rng: np.random.Generator) -> int:
-        """One of the four nearest passages, x's own left out."""
-        score_P = self.index.get_scores(list(map(str, sentence.tolist())))
-        score_P[own] = -np.inf
-        count = min(NEAREST, len(score_P))
-        nearest = np.argpartition(-score_P, count - 1)[:count]
-        return int(rng.choice(np.sort(nearest)))
+        """One of the four nearest passages, x's own left out; this one where no other has a wordpiece of x."""
+        _, [found] = self._index.search_codes([sentence.astype(np.uint64)], NEAREST + 1)
+        nearest = found[(found >= 0) & (found != own)][:NEAREST]
+        return int(rng.choice(np.sort(nearest))) if len(nearest) else own
 
 
 def train_reader(
-    context: Context, reader: Reader, snapshot: Snapshot, spans: Spans, options: Ict, optimiser: Optimiser
+    context: Context,
+    reader: Reader,
+    snapshot: Snapshot,
+    spans: Spans,
+    options: Ict,
+    optimiser: Optimiser,
+    held_out: Sequence[int] = (),
+    work: Path | None = None,
 ) -> None:
     """Masked words over join(x, z), so that the reader starts with a second segment that can be worth reading.
 
     One salient span of x is masked, and a share of its other wordpieces.  z is x's own passage, a passage
-    near to the unmasked x by words (BM25), any other passage, or nothing (``Z_SHARES``).
+    near to the unmasked x by words (BM25), any other passage, or nothing (``Z_SHARES``).  No x is the sentence of a
+    span of ``held_out``, but where nothing else is there.  ``work`` is where the index of the neighbours has room.
     """
+    if not options.reader_steps:
+        return
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = SentencesWithSpans(snapshot, spans)
-    neighbours = Neighbours(snapshot)
+    sentence_N = spans.rows[:, 1]
+    held = set(sentence_N[list(held_out)].tolist())
+    if held and np.isin(sentence_N, list(held)).all():
+        held.clear()
+
+    def draw_row(rng: np.random.Generator) -> np.ndarray:
+        while int(sentence_N[row := int(rng.integers(len(rows)))]) in held:
+            pass
+        return rows[row]
 
     def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """x as it was, which of its wordpieces are masked, and z."""
-        passage, first, end, start, stop = rows[int(rng.integers(len(rows)))]
+        passage, first, end, start, stop = draw_row(rng)
         body = snapshot.body(int(passage))
         x = body[first:end][: options.reader_wordpieces - 3]
         salient = (int(start - first), int(stop - first))
@@ -219,13 +243,13 @@ def train_reader(
         examples, weight = context.team.share(drawn, [int(masked.sum()) for _, masked, _ in drawn])
         sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]
         at = [np.flatnonzero(masked) for _, masked, _ in examples]
-        targets_M = torch.from_numpy(np.concatenate([x[masked] for x, masked, _ in examples]))
-        documents = [z for _, _, z in examples]
+        targets = [x[masked] for x, masked, _ in examples]
+        hidden = Masked(sentences, at, targets, special, options.reader_wordpieces)
         with autocast(context.device, context.dtype):
-            log_token_M = log_token_of_pairs(
-                reader, sentences, at, targets_M, documents, special, options.reader_wordpieces
-            )
-        return -weight * log_token_M.mean(), {"masked": float(len(targets_M))}
+            log_token_M = reader.log_masked_pairs(hidden, [z for _, _, z in examples])
+        return -weight * log_token_M.mean(), {"masked": float(len(log_token_M))}
 
     groups, every = [Group("reader", reader, options.reader_learning_rate)], options.checkpoint_every
-    fit(context, groups, optimiser, step_loss, steps=options.reader_steps, checkpoint_every=every)
+    with TemporaryDirectory(prefix="realmops-", dir=work) as folder:
+        neighbours = Neighbours(snapshot, Path(folder) / "neighbours")
+        fit(context, groups, optimiser, step_loss, steps=options.reader_steps, checkpoint_every=every)

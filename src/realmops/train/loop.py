@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +17,8 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import bring
 from realmops.config import Optimiser
+from realmops.encoders.devices import bring
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import ALONE, Team
 
@@ -62,9 +63,10 @@ class Context:
     first_step: int = 0  # what the journal calls the loop's first step
     journal_start: int = 0  # where the loop's lines begin
     team: Team = ALONE
+    name: str = ""  # of the training, for people
 
 
-class Course(Protocol):
+class Trainings(Protocol):
     """Trainings one after another, whose lines stand one behind the other in one journal."""
 
     end: int  # the journal's length behind them; who trains sets it
@@ -74,7 +76,7 @@ class Course(Protocol):
 
 
 @dataclass(frozen=True)
-class Later:
+class DeferredMetrics:
     """Metrics of a step that are worked out on the CPU at its end: a GPU is waited for once, for all of them together.
 
     ``metrics`` takes ``tensors`` there.
@@ -88,7 +90,7 @@ class Later:
         return self.metrics(*bring(*self.tensors))
 
 
-StepLoss = Callable[[int], tuple[Tensor, Later | dict[str, float]]]
+StepLoss = Callable[[int], tuple[Tensor, DeferredMetrics | dict[str, float]]]
 """step -> loss and metrics"""
 
 
@@ -107,6 +109,8 @@ def fit(
     ``step_loss(step)`` gives the loss and the metrics to log; everything random in it is a function of
     (seed, stream, step), so that the state after a resume is the undisturbed run's, bit for bit on one
     machine.  ``at_step(step)`` runs between two steps, after the checkpoint of that step was committed.
+
+    ValueError in all processes at the first step whose loss or gradient is not finite: it teaches NaN, for good.
     """
     optimiser = BertAdamW(
         groups, weight_decay=options.weight_decay, clip=options.clip, bias_correction=options.bias_correction
@@ -122,10 +126,10 @@ def fit(
     if team.leads:
         context.journal.truncate(position)
     context.progress(start)
-    ended = time.perf_counter()
+    ended, last = time.perf_counter(), "no step before it in this process"
     for step in range(start, steps):
         if step > start and step % checkpoint_every == 0 and team.leads:
-            _save(context, optimiser, step)
+            _save(context, optimiser, step, last)
         if at_step is not None:
             at_step(step)
         began = time.perf_counter()
@@ -135,9 +139,13 @@ def fit(
         loss.backward()  # type: ignore[no-untyped-call]
         team.average(optimiser.parameters)
         norm = optimiser.step(step, schedule)
-        later = said if isinstance(said, Later) else Later((), partial(dict, said))
+        later = said if isinstance(said, DeferredMetrics) else DeferredMetrics((), partial(dict, said))
         loss, norm, *values = bring(loss, norm, *later.tensors)
         whole_loss = team.mean(loss.item(), context.device)
+        if not math.isfinite(whole_loss) or not math.isfinite(norm.item()):
+            what = f"the loss is {whole_loss:g} and the norm of its gradient {norm.item():g}"
+            raise _not_finite(context, step, what, last)
+        last = f"{whole_loss:.4g} at step {context.first_step + step}"
         metrics = {**later.metrics(*values), "loss": whole_loss, "gradient_norm": norm.item()}
         metrics["rate"] = schedule.factor(step)
         between, ended = began - ended, time.perf_counter()
@@ -147,7 +155,7 @@ def fit(
             context.journal.log(context.first_step + step, **named)
         context.progress(1)
     if team.leads:
-        _save(context, optimiser, steps)
+        _save(context, optimiser, steps, last)
     return context.journal.position()
 
 
@@ -167,12 +175,24 @@ def epoch_rows(context: Context, count: int, batch_size: int) -> Callable[[int],
     return rows
 
 
-def _save(context: Context, optimiser: BertAdamW, step: int) -> None:
+def _not_finite(context: Context, step: int, what: str, last: str) -> ValueError:
+    return ValueError(
+        f"{context.name or context.stream}, step {context.first_step + step}: {what}, where finite numbers are wanted; "
+        f"the last finite loss: {last}. Lower the learning rate, set run.precision=fp32, or look for what is odd in "
+        "the data; nothing of this step was kept"
+    )
+
+
+def _save(context: Context, optimiser: BertAdamW, step: int, last: str) -> None:
+    """Commit a checkpoint; ValueError where an update of finite numbers was too large for the weights."""
     tensors = {f"p.{name}": p.detach() for name, p in zip(optimiser.names, optimiser.parameters, strict=True)}
-    tensors |= optimiser.state()
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in (tensors | optimiser.state()).items()}
+    broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    if broken:
+        raise _not_finite(context, step, f"{broken[0].removeprefix('p.')} has values that are NaN or infinite", last)
     state = {"step": step, "journal": context.journal.position()}
     files = {
-        TENSORS: save_tensors({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}),
+        TENSORS: save_tensors(tensors),
         STATE: json.dumps(state, sort_keys=True).encode(),
     }
     context.checkpoints.save(step, files)

@@ -8,23 +8,24 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from realmops.answering.answer import Answer
+from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.questions import Question
 from realmops.index.hybrid import fit_mixture
 from realmops.model.retriever import Mixture
-from realmops.train.finetune import Answer, OpenQa
 
 FITTED = 50  # passages of either kind for each query, by which the weights of a hybrid are fitted
 READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 READING_OF_MADE = 3.0  # where only made questions are there; good for people's (benchmarks/LOG.md, documents alone)
 
 
-def fit_to_questions(model: OpenQa, questions: Sequence[Question]) -> Mixture:
+def fit_to_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> Mixture:
     """The weights of words and embeddings under which questions best find the passages that hold an answer.
 
     Where no question can tell, the weights stay as they are.
     """
     start = model.retriever.mixture
-    found = model.find([question.question for question in questions], FITTED, FITTED)
+    found = model.search([question.question for question in questions], FITTED, FITTED)
     correct = [model.is_correct(q, row) for q, row in zip(questions, found.id_QK.tolist(), strict=True)]
     there_QK = (found.id_QK >= 0).numpy() & ~model.sources.among(questions, found.id_QK.numpy())
     fitted = fit_mixture(
@@ -34,7 +35,7 @@ def fit_to_questions(model: OpenQa, questions: Sequence[Question]) -> Mixture:
 
 
 def fit_reading(
-    model: OpenQa,
+    model: RetrieveAndRead,
     questions: Sequence[Question],
     answers: Sequence[Answer],
     is_right: Callable[[str, Question], bool],

@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.bert import Packed, autocast, send
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import autocast, send
+from realmops.encoders.packed import Packed
 from realmops.index.embed import document_sequences, embed, query_sequences, text_queries
+from realmops.index.source import Index, IndexSource
 from realmops.model.likelihood import in_batch_loss
 from realmops.model.retriever import Retriever
-from realmops.train.loop import Context, Later, fit
+from realmops.train.loop import Context, DeferredMetrics, fit
 from realmops.train.optimiser import Group
-from realmops.train.pretrain import Index, IndexSource
 
 NEIGHBOURS = 8  # consecutive passages that come into a batch together: hard negatives
 MOST_QUESTIONS = 8  # of one passage in one step
@@ -96,7 +97,7 @@ def train_by_passages(
     team = context.team
     batch_of = passage_batches(context, len(positives.passages), options.retriever_batch_size)
 
-    def step_loss(step: int) -> tuple[Tensor, Later]:
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         retriever.train()
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "questions", step))
         drawn = [
@@ -128,7 +129,7 @@ def train_by_passages(
         def metrics(hit_Q: Tensor) -> dict[str, float]:
             return {"accuracy": float(hit_Q.float().mean()), "hard_negatives": float(len(hard))}
 
-        later = Later([relevance_QN.argmax(-1) == own_Q], metrics)
+        later = DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
         return weight * in_batch_loss(relevance_QN, own_Q).mean(), later
 
     def _hard(step: int, drawn: Sequence[tuple[int, list[int]]]) -> list[int]:

@@ -21,11 +21,14 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.bert import Bert, BertConfig, Packed, autocast, length_batches
 from realmops.config import Optimiser, Tag
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.dates import find_dates
 from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.architectures import described_encoder
+from realmops.encoders.devices import autocast
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.packed import Packed, length_batches
 from realmops.index.embed import Progress
 from realmops.index.shards import MakeShard
 from realmops.model.files import cpu_state
@@ -41,12 +44,12 @@ Entity = tuple[int, int, str]
 
 
 class Tagger(nn.Module):
-    """A BERT with a linear layer over its hidden states."""
+    """An encoder with a linear layer over its hidden states."""
 
-    def __init__(self, bert: Bert, tags: Sequence[str]) -> None:
+    def __init__(self, encoder: Encoder, tags: Sequence[str]) -> None:
         super().__init__()
-        self.bert, self.tags = bert, tuple(tags)
-        self.output = nn.Linear(bert.config.width, len(tags))
+        self.bert, self.tags = encoder, tuple(tags)
+        self.output = nn.Linear(encoder.width, len(tags))
 
     def forward(self, batch: Packed) -> Tensor:
         """Logits T x L."""
@@ -151,7 +154,7 @@ def tagger_files(tagger: Tagger | None, options: Tag) -> dict[str, bytes]:
     known: dict[str, Any] = {"dates": options.dates or tagger is None}
     if tagger is None:
         return {TAGGER: json.dumps(known, sort_keys=True).encode()}
-    known |= {"bert": tagger.bert.config.to_json(), "tags": tagger.tags, "wordpieces": options.wordpieces}
+    known |= {"bert": tagger.bert.describe(), "tags": tagger.tags, "wordpieces": options.wordpieces}
     return {TAGGER: json.dumps(known, sort_keys=True).encode(), WEIGHTS: save_tensors(cpu_state(tagger))}
 
 
@@ -159,7 +162,7 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
     """What finds the spans of a shard of the corpus, with the files of :func:`tagger_files`."""
     known, tagger = json.loads(files[TAGGER]), None
     if WEIGHTS in files:
-        tagger = Tagger(Bert(BertConfig.from_json(known["bert"], TAGGER)), known["tags"])
+        tagger = Tagger(described_encoder(known["bert"], TAGGER), known["tags"])
         tagger.load_state_dict(load_tensors(files[WEIGHTS]))
         tagger.to(device)
 

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realmops.answering.openqa import OpenQa
 from realmops.artifacts import seed_for
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.questions import Question
-from realmops.index.embed import Progress, untold
+from realmops.index.embed import Progress, no_progress
 from realmops.model.likelihood import marginal_span_loss
-from realmops.train.finetune import OpenQa, by_group, finetune_steps
-from realmops.train.loop import Context, Later, epoch_rows, fit
+from realmops.train.finetune import by_group, finetune_steps
+from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 WINDOW = 96  # wordpieces of a passage
@@ -54,7 +55,7 @@ class WindowLesson:
 
 
 def lessons_of(
-    model: OpenQa, questions: Sequence[Question], depth: int, progress: Progress = untold, together: int = 64
+    model: OpenQa, questions: Sequence[Question], depth: int, progress: Progress = no_progress, together: int = 64
 ) -> list[WindowLesson]:
     """What each question teaches; one whose ``depth`` best passages hold no answer span teaches nothing."""
     model.retriever.eval()
@@ -122,7 +123,7 @@ def is_gold(spans: np.ndarray, window: Window) -> np.ndarray:
 
 def windows_loss(
     model: OpenQa, lessons: Sequence[WindowLesson], windows: Sequence[Sequence[Window]]
-) -> tuple[Tensor, Later]:
+) -> tuple[Tensor, DeferredMetrics]:
     """-log of the share of the right spans among all spans of a question's windows, the mean over questions.
 
     To a span's score comes the weighted f(x, z) of its passage, as at evaluation.
@@ -142,7 +143,7 @@ def windows_loss(
     def metrics(loss_B: Tensor, best_B: Tensor) -> dict[str, float]:
         return {"span_loss": loss_B.mean().item(), "span_accuracy": float(best_B.float().mean())}
 
-    return loss_B.mean(), Later((loss_B, best_B), metrics)
+    return loss_B.mean(), DeferredMetrics((loss_B, best_B), metrics)
 
 
 def train_in_windows(
@@ -154,7 +155,7 @@ def train_in_windows(
     reader = model.reader
     assert reader.spans is not None
 
-    def step_loss(step: int) -> tuple[Tensor, Later]:
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         reader.train()
         rng = np.random.default_rng(seed_for(context.seed, context.stream, "windows", step))
         negatives = step >= NEGATIVES_FROM * steps

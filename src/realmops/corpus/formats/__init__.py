@@ -75,9 +75,22 @@ def sources(documents: Path, format: str) -> list[Source]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder in sorted order, hidden ones left out."""
-    for above, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+    """Every file below a folder in sorted order, hidden ones left out.
+
+    A link to a folder elsewhere is followed, once; one to a folder that is read anyway is not.
+    """
+    top = folder.resolve()
+    seen = {top}
+
+    def is_wanted(path: Path) -> bool:
+        place = path.resolve()
+        if path.name.startswith(".") or place in seen or (path.is_symlink() and place.is_relative_to(top)):
+            return False
+        seen.add(place)
+        return True
+
+    for above, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in sorted(folders) if is_wanted(Path(above, name))]
         yield from (Path(above, name) for name in sorted(files) if not name.startswith("."))
 
 

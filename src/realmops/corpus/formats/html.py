@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import logging
 import re
 from encodings import normalize_encoding
@@ -14,27 +13,36 @@ from realmops.corpus.documents import Dropped, Outcome, Rejected, outcome_of
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl itself cuts at 1 MiB
 TAG_LIMIT = 50_000  # the extractor does some 20,000 a second
+_WIDE = {b"\xff\xfe": "utf_16", b"\xfe\xff": "utf_16", b"<\0": "utf_16_le", b"\0<": "utf_16_be"}  # by first bytes
+_UNDECLARED = ("cp1252", "latin_1", "ascii")  # what servers and editors write of pages that nobody looked at
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
 
 
 def decode_page(data: bytes, declared: str | None) -> str:
     """The text of a page: UTF-8 if it is, else the declared encoding or the page's own, else Windows-1252.
 
-    Raises ValueError for bytes that are none of it.
+    One in UTF-16, declared to be UTF-8 or nearly that has U+FFFD for each byte that is none. Raises ValueError for
+    bytes that are nothing of this.
     """
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError:
-        pass
     own = _META_CHARSET.search(data[:4096])
     name = declared or (own[1].decode("ascii") if own else "windows-1252")
     key = normalize_encoding(name.lower())
-    # Only names of this table: Python's other codecs (punycode, idna, zlib) are no encodings of pages.
-    codec = aliases.get(key, key if key in aliases.values() else None)
-    if codec is None or codec == "utf_8":
-        codec = "cp1252"
+    # Only names of this table: Python's other codecs (punycode, idna) are no encodings of pages.
+    codec = aliases.get(key, key if key in aliases.values() else "cp1252")
+    if wide := _WIDE.get(data[:2]) or (codec if codec.startswith("utf_16") and b"\0" in data else None):
+        return data.decode(wide, errors="replace").removeprefix("\ufeff")
     try:
-        return codecs.decode(data, codec, errors="strict")
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = data.decode("utf-8-sig", errors="replace")
+    # Text of another encoding has next to no characters that are UTF-8 by chance.
+    other, wrong = len(text) - len(text.encode("ascii", "ignore")), text.count("\ufffd")
+    if codec.startswith("utf_16"):  # by a page that has no NUL
+        codec = "utf_8"
+    if (codec == "utf_8" and 10 * wrong <= len(text)) or (codec in _UNDECLARED and other > 2 * wrong):
+        return text
+    try:
+        return data.decode(codec)  # not codecs.decode, which would unpack zlib
     except (UnicodeError, LookupError):
         raise ValueError(
             f"the bytes are neither UTF-8 nor the encoding {name!r}; save the page as UTF-8 or declare its encoding"

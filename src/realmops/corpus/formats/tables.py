@@ -13,6 +13,7 @@ from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected
 
 _ROWS = 256
 _REQUIRED = ("title", "text")
+_TEXTS = (*_REQUIRED, "id")  # bytes in these columns are text that its writer did not mark as such
 HUB = "hf:"
 
 
@@ -59,7 +60,7 @@ def _first_line(error: BaseException) -> str:
 def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
     try:
         file = pq.ParquetFile(path, memory_map=False, pre_buffer=False)
-        wanted = [field.name for field in file.schema_arrow if _is_readable(field.type)]
+        wanted = [field.name for field in file.schema_arrow if _is_readable(field)]
         batches = file.iter_batches(batch_size=_ROWS, columns=wanted)
         yield from _rows(path, file.schema_arrow, batches, file.metadata.num_rows, path.stat().st_size)
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
@@ -69,6 +70,7 @@ def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
             str(path),
             f"no valid Parquet data ({_first_line(error)}), so that the rest of the file cannot be read; "
             "write or copy the file again",
+            ends_file=True,
         )
 
 
@@ -81,7 +83,7 @@ def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
             rows = datasets.load_dataset(owner_name, split=split)
         else:
             rows = datasets.load_from_disk(name)
-        wanted = [field.name for field in rows.features.arrow_schema if _is_readable(field.type)]
+        wanted = [field.name for field in rows.features.arrow_schema if _is_readable(field)]
         rows = rows.select_columns(wanted).with_format("arrow")
         batches = (batch for table in rows.iter(batch_size=_ROWS) for batch in table.to_batches())
         yield from _rows(path, rows.features.arrow_schema, batches, len(rows), _stored_bytes(rows))
@@ -90,6 +92,7 @@ def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
             name,
             f"no valid dataset ({type(error).__name__}: {_first_line(error)}), so that the rest of it cannot be "
             "read; save it again with save_to_disk",
+            ends_file=True,
         )
 
 
@@ -97,9 +100,9 @@ def _stored_bytes(rows: Any) -> int:
     return sum(Path(file["filename"]).stat().st_size for file in rows.cache_files)
 
 
-def _is_readable(column: pa.DataType) -> bool:
-    """Bytes (images, sound) are no text and would be copied for nothing."""
-    return not (pa.types.is_binary(column) or pa.types.is_large_binary(column))
+def _is_readable(column: pa.Field) -> bool:
+    """Other columns of bytes (images, sound) are no text and would be copied for nothing."""
+    return column.name in _TEXTS or not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type))
 
 
 def _rows(
@@ -112,6 +115,7 @@ def _rows(
             str(path),
             f"the column {missing[0]!r} is missing (columns found: {', '.join(schema.names) or 'none'}); "
             "rename the columns to title and text",
+            ends_file=True,
         )
         return
     number = done = 0
@@ -149,6 +153,13 @@ def _without_times(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def _convert(raw: Raw) -> Outcome:
     record = {key: value for key, value in raw.data.items() if key != "spans"}
+    for key in _TEXTS:
+        if isinstance(value := record.get(key), bytes):
+            try:
+                record[key] = value.decode()
+            except UnicodeDecodeError as error:
+                problem = f"{key!r} is invalid UTF-8 at byte {error.start}; write it as a column of text"
+                return Rejected(raw.place, problem)
     if isinstance(text := record["text"], str) and len(text) > LINE_LIMIT:
         return Rejected(raw.place, f"'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
     return outcome_of(record, raw.place)

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from realmops.corpus.compressed import open_plain
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of, shown
 from realmops.corpus.formats.html import decode_page, page_outcome
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _MARKDOWN_LIMIT = 2 << 20  # characters
 _MARKS = re.compile(r"[\[*_`#|]")
 _MARK_LIMIT = 50_000  # the parser takes quadratic time for marks that never close
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
-_FRONT_TITLE = re.compile(r"^title:[ \t]*[\"']?(.+?)[\"']?[ \t]*$", re.MULTILINE)
+_FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
 def _records(path: Path) -> Iterator[Raw | Rejected]:
@@ -30,7 +30,7 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
     if len(data) > LINE_LIMIT:
         yield Rejected(str(path), f"the file is longer than {LINE_LIMIT >> 20} MiB; split it into documents")
     else:
-        yield Raw(str(path), {"name": path.name, "bytes": data}, len(data))
+        yield Raw(str(path), {"name": shown(path.name), "bytes": data}, len(data))
 
 
 def _convert(raw: Raw) -> Outcome:
@@ -73,7 +73,7 @@ def _read_markdown(source: str) -> tuple[str, str]:
     if front := _FRONT_MATTER.match(source):
         source = source[front.end() :]
         named = _FRONT_TITLE.search(front[1])
-        title = named[1] if named else ""
+        title = named[1].strip().strip("\"'") if named else ""
     blocks = []
     for node in SyntaxTreeNode(MarkdownIt().enable("table").parse(source)).walk():
         if node.type in ("fence", "code_block"):

@@ -25,7 +25,6 @@ _GZIP = b"\x1f\x8b\x08"
 _VERSION = b"WARC/"
 _KEPT = ("response", "resource")
 _PAGES = ("text/html", "application/xhtml+xml")
-_HEADER = re.compile(rb"^([\w-]+)[ \t]*:[ \t]*(.*?)[ \t]*\r?$", re.MULTILINE)
 _CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.IGNORECASE)
 
 
@@ -111,8 +110,8 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                 data = _cut(stream, found)
                 found = b""
             except _BrokenError as error:
-                yield Rejected(place, str(error))
                 found = _next_version(stream)
+                yield Rejected(place, str(error), ends_file=found is None)
                 continue
             if data is None:
                 return
@@ -133,7 +132,7 @@ def _cut(stream: BinaryIO, version: bytes) -> dict[str, Any] | None:
         head += line
         if not line.strip() or len(head) > _HEAD_LIMIT:
             break
-    headers = {key.lower(): value for key, value in _HEADER.findall(head)}
+    headers = parsed_head(head)
     length = headers.get(b"content-length", b"")
     if not (length.isdigit() and len(length) < 19):
         raise _BrokenError(f"the record's Content-Length is {length[:40]!r}, wanted a number of bytes")
@@ -149,6 +148,12 @@ def _cut(stream: BinaryIO, version: bytes) -> dict[str, Any] | None:
     if left:
         raise _BrokenError("the file ends in the middle of this record; it was cut: copy or download it again")
     return {"type": kind, "record": b"".join([*parts, b"\r\n\r\n"]) if wanted else None}
+
+
+def parsed_head(head: bytes) -> dict[bytes, bytes]:
+    """The fields of a record's head, by their names in small letters."""
+    fields = (line.partition(b":") for line in head.split(b"\n") if not line[:1].isspace())
+    return {name.strip().lower(): value.strip() for name, colon, value in fields if colon}
 
 
 def _next_version(stream: BinaryIO) -> bytes | None:
@@ -176,9 +181,27 @@ def _convert(raw: Raw) -> Outcome:
         return Rejected(raw.place, f"the record cannot be read ({type(error).__name__}: {error}); leave it out")
 
 
+class _Brotli:
+    """A decompressor as warcio wants it; its own asks of brotli what brotli 1.2 has no longer, and has no limit."""
+
+    unused_data = None
+
+    def __init__(self) -> None:
+        import brotli
+
+        self._decoder = brotli.Decompressor()
+
+    def decompress(self, data: bytes) -> bytes:
+        """What the next bytes unpack to, up to about twice ``RECORD_LIMIT``: more is not asked for."""
+        unpacked: bytes = self._decoder.process(data, output_buffer_limit=RECORD_LIMIT + 1)
+        return unpacked
+
+
 def _page(data: bytes, place: str) -> Outcome:
     from warcio.archiveiterator import ArchiveIterator
+    from warcio.bufferedreaders import BufferedReader
 
+    BufferedReader.DECOMPRESSORS["br"] = _Brotli
     record = next(iter(ArchiveIterator(io.BytesIO(data))))
     headers = record.http_headers
     if headers is None and record.rec_type == "response":

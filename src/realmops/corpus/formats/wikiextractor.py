@@ -11,7 +11,9 @@ from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of
 from realmops.corpus.formats.wikitext import without_tags
 
-_ATTRIBUTE = re.compile(r'\b(id|url|title)="(.*?)"(?=\s+(?:id|url|title|revid)=|\s*>\s*$)')
+# A value may hold quotes itself: it ends where another attribute or the end of the line follows.
+_END = re.compile(r'"(?=\s+(?:id|url|title|revid)=|\s*>\s*$)')
+_ATTRIBUTE = re.compile(r'(?:<doc)?\s+(id|url|title)="(.*)', re.DOTALL)
 
 
 def _records(path: Path) -> Iterator[Raw | Rejected]:
@@ -40,9 +42,11 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                 elif line.strip():
                     yield Rejected(place, "text outside of <doc ...> and </doc>; extract the file again")
             if block:
-                yield Rejected(f"{path}:{first}", "the file ends inside of a block; copy or extract it again")
+                yield Rejected(
+                    f"{path}:{first}", "the file ends inside of a block; copy or extract it again", ends_file=True
+                )
         except DAMAGE as error:
-            yield Rejected(f"{path}:{number + 1}", damage(error, path))
+            yield Rejected(f"{path}:{number + 1}", damage(error, path), ends_file=True)
 
 
 def _convert(raw: Raw) -> Outcome:
@@ -50,7 +54,8 @@ def _convert(raw: Raw) -> Outcome:
         head, _, text = raw.data.decode().partition("\n")
     except UnicodeDecodeError as error:
         return Rejected(raw.place, f"invalid UTF-8 at byte {error.start} of the block; extract the file again")
-    found = {key: html.unescape(value) for key, value in _ATTRIBUTE.findall(head)}
+    attributes = filter(None, map(_ATTRIBUTE.match, _END.split(head)))
+    found = {one[1]: html.unescape(one[2]) for one in attributes}
     if not found.get("title") or not found.get("id"):
         return Rejected(raw.place, f'found {head[:80]!r}, wanted <doc id="..." url="..." title="...">')
     text = html.unescape(text).strip()

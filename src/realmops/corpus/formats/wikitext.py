@@ -26,19 +26,29 @@ _DROPPED_SECTIONS = _listed(
 _HIDDEN_NAMES = ("category", "file", "image", "media")
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_TAG = re.compile(r"<(/?)([a-zA-Z][a-zA-Z0-9]*)((?:[\s/][^<>]*)?)>")
 _HIDDEN_TAGS = _listed(
     "ce, chem, gallery, graph, hiero, imagemap, inputbox, mapframe, math, ref, references, score, script, section, "
     "source, style, syntaxhighlight, templatedata, timeline"
 )
 _LITERAL_TAGS = {"nowiki", "pre"}
 _LINE_TAGS = _listed("blockquote, br, center, dd, div, dl, dt, hr, li, ol, p, table, td, th, tr, ul")
+_SHOWN_TAGS = _listed(
+    "abbr, bdi, bdo, big, caption, categorytree, charinsert, cite, code, col, colgroup, data, del, dfn, em, font, h1, "
+    "h2, h3, h4, h5, h6, img, includeonly, indicator, ins, kbd, languages, link, maplink, mark, meta, noinclude, "
+    "onlyinclude, phonos, poem, rb, rp, rt, rtc, ruby, samp, small, span, strike, strong, sub, sup, tbody, "
+    "templatestyles, tfoot, thead, time, translate, tt, tvar, var, wbr"
+)
+# Nothing else is a tag: x<y and z>w. One of a letter has attributes with values: a<b and c>d.
+_NAME = (
+    rf"[abipqsu](?=[\s/]*>|\s[^<>]*=)|(?:{'|'.join(sorted(_HIDDEN_TAGS | _LITERAL_TAGS | _LINE_TAGS | _SHOWN_TAGS))})"
+)
+_TAG = re.compile(rf"<(/?)({_NAME})((?:[\s/][^<>]*)?)>", re.IGNORECASE)
 _PLAIN_FORMULA = re.compile(r"[\w\s+\-*/=<>,.()]{1,40}")
 _LITERAL = str.maketrans({mark: f"&#{ord(mark)};" for mark in "[]{}|'=<>*#:;!_-"})
 
 _HEADING = re.compile(r"^(={1,6})(.+?)\1[ \t]*$", re.MULTILINE)
 _NESTED = re.compile(r"\{\{|\}\}|\[\[|\]\]|^[ \t:*#;]*\{\||^[ \t]*\|\}(?!\})", re.MULTILINE)
-_WEB_LINK = re.compile(r"\[(?:[a-z]{2,12}:)?//[^\s\[\]]{0,2000}[ \t]*([^\[\]\n]{0,500})\]")
+_WEB_LINK = re.compile(r"\[(?:[a-z]{2,12}:)?//[^\s\[\]]{0,2000}+[ \t]*+([^\[\]\n]{0,500}+)\]")
 _WEB_LINK_START = re.compile(r"(?<!\[)\[(?=[a-zA-Z]{2,12}:|//)")
 _THREE_BRACES = re.compile(r"(?<!\{)\{(?=\{\{(?!\{))|(?<!\})\}(?=\}\}(?!\}))")
 _ADDRESS = re.compile(r"\b(?:https?|ftp)://[^\s|\[\]{}<>\")]*[^\s|\[\]{}<>\").,;:!?]")
@@ -46,8 +56,10 @@ _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:\S")
 
 _QUOTES = re.compile(r"'{2,}")
 _STRAY = re.compile(
-    r"'{2,}|\[\[|\]\]|\{\{|\}\}|\{\||\|\}|__[A-Z]+__|</?[a-zA-Z][^<>]*>|^[ \t]*[|!].*$|^-{4,}", re.MULTILINE
+    rf"'{{2,}}|\[\[|\]\]|\{{\{{|\}}\}}|\{{\||\|\}}|__(?-i:[A-Z])+__|{_TAG.pattern}|^-{{4,}}", re.M | re.I
 )
+_TABLE_LINE = re.compile(r"^[ \t]*[|!].*$", re.MULTILINE)
+_LISTED_WORD = re.compile(r"^([*#:;=][*#:;= \t]*)!", re.MULTILINE)
 _SOFT_HYPHEN = "\xad"
 _LIST_MARK = re.compile(r"^[*#:; \t]+", re.MULTILINE)
 _BLANKS = re.compile(r"[^\S\n]+")
@@ -69,6 +81,7 @@ def plain_text(wikitext: str, hidden: Collection[str] = ()) -> str:
     """
     names = {*_HIDDEN_NAMES, *(name.casefold() for name in hidden)}
     text = without_tags(_COMMENT.sub("", wikitext.replace("\r\n", "\n").replace("\r", "\n")))
+    text = _LISTED_WORD.sub(r"\1&#33;", text)
     written: list[str] = []
     waiting: list[tuple[int, str]] = []  # headings whose section has no text so far
     for level, heading, body in _sections(text):
@@ -181,9 +194,9 @@ def _shown(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
             case kinds.HTMLEntity():
                 yield str(node)
             case kinds.Wikilink():
-                yield _shown_link(node, names)
+                yield _as_word(_shown_link(node, names))
             case kinds.Template():
-                yield _shown_template(node, names)
+                yield _as_word(_shown_template(node, names))
             case kinds.Argument() if node.default is not None:
                 yield from _shown(node.default.nodes, names)
             case kinds.Heading():
@@ -192,6 +205,11 @@ def _shown(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
                 yield from _shown(node.title.nodes, names)
             case kinds.Tag() if node.contents is not None:
                 yield from _shown(node.contents.nodes, names)
+
+
+def _as_word(shown: str) -> str:
+    """What a link or template shows, its first character no mark of a table."""
+    return f"&#{ord(shown[0])};{shown[1:]}" if shown.startswith(("!", "|")) else shown
 
 
 def _shown_link(link: Any, names: Collection[str]) -> str:
@@ -267,6 +285,7 @@ def _converted(values: list[str]) -> str:
 
 def _clean(text: str) -> str:
     """Leftovers of markup gone, entities as characters, single blanks, no empty brackets."""
+    text = _TABLE_LINE.sub("", text)  # once: behind other marks "!" and "|" begin words
     for _ in range(_PASSES):
         text, found = _STRAY.subn("", text)
         if not found:

@@ -1,0 +1,116 @@
+"""The record of an answer: every word of it with its source. Commands, servers and the registered model all show it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from realmops.answering.answer import Answer, Found
+from realmops.corpus.snapshot import Snapshot
+
+Record = dict[str, Any]
+_AROUND = 60  # characters shown on either side of a quotation
+
+
+class Calibration(Protocol):
+    """What makes of p(y|x) the probability of being right (``evaluate.confidence.Confidence``)."""
+
+    @property
+    def threshold(self) -> float | None:
+        """Answers below it are held back; None holds none back."""
+
+    def probability(self, answer: Answer) -> float:
+        """How probable it is that an answer is right."""
+
+    def abstains(self, answer: Answer) -> bool:
+        """Whether an answer is better held back, or there is none."""
+
+
+def record_of(
+    snapshot: Snapshot, found: Answer, about: Record, calibration: Calibration | None, y: str | None = None
+) -> Record:
+    """The record of one answer.
+
+    Args:
+        about: which model, corpus and index it comes from.
+        calibration: None of a model that was imported; then the probability is p(y|x).
+        y: the answer that was asked about: p(y|x), citations and p(z|x, y) are then those of y, and the record names y.
+    """
+    best, p_y = found.best, min(found.probability, 1.0)
+    citing = [(one, one.best_of_y) for one in found.read if one.best_of_y is not None] if best else []
+    citing.sort(key=lambda pair: (pair[1] != best, -pair[0].p_y_z))  # the one that was chosen first
+    return {
+        "question": found.question,
+        "answer": found.text,
+        "probability": calibration.probability(found) if calibration else p_y,
+        **({} if y is None else {"y": y}),
+        "p_y": p_y if y is None else found.p_y,
+        "threshold": calibration.threshold if calibration else None,
+        "abstained": calibration.abstains(found) if calibration else not found.text,
+        "citations": [
+            {**cited(snapshot, one.passage, span.characters), "p_z": one.p_z, "p_z_given_y": one.p_z_given_y}
+            for one, span in citing
+        ],
+        "passages": [
+            {
+                **_passage(snapshot, one.passage, one.p_z),
+                "p_z_given_y": one.p_z_given_y,
+                "span": one.best.text if one.best else None,
+                "score": one.best.score if one.best else None,
+            }
+            for one in found.read
+        ],
+        "model": about,
+    }
+
+
+def sources_of(snapshot: Snapshot, found: Found, about: Record) -> Record:
+    """What is known of an answer before anything was read: its passages, and what they come from."""
+    return {
+        "question": found.question.question,
+        "passages": [_passage(snapshot, p, p_z) for p, p_z in zip(found.passages, found.p_z, strict=True)],
+        "model": about,
+    }
+
+
+def _passage(snapshot: Snapshot, passage: int, p_z: float) -> Record:
+    text = snapshot.text(passage)
+    place = cited(snapshot, passage, (0, len(text)))
+    del place["quote"]
+    return {**place, "text": text, "p_z": p_z}
+
+
+def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
+    """Where a part of a passage stands: document, passage, and characters of the document's text as it was read.
+
+    ``start`` and ``end`` are None for a corpus of a version before.
+    """
+    first = snapshot.start(passage) if snapshot.has_places else None
+    start, end = characters
+    return {
+        "uri": snapshot.uri(passage) if snapshot.has_places else "",
+        "document_id": snapshot.document_id(passage),
+        "passage_id": snapshot.passage_id(passage),
+        "title": snapshot.title(passage),
+        "start": None if first is None else first + start,
+        "end": None if first is None else first + end,
+        "quote": snapshot.text(passage)[start:end],
+    }
+
+
+def short(record: Record) -> list[str]:
+    """A record in a few lines: the answer, how sure it is, and each source with the quotation marked."""
+    if not record["answer"]:
+        return ["no answer"]
+    unsure = f", held back below {record['threshold']:.3g}" if record["abstained"] else ""
+    lines = [f"{record['answer']}  (p = {record['probability']:.3g}{unsure})"]
+    texts = {passage["passage_id"]: passage for passage in record["passages"]}
+    for one in record["citations"]:
+        passage: Record = texts[one["passage_id"]]
+        start, end = one["start"] - passage["start"], one["end"] - passage["start"]
+        before, after = passage["text"][max(0, start - _AROUND) : start], passage["text"][end : end + _AROUND]
+        shown = " ".join(f"{before}[{one['quote']}]{after}".split())
+        lines += [
+            f"  {one['title'] or one['document_id']}: {shown}",
+            f"    {one['uri']}, characters {one['start']} to {one['end']}, p(z|x) {one['p_z']:.2f}",
+        ]
+    return lines

@@ -1,0 +1,182 @@
+"""The model of a run over a corpus with its index, opened to be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realmops.answering.answer import Found
+from realmops.answering.record import Record, record_of, sources_of
+from realmops.answering.retrieval import RetrieveAndRead
+from realmops.artifacts import MANIFEST, digest_of, read_json, read_manifest
+from realmops.commands.trained import options_of, tuned_steps
+from realmops.commands.update import FOLDER as UPDATES
+from realmops.commands.update import CorpusState, newest_state, of_pipeline
+from realmops.corpus.answers import normal_form
+from realmops.corpus.questions import Question
+from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import device_and_dtype, tune_process
+from realmops.evaluate.confidence import Confidence
+from realmops.evaluate.tuned import open_tuned
+from realmops.index.embeddings import INDEX
+from realmops.stages import JOURNAL, METRICS, STAGES
+
+SPANS_TOGETHER = 64 << 20  # bytes of the spans of a batch in the reader's last layer; more are slower
+TRIES = 3  # to open a generation whose folders change meanwhile
+PROBE = "Where?"  # asked of a generation before it serves
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question, the ids of passages that must not be read for it, and the answer that is asked about, if any."""
+
+    question: str
+    without: Collection[str] = field(default=())
+    y: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """A model over a corpus with its index: what one answer comes from, whole.
+
+    ``number`` counts the updates of the corpus, 0 is what the stages made.
+    """
+
+    model: RetrieveAndRead
+    version: str
+    weights_step: int | None
+    number: int
+    confidence: Confidence | None  # None of a model that was imported: nothing is calibrated
+    content: str = ""  # digest of every file that is read, for what has no version of a registry
+    held: Any = None  # what must live as long, as a folder of downloaded files
+
+    @property
+    def about(self) -> Record:
+        """Which model, corpus and index these are."""
+        return {
+            "version": self.version,
+            "snapshot": self.model.snapshot.corpus_hash,
+            "weights_step": self.weights_step,
+            "index_generation": self.number,
+        }
+
+    @property
+    def together(self) -> int:
+        """How many questions are best answered in one batch."""
+        options = self.model.options
+        spans = options.reader_candidates * options.reader_wordpieces * options.answer_wordpieces
+        return max(1, SPANS_TOGETHER // (4 * spans * options.span_width))
+
+    def check(self, asked: Asked) -> None:
+        """ValueError when a question is empty, too long or no text, or the answer that is asked about no answer."""
+        for name, text in (("question", asked.question), ("answer", asked.y or "")):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"the {name} holds half a surrogate pair; write it whole") from None
+        if asked.y is not None and not normal_form(asked.y):
+            raise ValueError(f"the answer {asked.y!r} has no word: give the one to ask about, or none")
+        self.model.check(asked.question)
+
+    def find(self, asked: Sequence[Asked]) -> list[Found]:
+        """What is read for each question."""
+        return self.model.find([Question("", one.question, (), not_in=tuple(one.without)) for one in asked])
+
+    def sources(self, found: Found) -> Record:
+        """What is known of an answer before anything was read."""
+        return sources_of(self.model.snapshot, found, self.about)
+
+    def read(self, found: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Record]:
+        """The records of answers; all are read in one packed batch. ``asked_about`` has y of each, where one is."""
+        ys = asked_about or [None] * len(found)
+        answers = zip(self.model.read(found, ys), ys, strict=True)
+        return [record_of(self.model.snapshot, one, self.about, self.confidence, y) for one, y in answers]
+
+    def answer(self, asked: Sequence[Asked]) -> list[Record]:
+        """``find`` and ``read``, one question after another; ValueError for one that cannot be asked."""
+        for one in asked:
+            self.check(one)
+        pairs = zip(self.find(asked), asked, strict=True)
+        return [self.read([found], [one.y])[0] for found, one in pairs]
+
+    def probe(self) -> None:
+        """Answer one question; ValueError when the generation cannot serve."""
+        snapshot = self.model.snapshot
+        _ = snapshot.places, snapshot.continues_word  # read now what is read but once
+        [record] = self.answer([Asked(PROBE)])
+        if not 0 <= record["p_y"] <= 1 + 1e-6:  # NaN is no number between, and calibrated it counts as 0
+            raise ValueError(f"p(y|x) of a first answer is {record['p_y']}: the weights are damaged")
+
+
+def generation_of_run(root: Path, where: CorpusState | None = None) -> Generation:
+    """The newest generation under a run's folder: what the stages made, or the newest update of it.
+
+    Args:
+        where: another one of them.
+
+    Raises ValueError when a stage has not run, for files that were changed, for a corpus of a version before, and when
+    folders are replaced again and again while they are read.
+    """
+    for _ in range(TRIES):
+        before = manifests_of(root)
+        try:
+            found = _generation_of_run(root, where)
+        except (OSError, ValueError, KeyError):
+            if manifests_of(root) == before:  # else a part of it was read of another one
+                raise
+            continue
+        if manifests_of(root) == before:
+            return found
+    raise ValueError(f"{root}: its folders were replaced {TRIES} times while they were read; wait until nothing runs")
+
+
+def manifests_of(root: Path) -> tuple[tuple[str | int, ...], ...]:
+    """The manifests of all that a generation may be read from, as the disk knows them: a new folder has a new one."""
+    stages = [root / STAGES[stage].folder / MANIFEST for stage in ("snapshot", "finetune", "evaluate")]
+    updates = sorted((root / UPDATES).glob(f"[!.]*/{MANIFEST}"))
+    return tuple((str(path), *_identity(path)) for path in (*stages, *updates))
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _generation_of_run(root: Path, where: CorpusState | None) -> Generation:
+    tuned = of_pipeline(root).finetune
+    files = read_manifest(tuned, "finetune")["files"]
+    where = where or newest_state(root)
+    model = open_run(root, where)
+    read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
+    version = digest_of([read, asdict(model.options), str(model.dtype)])[:12]
+    indexed = read_json(where.snapshot.parent / MANIFEST)["files"] if where.number else files
+    index = [entry["sha256"] for name, entry in sorted(indexed.items()) if Path(name).name == INDEX]
+    content = digest_of([version, model.snapshot.manifest["files"], index])
+    return Generation(model, version, tuned_steps(root), where.number, Confidence.load(tuned), content)
+
+
+def open_run(root: Path, where: CorpusState | None = None) -> RetrieveAndRead:
+    """The model that ``finetune`` left under ``root``, in evaluation mode.
+
+    Args:
+        where: the corpus that is searched, with its index: that of an update, or without one the pipeline's own.
+
+    Raises ValueError when fine-tuning has not run, and for a model that answers without reading.
+    """
+    where = where or of_pipeline(root)
+    options, run = options_of(root, ("finetune", "evaluate"), ("finetune", "run"))
+    tune_process(run.threads)
+    device, dtype = device_and_dtype(run)
+    snapshot = Snapshot.open(where.snapshot / "corpus")
+    # an update has a copy of the model: what was calibrated again since stands beside the stage's own
+    model = open_tuned(of_pipeline(root).finetune, options, snapshot, device, dtype, index=where.finetune)
+    if not isinstance(model, RetrieveAndRead):
+        raise ValueError(
+            f"{where.finetune} answers without reading (finetune.reader is {options.reader}): no passage explains it"
+        )
+    return model

@@ -1,0 +1,248 @@
+"""``realmops explain``: what an answer rests on, in a terminal, as JSON or as a page."""
+
+from __future__ import annotations
+
+import json as js
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from html import escape
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from realmops.answering.record import Record
+from realmops.artifacts import write_bytes
+from realmops.commands.answers import Asked, generation_of_run
+from realmops.commands.masked import MaskedExplanation, explain_sentence
+from realmops.commands.update import before_and_after, of_pipeline
+from realmops.evaluate.page import page_of, table_of
+from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ASKED_NOW = "--answer, --json, --html and --before-after"  # options that want an answer of the model of now
+SIDES = ("before", "after")
+_ID_SHOWN = 12
+
+
+class Sheet(NamedTuple):
+    """An explanation as text: what is asked, lines about it, and a table of its candidates."""
+
+    title: str
+    said: Sequence[str]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def lines(self) -> list[str]:
+        """For a terminal."""
+        table = [self.head, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
+        rows = ("  ".join([*map(str.rjust, row, widths), row[-1]]) for row in table)
+        return [self.title, *(f"  {line}" for line in (*self.said, *rows))]
+
+    def cards(self) -> str:
+        """For a page."""
+        said = "".join(f"<p>{escape(line)}</p>" for line in self.said)
+        return f'<div class="card">{said}</div><div class="card scroll">{table_of(self.head, self.rows)}</div>'
+
+
+def explain(
+    root: Path,
+    *,
+    sentence: str | None,
+    questions: Sequence[str],
+    failures: Sequence[str],
+    limit: int,
+    answer: str | None,
+    before_after: bool,
+    json: bool,
+    html: Path | None,
+) -> Iterator[str | Table]:
+    """Texts and tables for a masked sentence, for questions or, without both, for the answers under results/.
+
+    Args:
+        questions: ids of answers under results/, or questions to ask now.
+        failures: keys of ``FAILED_AT``; only answers that failed there are shown.
+        limit: so many answers of results/ are shown at most.
+        answer: y, if not the prediction.
+        before_after: over the corpus of before and of after the newest update.
+        json: everything as JSON.
+        html: the page to write.
+
+    Raises ValueError for options that do not belong together.
+    """
+    anew = answer is not None or json or html is not None or before_after
+    if sentence is not None and (questions or failures):
+        raise ValueError("--question and --failed-at are about questions: leave the sentence out")
+    about_results = sentence is None and not questions
+    if about_results and anew:
+        raise ValueError(f"{ASKED_NOW} are about a sentence with [MASK] or a --question: give one")
+    texts, ids = sorted_out(questions, root, anew=anew)
+    if texts and failures:
+        raise ValueError("--failed-at is about the answers under results/: leave it out, or name --question by id")
+    if len(texts) > 1 and anew:
+        raise ValueError(f"{ASKED_NOW} take one question: ask the others apart")
+    if ids or about_results:
+        yield stored_answers(read_results(root), ids, failures, limit)
+    if sentence is None and not texts:
+        return
+    found: list[list[tuple[dict[str, Any], Sheet]]] = []  # of each side
+    for side in before_and_after(root) if before_after else (of_pipeline(root),):
+        if sentence is not None:
+            masked = explain_sentence(sentence, root, side, answer)
+            found.append([(asdict(masked), _of_sentence(masked))])
+        else:
+            records = generation_of_run(root, side).answer([Asked(text, y=answer) for text in texts])
+            found.append([(record, _of_question(record)) for record in records])
+    for number, sides in enumerate(zip(*found, strict=True)):
+        if ids or number:
+            yield ""
+        values, sheets = zip(*sides, strict=True)
+        if html is not None:
+            write_bytes(html, _page(sheets).encode())
+        if json:
+            shown = values[0] if len(values) == 1 else dict(zip(SIDES, values, strict=True))
+            yield js.dumps(shown, ensure_ascii=False, indent=1)
+        else:
+            yield "\n".join(sheets[0].lines()) if len(sheets) == 1 else _side_by_side(*sheets)
+
+
+def _of_question(record: Record) -> Sheet:
+    unsure = f", held back below {record['threshold']:.3g}" if record["answer"] and record["abstained"] else ""
+    about = record["model"]
+    said = (
+        f"answer: {record['answer'] or '(none)'}  (p = {record['probability']:.3g}{unsure})",
+        f"y = {record.get('y', record['answer'])}: p(y|x) = {record['p_y']:.3g}",
+        f"model: {about['version']}, corpus {about['snapshot'][:_ID_SHOWN]}, index {about['index_generation']}",
+    )
+    rows = [
+        (
+            f"{z['p_z']:.3f}",
+            "-" if z["p_z_given_y"] is None else f"{z['p_z_given_y']:.3f}",
+            "-" if z["score"] is None else f"{z['score']:.2f}",
+            f"{_passage(z['title'], z['passage_id'])}: {z['span'] or '(none)'}",
+        )
+        for z in record["passages"]
+    ]
+    return Sheet(record["question"], said, ("p(z|x)", "p(z|x,y)", "score", "passage: its best span"), rows)
+
+
+def _of_sentence(found: MaskedExplanation) -> Sheet:
+    """The three lines of the paper's Table 3, and the candidates."""
+    *passages, _ = found.candidates
+    best = max(passages, key=lambda z: z.p_y, default=None)
+    given_z = [f"{best.p_y:.3g}  ({_passage(best.title, best.passage_id)})"] if best else []
+    said = (
+        f"REALM:             {found.with_retrieval.words}  (p = {found.with_retrieval.probability:.3g})",
+        f"without retrieval: {found.without_retrieval.words}  (p = {found.without_retrieval.probability:.3g})",
+        f"y = {found.y}",
+        f"  BERT, without retrieval:     p(y|x) = {found.p_y_without:.3g}  (the reader with the null document)",
+        *(f"  REALM given the best z:    p(y|x,z) = {value}" for value in given_z),
+        f"  REALM, marginal over top {len(passages)}:  p(y|x) = {found.p_y:.3g}  (and the null document)",
+        f"index: {found.index}",
+    )
+    rows = [
+        (
+            f"{z.p_z:.3f}",
+            f"{z.p_z_given_y:.3f}",
+            f"{z.p_y:.3g}",
+            f"{z.utility:+.2f}",
+            f"{_passage(z.title, z.passage_id)}: {z.guess}",
+        )
+        for z in found.candidates
+    ]
+    head = ("p(z|x)", "p(z|x,y)", "p(y|z,x)", "utility, nats", "document: its own guess")
+    return Sheet(found.sentence, said, head, rows)
+
+
+def _passage(title: str, passage_id: str) -> str:
+    """A passage in words; the null document has no id."""
+    return f"{title} [{passage_id[:_ID_SHOWN]}]" if passage_id else title
+
+
+def _side_by_side(before: Sheet, after: Sheet) -> Table:
+    """Two explanations for rich's console, line beside line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*SIDES)
+    for pair in zip_longest(before.lines(), after.lines(), fillvalue=""):
+        table.add_row(*map(Text, pair))
+    return table
+
+
+def _page(sheets: Sequence[Sheet]) -> str:
+    """One explanation, or two beside each other, as an HTML page that opens without a network."""
+    headings = [""] if len(sheets) == 1 else [f"<h2>{side}</h2>" for side in SIDES]
+    sides = (f"<div>{heading}{sheet.cards()}</div>" for heading, sheet in zip(headings, sheets, strict=True))
+    return page_of(sheets[0].title, [f'<div class="sides">{"".join(sides)}</div>'])
+
+
+def sorted_out(values: Sequence[str], root: Path, *, anew: bool) -> tuple[list[str], tuple[str, ...]]:
+    """Of the values of ``--question`` the questions to ask now, and the ids of answers under results/ to show.
+
+    An id among the predictions under results/ is one; ``anew`` asks its question again. Everything else is a question
+    of its own, and so is all where there are no results. ValueError for what looks like a mistyped id: no white space.
+    """
+    file = results_file(root)
+    known = {p.question_id: p.question for p in read_results(root)} if values and file.is_file() else {}
+    for value in values:
+        if known and value not in known and not any(map(str.isspace, value)):
+            raise ValueError(
+                f"--question {value!r} is no id among the {len(known)} of {file} (the first is {next(iter(known))!r}), "
+                "and no question either: that has white space in it, if only at its end"
+            )
+    texts = [known.get(value, value) for value in values if anew or value not in known]
+    return texts, tuple(value for value in values if not anew and value in known)
+
+
+def stored_answers(
+    predictions: Sequence[Prediction], ids: Collection[str], failures: Collection[str], limit: int
+) -> str:
+    """What failed where, and the answers with these ids and failures, at most so many; ValueError for unknown ones."""
+    known = {prediction.question_id for prediction in predictions}
+    for name in failures:
+        if name not in FAILED_AT:
+            raise ValueError(f"no question fails at {name!r}; choose {', '.join(FAILED_AT)}")
+    for identifier in ids:
+        if identifier not in known:
+            raise ValueError(
+                f"there is no question {identifier!r} among {len(known)}; the first is {predictions[0].question_id!r}"
+            )
+    found = [p for p in predictions if p.question_id in (ids or known) and p.failed_at in (failures or FAILED_AT)]
+    counts = Counter(prediction.failed_at for prediction in predictions)
+    lines = [f"{len(predictions)} questions"]
+    for name, meaning in FAILED_AT.items():
+        lines.append(f"{counts[name]:>7} {counts[name] / len(predictions):6.1%}  {name}: {meaning}")
+    lines += ("\n" + "\n".join(_of_prediction(one).lines()) for one in found[:limit])
+    if len(found) > limit:
+        lines.append(f"\n{len(found) - limit} more; --limit, --question and --failed-at choose others")
+    return "\n".join(lines)
+
+
+def _of_prediction(found: Prediction) -> Sheet:
+    held_back = " (abstained)" if found.abstained else ""
+    hit = f"number {found.first_hit + 1}" if found.first_hit >= 0 else "none of those retrieved"
+    said = [
+        f"wanted: {'; '.join(found.answers)}",
+        f"answer: {found.prediction or '(none)'}  (score {found.span_score:.2f})",
+        *([] if found.confidence is None else [f"confidence: {found.confidence:.2f}{held_back}"]),
+        f"failed at: {found.failed_at} ({FAILED_AT[found.failed_at]})",
+        *([] if found.gold_span is None else [f"best right span: {found.gold_span}  (score {found.gold_score:.2f})"]),
+        f"first passage with an answer: {hit}",
+    ]
+    columns = (found.p_z, found.passage_scores, found.titles, found.passage_ids, found.passage_spans)
+    rows = [
+        (
+            ">" if number == found.evidence_rank else "",
+            f"{p_z:.3f}",
+            "-" if score is None else f"{score:.2f}",
+            f"{_passage(title, passage)}: {span or '(none)'}",
+        )
+        for number, (p_z, score, title, passage, span) in enumerate(zip(*columns, strict=True))
+    ]
+    return Sheet(
+        f"{found.question_id}  {found.question}", said, ("", "p(z|x)", "score", "passage: its best span"), rows
+    )

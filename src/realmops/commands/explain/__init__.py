@@ -1,1 +1,0 @@
-"""Why a masked sentence or a question is answered as it is."""

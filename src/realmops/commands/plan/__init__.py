@@ -1,1 +1,0 @@
-"""What a corpus takes: measured here, the rest is proportion."""

@@ -1,0 +1,1 @@
+"""Encoders: packed sequences, networks that read them, and the folders of published ones."""

@@ -1,0 +1,30 @@
+"""The encoders that there are, by the ``model_type`` of their descriptions and of published folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from realmops.encoders.bert import Bert
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.folders import read_config
+
+ARCHITECTURES: dict[str, type[Encoder]] = {"bert": Bert, "realm": Bert}
+
+
+def described_encoder(description: Mapping[str, Any], source: str) -> Encoder:
+    """The encoder that :meth:`Encoder.describe` wrote, without its weights; ValueError names the source."""
+    return _class_of(description).described(description, source)
+
+
+def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, nn.Module, bool]:
+    """The encoder of a published folder, as :meth:`Encoder.load` gives it."""
+    return _class_of(read_config(folder)).load(folder, dropout)
+
+
+def _class_of(description: Mapping[str, Any]) -> type[Encoder]:
+    """BERT where it is not known: it says what is wrong."""
+    return ARCHITECTURES.get(str(description.get("model_type")), Bert)

@@ -1,0 +1,124 @@
+"""Where models work and in which numbers, what goes there and comes back, and the memory of a process."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+
+import torch
+from torch import Tensor, nn
+
+from realmops.config import RunOptions
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that run.precision has
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` takes the GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("run.device is 'cuda', but torch finds no GPU here; set run.device=auto or cpu")
+    return torch.device(name)
+
+
+def resolve_precision(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bf16 where the processor multiplies it in hardware, fp32 elsewhere."""
+    if name != "auto":
+        return DTYPES[name]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    return torch.bfloat16 if multiplies_bf16() else torch.float32
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor multiplies bf16 in hardware."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def device_and_dtype(run: RunOptions) -> tuple[torch.device, torch.dtype]:
+    """Where ``run.device`` and ``run.precision`` let models work, and in which numbers."""
+    device = resolve_device(run.device)
+    return device, resolve_precision(run.precision, device)
+
+
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Matrix products in ``dtype``; nothing at all for fp32."""
+    with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
+        yield
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Matrix products of fp32 in fp32 within :func:`autocast`."""
+    known = torch.amp.is_autocast_available(device.type)
+    with torch.autocast(device.type, enabled=False) if known else nullcontext():
+        yield
+
+
+def freeze_products(module: nn.Module, dtype: torch.dtype) -> None:
+    """Keep weights of matrix products in the numbers that :func:`autocast` multiplies, in a module that learns no more.
+
+    The results are the same; without this each batch copies all of these weights, which for one question takes longer
+    than the products.  In place.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            part.requires_grad_(False).to(dtype)
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
+    """Whole numbers (int64), truth values and fp32 from the CPU to a device, by one copy that nothing waits for."""
+    if device.type == "cpu":
+        return list(tensors)
+    whole = [tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor for tensor in tensors]  # by its bits
+    flat = moved(torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in whole]), device)
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    there = [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, whole, strict=True)]
+    return [part.view(tensor.dtype) for part, tensor in zip(there, tensors, strict=True)]
+
+
+def bring(*tensors: Tensor) -> list[Tensor]:
+    """Small tensors to the CPU without their gradients, by one copy, which waits for the device.
+
+    Their values must be exact as doubles: floats, truth values, and whole numbers below 2 ** 53.
+    """
+    away = [tensor.detach() for tensor in tensors if tensor.device.type != "cpu"]
+    if not away:
+        return [tensor.detach() for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in away]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in away]))
+    return [
+        tensor.detach() if tensor.device.type == "cpu" else next(parts).view(tensor.shape).to(tensor.dtype)
+        for tensor in tensors
+    ]
+
+
+def tune_process(threads: int) -> None:
+    """What every process that works with models wants, once."""
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    # cuDNN's attention plans anew for every shape, and no two batches here have one: a plan takes longer than a step.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees for the next: fresh pages for every tensor cost more than its use.
+
+    What the process kept until now, as an earlier stage, goes back.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # larger tensors go back at once, or memory would grow without end
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,0 +1,272 @@
+"""What a stage does for MLflow: it says what its run is, has a process send its journal, and waits for nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from realmops import artifacts
+from realmops.artifacts import WORK, make_folder, sha256_file, write_json
+from realmops.evaluate.predictions import PREDICTIONS, read_predictions
+from realmops.evaluate.retrieval import zero_shot_recall
+from realmops.journal import Journal
+from realmops.tracking.client import first_line
+from realmops.tracking.mlflow_views import as_table
+from realmops.tracking.sender import ABOVE, Ticket, warn
+
+PATIENCE_SECONDS = 60.0  # the longest that a stage's end waits
+ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
+UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
+_LONGEST_PARAM = 6000
+
+
+@dataclass(frozen=True)
+class TrackedDataset:
+    """What a run has read. MLflow keeps 36 characters of the ``digest``; ``context`` is what it was read for."""
+
+    name: str
+    digest: str
+    source: str
+    context: str
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The MLflow run of one variant. All its stages find it by ``key``.
+
+    The key should change with everything that changes the numbers (parameters, corpus, code): MLflow cannot
+    replace a point, so a stage that begins anew under the same key adds a second one at each step. ``params``
+    are sections of values; they are logged as ``section.key``. ``parent`` is the run that this one is shown
+    under; it is created when it is not there. ``began`` is when the run began, in seconds, where that is not now.
+    ``else_named`` is the name of a run that neither its maker nor DVC has named.
+    """
+
+    key: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+    experiment: str = "realmops"
+    parent: TrackedRun | None = None
+    datasets: Sequence[TrackedDataset] = ()
+    began: float | None = None
+    else_named: str | None = None
+
+    def ticket(self) -> dict[str, Any]:
+        """What the process that sends needs to know; MLflow's variables come first, DVC's names what has no name."""
+        return {
+            **asdict(self),
+            "name": self.name or os.environ.get("DVC_EXP_NAME") or self.else_named,
+            "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
+            "params": flat_params(self.params),
+            "run_id": os.environ.get("MLFLOW_RUN_ID"),
+            "above": os.environ.get(ABOVE),
+        }
+
+
+def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested sections as ``section.key`` with the values as text, cut to MLflow's limit."""
+    flat: dict[str, str] = {}
+    for name, value in params.items():
+        if isinstance(value, Mapping):
+            flat |= flat_params(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = str(value)[:_LONGEST_PARAM]
+    return flat
+
+
+class Tracker:
+    """Has a journal sent to MLflow by a child process for as long as a stage runs.
+
+    A process and not a thread: importing mlflow and creating its database are many seconds of Python, in
+    which a trainer of the same process would wait for the interpreter's lock at every tensor operation. The
+    child sees the end of its parent as the end of its standard input, also when the parent was killed.
+
+    ``folder`` holds the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db`` and its artifacts.
+    MLFLOW_RUN_ID makes the stage use a run that somebody else made and ends. DVC_EXP_NAME names a run without a name.
+    Nothing here raises because of tracking: trouble is one warning, and the points stay in the journal.
+    ``interval`` is the seconds between two batches.
+    """
+
+    def __init__(self, journal: Path, stage: str, run: TrackedRun, folder: Path, *, interval: float = 5.0) -> None:
+        self._ticket = Ticket.of(folder, run.key, stage)
+        self._journal, self._interval = journal.absolute(), interval
+        self._content = {"journal": str(self._journal), "stage": stage, **run.ticket()}
+        self._metrics: dict[str, Any] = {}
+        self._files: dict[str, Path | bytes] = {}
+        self._warned = False
+        self._sender: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        with self._only_warning():
+            make_folder(self._ticket.path.parent)
+            write_json(self._ticket.path, self._content)
+            search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+            program = [sys.executable, "-W", "ignore", "-m", "realmops.tracking.sender"]
+            self._sender = subprocess.Popen(
+                [*program, str(self._ticket.path), str(self._interval)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C stops the stage; the sender still sends what the stage wrote
+                env={**os.environ, "PYTHONPATH": search_path},
+            )
+        return self
+
+    def finish(self, metrics: Mapping[str, Any], files: Mapping[str, Path | bytes] | None = None) -> None:
+        """Final figures (em, recall_at_5, index_staleness_steps), logged without the stage's prefix.
+
+        What is no finite number is left out. ``files`` are artifacts by name: where one is, or what is in it.
+        """
+        self._metrics |= metrics
+        self._files |= files or {}
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Let the sender send what is left, one try when the server is away; what it could not send stays."""
+        with self._only_warning():
+            status = "FAILED" if kind else "FINISHED"
+            self._ticket.end(self._content, status, time.time(), [self._journal], self._metrics, self._files)
+            if self._sender is not None:
+                try:
+                    self._sender.communicate(timeout=PATIENCE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    self._sender.kill()
+                    self._sender.wait()
+                    warn(f"no answer within {PATIENCE_SECONDS:.0f} s", self._content["journal"])
+
+    @contextmanager
+    def _only_warning(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever goes wrong here, training goes on
+            if not self._warned:
+                warn(first_line(error), self._content["journal"])
+            self._warned = True
+
+
+def keep_finished(
+    run: TrackedRun,
+    journals: Sequence[Path],
+    metrics: Mapping[str, Any],
+    files: Mapping[str, Path | bytes],
+    ended: float,
+    folder: Path,
+) -> None:
+    """Put a run that is over into the spool, from where ``sync`` sends it: journals, final figures, artifacts.
+
+    ``ended`` is when the run ended, in seconds; ``files`` are as in ``Tracker.finish``.
+    """
+    content = {"stage": "whole", **run.ticket()}
+    Ticket.of(folder, run.key, "whole").end(content, "FINISHED", ended, journals, metrics, files)
+
+
+def tracking_folder(root: Path) -> Path:
+    """Where the local MLflow database and unsent metrics of the runs under ``root`` lie."""
+    return root / WORK / "mlflow"
+
+
+def tracked(
+    stack: ExitStack,
+    journal: Journal,
+    name: str,
+    values: Mapping[str, Mapping[str, Any]],
+    inputs: Mapping[str, Path],
+    project: Path,
+    root: Path,
+) -> Tracker | None:
+    """The tracker of a stage's run, begun; None where nothing is tracked."""
+    options = values["tracking"]
+    if not options["enabled"] or name in UNTRACKED:
+        return None
+    corpus = inputs.get("snapshot")
+    corpus_hash = artifacts.read_json(corpus / "corpus" / artifacts.MANIFEST)["corpus_hash"] if corpus else ""
+    params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
+    tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
+    identity = [params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())]
+    retriever, reader, seed = values["finetune"]["retriever"], values["finetune"]["reader"], values["run"]["seed"]
+    variant = "realm" if retriever == reader == "pretrain" else f"{retriever}+{reader}"
+    run = TrackedRun(
+        artifacts.digest_of(identity),
+        values,
+        {**tags, "realmops.kind": "run", "realmops.variant": variant, "realmops.seed": str(seed)},
+        experiment=options["experiment"],
+        datasets=datasets(values, corpus_hash, inputs),
+        else_named=run_name(variant, seed, corpus_hash),
+    )
+    return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
+
+
+def run_name(variant: str, seed: int, corpus_hash: str) -> str:
+    """What MLflow calls a run: variant, seed, and as much of the corpus's digest as its column of data sets shows."""
+    return " ".join([f"{variant} seed {seed}", *([f"corpus {corpus_hash[:8]}"] if corpus_hash else [])])
+
+
+def datasets(
+    values: Mapping[str, Mapping[str, Any]], corpus_hash: str, inputs: Mapping[str, Path]
+) -> list[TrackedDataset]:
+    """What a stage with these inputs has read, under the names that MLflow shows: the corpus and question sets."""
+    found = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
+    for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
+        if path := inputs.get(f"questions.{split}"):
+            digest = artifacts.sha256_file(path)
+            found.append(TrackedDataset(f"questions.{split}", digest, values["questions"][split], context))
+    return found
+
+
+def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
+    """What a stage left in its folder for people to look at in MLflow: of ``evaluate`` report and predictions."""
+    if name != "evaluate":
+        return {}
+    rows = [prediction.shown_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
+    found = {file: folder / file for file in (PREDICTIONS, "report.html")}
+    return {**found, "predictions.table.json": as_table(rows)}
+
+
+def headline(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
+    """The figures that people compare runs by, under their plain names.
+
+    With ``retriever``, the one that fine-tuning starts from, also its recall@5 before that, of the stage ``evaluate``.
+    """
+    names = {
+        "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
+        "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
+    }
+    found = {key: metrics[key] for key in names.get(name, ()) if key in metrics}
+    if name == "evaluate" and retriever and (recall := zero_shot_recall(metrics, retriever)) is not None:
+        found["zero_shot_recall_at_5"] = recall
+    return found
+
+
+def provenance_tags(project: Path, *, corpus_hash: str, params_hash: str) -> dict[str, str]:
+    """Tags that say what a run was made from; what there is none of yet is left out.
+
+    Images know their commit by REALMOPS_COMMIT, which counts where the project is no checkout.
+    """
+    tags = {"realmops.params_hash": params_hash}
+    if corpus_hash:
+        tags["realmops.corpus_hash"] = corpus_hash
+    if commit := git_commit(project) or os.environ.get("REALMOPS_COMMIT"):
+        tags |= {"realmops.git_commit": commit, "mlflow.source.git.commit": commit.split("-")[0]}
+    if (project / "dvc.lock").is_file():
+        tags["realmops.dvc_lock_hash"] = sha256_file(project / "dvc.lock")
+    return tags
+
+
+def git_commit(project: Path) -> str | None:
+    """The commit checked out, with ``-dirty`` when tracked files there differ from it (dvc.lock aside)."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(project), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)dvc.lock")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{commit}-dirty" if changed else commit
