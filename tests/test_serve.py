@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import socket
@@ -495,6 +496,8 @@ def test_what_cannot_be_served_is_told_at_the_start(answering: Path, copy: Path,
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = cli("serve", "--root", copy / "root", "--port", str(taken.getsockname()[1]))
     assert (result.exit_code, "in use; name others" in result.stderr) == (2, True), result.stderr
+    del result
+    gc.collect()  # a socket left open is a ResourceWarning, which ends the test
     (tmp_path / "token").write_text(" \n")
     result = cli("serve", "--root", copy / "root", "--token-file", tmp_path / "token")
     assert (result.exit_code, "holds no bearer token" in result.stderr) == (2, True)

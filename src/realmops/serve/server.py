@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -113,14 +114,16 @@ def serve(
 
 def _bound(host: str, port: int) -> socket.socket:
     """A socket that does not listen yet."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; name others") from None
-    return bound
+    with ExitStack() as unused:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            bound = unused.enter_context(socket.socket(family, kind, protocol))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError as error:
+            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; name others") from None
+        unused.pop_all()
+        return bound
 
 
 def ask(origin: Origin, questions: Sequence[str], file: Path | None) -> Iterator[Record]:
