@@ -1,6 +1,6 @@
 """The tagger on real sentences: seqeval's F1 per type, trained on one CoNLL file and scored on others.
 
-    python scripts/public_data.py ner    # into data/public/ner
+    realmops public-data ner    # into data/public/ner
     python benchmarks/ner.py --encoder FOLDER --train wikigold.conll.txt --test en_pud-ud-test.iob2 en_ewt-ud-dev.iob2
 
 --encoder is what bert.init takes; `small` learns its vocabulary from the training sentences. Every other option is that

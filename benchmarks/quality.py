@@ -1,6 +1,6 @@
 """Time to quality: minutes until the answers to the dev questions are so good, and where the minutes go.
 
-    python scripts/public_data.py squad ner    # the files that the preset squad names, into data/public
+    realmops public-data squad ner    # the files that the preset squad names, into data/public
     python benchmarks/quality.py --preset squad --set run.threads=1 --levels .20 .30 --out runs/quality
 
 One run of every stage in this process, with tracking off. While fine-tuning trains the reader, all dev questions are

@@ -1,6 +1,6 @@
 """What each part of the training is worth on real text: one table of variants over seeds, through the command line.
 
-    python scripts/public_data.py squad ner    # the files that the preset squad names, into data/public
+    realmops public-data squad ner    # the files that the preset squad names, into data/public
     python benchmarks/real_text.py --preset squad --seeds 3 --out runs/real_text
 
 ``untouched`` is the encoder as it came, ``warmed`` has the inverse cloze task behind it, ``realm`` is the run as params

@@ -360,7 +360,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         return [*rows, edits(root, values, arguments.edits)] if arguments.edits else rows
 
     if arguments.root is not None:
-        presets = [PROJECT / "pipelines" / "presets" / f"{name}.yaml" for name in arguments.preset]
+        presets = [config.PACKAGE / "presets" / f"{name}.yaml" for name in arguments.preset]
         return rows_of(
             arguments.root, config.load(PROJECT / "params.yaml", presets=presets, settings=arguments.settings)
         )

@@ -8,7 +8,7 @@ from realmops.cluster import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def table(
     variants: list,
-    project: str,
+    options: str,
     presets: str,
     settings: str,
     seeds: int,
@@ -21,7 +21,7 @@ def table(
 
     Args:
         variants: their names, without that of the reference.
-        project: a folder with params.yaml and pipelines/, as the image has.
+        options: all sections of params.yaml as JSON.
         presets: names of presets for every variant, as a JSON list.
         settings: section.key=value for every variant, as a JSON list.
         seeds: how many times each was trained.
@@ -32,4 +32,4 @@ def table(
     """
     from realmops.cluster import tasks
 
-    tasks.table(variants, project, presets, settings, seeds, out, rows, page, metrics)
+    tasks.table(variants, options, presets, settings, seeds, out, rows, page, metrics)

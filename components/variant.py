@@ -8,7 +8,7 @@ from realmops.cluster import IMAGE
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def variant(
     name: str,
-    project: str,
+    options: str,
     presets: str,
     settings: str,
     seeds: int,
@@ -19,8 +19,8 @@ def variant(
     """Train and evaluate a variant; what another variant has made or is making is shared.
 
     Args:
-        name: of the variant, a key of the project's pipelines/ablations/params.yaml.
-        project: a folder with params.yaml and pipelines/, as the image has.
+        name: of the variant, a key of realmops' variants.yaml.
+        options: all sections of params.yaml as JSON.
         presets: names of presets for every variant, as a JSON list.
         settings: section.key=value for every variant, as a JSON list.
         seeds: train it so many times.
@@ -30,4 +30,4 @@ def variant(
     """
     from realmops.cluster import tasks
 
-    tasks.variant(name, project, presets, settings, seeds, out, limits, metrics)
+    tasks.variant(name, options, presets, settings, seeds, out, limits, metrics)

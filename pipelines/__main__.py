@@ -1,9 +1,9 @@
 """Compiles pipelines and components: ``python -m pipelines [FOLDER] [--image IMAGE] [--queue NAME]``.
 
-The files go to ``pipelines`` and ``components`` in that folder, else to those here. Their pods have ``IMAGE``, else the
-released image of this version. The pipelines' pods wait in the queue ``NAME`` of Kueue's, by their label: Kubeflow
-Pipelines puts labels on pods as they are in the compiled file and fills in no parameter there (its argocompiler/
-container.go, extendPodMetadata), so the queue is no parameter of a pipeline.
+The files go to that folder, else to the package's; components to ``components`` in it. Their pods have ``IMAGE``,
+else the released image of this version. The pipelines' pods wait in the queue ``NAME`` of Kueue's, by their label:
+Kubeflow Pipelines puts labels on pods as they are in the compiled file and fills in no parameter there (its
+argocompiler/container.go, extendPodMetadata), so the queue is no parameter of a pipeline.
 """
 
 import argparse
@@ -14,18 +14,19 @@ from kfp import compiler
 
 from pipelines import pods
 from realmops.cluster import IMAGE
+from realmops.config import PACKAGE
 
 ROOT = Path(__file__).parents[1]
 PIPELINES = {"train": "realm", "ablations": "ablate", "refresh": "refresh"}  # function and module
 parser = argparse.ArgumentParser(prog="python -m pipelines", description="Compile pipelines and components.")
-parser.add_argument("folder", nargs="?", type=Path, default=ROOT, help="else the project's own")
+parser.add_argument("folder", nargs="?", type=Path, default=PACKAGE / "kubeflow", help="else the package's own")
 parser.add_argument("--image", default=IMAGE, help=f"of their pods, else {IMAGE}")
 parser.add_argument("--queue", default="", metavar="NAME", help="Kueue's LocalQueue that the pipelines' pods wait in")
 given = parser.parse_args()
 pods.QUEUE = given.queue  # pipelines make their pods when they are imported
 names = sorted(path.stem for path in (ROOT / "components").glob("*.py"))
 sources = {
-    "pipelines": {name: getattr(import_module(f"pipelines.{module}"), name) for name, module in PIPELINES.items()},
+    ".": {name: getattr(import_module(f"pipelines.{module}"), name) for name, module in PIPELINES.items()},
     "components": {name: getattr(import_module(f"components.{name}"), name) for name in names},
 }
 for room, compiled in sources.items():

@@ -1,21 +1,19 @@
 """The pipeline ``ablations``: the reference, then its variants beside each other, then their table.
 
-    python -m pipelines        compiles it into pipelines/ablations.yaml
+    python -m pipelines        compiles it into src/realmops/kubeflow/ablations.yaml
 
 The reference comes first and alone, so that the stages that variants share with it are there when they begin.
 """
 
-from pathlib import Path
-
-import yaml
 from kfp import dsl
 
 from components.table import table
 from components.variant import variant
-from pipelines.pods import RUNS, Pods
+from pipelines.pods import OPTIONS, RUNS, Pods
+from realmops import config
 from realmops.cluster import IMAGE
 
-REFERENCE, *VARIANTS = yaml.safe_load((Path(__file__).parent / "ablations" / "params.yaml").read_text())["variants"]
+REFERENCE, *VARIANTS = config.read_yaml(config.PACKAGE / "variants.yaml")["variants"]
 PODS = 4  # that train at the same time; KFP takes no parameter for it
 
 
@@ -26,7 +24,7 @@ def ablations(
     seeds: int = 1,
     presets: str = '["ablation"]',
     overrides: str = "[]",
-    project: str = "/app",
+    options: str = OPTIONS,
     runs: str = RUNS,
     image: str = IMAGE,
     volume: str = "realmops-data",
@@ -44,11 +42,11 @@ def ablations(
 
     Args:
         run: the name of the ablation's folder; the same name goes on where it was stopped.
-        variants: keys of pipelines/ablations/params.yaml beside realm, which is always trained.
+        variants: keys of variants.yaml beside realm, which is always trained.
         seeds: train each so many times.
-        presets: laid over params.yaml for every variant, as a JSON list of names.
+        presets: laid over the options for every variant, as a JSON list of names.
         overrides: section.key=value for every variant, as a JSON list.
-        project: the folder with params.yaml and pipelines/, in the image or on the volume.
+        options: all sections of params.yaml as JSON, as "realmops params --json" prints them.
         runs: the folder of all runs on the volume, which is mounted at /realmops.
         image: of every pod.
         volume: the claim that all pods share.
@@ -65,7 +63,7 @@ def ablations(
     pods = Pods(
         image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations, affinity
     )
-    what = {"project": project, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
+    what = {"options": options, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
     # Collected outputs would keep the table from being written where a variant fails; an exit task takes none.
     last = pods.placed(table(variants=variants, **what))
     with dsl.ExitHandler(last, name="what-ended-well-is-compared"):

@@ -1,12 +1,9 @@
 """The pipeline ``train``: every stage as a pod, data on a shared volume, index builders raised for pre-training.
 
-    python -m pipelines        compiles it into pipelines/train.yaml
+    python -m pipelines        compiles it into src/realmops/kubeflow/train.yaml
 
 Everything that differs between clusters is a parameter: one compiled file serves them all.
 """
-
-import json
-from pathlib import Path
 
 from kfp import dsl
 
@@ -20,12 +17,8 @@ from components.sample import sample
 from components.scale_builder import scale_builder
 from components.snapshot import snapshot
 from components.tag import tag
-from pipelines.pods import RUNS, Pods
-from realmops import config
+from pipelines.pods import OPTIONS, RUNS, Pods
 from realmops.cluster import IMAGE
-
-PARAMS = Path(__file__).parents[1] / "params.yaml"
-OPTIONS = json.dumps(config.merge(config.defaults(), config.read_yaml(PARAMS), str(PARAMS)), sort_keys=True)
 
 
 @dsl.pipeline(name="realmops-train", description="REALM from a corpus to exact match and recall@5.")

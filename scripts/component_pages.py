@@ -21,7 +21,7 @@ from realmops.stages import STAGES
 ROOT = Path(__file__).parents[1]
 SNAKE = {"runAsUser": "run_as_user", "runAsGroup": "run_as_group"}
 Row = Callable[..., str]
-ADDRESS = f"https://raw.githubusercontent.com/OWNER/realmops/v{__version__}/components"
+ADDRESS = f"https://raw.githubusercontent.com/OWNER/realmops/v{__version__}/src/realmops/kubeflow/components"
 TYPES = {  # of parameters: in words, and in Python
     "STRING": ("text", "str"),
     "NUMBER_INTEGER": ("whole number", "int"),
@@ -72,7 +72,7 @@ def function_of(component: Mapping[str, Any]) -> ast.FunctionDef:
 def pods() -> dict[str, tuple[dict[str, Any], bool]]:
     """What the project's pipelines say of each component's pod, by component; and whether they limit it."""
     found = {}
-    for spec, platform in compiled("pipelines").values():
+    for spec, platform in compiled("src/realmops/kubeflow").values():
         for label, entry in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].items():
             container = spec["deploymentSpec"]["executors"][label]["container"]
             found[label.removeprefix("exec-").replace("-", "_")] = entry, "resources" in container
@@ -92,9 +92,11 @@ def variables(pod: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 def example(name: str, parameters: Mapping[str, str], pod: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a pipeline with this component alone; ``parameters`` has Python's types."""
+    yield "from importlib.resources import files"
+    yield ""
     yield "from kfp import components, dsl, kubernetes"
     yield ""
-    yield f'{name} = components.load_component_from_file("components/{name}.yaml")'
+    yield f'{name} = components.load_component_from_file(str(files("realmops") / "kubeflow/components/{name}.yaml"))'
     yield ""
     yield ""
     yield f'@dsl.pipeline(name="{name.replace("_", "-")}-alone")'
@@ -141,7 +143,7 @@ def component_page(name: str, component: Mapping[str, Any], made: str, row: Row)
     parameters = {one: taken["parameters"][one]["parameterType"] for one in order if one in taken["parameters"]}
     pod, limited = pods()[name]
     lines = [f"# `{name}`", "", made, "", str(told.short_description), ""]
-    lines += [f"`components/{name}.yaml`, with the image `{executor['container']['image']}`.", ""]
+    lines += [f"`{name}.yaml`, with the image `{executor['container']['image']}`.", ""]
     lines += ["## Inputs", "", row("input", "type", "what it is"), "|---|---|---|"]
     lines += [row(f"`{one}`", TYPES[kind][0], about[one]) for one, kind in parameters.items()]
     for one, kind in taken.get("artifacts", {}).items():
@@ -181,13 +183,14 @@ def components_page(known: Mapping[str, Mapping[str, Any]], made: str, row: Row)
 
 {made}
 
-Each `.yaml` in `components/` is a complete component for Kubeflow Pipelines. Load it from a copy of this project, or by
-the address of a version:
+The package has a complete component for each. Load it from there, or by the address of a version:
 
 ```python
+from importlib.resources import files
+
 from kfp import components
 
-evaluate = components.load_component_from_file("components/evaluate.yaml")
+evaluate = components.load_component_from_file(str(files("realmops") / "kubeflow/components/evaluate.yaml"))
 address = "{ADDRESS}"
 evaluate = components.load_component_from_url(f"{{address}}/evaluate.yaml")
 ```
@@ -211,7 +214,7 @@ says; the claim and the image must exist.
 
 def pages(made: Callable[[str], str], row: Row) -> dict[Path, str]:
     """What stands in each page, by its file."""
-    known = {name: component for name, [component] in compiled("components").items()}
+    known = {name: component for name, [component] in compiled("src/realmops/kubeflow/components").items()}
     found = {ROOT / "docs/components.md": components_page(known, made("components/"), row)}
     for name, component in known.items():
         page = component_page(name, component, made(f"components/{name}.py or pipelines/"), row)

@@ -11,6 +11,8 @@ import small_project
 import yaml
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "realmops"
+KUBEFLOW = PACKAGE / "kubeflow"
 # runs a compiled pipeline here by Kubeflow's local runner: its file, a folder for outputs, arguments
 RUN = """
 import json, sys
@@ -23,11 +25,11 @@ components.load_component_from_file(sys.argv[1])(**json.loads(sys.argv[3]))
 
 
 def file_of(pipeline: str) -> Path:
-    return ROOT / "pipelines" / f"{pipeline}.yaml"
+    return KUBEFLOW / f"{pipeline}.yaml"
 
 
 def project_with_pipeline(folder: Path) -> Path:
-    """The toy project in a folder, with the compiled pipeline where it is looked for."""
+    """The toy project in a folder, with a copy of the compiled pipeline."""
     small_project.write_project(folder)
     (folder / "pipelines").mkdir()
     shutil.copy(file_of("train"), folder / "pipelines" / "train.yaml")

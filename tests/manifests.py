@@ -17,7 +17,7 @@ import yaml
 
 Object = dict[str, Any]
 
-K8S = Path(__file__).parents[1] / "k8s"
+K8S = Path(__file__).parents[1] / "src" / "realmops" / "k8s"
 OLDEST, NEWEST = "1.30", "1.37"  # versions of Kubernetes that the manifests are held against
 AT_ONCE = 12  # kustomizations; their time grows with the square of this, and starting kubectl costs as well
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
@@ -142,6 +142,6 @@ def selects(selector: Mapping[str, str], template: Object) -> bool:
 
 def instructions() -> list[tuple[str, str]]:
     """The Dockerfile's, with lines joined: (FROM, arguments) and so on."""
-    text = (K8S.parent / "Dockerfile").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "Dockerfile").read_text(encoding="utf-8")
     lines = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
     return [(word, rest) for line in lines if line for word, _, rest in [line.partition(" ")]]

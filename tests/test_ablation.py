@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import small_project
-from small_world import PARAMS
 
 from realmops.commands import ablate as command
 from realmops.evaluate.ablation import (
@@ -169,7 +168,6 @@ def test_the_page_needs_no_network_and_escapes() -> None:
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ablated")
     small_project.write_project(folder, tracking={"enabled": True})
-    shutil.copytree(PARAMS.parent / "pipelines", folder / "pipelines")
     (folder / "nothing.yaml").write_text("{}\n")
     return folder
 
@@ -363,7 +361,8 @@ def test_an_error_nobody_foresaw_ends_the_stages_that_run(
 
 
 def test_a_failed_variant_is_named_and_the_others_go_on(project: Path) -> None:
-    preset = project / "pipelines" / "presets" / "ablations" / "per_token.yaml"
+    preset = project / "presets" / "ablations" / "per_token.yaml"
+    preset.parent.mkdir(parents=True)
     preset.write_text("pretrain: {marginal: per_token, masked_sentences: 6, builder: external, builder_timeout: 1}\n")
     status, printed, told = ablate(project, *CHOSEN, "--variant", "per_token")
     assert status == 1
@@ -426,5 +425,5 @@ def files_of(manifest: str) -> dict[str, Any]:
 def test_what_is_no_variant_is_refused_before_anything_runs(project: Path, tmp_path: Path) -> None:
     status, _, told = ablate(project, "--variant", "orqa", "--out", tmp_path / "other")
     assert status == 2
-    assert "variant 'orqa': pipelines/ablations/params.yaml has realm, realm_retriever" in told
+    assert "variants.yaml has realm, realm_retriever" in told
     assert not (tmp_path / "other").exists()

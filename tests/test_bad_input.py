@@ -188,7 +188,7 @@ def test_bad_options_are_refused(project: Path) -> None:
 
 
 def test_a_missing_file_or_preset_is_named(project: Path) -> None:
-    refused(run(project, "snapshot", "--preset", "tiny"), "--preset 'tiny'", "pipelines/presets")
+    refused(run(project, "snapshot", "--preset", "tiny"), "preset 'tiny'", "realmops' own and those in")
     refused(cli("run", "snapshot", "--params", project / "no.yaml"), "no.yaml does not exist", "--params")
     (project / "params.yaml").write_text("run: [\n")
     refused(run(project, "snapshot"), "params.yaml", "line 2")

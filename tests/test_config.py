@@ -13,6 +13,7 @@ from realmops import config
 from realmops.artifacts import write_json
 from realmops.cli import main
 from realmops.config import (
+    PACKAGE,
     SECTIONS,
     Pretrain,
     load,
@@ -49,8 +50,7 @@ def test_a_section_may_be_left_empty(tmp_path: Path) -> None:
     path.write_text("sample:\nrun:\n  seed: 3\n")
     values = load(path)
     assert (values["run"]["seed"], values["sample"]) == (3, load(PARAMS)["sample"])
-    values["sample"]["subjects"] = 7
-    text, changes = rewritten(path, values)
+    text, changes = rewritten(path, [], ["sample.subjects=7"])
     path.write_text(text)
     assert changes == ["sample.subjects: 300 -> 7"]
     assert load(path)["sample"]["subjects"] == 7
@@ -182,9 +182,10 @@ def test_what_a_file_lacks_has_its_default(params: Path, text: str) -> None:
 
 def test_a_file_of_differences_takes_what_is_written_into_it(params: Path) -> None:
     params.write_text("ict:\n  steps: 7  # few\n", encoding="utf-8")
-    values = load(params, settings=["ict.removal=0.5", "pretrain.lag=3"])
+    settings = ["ict.removal=0.5", "pretrain.lag=3"]
+    values = load(params, settings=settings)
     assert values == merge(config.defaults(), {"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
-    text, changes = rewritten(params, values)
+    text, changes = rewritten(params, [], settings)
     assert changes == ["ict.removal: 0.9 -> 0.5", "pretrain.lag: 12 -> 3"]
     assert text == "ict:\n  steps: 7  # few\n  removal: 0.5\npretrain:\n  lag: 3\n"
     params.write_text(text, encoding="utf-8")
@@ -309,18 +310,21 @@ def test_merge_leaves_its_arguments_alone() -> None:
 
 
 def test_presets_are_found_by_name_or_path(params: Path) -> None:
-    folder = params.parent / "pipelines" / "presets"
+    folder = params.parent / "presets"
     (folder / "variants").mkdir(parents=True)
     (folder / "big.yaml").write_text("{}")
     (folder / "variants" / "orqa.yaml").write_text("{}")
     assert preset_path("big", params) == folder / "big.yaml"
     assert preset_path("variants/orqa", params) == folder / "variants" / "orqa.yaml"
     assert preset_path(str(folder / "big.yaml"), params) == folder / "big.yaml"
-    with pytest.raises(ValueError, match=r"'bog': no such file, and none of the presets big, variants/orqa"):
+    assert preset_path("minilm", params) == PACKAGE / "presets" / "minilm.yaml"
+    (folder / "minilm.yaml").write_text("{}")
+    assert preset_path("minilm", params) == folder / "minilm.yaml", "a project's own comes first"
+    with pytest.raises(ValueError, match=r"'bog': no such file, and none of the presets ablation, .*, big, .*minilm"):
         preset_path("bog", params)
 
 
-PRESETS = sorted((ROOT / "pipelines" / "presets").rglob("*.yaml"))
+PRESETS = sorted((PACKAGE / "presets").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
@@ -330,15 +334,50 @@ def test_every_preset_of_the_project_fits_its_params(preset: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_a_rewritten_file_says_the_same_and_keeps_its_comments(preset: Path, params: Path) -> None:
-    values = load(params, presets=[preset], settings=["ict.learning_rate=1e-5", "snapshot.use_warmup=false"])
-    text, changes = rewritten(params, values)
+    settings = ["ict.learning_rate=1e-5", "snapshot.use_warmup=false"]
+    values = load(params, presets=[preset], settings=settings)
+    text, changes = rewritten(params, [str(preset)], settings)
     assert "ict.learning_rate: 0.0005 -> 1e-05" in changes
     params.write_text(text, encoding="utf-8")
     written = load(params)
     assert all(parse_section(name, written[name]) == parse_section(name, values[name]) for name in SECTIONS)
     comments = [line.split("#", 1)[1] for line in TEXT.splitlines() if "#" in line]
     assert [line.split("#", 1)[1] for line in text.splitlines() if "#" in line] == comments
-    assert rewritten(params, values) == (text, [])
+    assert rewritten(params, [str(preset)], settings) == (text, [])
+    assert rewritten(params, [], []) == (text, [])
+
+
+def test_other_presets_take_the_place_of_those_before_and_edits_stay(params: Path) -> None:
+    def write(*words: str) -> list[str]:
+        result = CliRunner().invoke(main, ["params", "--params", str(params), "--write", *words])
+        assert result.exit_code == 0, result.output
+        return result.output.splitlines()
+
+    folder = PACKAGE / "presets"
+    params.write_text("run:\n  seed: 0\nict:\n  steps: 60\ntag:\n  hidden: 0.2  # ours\n")
+    said = write("--preset", "squad", "--preset", "minilm", "--set", "run.seed=3")
+    assert {"presets: none -> squad, minilm", "run.seed: 0 -> 3", "ict.learning_rate: 0.0005 -> 3e-05"} < {*said}
+    assert params.read_text() == (
+        "presets: [squad, minilm]\nrun:\n  seed: 3\nict:\n  steps: 60\ntag:\n  hidden: 0.2  # ours\n"
+    )
+    both = [folder / "squad.yaml", folder / "minilm.yaml"]
+    assert load(params) == load(PARAMS, presets=both, settings=["run.seed=3", "tag.hidden=0.2"])
+    said = write("--preset", "squad")
+    assert {"presets: squad, minilm -> squad", "ict.steps: 60 -> 50", "ict.learning_rate: 3e-05 -> 0.0005"} < {*said}
+    assert params.read_text() == (
+        "presets: [squad]\nrun:\n  seed: 3\nict:\n  steps: 50\ntag:\n  hidden: 0.2  # ours\n"
+    )
+    assert load(params) == load(PARAMS, presets=both[:1], settings=["run.seed=3", "tag.hidden=0.2"])
+
+
+@pytest.mark.parametrize("text", ["presets: squad\n", "presets: [1]\n", "presets: {squad: 1}\n"])
+def test_presets_are_a_list_of_names(params: Path, text: str) -> None:
+    params.write_text(text)
+    with pytest.raises(ValueError, match=r"line 1: presets is .*; a list of names is wanted, as \[squad\]"):
+        load(params)
+    params.write_text("presets: [squod]\n")
+    with pytest.raises(ValueError, match="preset 'squod': no such file"):
+        load(params)
 
 
 def test_params_are_printed_and_only_written_on_demand(params: Path) -> None:
@@ -371,8 +410,7 @@ def test_numbers_and_truth_values_are_those_of_yaml_1_2(text: str, value: Any) -
 
 @pytest.mark.parametrize("name", ["no", "on", "1:30", "010", "null", "~", "1e5", "a: b", "#x", "-", "é", "2020-01-01"])
 def test_a_text_that_is_written_is_the_same_to_every_reader(tmp_path: Path, name: str) -> None:
-    values = load(PARAMS, settings=[f"tag.train='{name}'"])
     path = tmp_path / "params.yaml"
-    path.write_text(rewritten(PARAMS, values)[0], encoding="utf-8")
+    path.write_text(rewritten(PARAMS, [], [f"tag.train='{name}'"])[0], encoding="utf-8")
     others = yaml.safe_load(path.read_text(encoding="utf-8")), YAML(typ="safe").load(path)
     assert [found["tag"]["train"] for found in (read_yaml(path), *others)] == [name] * 3

@@ -28,7 +28,7 @@ PAGES = {
     for path in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        ROOT / "k8s" / "README.md",
+        ROOT / "src" / "realmops" / "k8s" / "README.md",
         ROOT / "benchmarks" / "LOG.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
@@ -182,7 +182,7 @@ def test_every_option_named_exists(page: str) -> None:
 def test_every_preset_has_a_row_and_every_row_a_preset() -> None:
     table = EXPERIMENTS[EXPERIMENTS.index("| preset |") :].split("\n\n")[0]
     named = re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)
-    assert sorted(named) == sorted(path.stem for path in (ROOT / "pipelines" / "presets").glob("*.yaml"))
+    assert sorted(named) == sorted(path.stem for path in (ROOT / "src" / "realmops" / "presets").glob("*.yaml"))
 
 
 def rows_of(text: str, head: str) -> list[str]:
@@ -326,7 +326,8 @@ def test_no_page_names_a_file_outside_the_project(page: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_every_page_of_docs_is_reached_from_the_readme(page: str) -> None:
-    assert page == "README.md" or page in {*links(README), *("benchmarks/LOG.md", "k8s/README.md", "docs/real-text.md")}
+    others = "benchmarks/LOG.md", "src/realmops/k8s/README.md", "docs/real-text.md"
+    assert page == "README.md" or page in {*links(README), *others}
 
 
 # The tables of docs/results.md and benchmarks/LOG.md

@@ -15,10 +15,10 @@ import custom_resources
 import pytest
 import small_project
 from cluster_lab import k
+from compiled import file_of
 from kfp_pods import PodRunner
 from manifests import Object, render_all
 
-PIPELINES = Path(__file__).parents[1] / "pipelines"
 BUILDER = "realmops-index-builder"
 IMAGE = os.environ.get("IMAGE", "realmops:local")
 FILES = ("train", "dev", "test")
@@ -86,7 +86,7 @@ def run_of(namespace: str, account: str, folder: Path) -> PodRunner:
     """Of a name of its own, as a volume may keep what a claim before has left; the same within this call of pytest."""
     arguments = {"options": json.dumps(values()), "image": IMAGE, "run": f"run-{os.getpid()}"}
     limits = {"builders": 1, "shard_pods": 2, "cpu": "1", "memory": "4Gi"}
-    return PodRunner(PIPELINES / "train.yaml", arguments | limits, namespace, account, folder)
+    return PodRunner(file_of("train"), arguments | limits, namespace, account, folder)
 
 
 def replicas(namespace: str) -> str:

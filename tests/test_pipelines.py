@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 from cluster_lab import Output
-from compiled import ROOT, compiled, documents, file_of
+from compiled import KUBEFLOW, PACKAGE, ROOT, compiled, documents, file_of
 
 from realmops import cluster, config
 from realmops.cluster import builders, tasks
@@ -66,11 +66,11 @@ def test_there_is_a_component_for_each_stage_and_it_runs_that_stage() -> None:
 def test_the_compiled_pipelines_are_their_sources(tmp_path: Path) -> None:
     """The components, for whoever loads them by file or address, and the pipelines; with the released image."""
     subprocess.run([sys.executable, "-m", "pipelines", tmp_path], check=True, cwd=ROOT)
-    for room, names in (("pipelines", {*PIPELINES}), ("components", {*STAGES, *OTHERS})):
-        for folder in (tmp_path, ROOT):
+    for room, names in ((".", {*PIPELINES}), ("components", {*STAGES, *OTHERS})):
+        for folder in (tmp_path, KUBEFLOW):
             assert {path.stem for path in (folder / room).glob("*.yaml")} == names
         for name in names:
-            fresh, kept = (folder / room / f"{name}.yaml" for folder in (tmp_path, ROOT))
+            fresh, kept = (folder / room / f"{name}.yaml" for folder in (tmp_path, KUBEFLOW))
             found, wanted = (documents(path.read_text()) for path in (kept, fresh))
             assert found == wanted, "python -m pipelines compiles it again"
 
@@ -94,8 +94,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_pods_have_the_released_image_unless_another_is_compiled_in(other: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for folder, wanted in ((ROOT, f"ghcr.io/realmops/realmops:{version}"), (other, OTHER)):
-        files = [*(folder / "pipelines").glob("*.yaml"), *(folder / "components").glob("*.yaml")]
+    for folder, wanted in ((KUBEFLOW, f"ghcr.io/realmops/realmops:{version}"), (other, OTHER)):
+        files = [*folder.rglob("*.yaml")]
+        assert len(files) == len({*PIPELINES, *STAGES, *OTHERS})
         assert {file.stem: images_of(file) for file in files} == {file.stem: {wanted} for file in files}
 
 
@@ -108,7 +109,7 @@ def test_a_component_is_loaded_by_file_and_by_address_as_its_page_says(
     [text] = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.MULTILINE | re.DOTALL)
     from kfp import compiler
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=ROOT / "components"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=KUBEFLOW / "components"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.chdir(ROOT)
     found: dict[str, Any] = {}
@@ -136,7 +137,7 @@ def test_a_component_is_loaded_by_file_and_by_address_as_its_page_says(
 
 def test_with_a_queue_every_pod_waits_in_it_and_nothing_else_changes(other: Path) -> None:
     for pipeline in PIPELINES:
-        text = (other / "pipelines" / f"{pipeline}.yaml").read_text()
+        text = (other / f"{pipeline}.yaml").read_text()
         found, platform = documents(text.replace(OTHER, cluster.IMAGE))
         usual, without = documents(file_of(pipeline).read_text())
         assert found == usual
@@ -168,7 +169,7 @@ def test_train_runs_the_stages_in_their_order_with_the_options_of_params_yaml() 
 
 def test_ablations_train_the_reference_first_then_all_others_of_the_params_then_the_table() -> None:
     pipeline = compiled("ablations")
-    names = yaml.safe_load((ROOT / "pipelines/ablations/params.yaml").read_text())["variants"]
+    names = yaml.safe_load((PACKAGE / "variants.yaml").read_text())["variants"]
     assert pipeline["root"]["inputDefinitions"]["parameters"]["variants"]["defaultValue"] == [*names][1:]
     inner = pipeline["components"]["comp-exit-handler-1"]["dag"]["tasks"]
     assert inner["variant"]["inputs"]["parameters"]["name"]["runtimeValue"]["constant"] == next(iter(names)) == "realm"

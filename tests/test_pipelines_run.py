@@ -18,7 +18,7 @@ import component_pages
 import pytest
 import small_project
 from cluster_lab import DEPLOYMENT, Lab, Output
-from compiled import ROOT, RUN, compiled, file_of, options
+from compiled import RUN, compiled, file_of, options
 
 from realmops.cluster import tasks
 from realmops.stages import METRICS, STAGES
@@ -28,7 +28,6 @@ from realmops.stages import METRICS, STAGES
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     small_project.write_project(folder)
-    shutil.copytree(ROOT / "pipelines", folder / "pipelines")
     return folder
 
 
@@ -242,9 +241,10 @@ def rows_of(table: str) -> list[list[str]]:
 
 def test_ablations_compare_what_ended_well_and_train_nothing_twice(project: Path) -> None:
     """First with a variant whose pre-training waits in vain for a builder: the pipeline fails, the table is there."""
-    preset = project / "pipelines/presets/ablations/per_token.yaml"
+    preset = project / "runs/compared/presets/ablations/per_token.yaml"
+    preset.parent.mkdir(parents=True)
     preset.write_text("pretrain: {marginal: per_token, builder: external, builder_timeout: 1}\n")
-    named: dict[str, Any] = {"run": "compared", "project": str(project), "presets": "[]"}
+    named: dict[str, Any] = {"run": "compared", "options": options(project), "presets": "[]"}
     failed = run_pipeline("ablations", project, variants=["baseline", "per_token"], **named)
     assert failed.returncode != 0
     out = project / "runs" / "compared"
@@ -287,13 +287,13 @@ def test_ablations_compare_what_ended_well_and_train_nothing_twice(project: Path
         ({"presets": "ablation"}, "presets is 'ablation'; a JSON list of texts is wanted"),
         ({"settings": "[1]"}, "overrides is '[1]'; a JSON list of texts is wanted"),
         ({"settings": '["pretrain.stepz=1"]'}, "stepz"),
-        ({"name": "orqa"}, "variant 'orqa': pipelines/ablations/params.yaml has realm, "),
+        ({"name": "orqa"}, "variants.yaml has realm, "),
     ],
 )
 def test_a_variant_that_cannot_be_is_one_line(
     project: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], change: dict[str, Any], told: str
 ) -> None:
-    given = {"name": "realm", "project": str(project), "presets": "[]", "settings": "[]", "seeds": 1}
+    given = {"name": "realm", "options": options(project), "presets": "[]", "settings": "[]", "seeds": 1}
     given |= {"out": str(tmp_path / "out"), "limits": "", "metrics": Output(tmp_path), **change}
     with pytest.raises(SystemExit) as caught:
         tasks.variant(**given)

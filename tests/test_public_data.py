@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import public_data
 import pytest
+from small_project import cli
 
 from realmops import config
+from realmops.commands import public_data
 
 ROOT = Path(__file__).parents[1]
 CONTENT = b"Paris B-LOC\n"
@@ -60,6 +61,19 @@ def no_network() -> Answer:
     raise OSError("no network")
 
 
+def brought(*words: str | Path) -> str:
+    """What ``realmops public-data`` prints."""
+    result = cli("public-data", *words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def refused(*words: str | Path) -> str:
+    result = cli("public-data", *words)
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
 def test_squad_becomes_passages_and_three_parts_of_questions(tmp_path: Path) -> None:
     titles = [f"Article_{n:02d}" for n in range(40)] + ["St._John%27s"]
     twice = article("Twice", 2)
@@ -68,7 +82,7 @@ def test_squad_becomes_passages_and_three_parts_of_questions(tmp_path: Path) -> 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/train-v1.1.json").write_text(json.dumps(original))
     words = ["squad", "--from", str(tmp_path / "mine"), "--to", str(tmp_path), "--passages", "1000"]
-    assert public_data.main(words) == 0
+    brought(*words)
 
     passages = records(tmp_path / "squad", "passages")
     assert passages[0] == {"id": "sqt-000-000", "title": "Article 00", "text": "Article_00 0"}
@@ -91,7 +105,7 @@ def test_squad_becomes_passages_and_three_parts_of_questions(tmp_path: Path) -> 
     assert not articles["dev"] & (articles["train"] | articles["dev_seen"])
 
     before = (tmp_path / "squad/passages.jsonl.gz").read_bytes()
-    assert public_data.main(words) == 0
+    brought(*words)
     assert (tmp_path / "squad/passages.jsonl.gz").read_bytes() == before
 
 
@@ -113,7 +127,7 @@ def test_the_articles_of_dev_are_those_of_the_documented_figures() -> None:
 
 def test_a_file_is_downloaded_once_its_digest_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home(monkeypatch, lambda: Answer(CONTENT))
-    assert public_data.main(["ner", "--to", str(tmp_path)]) == 0
+    brought("ner", "--to", tmp_path)
     assert (tmp_path / "ner/names.conll").read_bytes() == CONTENT
     assert [path.name for path in tmp_path.rglob("*")] == ["ner", "names.conll"]
 
@@ -137,49 +151,41 @@ def test_what_cannot_be_downloaded_is_told_and_leaves_nothing(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     home(monkeypatch, answer)
-    assert public_data.main(["ner", "--to", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
+    told = refused("ner", "--to", tmp_path)
     assert message in told
     assert "https://example.org/names.conll" in told
     assert "--from FOLDER" in told
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_is_there_needs_no_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_there_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home(monkeypatch, no_network)
     mine = tmp_path / "mine/deeper"
     mine.mkdir(parents=True)
     words = ["ner", "--from", str(tmp_path / "mine"), "--to", str(tmp_path / "to")]
-    assert public_data.main(words) == 2
-    assert "holds no names.conll and no names.conll.gz; its home is https://example.org/" in capsys.readouterr().err
+    assert "holds no names.conll and no names.conll.gz; its home is https://example.org/" in refused(*words)
     (mine / "names.conll.gz").write_bytes(gzip.compress(CONTENT))
-    assert public_data.main(words) == 0
+    assert "is not the file" not in brought(*words)
     assert (tmp_path / "to/ner/names.conll").read_bytes() == CONTENT
-    assert "is not the file" not in capsys.readouterr().out
     (mine / "names.conll.gz").write_bytes(gzip.compress(b"other"))
-    assert public_data.main(words) == 0
-    assert "is not the file at https://example.org/names.conll" in capsys.readouterr().out
+    assert "is not the file at https://example.org/names.conll" in brought(*words)
     monkeypatch.setattr(public_data, "LIMIT", 4)
-    assert public_data.main(words) == 2
-    assert "more than 4 bytes" in capsys.readouterr().err
+    assert "more than 4 bytes" in refused(*words)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"data": [{"title": "A"}]}'])
-def test_what_is_no_squad_is_named(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_squad_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "train-v1.1.json").write_bytes(content)
-    assert public_data.main(["squad", "--from", str(tmp_path), "--to", str(tmp_path)]) == 2
-    assert "train-v1.1.json is not SQuAD 1.1's, whose home is https://" in capsys.readouterr().err
+    told = refused("squad", "--from", tmp_path, "--to", tmp_path)
+    assert "train-v1.1.json is not SQuAD 1.1's, whose home is https://" in told
 
 
 def test_the_presets_look_where_the_files_are_brought() -> None:
     brought = {f"data/public/{name}/{file.name}" for name, files in public_data.COPIED.items() for file in files}
     brought |= {f"data/public/squad/{name}.jsonl.gz" for name in public_data.open_squad([], 0)}
-    for path in sorted((ROOT / "pipelines/presets").rglob("*.yaml")):
+    for path in sorted((ROOT / "src/realmops/presets").rglob("*.yaml")):
         sections = config.read_yaml(path).values()
         named = {value for section in sections for value in section.values() if str(value).startswith("data/public/")}
         assert named <= brought, path

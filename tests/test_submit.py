@@ -82,7 +82,9 @@ def kube_lab(tmp_path: Path, lab: KfpLab) -> Iterator[Lab]:
 
 
 def submitted(project: Path, *words: str) -> Result:
-    return small_project.cli("submit", "--params", project / "params.yaml", *words)
+    """By the project's own copy of the compiled pipeline, unless ``words`` name another."""
+    compiled = project / "pipelines" / "train.yaml"
+    return small_project.cli("submit", "--params", project / "params.yaml", "--pipeline", compiled, *words)
 
 
 def arguments_of(run: dict[str, Any]) -> dict[str, Any]:
@@ -360,7 +362,8 @@ def test_without_profiles_pods_are_in_the_servers_own_namespace(project: Path, l
     assert result.stdout.splitlines()[0] == (
         "runs have their pods in the namespace kfp, the server's own: PersistentVolumeClaim realmops-data, ConfigMap "
         "realmops-tracking, Secret realmops-secrets, Deployment realmops-index-builder, ServiceAccount pipeline-runner "
-        "belong there; 'kubectl apply -k k8s/overlays/standalone', with 'namespace: kfp' in it makes them"
+        "belong there; 'kubectl apply -k .' with the files of 'realmops init --cluster standalone', with 'namespace: "
+        "kfp' in it makes them"
     )
     assert [run["pods_in"] for run in lab.runs] == ["kfp"]
     assert [one["namespace"] for one in lab.kept["pipelines"]] == [""]
@@ -372,7 +375,8 @@ def test_with_profiles_pods_are_in_that_of_the_profile(project: Path, lab: KfpLa
     assert said.startswith("runs have their pods in the namespace team, that of the profile: PersistentVolumeClaim")
     assert "Deployment" not in said
     assert said.endswith(
-        "ServiceAccount default-editor belong there; 'kubectl apply -k k8s/overlays/production' (or .../local), with "
+        "ServiceAccount default-editor belong there; 'kubectl apply -k .' with the files of 'realmops init --cluster "
+        "production (or local)', with "
         "'namespace: team' in it makes them"
     )
     assert [run["pods_in"] for run in lab.runs] == ["team"]
@@ -408,8 +412,8 @@ def test_a_kubeconfig_of_no_use_keeps_nobody_from_submitting(project: Path, lab:
 @pytest.mark.parametrize(
     ("resource", "message"),
     [
-        ("persistentvolumeclaims", "no PersistentVolumeClaim realmops-data .*apply -k k8s/overlays/standalone"),
-        ("deployments", "no Deployment realmops-index-builder .*apply -k k8s/overlays/standalone"),
+        ("persistentvolumeclaims", "no PersistentVolumeClaim realmops-data .*realmops init --cluster standalone"),
+        ("deployments", "no Deployment realmops-index-builder .*realmops init --cluster standalone"),
         ("serviceaccounts", "no ServiceAccount pipeline-runner .*comes with Kubeflow Pipelines"),
     ],
 )
@@ -458,7 +462,7 @@ def test_an_older_server_is_refused_with_its_version(project: Path, lab: KfpLab)
 
 def test_all_pods_of_a_run_can_be_told_to_go_to_the_node_that_has_the_label(project: Path, lab: KfpLab) -> None:
     """For a claim of one node at a time: the file that the page names, as Kubernetes takes it."""
-    file = ROOT / "k8s/components/single-node/affinity.json"
+    file = ROOT / "src/realmops/k8s/components/single-node/affinity.json"
     submitted(project, "--argument", f"affinity={file.read_text()}")
     given = arguments_of(lab.runs[0])["affinity"]
     pod = {"containers": [{"name": "one", "image": "one:1"}], "affinity": {"nodeAffinity": given}}

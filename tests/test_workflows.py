@@ -101,8 +101,7 @@ def test_what_is_not_there_is_seen() -> None:
     [
         ("params.yaml", True),
         ("dvc.lock", True),
-        ("pipelines/train.yaml", True),
-        ("pipelines/presets/paper.yaml", True),
+        ("presets/ours.yaml", True),
         ("corpora/wiki.jsonl.dvc", True),
         ("README.md", False),
         ("src/realmops/cli.py", False),

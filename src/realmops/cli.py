@@ -16,7 +16,7 @@ from realmops.console import Console, end_on_sigterm, explained_errors, show
 from realmops.stages import STAGES
 
 HEADINGS = {
-    "Run": ("run", "params", "import", "questions", "cloze"),
+    "Run": ("run", "params", "public-data", "import", "questions", "cloze"),
     "Look": ("report", "explain", "alignments", "ceilings"),
     "Serve": ("ask", "serve", "verify", "update"),
     "Compare": ("ablate", "compare", "promote"),
@@ -65,7 +65,10 @@ _params = _file(
     help="The file with the options that differ from the defaults; relative file names in it start at its folder.",
 )
 _preset = _repeated(
-    "--preset", "presets", "NAME", "Change what a preset lists: pipelines/presets/NAME.yaml, or the file NAME."
+    "--preset",
+    "presets",
+    "NAME",
+    "Change what a preset lists: presets/NAME.yaml, realmops' own NAME, or the file NAME.",
 )
 _set = _repeated("--set", "settings", "SECTION.KEY=VALUE", "Change one option, for example pretrain.steps=100.")
 
@@ -169,19 +172,21 @@ def _run(names: Iterable[str], **given: Any) -> None:
 @_flag("--json", "as_json", help="Print one line of JSON, which the Kubeflow pipelines take.")
 @_flag("--kfp", "for_kfp", help='As --json, quoted once more: for options=... of "kfp run create".')
 @_chosen
-def show_params(write: bool, as_json: bool, for_kfp: bool, params: Path, **given: Any) -> Iterable[str]:
+def show_params(
+    write: bool, as_json: bool, for_kfp: bool, params: Path, presets: Sequence[str], settings: Sequence[str]
+) -> Iterable[str]:
     """Print params.yaml with presets and settings applied.
 
-    Its comments are kept. "dvc repro" reads params.yaml and nothing else: --write puts a preset in there for good.
+    Presets take the place of those that its line "presets" names; what you changed in the file yourself stays, and so
+    do comments. "dvc repro" reads params.yaml and nothing else: --write puts presets in there for good.
     """
     from realmops.artifacts import canonical_json, write_bytes
     from realmops.config import rewritten
 
-    values = _loaded(params, **given)
     if as_json or for_kfp:
-        text = canonical_json(values).decode()
+        text = canonical_json(_loaded(params, presets, settings)).decode()
         return [canonical_json(text).decode() if for_kfp else text]  # kfp takes JSON apart, its server wants text
-    text, changes = rewritten(params, values)
+    text, changes = rewritten(params, presets, settings)
     if not write:
         return [text.removesuffix("\n")]
     write_bytes(params, text.encode())
@@ -205,9 +210,10 @@ def run_ablations(
 ) -> Iterator[str]:
     """Train and compare variants of REALM.
 
-    Among them are the systems of the paper's Tables 1 and 2. Names are the keys of pipelines/ablations/params.yaml;
-    what each changes is in pipelines/presets/ablations. All are laid over the preset "ablation", which makes trainings
-    small, unless --preset names another. What variants share is trained once, also by calls that run at the same time.
+    Among them are the systems of the paper's Tables 1 and 2. Names are the keys of variants.yaml beside the params
+    file, else of the package's; what each changes is the preset ablations/NAME. All are laid over the preset
+    "ablation", which makes trainings small, unless --preset names another. What variants share is trained once, also
+    by calls that run at the same time.
     A call that was stopped goes on when it is repeated. Intervals of differences are over seeds and questions; with two
     or three seeds they are wide, take five or more to tell small differences.
     """
@@ -218,6 +224,23 @@ def run_ablations(
     rows, failures = ablate(ablation, jobs=jobs, report=Console())
     yield from summary(rows, out)
     _end_with(failures)
+
+
+@main.command("public-data")
+@click.argument("names", nargs=-1, required=True, type=click.Choice(["squad", "ner", "nq"]), metavar="NAME...")
+@_file("--from", "folder", metavar="FOLDER", help="Take the files, as they are at their home, from there.")
+@_file("--to", default=Path("data/public"), metavar="FOLDER", help="Where they are written, each set in its folder.")
+@_count("--passages", "wanted", default=2000, help="About so many passages of squad.")
+def public_data(**given: Any) -> Iterator[str]:
+    """Download public data sets to where the presets look for them.
+
+    "ner" has sentences with tagged names (wikigold, Universal NER, WNUT-17), which the tagger learns from. "squad" is
+    open-domain SQuAD: paragraphs of Wikipedia with questions, which the preset squad reads. "nq" has the questions of
+    NQ-Open, for the presets nq and paper.
+    """
+    from realmops.commands.public_data import bring
+
+    yield from bring(**given)
 
 
 @main.command("import")
@@ -536,7 +559,7 @@ def report(root: Path) -> None:
 
 @main.command()
 @_values
-@_file("--pipeline", metavar="FILE", help="The compiled pipeline; else pipelines/train.yaml beside the params file.")
+@click.option("--pipeline", default="train", help="train, ablations or refresh, or a compiled pipeline's file.")
 @_repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
 @click.option("--name", help="The name of the run; else it is made of the pipeline's name and the key.")
@@ -559,7 +582,7 @@ def report(root: Path) -> None:
 def submit(
     values: Values,
     project: Path,
-    pipeline: Path | None,
+    pipeline: str,
     endpoint: str | None,
     namespace: str | None,
     keep_hours: float,
@@ -577,7 +600,7 @@ def submit(
     from realmops.cluster.server import Server
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
 
-    compiled = Pipeline.read(pipeline or project / "pipelines" / "train.yaml")
+    compiled = Pipeline.named(pipeline)
     submission, notes = prepare(values, project, compiled, **given)
     for note in notes:
         click.echo(note, err=True)

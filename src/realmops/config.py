@@ -7,7 +7,7 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from io import StringIO
@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, dataclass_transform
 
 import yaml
 
-DEFAULTS = Path(__file__).with_name("defaults.yaml")
+PACKAGE = Path(__file__).parent
+DEFAULTS = PACKAGE / "defaults.yaml"
 LARGEST_FILE = 1 << 20
 CLOSED_BOOK = ("t5",)  # of finetune.reader: those that read no passages
 
@@ -309,17 +310,32 @@ for _tag, _form, _first in (
 
 
 def read_yaml(path: Path) -> dict[str, dict[str, Any]]:
-    """Sections of a params file or preset; ValueError names the file and line of what is wrong."""
+    """The sections of a file; ValueError names the file and line of what is wrong."""
+    return _sections(_read(path), path)
+
+
+def read_params(path: Path) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """The names of the presets that a params file starts from, and its sections."""
+    found = _read(path)
+    presets = (found.pop("presets", None) or []) if isinstance(found, dict) else []
+    if not isinstance(presets, list) or not all(isinstance(name, str) for name in presets):
+        raise ValueError(f"{_place(path, 'presets')}: presets is {presets!r}; a list of names is wanted, as [squad]")
+    return presets, _sections(found, path)
+
+
+def _read(path: Path) -> Any:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; run in the project's folder or name the file with --params")
     if path.stat().st_size > LARGEST_FILE:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; a params file has at most {LARGEST_FILE}")
     try:
-        values = yaml.load(path.read_bytes(), _Loader)
+        values: Any = yaml.load(path.read_bytes(), _Loader)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
-    if values is None:
-        return {}
+    return {} if values is None else values
+
+
+def _sections(values: Any, path: Path) -> dict[str, dict[str, Any]]:
     wrong = [n for n, v in values.items() if not isinstance(v, dict | None)] if isinstance(values, dict) else ["this"]
     if wrong:
         what = f"{wrong[0]} is no section: "
@@ -379,14 +395,23 @@ def parse_setting(text: str) -> dict[str, dict[str, Any]]:
 
 
 def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
-    """All sections: the defaults, a params file, presets and then settings laid over each other, all checked."""
-    values = checked(read_yaml(path), path)
-    for preset in presets:
-        values = checked(read_yaml(preset), preset, values)
+    """All sections, checked, laid over each other: the defaults, the presets that a params file names, the file
+    itself, then ``presets`` and ``settings``.
+    """
+    named, own = read_params(path)
+    values = checked(own, path, _laid(defaults(), [preset_path(name, path) for name in named]))
+    values = _laid(values, presets)
     for setting in settings:
         values = checked(parse_setting(setting), f"--set {setting}", values)
     check_together(values)
     return values
+
+
+def _laid(values: Values, presets: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    laid = {section: dict(keys) for section, keys in values.items()}
+    for preset in presets:
+        laid = checked(read_yaml(preset), preset, laid)
+    return laid
 
 
 def checked(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
@@ -395,21 +420,47 @@ def checked(values: Values, source: str | Path, base: Values | None = None) -> d
     return merged | {name: asdict(parse_section(name, merged[name], str(source))) for name in values}
 
 
-def rewritten(path: Path, values: Values) -> tuple[str, list[str]]:
-    """The text of a params file with other values in it, comments kept, and each change as ``key: old -> new``."""
+def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tuple[str, list[str]]:
+    """The text of a params file that starts from other presets and has other values; and each change that this makes.
+
+    Comments are kept. What the file has as its presets of before, or as the defaults, becomes what it is now; what a
+    person has changed stays.
+    """
     from ruamel.yaml import YAML
+    from ruamel.yaml.comments import CommentedMap, CommentedSeq
     from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+
+    named, own = read_params(path)
+    names = list(presets) or named
+    was, now = (_laid(defaults(), [preset_path(name, path) for name in some]) for some in (named, names))
+    before = checked(own, path, was)
+    kept = {
+        section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}
+        for section, keys in own.items()
+    }
+    after = merge(now, kept, path)
+    for setting in settings:
+        after = checked(parse_setting(setting), f"--set {setting}", after)
+    check_together(after)
 
     editor = YAML()
     editor.preserve_quotes = True
     editor.width = 1 << 16
-    document = editor.load(path.read_text(encoding="utf-8")) or {}
-    changes = []
-    before = checked(read_yaml(path), path)
-    for section, new in checked(values, "values").items():
-        for key in (key for key in new if new[key] != before[section][key]):
-            changes.append(f"{section}.{key}: {before[section][key]} -> {new[key]}")
-            value = new[key]
+    document: Any = editor.load(path.read_text(encoding="utf-8")) or CommentedMap()
+    changes = [f"presets: {', '.join(named) or 'none'} -> {', '.join(names)}"] if names != named else []
+    if changes:
+        listed = CommentedSeq(names)
+        listed.fa.set_flow_style()
+        if "presets" in document:
+            document["presets"] = listed
+        else:
+            document.insert(0, "presets", listed)
+    for section, new in after.items():
+        for key, value in new.items():
+            if value != before[section][key]:
+                changes.append(f"{section}.{key}: {before[section][key]} -> {value}")
+            if value == (before if key in own.get(section, ()) else now)[section][key]:
+                continue
             if isinstance(value, str) and yaml.safe_load(value) != value:  # YAML 1.1 would take it for something else
                 value = DoubleQuotedScalarString(value)
             document[section] = document.get(section) or {}
@@ -544,12 +595,13 @@ _KIND = {int: "a whole number", float: "a number", str: "a text", bool: "true or
 
 
 def preset_path(name: str, params: Path) -> Path:
-    """The file of a preset: a path, or a name under pipelines/presets beside the params file."""
-    folder = params.parent / "pipelines" / "presets"
-    for candidate in (Path(name), folder / f"{name}.yaml"):
+    """The file of a preset: a path, or a name under ``presets`` beside the params file, else in the package."""
+    folders = params.parent / "presets", PACKAGE / "presets"
+    for candidate in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
         if candidate.is_file():
             return candidate
-    known = sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.yaml"))
+    known = {p.relative_to(folder).with_suffix("").as_posix() for folder in folders for p in folder.rglob("*.yaml")}
     raise ValueError(
-        f"--preset {name!r}: no such file, and none of the presets {', '.join(known) or '(none)'} under {folder}"
+        f"preset {name!r}: no such file, and none of the presets {', '.join(sorted(known))}, which are realmops' own "
+        f"and those in {folders[0]}"
     )

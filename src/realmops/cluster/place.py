@@ -35,12 +35,9 @@ class Place:
     @property
     def advice(self) -> str:
         """What makes our objects there."""
-        if self.profiles:
-            return (
-                f"'kubectl apply -k k8s/overlays/production' (or .../local), with 'namespace: {self.namespace}' in it"
-            )
+        kind = "production (or local)" if self.profiles else "standalone"
         own = "" if self.namespace == INSTALLED_IN else f", with 'namespace: {self.namespace}' in it"
-        return f"'kubectl apply -k k8s/overlays/standalone'{own}"
+        return f"'kubectl apply -k .' with the files of 'realmops init --cluster {kind}'{own}"
 
     def described(self, objects: Mapping[str, str]) -> str:
         """One line about it and what runs want there: names by parameter."""

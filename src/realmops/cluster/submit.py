@@ -26,6 +26,7 @@ from realmops.cluster.kube import looked
 from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.server import Server
 from realmops.cluster.waiting import Say, awaited
+from realmops.config import PACKAGE
 
 SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # every other state but SUCCEEDED is of a run that lives
@@ -58,17 +59,25 @@ class Pipeline:
     parameters: Mapping[str, Mapping[str, Any]]
 
     @classmethod
+    def named(cls, name: str) -> Pipeline:
+        """A pipeline of the package, or a file; ValueError for what is neither."""
+        own = PACKAGE / "kubeflow" / f"{name}.yaml"
+        if Path(name).is_file() or not own.is_file():
+            return cls.read(Path(name))
+        return cls.read(own)
+
+    @classmethod
     def read(cls, path: Path) -> Pipeline:
         """Raises ValueError for what is no compiled pipeline."""
         if not path.is_file():
-            raise ValueError(f"{path} does not exist: name a compiled pipeline with --pipeline")
+            raise ValueError(f"{path} does not exist: --pipeline wants train, ablations, refresh or a compiled file")
         try:
             documents = list(yaml.load_all(path.read_bytes(), yaml.CSafeLoader))
             spec = documents[0]
             parameters = spec["root"].get("inputDefinitions", {}).get("parameters", {})
             return cls(path, documents, spec["pipelineInfo"]["name"], parameters)
         except (yaml.YAMLError, AttributeError, IndexError, KeyError, TypeError):
-            raise ValueError(f"{path} is no compiled pipeline; pipelines/train.yaml is one") from None
+            raise ValueError(f"{path} is no compiled pipeline; python -m pipelines makes some") from None
 
     @contextmanager
     def kept_for(self, hours: float) -> Iterator[Path]:

@@ -227,14 +227,14 @@ def refresh(options: str, root: str, changes: Output, metrics: MetricsArtifact) 
 
 @_task()
 def variant(
-    name: str, project: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: MetricsArtifact
+    name: str, options: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: MetricsArtifact
 ) -> None:
     """Train and evaluate one variant of an ablation with every seed; table and MLflow runs are for :func:`table`."""
     from realmops.commands.ablate import means_of, train
 
     report = Console()
     report.say(f"limits of this pod: {limits}")
-    ablation = _ablation([name], project, presets, settings, seeds, out)
+    ablation = _ablation([name], options, presets, settings, seeds, out)
     if failures := train(ablation, jobs=1, report=report):
         raise ValueError("\n".join(failures.values()))
     metrics.metadata["variant"] = name  # Kubeflow's page that compares calls the pods of all variants by one name
@@ -244,7 +244,7 @@ def variant(
 @_task()
 def table(
     variants: list[str],
-    project: str,
+    options: str,
     presets: str,
     settings: str,
     seeds: int,
@@ -262,7 +262,7 @@ def table(
     from realmops.commands.ablate import ablate
     from realmops.evaluate.ablation import REFERENCE, table_of_rows
 
-    ablation = _ablation([REFERENCE, *variants], project, presets, settings, seeds, out)
+    ablation = _ablation([REFERENCE, *variants], options, presets, settings, seeds, out)
     found, missing = ablate(ablation, jobs=1, report=Console(), only_look=True)
     text = table_of_rows(found).as_markdown() if found else f"No table: {REFERENCE} is not among what ended well.\n"
     text += "".join(f"\n{line}\n" for line in missing)
@@ -273,13 +273,15 @@ def table(
     _show({f"{row['variant']}_{what}": row[name] for row in found for what, name in columns.items()}, metrics)
 
 
-def _ablation(variants: list[str], project: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
+def _ablation(variants: list[str], options: str, presets: str, settings: str, seeds: int, out: str) -> Ablation:
     from realmops.commands.ablate import Ablation
 
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}, at least 1 is wanted")
+    params = Path(out) / "params.yaml"  # JSON is YAML; all pods of an ablation write the same
+    artifacts.write_json(params, _parsed(options))
     return Ablation(
-        Path(project) / "params.yaml",
+        params,
         presets=_names("presets", presets),
         settings=_names("overrides", settings),
         variants=list(dict.fromkeys(variants)),

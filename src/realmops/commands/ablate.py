@@ -41,7 +41,7 @@ from realmops.tracking import runs
 from realmops.tracking.mlflow_views import view_address
 from realmops.tracking.sender import sync
 
-VARIANTS = Path("pipelines/ablations/params.yaml")
+VARIANTS = "variants.yaml"
 FIGURES = (*STALENESS, "hit_at_5_after", "retrieval_utility", "p_null", "marginal_gain", "collapsed", "refreshes")
 MASKED = ("masked_accuracy", "masked_log_p", "masked_accuracy_without", "masked_log_p_without")  # of the reader
 OUTCOMES = "outcomes"
@@ -92,13 +92,19 @@ class Ablation:
         known = variants_of(self.params)
         for name in self.variants:
             if name not in known:
-                raise ValueError(f"variant {name!r}: {VARIANTS} has {', '.join(known)}")
+                raise ValueError(f"variant {name!r}: {variants_file(self.params)} has {', '.join(known)}")
         return [self.task(*both) for both in product(self.variants, self.seeds)]
+
+
+def variants_file(params: Path) -> Path:
+    """A project's own variants, beside its params file, else those of the package."""
+    own = params.parent / VARIANTS
+    return own if own.is_file() else config.PACKAGE / VARIANTS
 
 
 def variants_of(params: Path) -> dict[str, dict[str, str]]:
     """``TITLES`` of the variants by name, in the order of the table; ValueError for a file without the reference."""
-    path = params.parent / VARIANTS
+    path = variants_file(params)
     found = config.read_yaml(path).get("variants", {})
     if REFERENCE not in found:
         raise ValueError(f"{path}: variants lacks {REFERENCE}, to which all others are compared")

@@ -1,9 +1,5 @@
 """Public data sets, brought to where the presets look for them.
 
-    python scripts/public_data.py squad ner       what the preset squad reads
-    python scripts/public_data.py nq              NQ-Open, for the presets nq, paper and published
-    python scripts/public_data.py squad --from FOLDER   of files that you have already, no network is used
-
 squad  open-domain SQuAD: the paragraphs of SQuAD 1.1's training articles as passages, its questions in three parts
 ner    sentences with tagged names: wikigold, Universal NER (PUD and EWT), WNUT-17
 nq     the questions of NQ-Open, as they are
@@ -14,13 +10,11 @@ A file that is downloaded must have the digest that stands here.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import json
-import sys
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +98,8 @@ def download(original: Original) -> bytes:
     return content
 
 
-def given(original: Original, folder: Path) -> bytes:
-    """The bytes of a file below a folder of the user's, plain or as .gz."""
+def given(original: Original, folder: Path) -> tuple[bytes, str]:
+    """The bytes of a file below a folder of the user's, plain or as .gz; and a line where they are not the file's."""
     found = [path for name in (original.name, f"{original.name}.gz") for path in sorted(folder.rglob(name))]
     if not found:
         raise ValueError(f"{folder} holds no {original.name} and no {original.name}.gz; its home is {original.url}")
@@ -114,17 +108,16 @@ def given(original: Original, folder: Path) -> bytes:
             content = file.read(LIMIT + 1)
     except DAMAGE as error:
         raise ValueError(f"{found[0]} cannot be read ({error}); copy it again") from None
-    if not original.is_of(content):
-        print(f"{found[0]} is not the file at {original.url}: figures may differ from the documented ones")
-    return content
+    other = f"{found[0]} is not the file at {original.url}: figures may differ from the documented ones"
+    return content, "" if original.is_of(content) else other
 
 
-def read(original: Original, folder: Path | None) -> bytes:
-    """The bytes of a file, of the folder if one is named, otherwise of its home."""
-    content = download(original) if folder is None else given(original, folder)
+def read(original: Original, folder: Path | None) -> tuple[bytes, list[str]]:
+    """The bytes of a file, of the folder if one is named, otherwise of its home; and what is to be said of them."""
+    content, other = (download(original), "") if folder is None else given(original, folder)
     if len(content) > LIMIT:
         raise ValueError(f"{original.name} has more than {LIMIT} bytes, which the data set's file has not")
-    return content
+    return content, [other] if other else []
 
 
 def number_of(text: str) -> int:
@@ -193,9 +186,10 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_bytes(path, gzip.compress(text.encode(), mtime=0))
 
 
-def bring_squad(to: Path, folder: Path | None, wanted: int) -> None:
+def bring_squad(to: Path, folder: Path | None, wanted: int) -> Iterator[str]:
     """Write the passages and questions of open-domain SQuAD."""
-    content = read(SQUAD, folder)
+    content, notes = read(SQUAD, folder)
+    yield from notes
     try:
         records = open_squad(json.loads(content)["data"], wanted)
     except (ValueError, LookupError, TypeError) as error:
@@ -204,40 +198,26 @@ def bring_squad(to: Path, folder: Path | None, wanted: int) -> None:
         path = to / "squad" / f"{name}.jsonl.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_lines(path, rows)
-        print(f"{path}: {len(rows):,} records")
+        yield f"{path}: {len(rows):,} records"
 
 
-def bring_copies(name: str, to: Path, folder: Path | None) -> None:
+def bring_copies(name: str, to: Path, folder: Path | None) -> Iterator[str]:
     """Write the files of a data set that is taken as it is."""
     for original in COPIED[name]:
         path = to / name / original.name
-        content = read(original, folder)
+        content, notes = read(original, folder)
+        yield from notes
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, content)
-        print(f"{path}: {len(content):,} bytes")
+        yield f"{path}: {len(content):,} bytes"
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Bring the data sets that are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="+", choices=["squad", *COPIED], metavar="NAME", help="squad, ner or nq")
-    parser.add_argument(
-        "--from", type=Path, dest="folder", metavar="FOLDER", help="the files as they are at their home"
-    )
-    parser.add_argument("--to", type=Path, default=Path("data/public"), metavar="FOLDER", help="default: data/public")
-    parser.add_argument("--passages", type=int, default=2000, metavar="N", help="about so many of squad; default: 2000")
-    arguments = parser.parse_args(words)
-    try:
-        for name in arguments.names:
-            if name == "squad":
-                bring_squad(arguments.to, arguments.folder, arguments.passages)
-            else:
-                bring_copies(name, arguments.to, arguments.folder)
-    except (ValueError, OSError) as error:
-        print(f"public_data: {error}", file=sys.stderr)
-        return 2
-    return 0
+def bring(names: Sequence[str], to: Path, folder: Path | None, wanted: int) -> Iterator[str]:
+    """Write the data sets of these names below ``to``, and say what was written.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Args:
+        folder: has the files as they are at their home; None to download them.
+        wanted: about so many passages of SQuAD.
+    """
+    for name in names:
+        yield from bring_squad(to, folder, wanted) if name == "squad" else bring_copies(name, to, folder)
