@@ -9,7 +9,7 @@ from kfp import dsl, kubernetes
 from realmops import config
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
-OPTIONS = json.dumps(config.merge(config.defaults(), config.read_yaml(PARAMS), str(PARAMS)), sort_keys=True)
+OPTIONS = json.dumps(config.load(PARAMS), sort_keys=True)
 VOLUME = "/realmops"
 RUNS = f"{VOLUME}/runs"
 USER = 10001  # of the image

@@ -17,7 +17,7 @@ import component_pages
 
 from realmops.cli import HEADINGS
 from realmops.cli import main as realmops
-from realmops.config import DEFAULTS, read_yaml
+from realmops.config import DEFAULTS, read_params
 
 ROOT = Path(__file__).parents[1]
 MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"
@@ -103,7 +103,7 @@ def options_page(options: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
 
 def pages() -> dict[Path, str]:
     """What stands in each generated page, by its file."""
-    options = options_page(DEFAULTS.read_text(encoding="utf-8"), read_yaml(ROOT / "params.yaml"))
+    options = options_page(DEFAULTS.read_text(encoding="utf-8"), read_params(ROOT / "params.yaml")[1])
     found = {ROOT / "docs/commands.md": commands_page(), ROOT / "docs/options.md": options}
     return found | component_pages.pages(lambda source: MADE.format(source=source), row)
 

@@ -21,6 +21,7 @@ from realmops.config import (
     parse_section,
     parse_setting,
     preset_path,
+    read_params,
     read_yaml,
     rewritten,
 )
@@ -193,7 +194,7 @@ def test_a_file_of_differences_takes_what_is_written_into_it(params: Path) -> No
 
 
 def test_the_projects_params_show_some_options_of_every_section_as_the_defaults_are() -> None:
-    shown = read_yaml(PARAMS)
+    _, shown = read_params(PARAMS)
     assert shown.keys() == SECTIONS.keys(), "DVC follows the options by their sections"
     assert all(shown.values())
     assert load(PARAMS) == config.defaults()
@@ -364,9 +365,7 @@ def test_other_presets_take_the_place_of_those_before_and_edits_stay(params: Pat
     assert load(params) == load(PARAMS, presets=both, settings=["run.seed=3", "tag.hidden=0.2"])
     said = write("--preset", "squad")
     assert {"presets: squad, minilm -> squad", "ict.steps: 60 -> 50", "ict.learning_rate: 3e-05 -> 0.0005"} < {*said}
-    assert params.read_text() == (
-        "presets: [squad]\nrun:\n  seed: 3\nict:\n  steps: 50\ntag:\n  hidden: 0.2  # ours\n"
-    )
+    assert params.read_text() == ("presets: [squad]\nrun:\n  seed: 3\nict:\n  steps: 50\ntag:\n  hidden: 0.2  # ours\n")
     assert load(params) == load(PARAMS, presets=both[:1], settings=["run.seed=3", "tag.hidden=0.2"])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -34,12 +33,13 @@ from manifests import (
     selects,
     templates,
 )
+from small_project import cli
 
 from realmops.cli import main
 from realmops.cluster import IMAGE, server
 from realmops.serve.server import DRAIN_SECONDS
 
-ROOT = K8S.parent
+ROOT = K8S.parents[2]
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
 STARTS = ("base", "overlays/local", "overlays/standalone", "overlays/production")
 ANSWERING = ("serve", "kserve")  # components that only single-node changes: with few sets of the others
@@ -304,7 +304,7 @@ def test_pods_under_a_network_policy_find_names_and_get_no_proxy_of_istios(rende
 
 def labels_of_pipelines() -> list[dict[str, str]]:
     """The labels that the compiled pipelines give to their pods."""
-    platforms = [read_all(file)[1]["platforms"] for file in sorted((ROOT / "pipelines").glob("*.yaml"))]
+    platforms = [read_all(file)[1]["platforms"] for file in sorted((K8S.parent / "kubeflow").glob("*.yaml"))]
     executors = [one["kubernetes"]["deploymentSpec"]["executors"] for one in platforms]
     return [pod.get("podMetadata", {}).get("labels", {}) for one in executors for pod in one.values()]
 
@@ -339,23 +339,25 @@ def test_a_run_may_be_served_in_the_place_of_a_champion(rendered: dict[str, list
 
 
 @pytest.mark.parametrize(
-    ("overlay", "image", "wanted"),
+    ("cluster", "image", "wanted"),
     [
-        (STARTS[1], {}, None),
-        (STARTS[2], {"newName": "host:5000/team/realmops", "newTag": "f2c1a07"}, "host:5000/team/realmops:f2c1a07"),
-        (STARTS[3], {"newName": "host/realmops", "digest": f"sha256:{'0' * 64}"}, f"host/realmops@sha256:{'0' * 64}"),
+        ("local", {}, IMAGE),
+        ("standalone", {"newName": "host:5000/team/realmops", "newTag": "f2c1a07"}, "host:5000/team/realmops:f2c1a07"),
+        (
+            "production",
+            {"newName": "host/realmops", "digest": f"sha256:{'0' * 64}"},
+            f"host/realmops@sha256:{'0' * 64}",
+        ),
     ],
 )
 def test_the_job_submits_the_image_that_it_runs(
-    overlay: str, image: dict[str, str], wanted: str | None, tmp_path: Path
+    cluster: str, image: dict[str, str], wanted: str, tmp_path: Path
 ) -> None:
     images = [{"name": "realmops", **image}] if image else None
-    component = {"components": ["../../components/retrain-on-sync"]}
-    objects = as_applied(tmp_path, f"k8s/{overlay}", component, images)
+    objects = as_applied(tmp_path, cluster, images)
     [container] = find(objects, "Job/realmops-retrain")["spec"]["template"]["spec"]["containers"]
     variables = {one["name"]: one.get("value") for one in container["env"]}
-    assert variables["IMAGE"] == container["image"] == (wanted or container["image"])
-    assert "set-by-overlay" not in container["image"]
+    assert variables["IMAGE"] == container["image"] == wanted
     assert variables["KF_PIPELINES_ENDPOINT"] == "http://ml-pipeline.kubeflow:8888"
     assert variables["HOME"] == "/tmp"
 
@@ -364,24 +366,28 @@ def test_the_job_submits_the_image_that_it_runs(
 
 
 def as_applied(
-    folder: Path, source: str, extra: dict[str, list[Any]], images: list[dict[str, str]] | None = None
+    folder: Path, cluster: str, images: list[dict[str, str]] | None = None, by: str = "flux"
 ) -> list[Object]:
-    """An overlay with components and patches added, as Argo CD and Flux do it; with other images, if there are some."""
-    shutil.copytree(K8S, folder / "k8s")
-    file = folder / source / "kustomization.yaml"
+    """A user's project as Argo CD and Flux apply it; with other images, if there are some."""
+    assert cli("init", folder, "--cluster", cluster).exit_code == 0
+    file = folder / "kustomization.yaml"
     own = yaml.safe_load(file.read_text(encoding="utf-8"))
-    for key, added in extra.items():
-        own[key] = [*own.get(key, []), *added]
+    told = read_all(folder / "k8s" / "flux.yaml")[1]["spec"]
+    if by == "argo-cd":
+        told = read_all(folder / "k8s" / "argo-cd.yaml")[0]["spec"]["source"]["kustomize"]
+    for key in ("components", "patches"):
+        own[key] = [*own.get(key, []), *told.get(key, [])]
     own["images"] = images or own["images"]
     file.write_text(yaml.safe_dump(own), encoding="utf-8")
-    return render(folder / source)
+    return render(folder)
 
 
 def test_argo_cd_retrains_after_each_sync_and_leaves_the_builders_number_alone(tmp_path: Path) -> None:
-    spec = read("gitops/argo-cd.yaml")["spec"]
-    objects = as_applied(tmp_path, spec["source"]["path"], spec["source"]["kustomize"])
+    objects = as_applied(tmp_path, "production", by="argo-cd")
+    [application] = read_all(tmp_path / "k8s" / "argo-cd.yaml")
+    spec = application["spec"]
     assert faults(objects) == []
-    assert faults([read("gitops/argo-cd.yaml")]) == []
+    assert faults([application]) == []
     job = find(objects, "Job/realmops-retrain")
     assert job["metadata"]["annotations"]["argocd.argoproj.io/hook"] == "PostSync"
     assert job["spec"]["template"]["spec"]["containers"][0]["args"][:2] == ["submit", "--once"]
@@ -393,10 +399,9 @@ def test_argo_cd_retrains_after_each_sync_and_leaves_the_builders_number_alone(t
 
 
 def test_flux_runs_a_changed_job_and_leaves_the_builders_number_alone(tmp_path: Path) -> None:
-    source, sync = yaml.safe_load_all((K8S / "gitops" / "flux.yaml").read_text(encoding="utf-8"))
-    spec = sync["spec"]
-    assert spec["sourceRef"] == {"kind": source["kind"], "name": source["metadata"]["name"]}
-    objects = as_applied(tmp_path, spec["path"], {key: spec[key] for key in ("components", "patches")})
+    objects = as_applied(tmp_path, "production")
+    source, sync = read_all(tmp_path / "k8s" / "flux.yaml")
+    assert sync["spec"]["sourceRef"] == {"kind": source["kind"], "name": source["metadata"]["name"]}
     assert faults(objects) == []
     assert faults([source, sync]) == []
     job = find(objects, "Job/realmops-retrain")
@@ -414,8 +419,7 @@ def tried_for(job: Object) -> float:
 
 def test_a_submission_is_tried_again_while_the_server_is_away_and_not_for_a_mistake(tmp_path: Path) -> None:
     """`realmops submit` ends with 1 and with 2 then; a pod that its node loses counts as neither."""
-    spec = read("gitops/argo-cd.yaml")["spec"]
-    job = find(as_applied(tmp_path, spec["source"]["path"], spec["source"]["kustomize"]), "Job/realmops-retrain")
+    job = find(as_applied(tmp_path, "production", by="argo-cd"), "Job/realmops-retrain")
     assert 20 * 60 < tried_for(job) < job["spec"]["activeDeadlineSeconds"]
     ignored, mistake = job["spec"]["podFailurePolicy"]["rules"]
     assert ignored == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
@@ -423,7 +427,8 @@ def test_a_submission_is_tried_again_while_the_server_is_away_and_not_for_a_mist
     codes = {"containerName": container["name"], "operator": "In", "values": [2]}
     assert mistake == {"action": "FailJob", "onExitCodes": codes}
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never", "which such a policy wants"
-    assert spec["syncPolicy"]["retry"]["limit"] > 0, "and then Argo CD syncs again"
+    [application] = read_all(tmp_path / "k8s" / "argo-cd.yaml")
+    assert application["spec"]["syncPolicy"]["retry"]["limit"] > 0, "and then Argo CD syncs again"
 
 
 @pytest.mark.parametrize("case", ["on-base-ros", "on-local-ros", "on-standalone-ros", FULL])
@@ -553,7 +558,9 @@ MISTAKES = [
     (TRAINING, "spec trainer numNodes", 4, "requests.nvidia.com/gpu"),
     (PREDICTOR, "spec predictor volumes 0 persistentVolumeClaim claimName", "data", "persistentvolumeclaim data"),
 ]  # fmt: skip
-OF_OTHERS = [one for name in ("argo-cd", "flux") for one in read_all(K8S / "gitops" / f"{name}.yaml")]
+STARTER = K8S.parent / "starter"
+TEXTS = [(STARTER / f"{name}.yaml").read_text(encoding="utf-8").replace("@", "") for name in ("argo-cd", "flux")]
+OF_OTHERS = [one for text in TEXTS for one in yaml.safe_load_all(text)]
 
 
 def plant(one: Object, path: str, value: Any) -> None:

@@ -16,7 +16,7 @@ from realmops.console import Console, end_on_sigterm, explained_errors, show
 from realmops.stages import STAGES
 
 HEADINGS = {
-    "Run": ("run", "params", "public-data", "import", "questions", "cloze"),
+    "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
     "Look": ("report", "explain", "alignments", "ceilings"),
     "Serve": ("ask", "serve", "verify", "update"),
     "Compare": ("ablate", "compare", "promote"),
@@ -143,6 +143,34 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+@main.command()
+@click.argument("folder", type=_path, default=Path())
+@_file("--documents", metavar="PATH", help="Your documents: a file or a folder. Without it: an invented encyclopedia.")
+@_repeated(
+    "--questions",
+    "questions",
+    "FILE",
+    "Questions with answers. Files named train, dev and test are taken as such, others are split.",
+    type=_path,
+)
+@click.option("--encoder", metavar="NAME", help="A BERT's folder or name on the hub, or small for one from scratch.")
+@click.option(
+    "--cluster",
+    type=click.Choice(["standalone", "local", "production"]),
+    default="standalone",
+    help="For which Kubernetes: Kubeflow Pipelines alone, or profiles on one machine or on many.",
+)
+def init(**given: Any) -> Iterator[str]:
+    """Write a project of your own into FOLDER, or here.
+
+    It has params.yaml, dvc.yaml, a README with your commands, and what Kubernetes, Argo CD, Flux and GitHub need. The
+    documents and questions are looked at first, and the presets are chosen by what is there. Nothing is overwritten.
+    """
+    from realmops.commands.init import init
+
+    yield from init(**given)
+
+
 @main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))
 @click.argument("stage", type=click.Choice([*STAGES, "all"]), metavar="STAGE")
 @_values
@@ -155,7 +183,9 @@ def run(stage: str, **given: Any) -> None:
     STAGE is "all" or one of the names below. A stage whose inputs and options did not change is skipped. A stage
     that was killed goes on from its checkpoints. Its output appears whole or not at all.
     """
-    _run(STAGES if stage == "all" else (stage,), **given)
+    from realmops.stages import chain
+
+    _run(chain(given["values"]) if stage == "all" else (stage,), **given)
 
 
 def _run(names: Iterable[str], **given: Any) -> None:
@@ -359,8 +389,10 @@ def cloze(values: Values, root: Path, out: Path | None, limit: int, **given: Any
     "realmops run" runs them. The option run.seed decides which spans are drawn.
     """
     from realmops.commands.questions import make_cloze
+    from realmops.stages import chain
 
-    _run(("sample", "snapshot", "tag"), values=values, root=root, force=False, **given)
+    before = [name for name in chain(values) if name in ("sample", "snapshot", "tag")]
+    _run(before, values=values, root=root, force=False, **given)
     return make_cloze(root, out, seed=values["run"]["seed"], limit=limit)
 
 

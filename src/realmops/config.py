@@ -399,15 +399,16 @@ def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = 
     itself, then ``presets`` and ``settings``.
     """
     named, own = read_params(path)
-    values = checked(own, path, _laid(defaults(), [preset_path(name, path) for name in named]))
-    values = _laid(values, presets)
+    values = checked(own, path, laid(defaults(), [preset_path(name, path) for name in named]))
+    values = laid(values, presets)
     for setting in settings:
         values = checked(parse_setting(setting), f"--set {setting}", values)
     check_together(values)
     return values
 
 
-def _laid(values: Values, presets: Iterable[Path]) -> dict[str, dict[str, Any]]:
+def laid(values: Values, presets: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """``values`` with those of preset files laid over them, in order, all checked."""
     laid = {section: dict(keys) for section, keys in values.items()}
     for preset in presets:
         laid = checked(read_yaml(preset), preset, laid)
@@ -432,7 +433,7 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
 
     named, own = read_params(path)
     names = list(presets) or named
-    was, now = (_laid(defaults(), [preset_path(name, path) for name in some]) for some in (named, names))
+    was, now = (laid(defaults(), [preset_path(name, path) for name in some]) for some in (named, names))
     before = checked(own, path, was)
     kept = {
         section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}

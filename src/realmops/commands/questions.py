@@ -20,6 +20,7 @@ from realmops.stages import CLOZE, STAGES
 from realmops.train.ict import SentencesWithSpans
 
 KIND = "questions"
+CLOZE_LIMIT = 20_000
 
 
 def convert_questions(
@@ -54,6 +55,8 @@ def convert_questions(
 def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[str]:
     """Write questions made from the corpus and its salient spans into a folder: train, dev and test; in words.
 
+    What was made from the same corpus, spans and seed is left as it is.
+
     The folder is of the same kind as that of ``convert_questions``.
 
     Args:
@@ -65,11 +68,15 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[s
     folders = {name: root / STAGES[name].folder / "corpus" for name in ("snapshot", "tag")}
     snapshot = Snapshot.open(folders["snapshot"])
     spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
+    files = artifacts.read_manifest(folders["tag"], "spans")["files"]
     labels = [spans.labels[label] for label in spans.label_ids.tolist()]
+    made_of = {"corpus_hash": snapshot.corpus_hash, "spans": files["spans.npy"], "seed": seed, "limit": limit}
+    if out.is_dir() and made_of.items() <= artifacts.read_manifest(out, KIND).items():
+        return [f"nothing to do, {out} was made from the same corpus"]
     questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
     parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}
     line = f"{len(questions)} questions made of {len(spans.rows)} salient spans in {len(snapshot)} passages"
-    return [line, *_write(out, parts, corpus_hash=snapshot.corpus_hash, seed=seed)]
+    return [line, *_write(out, parts, **made_of)]
 
 
 def _check_replaceable(folder: Path) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from realmops.commands.questions import CLOZE_LIMIT, make_cloze
 from realmops.config import notes
 from realmops.index.process import end_with
-from realmops.stages import Report, check_files
+from realmops.stages import CLOZE, Report, check_files, named_below
 from realmops.stages.runner import run_stage
 
 
@@ -25,7 +26,8 @@ def run_stages(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run stages as ``run_stage`` does; the name and the metrics of each, which a process that only helps has not.
 
-    The files that they want from outside are looked for before the first one begins.
+    The files that they want from outside are looked for before the first one begins. Behind the stage tag questions
+    are made from the corpus, where a later stage reads such.
     """
     _end_with_parent(watch_parent)
     check_files(names, values, project, root)
@@ -35,6 +37,9 @@ def run_stages(
         metrics = run_stage(name, values, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
+        if name == "tag" and named_below(CLOZE, names, values):
+            for line in make_cloze(root, None, seed=values["run"]["seed"], limit=CLOZE_LIMIT):
+                report.say(f"cloze: {line}")
 
 
 def _end_with_parent(parent: int | None) -> None:

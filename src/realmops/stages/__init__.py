@@ -164,6 +164,22 @@ def _needless(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
     return found if values["tag"]["method"] == "tagger" else found | {"tag.train", "tag.dev"}
 
 
+def in_use(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The keys of the files that a stage reads with these options."""
+    return [key for key in stage.files if key not in _needless(values)]
+
+
+def named_below(folder: str, names: Collection[str], values: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether an option in use of one of these stages names a file in a folder of the run."""
+    keys = [key for name in names for key in in_use(STAGES[name], values)]
+    return any(Path(folder) in Path(values[section][key]).parents for section, key in (key.split(".") for key in keys))
+
+
+def chain(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    """All stages in their order, without the sample where nothing of it is read."""
+    return tuple(name for name in STAGES if name != "sample" or named_below(STAGES["sample"].folder, STAGES, values))
+
+
 def outside_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:
     """The files that the chain reads and that nothing of ours makes, by section.key."""
     found: dict[str, Path] = {}
@@ -184,10 +200,11 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
             section, option = key.split(".")
             value = values[section][option]
             maker = next((one.name for one in STAGES.values() if Path(one.folder) in Path(value).parents), "")
-            if key in needless or value.startswith(HUB) or path.exists() or maker in names:
+            cloze = Path(CLOZE) in Path(value).parents
+            if key in needless or value.startswith(HUB) or path.exists() or ("tag" if cloze else maker) in names:
                 continue
             advice = f"run the stage {maker} first, or name a file of your own" if maker else "check the path"
-            if Path(CLOZE) in Path(value).parents:
+            if cloze:
                 advice = "run 'realmops cloze' with the same options, which makes it of the corpus"
             advice += {
                 "snapshot.warmup": ", or set snapshot.use_warmup=false: the reader then starts from the documents",

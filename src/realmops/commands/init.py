@@ -1,0 +1,306 @@
+"""``realmops init``: a project of the user's own, made of what the package has and of what the documents are."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import yaml
+
+from realmops import __version__, artifacts, config
+from realmops.cluster import IMAGE
+from realmops.commands.public_data import bring
+from realmops.config import PACKAGE
+from realmops.corpus.documents import Document, Raw
+from realmops.corpus.formats import Source, sources
+from realmops.corpus.questions import json_line, parts_of, read_questions
+from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
+
+STARTER = PACKAGE / "starter"
+BASES = f"realmops-{__version__}"  # the folder of the manifests below k8s
+CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # each with its namespace
+ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # what the preset minilm starts from
+SPLITS = "train", "dev", "test"
+LEAST = 60  # questions, below which all are test questions
+TAGGED = "data/public"  # where the presets look for tagged sentences
+HUB_SECONDS = 5.0
+PARAMS_HEAD = """\
+# What differs from the defaults. docs/options.md of realmops has every option; "realmops params --json" prints all that
+# hold here. A preset is a file of differences, realmops' own or presets/NAME.yaml here.
+"""
+DVC_HEAD = """\
+# The whole chain. Each stage is one call of the command line; params lists the presets and the sections that it reads.
+# With persist DVC leaves a stage's folder to the stage, which goes on with what realmops run has made, and replaces the
+# folder whole.
+"""
+
+
+@dataclass
+class Project:
+    """What will be written: text by file, and what a person is told."""
+
+    folder: Path
+    files: dict[str, str] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    presets: list[str] = field(default_factory=list)
+    own: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def put(self, key: str, value: Any) -> None:
+        """Set an option of params.yaml."""
+        section, _, name = key.partition(".")
+        self.own.setdefault(section, {})[name] = value
+
+    @property
+    def values(self) -> dict[str, dict[str, Any]]:
+        """All sections."""
+        files = [config.preset_path(name, self.folder / "params.yaml") for name in self.presets]
+        return config.checked(self.own, "params.yaml", config.laid(config.defaults(), files))
+
+
+def init(
+    folder: Path, documents: Path | None, questions: Sequence[Path], encoder: str | None, cluster: str
+) -> Iterator[str]:
+    """Write a project into a folder; what was found and what comes next, in words.
+
+    Args:
+        documents: a file or a folder; None for the invented encyclopedia.
+        questions: files; they are split where there are enough of them.
+        encoder: a folder, a name on the hub, or "small" for one from scratch; None for what is at hand.
+
+    Raises ValueError, before anything is written, for documents or questions that no stage could read, and for a
+    folder that has one of the files already.
+    """
+    project = Project(folder)
+    if documents is not None:
+        _look_at_documents(project, documents)
+        project.presets += _model(project, encoder)
+        if questions:
+            _look_at_questions(project, questions)
+        else:
+            project.presets.append("documents")
+            project.lines.append("questions: none; realmops makes some from the documents (preset documents)")
+    elif questions or encoder:
+        raise ValueError("--questions and --encoder want --documents: the sample has its own")
+    project.put("tracking.experiment", folder.resolve().name or "realmops")
+    config.check_together(project.values)
+    places = dict(PLACES)
+    if (folder / "README.md").exists():
+        del places["README.md"]
+        project.lines.append(f"{folder / 'README.md'} is yours, and stays as it is")
+    there = [name for name in (*ALWAYS, *places.values(), *project.files) if (folder / name).exists()]
+    if there:
+        raise ValueError(f"{folder / there[0]} exists, and would be overwritten; name another folder, or move it away")
+    _bring_tagged(project)
+    values = project.values
+    project.files |= {
+        "params.yaml": params_text(project.presets, project.own),
+        "dvc.yaml": dvc_text(values, project.own),
+        ".gitignore": _ignored(folder / ".gitignore"),
+        "kustomization.yaml": kustomization_text(cluster),
+        **{place: _filled(name, project, cluster) for name, place in places.items()},
+    }
+    for name, text in project.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        artifacts.write_bytes(folder / name, text.encode())
+    kept = shutil.ignore_patterns("README.md", "overlays", "__pycache__")
+    shutil.copytree(PACKAGE / "k8s", folder / "k8s" / BASES, ignore=kept)
+    yield from project.lines
+    yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
+    yield "next: " + (f"cd {folder} && " if folder.resolve() != Path.cwd() else "") + "realmops run all"
+
+
+ALWAYS = "params.yaml", "dvc.yaml", "kustomization.yaml", f"k8s/{BASES}"
+PLACES = {  # of the templates
+    "README.md": "README.md",
+    "argo-cd.yaml": "k8s/argo-cd.yaml",
+    "flux.yaml": "k8s/flux.yaml",
+    "retrain.yml": ".github/workflows/retrain.yml",
+}
+
+
+def _ignored(file: Path) -> str:
+    """A .gitignore with what runs write; lines that it has stay."""
+    own = file.read_text(encoding="utf-8") if file.is_file() else ""
+    lines = (STARTER / "gitignore").read_text(encoding="utf-8").splitlines(keepends=True)
+    end = "" if own.endswith("\n") or not own else "\n"
+    return own + end + "".join(line for line in lines if line.rstrip() not in own.splitlines())
+
+
+def _filled(name: str, project: Project, cluster: str) -> str:
+    text = (STARTER / name).read_text(encoding="utf-8")
+    for mark, value in {
+        "@NAME@": project.folder.resolve().name,
+        "@VERSION@": __version__,
+        "@BASES@": BASES,
+        "@NAMESPACE@": CLUSTERS[cluster],
+        "@INSTALL@": f"'realmops[cluster]=={__version__}'",
+    }.items():
+        text = text.replace(mark, value)
+    return text
+
+
+def _look_at_documents(project: Project, documents: Path) -> None:
+    found = sources(documents, "auto")
+    counts = Counter(one.format.name for one in found)
+    size = sum(one.size for one in found)
+    files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
+    project.lines.append(f"documents: {files}, {size / 1e6:,.1f} MB")
+    project.lines += _language(found)
+    project.put("snapshot.documents", _named(project, documents))
+
+
+def _named(project: Project, path: Path) -> str:
+    """A file's name in params.yaml: from the project's folder on where it lies there."""
+    if str(path).startswith(HUB):
+        return str(path)
+    place, home = path.resolve(), project.folder.resolve()
+    return place.relative_to(home).as_posix() if place.is_relative_to(home) else str(place)
+
+
+COMMON = frozenset(["the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "as", "with", "on", "by"])
+ENGLISH = 0.12  # share of these words, below which a text is hardly English
+
+
+def _language(found: Sequence[Source]) -> list[str]:
+    """A line where the first documents do not look English; one that cannot be read is the stage snapshot's to name."""
+    words: list[str] = []
+    for one in found[:20]:
+        for raw in islice(one.format.records(one.path), 50):
+            document = one.format.convert(raw) if isinstance(raw, Raw) else raw
+            words += document.text.lower().split()[:400] if isinstance(document, Document) else []
+    share = sum(word in COMMON for word in words) / max(len(words), 1)
+    if len(words) < 200 or share > ENGLISH:
+        return []
+    return [
+        f"language: {share:.0%} of the words are common English ones; encoder, tagger and stemming are made for "
+        "English, other languages were not tried"
+    ]
+
+
+def _model(project: Project, encoder: str | None) -> list[str]:
+    """The presets of the model, by the encoder."""
+    chosen = encoder or _at_hand()
+    if chosen == "small":
+        why = "" if encoder else f"; {ENCODER} is not in the hub's cache, and the hub cannot be reached"
+        project.lines.append(f"encoder: from scratch (preset squad){why}")
+        return ["squad"]
+    if chosen != ENCODER:
+        path = Path(chosen)
+        project.put("bert.init", _named(project, path) if path.is_dir() else chosen)
+    project.lines.append(f"encoder: {chosen} (presets squad, minilm)")
+    return ["squad", "minilm"]
+
+
+def _at_hand() -> str:
+    """``ENCODER`` where the hub's cache has it or the hub answers, else "small"."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(ENCODER, "config.json"), str):
+        return ENCODER
+    if constants.HF_HUB_OFFLINE:
+        return "small"
+    try:
+        with urlopen(f"{constants.ENDPOINT}/api/models/{ENCODER}", timeout=HUB_SECONDS):
+            return ENCODER
+    except OSError:
+        return "small"
+
+
+def _look_at_questions(project: Project, files: Sequence[Path]) -> None:
+    """Questions in three parts below questions/: those of files named train, dev and test, else drawn."""
+    named = {split: [path for path in files if split in path.name.lower()] for split in SPLITS}
+    if all(named.values()):
+        for split, (path, *_) in named.items():
+            count = len(read_questions([path], format="auto"))
+            project.lines.append(f"questions.{split}: {count} of {path}")
+            project.put(f"questions.{split}", _named(project, path))
+        return
+    found = read_questions(files, format="auto")
+    if len(found) < LEAST:
+        raise ValueError(
+            f"{', '.join(map(str, files))}: {len(found)} questions; from {LEAST} on they are split into train, dev and "
+            "test. With fewer, leave --questions out: realmops makes questions of the documents, and these measure the "
+            "model with 'realmops ask --from FILE'"
+        )
+    for split, part in parts_of(found).items():
+        name = f"questions/{split}.jsonl"
+        project.files[name] = b"".join(map(json_line, part)).decode()
+        project.put(f"questions.{split}", name)
+        project.lines.append(f"questions.{split}: {len(part)} of {len(found)}, in {name}")
+
+
+def _bring_tagged(project: Project) -> None:
+    """Bring the tagged sentences that the presets name; where they are not to be had, dates alone are masked."""
+    values = project.values
+    if values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
+        return
+    to = project.folder / TAGGED
+    try:
+        for _ in bring(["ner"], to, None, 0):
+            pass
+        project.lines.append(f"tagged sentences, from which names are learned: downloaded to {to / 'ner'}")
+    except ValueError as error:
+        project.put("tag.method", "dates")
+        project.lines.append(
+            f"tagged sentences, from which names are learned: {str(error).partition(';')[0]}. So dates alone are "
+            "masked (tag.method: dates). 'realmops public-data ner' gets the files; then delete that line"
+        )
+
+
+def params_text(presets: Sequence[str], own: Mapping[str, Mapping[str, Any]]) -> str:
+    """A params.yaml of differences; DVC wants every section, so that those without one stand there empty."""
+    lines = [PARAMS_HEAD, f"presets: [{', '.join(presets)}]", ""]
+    whole = {name: own.get(name, {}) for name in config.SECTIONS}
+    for name, keys in sorted(whole.items(), key=lambda one: not one[1]):
+        text = yaml.safe_dump({name: dict(keys)}, allow_unicode=True, sort_keys=False, default_flow_style=False)
+        lines.append(text.rstrip("\n"))
+    return "\n".join(lines) + "\n"
+
+
+def dvc_text(values: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> str:
+    """The dvc.yaml of a project: the stages of its chain, each with the files that its options name.
+
+    Args:
+        own: what params.yaml has: DVC takes file names from there.
+    """
+    names = chain(values)
+    lines = [DVC_HEAD + "stages:"]
+    cloze = named_below(CLOZE, names, values)
+
+    def stage(name: str, command: str, deps: Sequence[str], params: Sequence[str], folder: str) -> None:
+        lines.extend((f"  {name}:", f"    cmd: {command}", *([f"    deps: [{', '.join(deps)}]"] if deps else [])))
+        lines.append(f"    params: [{', '.join(('presets', *params))}]")
+        lines.append(f"    outs: [{{{folder}: {{persist: true}}}}]")
+
+    for name in names:
+        one = STAGES[name]
+        deps = [STAGES[need].folder for need in one.needs if need in names]
+        for key in in_use(one, values):
+            section, _, option = key.partition(".")
+            file = values[section][option]
+            if Path(CLOZE) in Path(file).parents:
+                deps += [CLOZE] if CLOZE not in deps else []
+            elif not file.startswith(HUB):
+                deps.append(f'"${{{key}}}"' if option in own.get(section, {}) else file)
+        stage(name, f"realmops run {name}", deps, one.sections, one.folder)
+        if name == "tag" and cloze:
+            stage("cloze", "realmops cloze", [STAGES[need].folder for need in ("snapshot", "tag")], ["run"], CLOZE)
+    return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")
+
+
+def kustomization_text(cluster: str) -> str:
+    """An overlay of the package for a project's folder, with its params.yaml as a ConfigMap."""
+    text = (PACKAGE / "k8s" / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
+    text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
+    name, _, tag = IMAGE.rpartition(":")
+    text = text.replace("    newTag: local\n", f"    newName: {name}\n    newTag: {tag}\n")
+    return text + (
+        "# For the Job that submits the pipeline: another option is another commit, and no other image.\n"
+        "configMapGenerator:\n  - name: realmops-params\n    files: [params.yaml]\n"
+    )

@@ -1,0 +1,257 @@
+"""``realmops init``: a folder that is no clone of ours, with what its documents and questions ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import manifests
+import pytest
+import small_project
+import yaml
+from manifest_rules import faults
+from manifests import find, read_all, render
+from small_project import cli
+
+from realmops import __version__, config
+from realmops.commands import init
+from realmops.commands.init import BASES, dvc_text
+from realmops.stages import STAGES, chain
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub, no download."""
+
+    def none(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(init, "urlopen", none)
+    monkeypatch.setattr("urllib.request.urlopen", none)
+
+
+def made(folder: Path, *words: str | Path) -> str:
+    result = cli("init", folder, *words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def with_documents(folder: Path) -> Path:
+    folder.mkdir()
+    small_project.write_documents(folder / "documents.jsonl")
+    return folder
+
+
+def questions(path: Path, count: int) -> Path:
+    records = [{"question": f"Who wrote book {n}?", "answers": ["Anna Berg"]} for n in range(count)]
+    return small_project.write_json_lines(path, records)
+
+
+def test_without_documents_it_is_the_sample_and_the_chain_is_ours(tmp_path: Path) -> None:
+    made(tmp_path / "mine")
+    values = config.load(tmp_path / "mine" / "params.yaml")
+    assert values == config.load(ROOT / "params.yaml") | {"tracking": values["tracking"]}
+    assert values["tracking"]["experiment"] == "mine"
+    assert chain(values) == tuple(STAGES)
+    _, own = config.read_params(ROOT / "params.yaml")
+    assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load(ROOT / "params.yaml"), own)
+
+
+def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    told = made(folder, "--documents", folder / "documents.jsonl")
+    assert "documents: 1 of jsonl" in told
+    assert "encoder: from scratch (preset squad)" in told
+    assert "questions: none" in told
+    assert "dates alone are masked" in told
+    presets, own = config.read_params(folder / "params.yaml")
+    assert presets == ["squad", "documents"]
+    assert own["snapshot"] == {"documents": "documents.jsonl"}
+    stages = yaml.safe_load((folder / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    assert [*stages] == ["snapshot", "tag", "cloze", "ict", "pretrain", "finetune", "evaluate"]
+    assert stages["finetune"]["deps"].count("data/cloze") == 1
+    assert "sample" not in str(stages)
+
+
+def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    told = made(folder, "--documents", folder, "--questions", questions(tmp_path / "asked.jsonl", 100))
+    parts = {name: (folder / f"questions/{name}.jsonl").read_text().splitlines() for name in ("train", "dev", "test")}
+    assert sum(map(len, parts.values())) == 100
+    assert min(map(len, parts.values())) > 3
+    assert f"questions.test: {len(parts['test'])} of 100" in told
+    assert config.load(folder / "params.yaml")["questions"]["train"] == "questions/train.jsonl"
+    again = with_documents(tmp_path / "again")
+    made(again, "--documents", again, "--questions", questions(tmp_path / "asked.jsonl", 140))
+    for name, lines in parts.items():
+        assert lines == (again / f"questions/{name}.jsonl").read_text().splitlines()[: len(lines)]
+
+
+def test_files_that_are_named_by_their_parts_are_taken_as_they_are(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    files = [questions(folder / f"my.{name}.jsonl", 5) for name in ("test", "train", "dev")]
+    made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
+    assert config.read_params(folder / "params.yaml")[1]["questions"] == {
+        name: f"my.{name}.jsonl" for name in ("train", "dev", "test")
+    }
+    assert "questions" not in [path.name for path in folder.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--documents", "nowhere"], "nowhere: there is no such file or folder"),
+        (["--questions", "asked.jsonl"], "want --documents"),
+        (["--documents", "documents.jsonl", "--questions", "asked.jsonl"], "5 questions; from 60 on they are split"),
+        (["--documents", "documents.jsonl", "--questions", "documents.jsonl"], "documents.jsonl"),
+    ],
+)
+def test_what_cannot_be_is_told_and_nothing_is_written(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_documents(tmp_path / "mine")
+    questions(folder / "asked.jsonl", 5)
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(folder)
+    result = cli("init", ".", *words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_what_a_user_has_stays(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine\n")
+    (tmp_path / ".gitignore").write_text("*.log\n/data/")
+    assert "README.md is yours" in made(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine\n"
+    lines = (tmp_path / ".gitignore").read_text().splitlines()
+    assert lines[:2] == ["*.log", "/data/"]
+    assert lines.count("/data/") == 1
+    assert "/models/" in lines
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = cli("init", tmp_path)
+    assert (result.exit_code, "params.yaml exists, and would be overwritten" in result.stderr) == (2, True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_other_languages_are_told_of(tmp_path: Path) -> None:
+    text = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute noch dort. " * 30
+    small_project.write_json_lines(tmp_path / "documents.jsonl", [{"title": "Stadt", "text": text}])
+    assert "language: " in made(tmp_path / "german", "--documents", tmp_path / "documents.jsonl")
+    english = "The town was built by the people of the valley, and many of them live in it to this day. " * 30
+    small_project.write_json_lines(tmp_path / "documents.jsonl", [{"title": "Town", "text": english}])
+    assert "language: " not in made(tmp_path / "english", "--documents", tmp_path / "documents.jsonl")
+
+
+# What a cluster gets
+
+
+@pytest.mark.parametrize(("cluster", "namespace"), init.CLUSTERS.items())
+def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path) -> None:
+    """And the Job of Argo CD or Flux submits the project's own params."""
+    made(tmp_path, "--cluster", cluster)
+    assert faults(render(tmp_path)) == []
+    argo = read_all(tmp_path / "k8s" / "argo-cd.yaml")[0]["spec"]
+    flux = read_all(tmp_path / "k8s" / "flux.yaml")[1]["spec"]
+    assert (
+        argo["source"]["kustomize"]["components"] == flux["components"] == [f"k8s/{BASES}/components/retrain-on-sync"]
+    )
+    assert (argo["source"]["path"], flux["path"]) == (".", "./")
+    assert argo["destination"]["namespace"] == namespace
+    file = tmp_path / "kustomization.yaml"
+    own = yaml.safe_load(file.read_text())
+    own["components"] = [*own.get("components", []), *flux["components"]]
+    file.write_text(yaml.safe_dump(own))
+
+    def job_and_params() -> tuple[manifests.Object, manifests.Object]:
+        objects = render(tmp_path)
+        assert faults(objects) == []
+        [params] = [
+            one for one in objects if one["kind"] == "ConfigMap" and "realmops-params" in one["metadata"]["name"]
+        ]
+        return find(objects, "Job/realmops-retrain"), params
+
+    job, params = job_and_params()
+    [volume] = [one for one in job["spec"]["template"]["spec"]["volumes"] if one["name"] == "params"]
+    assert volume["configMap"]["name"] == params["metadata"]["name"]
+    assert params["data"]["params.yaml"] == (tmp_path / "params.yaml").read_text()
+    assert cli("params", "--params", tmp_path / "params.yaml", "--set", "pretrain.steps=7", "--write").exit_code == 0
+    other, _ = job_and_params()
+    assert other["spec"] != job["spec"], "an option's change is another Job, and no other image"
+    [container], [same] = (one["spec"]["template"]["spec"]["containers"] for one in (other, job))
+    assert container["image"] == same["image"]
+
+
+def test_the_workflow_is_ours_but_for_what_it_installs(tmp_path: Path) -> None:
+    made(tmp_path)
+    ours, own = (folder / ".github/workflows/retrain.yml" for folder in (ROOT, tmp_path))
+    lines = [
+        (a, b)
+        for a, b in zip(ours.read_text().splitlines(), own.read_text().splitlines(), strict=True)
+        if a != b and "#" not in a
+    ]
+    assert [b.strip() for _, b in lines] == [f"- run: python -m pip install 'realmops[cluster]=={__version__}'"]
+
+
+# An installed package
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, unpacked as an installer does it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, folder], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [wheel] = folder.glob("*.whl")
+    assert wheel.name == f"realmops-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_a_wheel_has_every_file_of_the_package(installed: Path) -> None:
+    package = ROOT / "src" / "realmops"
+    wanted = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
+    wanted = {path for path in wanted if "__pycache__" not in path.parts}
+    assert {path.relative_to(installed / "realmops") for path in (installed / "realmops").rglob("*.*")} == {
+        path for path in wanted if "." in path.name
+    }
+
+
+def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """The sample chain, made small, then a pipeline, presets and manifests of the package."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    environment |= {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+
+    def run(*words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "realmops", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    run("init")
+    small = {name: keys for name, keys in small_project.SMALL.items() if name not in ("questions", "snapshot")}
+    small |= {"tag": {"steps": 4, "batch_size": 4}, "evaluate": {"bootstrap": 20}}
+    settings = [
+        f"{section}.{key}={json.dumps(value)}" for section, keys in small.items() for key, value in keys.items()
+    ]
+    run("params", "--write", *(word for one in settings for word in ("--set", one)))
+    run("run", "all")
+    assert "realmops ask" in run("report")
+    assert json.loads(run("params", "--preset", "ablations/t5", "--json"))["finetune"]["reader"] == "t5"
+    assert faults(render(tmp_path)) == []
+    told = run("submit", "--pipeline", "ablations", "--argument", "none=1", code=2)
+    assert f"{installed}/realmops/kubeflow/ablations.yaml takes " in told
