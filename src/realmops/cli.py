@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from realmops.stages import STAGES
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
     "Look": ("report", "explain", "alignments", "ceilings"),
-    "Serve": ("ask", "serve", "verify", "update"),
+    "Serve": ("search", "ask", "serve", "verify", "update"),
     "Compare": ("ablate", "compare", "promote"),
     "Operate": ("plan", "submit", "index-builder", "sync", "doctor"),
 }
@@ -434,6 +435,47 @@ def update(**given: Any) -> None:
         folder, metrics = done
         show(changes_table(folder))
         report.metrics("update", metrics)
+
+
+@main.command()
+@click.argument("query")
+@_old_root
+@_model
+@click.option("-k", type=click.IntRange(1, 1000), default=10, help="How many passages.")
+@_repeated(
+    "--where",
+    "where",
+    "FIELD=VALUE",
+    "Only documents with this field; also >=, >, <= and <. A field that is named twice has either value.",
+)
+@click.option(
+    "--by",
+    type=click.Choice(["run", "embeddings", "words"]),
+    default="run",
+    help="run: as the run's retriever finds passages, by embeddings or by words and embeddings.",
+)
+@_flag("--json", "as_json", help="Print one line of JSON, with the scores of words and embeddings apart.")
+def search(
+    query: str, root: Path, model: str | None, k: int, where: Sequence[str], by: Any, as_json: bool
+) -> Iterator[str]:
+    """Find passages.
+
+    This works as soon as there is a snapshot: by words at first, and by the newest retriever once one is trained. Each
+    passage is shown with its place in the document, the words of QUERY in brackets.
+    """
+    from realmops.commands.search import filter_of, search_of, search_of_run, shown
+
+    if model:
+        from realmops.serve.server import origin_of
+
+        searching = search_of(origin_of(root, model).open())
+    else:
+        searching = search_of_run(root, Console())
+    record = searching.search(query, k, [filter_of(where)], by)
+    if as_json:
+        yield json.dumps(record, ensure_ascii=False)
+    else:
+        yield from shown(record)
 
 
 @main.command()

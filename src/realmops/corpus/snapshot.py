@@ -110,6 +110,11 @@ class Snapshot:
         """The passage's text, title left out."""
         return self._value("text", index)
 
+    def extra(self, index: int) -> dict[str, Any]:
+        """The document's fields beside title, text and id."""
+        found: dict[str, Any] = json.loads(self._value("extra", index) or "{}")
+        return found
+
     @property
     def has_places(self) -> bool:
         """Whether it is known where in its document a passage stands."""
@@ -131,8 +136,7 @@ class Snapshot:
 
     def uri(self, index: int) -> str:
         """The document's URL where it came with one, else the name of its file in the corpus."""
-        extra = self._value("extra", index)
-        url = json.loads(extra).get("url") if extra else None
+        url = self.extra(index).get("url")
         if isinstance(url, str) and url:
             return url
         names, ends = self.sources

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from realmops import __version__
 from realmops.answering.record import Record
 from realmops.commands.answers import Asked, Generation
-from realmops.serve import inference, page, reference, responses
+from realmops.serve import inference, page, reference, responses, search
 from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
 from realmops.serve.generations import GenerationWatcher
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
@@ -160,6 +160,7 @@ def make_app(
 
     app.include_router(page.router)
     app.include_router(responses.router)
+    app.include_router(search.router)
     app.include_router(inference.router)
     _explain_errors(app)
     app.add_middleware(Guard, token=app.state.token, metrics=metrics, limits=limits)

@@ -1,0 +1,138 @@
+"""``realmops search``: passages of a run, whatever of it is trained so far."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from realmops import artifacts
+from realmops.answering.record import Record
+from realmops.answering.retrieval import RetrieveAndRead
+from realmops.answering.search import Search, Where
+from realmops.artifacts import MANIFEST, WORK
+from realmops.commands.answers import Generation, generation_of_run
+from realmops.commands.trained import sections_of
+from realmops.config import RunOptions, defaults, parse_section
+from realmops.corpus.snapshot import Snapshot
+from realmops.encoders.devices import device_and_dtype, freeze_products, tune_process
+from realmops.index.embeddings import embed_corpus, load_passages, save_passages
+from realmops.index.lexical import Bm25
+from realmops.index.mips import exact
+from realmops.model.files import RETRIEVER, load_models
+from realmops.model.retriever import Retriever
+from realmops.stages import STAGES, Report
+
+FOLDER = "search"  # below the work folder: embeddings of a retriever that is not fine-tuned yet
+LIMIT: int = defaults()["finetune"]["query_wordpieces"]  # of queries, before fine-tuning says it
+_CONDITION = re.compile(r"([^<>=]+)(>=|<=|=|>|<)(.*)", re.DOTALL)
+_BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}
+_AROUND = 90  # characters shown on either side of the words that were found
+
+
+def search_of(generation: Generation) -> Search:
+    """What searches the corpus of a model that answers."""
+    return _of_model(generation.model, generation.about)
+
+
+def _of_model(model: RetrieveAndRead, about: Record) -> Search:
+    words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
+    retriever = model.retriever if model.passages is not None else None
+    limit = model.options.query_wordpieces
+    return Search(model.snapshot, words, retriever, model.passages, limit, model.dtype, about)
+
+
+def search_of_run(root: Path, report: Report) -> Search:
+    """What searches the corpus of a run: by the last of its retrievers, and by words alone before there is one.
+
+    The passages are embedded once for a retriever that is not fine-tuned, and kept under the root.
+
+    Raises ValueError where there is no snapshot.
+    """
+    if _is_done(root, "finetune"):
+        try:
+            return search_of(generation_of_run(root))
+        except ValueError as error:
+            if "answers without reading" not in str(error):
+                raise
+    snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
+    about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
+    words = Bm25.of(snapshot)
+    for stage in ("pretrain", "ict"):
+        sections = sections_of(root, stage) if _is_done(root, stage) else {}
+        if not sections:
+            continue
+        run = parse_section("run", sections["run"])
+        retriever, passages, dtype = _embedded(root, stage, run, snapshot, report)
+        return Search(snapshot, words, retriever, passages, LIMIT, dtype, about | {"stage": stage})
+    report.say("no retriever is trained yet: words alone are searched")
+    return Search(snapshot, words, None, None, LIMIT, torch.float32, about)
+
+
+def _is_done(root: Path, stage: str) -> bool:
+    return (root / STAGES[stage].folder / MANIFEST).is_file()
+
+
+def _embedded(
+    root: Path, stage: str, run: RunOptions, snapshot: Snapshot, report: Report
+) -> tuple[Retriever, Any, torch.dtype]:
+    """The retriever of a stage with the embeddings of all passages, which are made where they are not there."""
+    folder = root / STAGES[stage].folder
+    manifest = artifacts.read_manifest(folder, stage)
+    tune_process(run.threads)
+    device, dtype = device_and_dtype(run)
+    retriever, _ = load_models(folder, snapshot.vocabulary_hash)
+    freeze_products(retriever.eval(), dtype)
+    retriever = retriever.to(device)
+    key = artifacts.digest_of([manifest["files"][RETRIEVER]["sha256"], snapshot.corpus_hash, str(dtype)])[:16]
+    kept = root / WORK / FOLDER / key
+    if not kept.is_dir():
+        bar = report.progress("passages embedded", len(snapshot))
+        embedding = embed_corpus(retriever, snapshot, dtype, bar)
+        shutil.rmtree(kept.parent, ignore_errors=True)  # of another retriever, or another corpus
+        artifacts.make_folder(kept.parent)
+        with artifacts.atomic_folder(kept) as made:
+            save_passages(made, exact(embedding, retriever.vectors))
+    return retriever, load_passages(kept, snapshot, device, retriever.vectors), dtype
+
+
+def filter_of(conditions: Sequence[str]) -> Where:
+    """Of ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on, values as YAML has them; a field with ``=`` twice has either."""
+    found: dict[str, Any] = {}
+    for text in conditions:
+        match = _CONDITION.fullmatch(text)
+        if not match:
+            raise ValueError(f"--where {text!r}: FIELD=VALUE is wanted, or >=, >, <= or < in the place of =")
+        field, sign, value = match[1].strip(), match[2], yaml.safe_load(match[3])
+        if sign == "=":
+            found[field] = [*(found.get(field) or []), value]
+        else:
+            found[field] = {**(found.get(field) or {}), _BOUND[sign]: value}
+    return found
+
+
+def shown(record: Mapping[str, Any]) -> Iterator[str]:
+    """The passages that were found, for people."""
+    if not record["passages"]:
+        yield "nothing was found"
+    for number, one in enumerate(record["passages"], 1):
+        places = one["highlights"]
+        first = max(0, places[0][0] - _AROUND) if places else 0
+        end = min(len(one["text"]), (places[0][1] if places else 0) + 2 * _AROUND)
+        text, at = "", first
+        for low, high in places:
+            if high <= end:
+                text += f"{one['text'][at:low]}[{one['text'][low:high]}]"
+                at = high
+        text = " ".join((text + one["text"][at:end]).split())
+        before, after = "… " if first else "", " …" if end < len(one["text"]) else ""
+        where = one["uri"] if one["start"] is None else f"{one['uri']}, characters {one['start']} to {one['end']}"
+        page = f", page {one['page']}" if one.get("page") else ""
+        yield f"{number}. {one['title'] or one['document_id']}  ({one['score']:.3g})"
+        yield f"   {before}{text}{after}"
+        yield f"   {where}{page}"

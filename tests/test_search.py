@@ -1,0 +1,254 @@
+"""Search without answers: at the terminal, over HTTP, with filters that hide what may not be seen."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_project
+from serving import Served, served
+from small_project import cli
+
+from realmops.answering.search import Filters, Search, highlights
+from realmops.commands.search import filter_of, search_of_run
+from realmops.corpus.snapshot import Snapshot
+from realmops.index.lexical import stems
+
+PEOPLE = ("Anna Berg", "Karl Lund", "Maria Holm", "Jon Vik")
+
+
+def documents(path: Path) -> Path:
+    """Forty of them with fields; a word in each that all share, and one of its own."""
+    records: list[dict[str, Any]] = []
+    for n in range(40):
+        name = f"{PEOPLE[n % 4]} {n}"
+        text = f"{name} wrote a book about the river in 19{50 + n}. Item{n} was built by {name} in Oslo."
+        records.append({"id": f"d{n}", "title": name, "text": text, "year": 1950 + n, "team": "ab"[n % 2]})
+        if n % 5 == 0:
+            records[-1]["tags"] = ["old", f"t{n}"]
+    return small_project.write_json_lines(path, records)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run up to ict: nothing is fine-tuned."""
+    folder = tmp_path_factory.mktemp("searched")
+    small_project.write_project(folder, retriever={"hybrid": True})
+    documents(folder / "documents.jsonl")
+    params = folder / "params.yaml"
+    assert cli("run", "snapshot", "--params", params, "--root", folder).exit_code == 0
+    words_alone = found(folder, "Item7")
+    assert [one["document_id"] for one in words_alone["passages"]] == ["d7"]
+    assert words_alone["passages"][0]["embeddings"] is None
+    for stage in ("tag", "ict"):
+        result = cli("run", stage, "--params", params, "--root", folder, "--set", "tag.method=dates")
+        assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def searching(root: Path) -> Search:
+    return search_of_run(root, small_project.Quiet())
+
+
+def found(root: Path, query: str, *words: str) -> dict[str, Any]:
+    result = cli("search", query, "--root", root, "--json", *words)
+    assert result.exit_code == 0, result.output
+    record: dict[str, Any] = json.loads(result.stdout)
+    return record
+
+
+def ids(record: dict[str, Any]) -> list[str]:
+    return [one["document_id"] for one in record["passages"]]
+
+
+def test_passages_are_found_as_soon_as_there_is_a_retriever(root: Path, searching: Search) -> None:
+    record = found(root, "Who built Item7?", "-k", "5")
+    assert len(record["passages"]) == 5
+    first = record["passages"][0]
+    assert first["document_id"] == "d7"
+    assert record["model"]["stage"] == "ict"
+    assert first["extra"] == {"team": "b", "year": 1957}
+    assert {"score", "embeddings", "words", "start", "end", "uri", "passage_id", "title", "text"} < first.keys()
+    shown = [first["text"][start:end] for start, end in first["highlights"]]
+    assert "Item7" in shown
+    assert "built" in shown
+    kept = [*(root / ".realmops" / "search").iterdir()]
+    assert len(kept) == 1
+    again = found(root, "Who built Item7?", "-k", "5")
+    assert again == record
+    assert [*(root / ".realmops" / "search").iterdir()] == kept, "passages are embedded once"
+
+
+def test_people_see_the_words_in_brackets(root: Path) -> None:
+    result = cli("search", "Item7", "--root", root, "-k", "1")
+    assert "1. Jon Vik 7" in result.stdout
+    assert "[Item7] was built" in result.stdout
+    assert "documents.jsonl, characters 0 to " in result.stdout
+    assert "nothing was found" in cli("search", "zzzz", "--root", root, "--by", "words").stdout
+
+
+@pytest.mark.parametrize("by", ["run", "embeddings", "words"])
+@pytest.mark.parametrize(
+    ("where", "allowed"),
+    [
+        (["team=a"], lambda n: n % 2 == 0),
+        (["year>=1960", "year<1970"], lambda n: 10 <= n < 20),
+        (["document_id=d3", "document_id=d4"], lambda n: n in (3, 4)),
+        (["tags=old", "team=b"], lambda n: n % 10 == 5),
+        (["tags=t10"], lambda n: n == 10),
+    ],
+)
+def test_a_filter_gives_what_an_exact_search_of_the_allowed_gives(
+    by: str, where: list[str], allowed: Any, searching: Search, root: Path
+) -> None:
+    """Not the best of all that happen to be allowed: the best of the allowed."""
+    all_of_them = searching.search("the book about the river in Oslo", 40, by=by)  # type: ignore[arg-type]
+    wanted = [one for one in ids(all_of_them) if allowed(int(one[1:]))]
+    filters = [filter_of(where)]
+    few = searching.search("the book about the river in Oslo", 3, filters, by)  # type: ignore[arg-type]
+    whole = searching.search("the book about the river in Oslo", 40, filters, by)  # type: ignore[arg-type]
+    assert set(ids(whole)) == {f"d{n}" for n in range(40) if allowed(n)}
+    assert ids(few) == ids(whole)[:3]
+    if by != "run":  # where BM25 counts as a share of the best, and that is another one
+        scores = {one["document_id"]: one["score"] for one in all_of_them["passages"]}
+        for one in whole["passages"]:
+            assert one["score"] == pytest.approx(scores[one["document_id"]], abs=1e-4)
+        assert len(wanted) == len(ids(whole))
+    words = [word for one in where for word in ("--where", one)]
+    assert ids(found(root, "the book about the river in Oslo", "--by", by, "-k", "3", *words)) == ids(few)
+
+
+def test_who_may_not_see_a_document_learns_nothing_of_it(searching: Search) -> None:
+    """Ten thousand questions under a permission: nothing of team b, no count, no field, no score that it moves."""
+    may = {"team": "a"}
+    random = np.random.default_rng(0)
+    words = ["Item1", "Item3", "river", "Oslo", "Jon", "Vik", "book", "1951", "built", "Maria"]
+    for n in range(10_000):
+        query = " ".join(random.choice(words, 3))
+        by = "words" if n % 50 else "run"  # embedding a query takes longer
+        record = searching.search(query, 40, [may], by)  # type: ignore[arg-type]
+        assert all(one["extra"]["team"] == "a" for one in record["passages"])
+    with pytest.raises(ValueError, match="no document has the field 'tags'; there are document_id, team, year"):
+        searching.search("x", 1, [{"document_id": "d1"}, {"tags": "old"}])
+    assert searching.search("Item1", 40, [may, {"team": "b"}])["passages"] == []
+    assert searching.search("Item1", 40, [may, {"document_id": "d1"}])["passages"] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"query": " "}, "the query is empty"),
+        ({"query": "a\ud800"}, "half a surrogate pair"),
+        ({"k": 0}, "k is 0; 1 to 1000"),
+        ({"filters": [{"nobody": 1}]}, "no document has the field 'nobody'"),
+        ({"filters": [{"year": {"from": 1}}]}, "the range of year has from; wanted: gte, gt, lte, lt"),
+        ({"filters": [{"year": {}}]}, "the range of year has nothing"),
+        ({"filters": [{"year": {"gte": None}}]}, "gte of year is None"),
+        ({"filters": [{"year": [None]}]}, "a filter has the value None"),
+    ],
+)
+def test_what_cannot_be_searched_is_told(given: dict[str, Any], told: str, searching: Search) -> None:
+    with pytest.raises(ValueError, match=told):
+        searching.search(**{"query": "river", **given})
+
+
+def test_conditions_are_read_from_words() -> None:
+    assert filter_of(["year>=1990", "year<2000", "team=a", "team=b", "title=x=y"]) == {
+        "year": {"gte": 1990, "lt": 2000},
+        "team": ["a", "b"],
+        "title": ["x=y"],
+    }
+    with pytest.raises(ValueError, match="--where 'year': FIELD=VALUE is wanted"):
+        filter_of(["year"])
+
+
+def test_true_is_not_one_and_a_text_is_no_number(tmp_path: Path) -> None:
+    records = [
+        {"id": f"d{n}", "title": "A", "text": f"Text {n} is here.", "field": value}
+        for n, value in enumerate([1, True, "1", 1.0, None, {"a": 1}])
+    ]
+    small_project.write_project(tmp_path)
+    small_project.write_json_lines(tmp_path / "documents.jsonl", records)
+    assert cli("run", "snapshot", "--params", tmp_path / "params.yaml", "--root", tmp_path).exit_code == 0
+    snapshot = Snapshot.open(tmp_path / "data/snapshot/corpus")
+    filters = Filters(snapshot)
+
+    def passing(condition: Any) -> list[str]:
+        return [snapshot.document_id(int(one)) for one in filters.passages([{"field": condition}])]
+
+    assert passing(1) == ["d0", "d3"]
+    assert passing(True) == ["d1"]
+    assert passing("1") == ["d2"]
+    assert passing({"gte": 0}) == ["d0", "d3"]
+    assert passing({"gte": ""}) == ["d2"]
+
+
+def test_highlights_are_of_stems() -> None:
+    text = "Builders built a building; rivers flow."
+    shown = [text[start:end] for start, end in highlights(text, set(stems(["building", "river"])))]
+    assert shown == ["building", "rivers"]
+
+
+# Over HTTP
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+    folder = tmp_path_factory.mktemp("served")
+    small_project.write_project(folder)
+    documents(folder / "documents.jsonl")
+    assert (
+        cli("run", "all", "--params", folder / "params.yaml", "--root", folder, "--set", "tag.method=dates").exit_code
+        == 0
+    )
+    with served(folder) as running:
+        yield running, folder
+
+
+def posted(running: Served, path: str, body: dict[str, Any], status: int = 200) -> dict[str, Any]:
+    code, _, reply = running.call(path, body)
+    assert code == status, reply
+    return dict(reply)
+
+
+def test_the_server_finds_what_the_terminal_finds(server: tuple[Served, Path]) -> None:
+    running, folder = server
+    asked = {"query": "Who built Item7?", "k": 4, "filters": {"team": ["a", "b"], "year": {"gte": 1952}}}
+    reply = posted(running, "/v1/search", asked)
+    wanted = found(
+        folder, "Who built Item7?", "-k", "4", *(w for t in ("team=a", "team=b", "year>=1952") for w in ("--where", t))
+    )
+    assert reply == wanted
+    assert len(reply["passages"]) == 4
+    for wrong, told in (
+        ({"query": ""}, "the query is empty"),
+        ({"query": "x", "k": 0}, "k: "),
+        ({"query": "x", "filters": {"none": 1}}, "no document has the field 'none'"),
+        ({"query": "x", "other": 1}, "other: "),
+    ):
+        assert told in posted(running, "/v1/search", wrong, 422)["error"]["message"]
+
+
+def test_openai_clients_get_embeddings(server: tuple[Served, Path]) -> None:
+    from openai import OpenAI
+
+    running, folder = server
+    client = OpenAI(base_url=f"{running.url}/v1", api_key="none")
+    texts = ["Who built Item7?", "river"]
+    by_client = client.embeddings.create(model="realmops", input=texts)  # base64, as the client asks for
+    ours = search_of_run(folder, small_project.Quiet()).embed(texts).numpy()
+    np.testing.assert_allclose([one.embedding for one in by_client.data], ours, atol=1e-6)
+    assert by_client.usage.total_tokens > 0
+    whole = {"model": "realmops", "input": "river", "encoding_format": "float", "input_type": "document"}
+    reply = posted(running, "/v1/embeddings", whole)
+    documents = search_of_run(folder, small_project.Quiet()).embed(["river"], documents=True).numpy()
+    np.testing.assert_allclose([reply["data"][0]["embedding"]], documents, atol=1e-6)
+    raw = posted(running, "/v1/embeddings", whole | {"encoding_format": "base64"})
+    assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == pytest.approx(documents[0])
+    posted(running, "/v1/embeddings", {"model": "other", "input": "x"}, 404)
