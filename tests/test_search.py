@@ -252,3 +252,48 @@ def test_openai_clients_get_embeddings(server: tuple[Served, Path]) -> None:
     raw = posted(running, "/v1/embeddings", whole | {"encoding_format": "base64"})
     assert np.frombuffer(base64.b64decode(raw["data"][0]["embedding"]), "<f4").tolist() == pytest.approx(documents[0])
     posted(running, "/v1/embeddings", {"model": "other", "input": "x"}, 404)
+
+
+def test_a_token_with_a_filter_searches_behind_it_and_does_nothing_else(
+    server: tuple[Served, Path], tmp_path: Path
+) -> None:
+    _, folder = server
+    (tmp_path / "access.json").write_text(json.dumps({"of-a": {"team": "a"}, "of-old": {"tags": "old"}}))
+    with served(folder, "--access", str(tmp_path / "access.json"), REALMOPS_TOKEN="whole") as running:
+
+        def search(token: str, **more: Any) -> tuple[int, Any]:
+            asked = {"query": "river book Item1 Item7", "k": 40, **more}
+            status, _, reply = running.call("/v1/search", asked, Authorization=f"Bearer {token}")
+            return status, reply
+
+        assert len(search("whole")[1]["passages"]) == 40
+        status, of_a = search("of-a")
+        assert status == 200
+        assert {one["extra"]["team"] for one in of_a["passages"]} == {"a"}
+        assert search("of-a", filters={"team": "b"})[1]["passages"] == []
+        assert search("of-old", filters={"team": "b"})[1]["passages"] != []
+        assert search("nobody")[0] == 401
+        for path, body in (("/v1/answer", {"question": "Who?"}), ("/v1/models", None), ("/metrics", None)):
+            status, _, reply = running.call(path, body, Authorization="Bearer of-a")
+            assert (status, "for /v1/search alone" in str(reply)) == (403, True)
+            assert running.call(path, body, Authorization="Bearer whole")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "token", "told"),
+    [
+        ("[]", "whole", "an object is wanted that has a filter for each token"),
+        ('{"a": {}}', "whole", "an object is wanted that has a filter for each token"),
+        ("{", "whole", "cannot be read"),
+        ('{"a": {"team": "a"}}', "", "wants --token-file or REALMOPS_TOKEN, too"),
+        ('{"whole": {"team": "a"}}', "whole", "has the token of --token-file"),
+    ],
+)
+def test_an_access_file_that_would_let_somebody_in_is_refused(
+    text: str, token: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "access.json").write_text(text)
+    if token:
+        monkeypatch.setenv("REALMOPS_TOKEN", token)
+    result = cli("serve", "--root", tmp_path, "--access", tmp_path / "access.json")
+    assert (result.exit_code, told in result.stderr) == (2, True), result.stderr

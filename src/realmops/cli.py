@@ -19,7 +19,7 @@ from realmops.stages import STAGES
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
     "Look": ("report", "explain", "alignments", "ceilings"),
-    "Serve": ("search", "ask", "serve", "verify", "update"),
+    "Serve": ("search", "ask", "serve", "mcp", "verify", "update"),
     "Compare": ("ablate", "compare", "promote"),
     "Operate": ("plan", "submit", "index-builder", "sync", "doctor"),
 }
@@ -488,10 +488,15 @@ def search(
     metavar="FILE",
     help="Only callers with the bearer token in FILE, or else in REALMOPS_TOKEN, may ask.",
 )
+@_file(
+    "--access",
+    metavar="FILE",
+    help="Tokens that may only search, each with a filter: a JSON object of filters by token.",
+)
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks for a newer generation."
 )
-def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) -> None:
+def serve(root: Path, model: str | None, token_file: Path | None, access: Path | None, **given: Any) -> None:
     """Answer questions over HTTP, every word with its source.
 
     In a browser its address is a page to ask on. For programs, POST /v1/answer takes {"question": "..."}; the reply has
@@ -502,10 +507,27 @@ def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) 
     After "realmops update" or "realmops promote" the newest generation is loaded beside the old one and takes its
     place; one that is damaged is refused. SIGTERM ends the server when all that was accepted is answered.
     """
-    from realmops.serve.server import origin_of, serve, token_of
+    from realmops.serve.server import access_of, origin_of, serve, token_of
 
     token = token_of(token_file)
-    serve(origin_of(root, model), token=token, say=Console().say, **given)
+    serve(origin_of(root, model), token=token, access=access_of(access, token), say=Console().say, **given)
+
+
+@main.command()
+@_old_root
+@_model
+@_flag("--http", help="Listen at 127.0.0.1 for streamable HTTP; else the program that starts this talks to it.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8081, help="The port, with --http.")
+def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
+    """Offer search and answers to assistants, by the Model Context Protocol.
+
+    The tools are "search" and, once a model is fine-tuned, "answer"; each result names documents and characters. An
+    assistant starts "realmops mcp --root FOLDER" itself and talks to it by standard input and output; with --http it is
+    at http://127.0.0.1:PORT/mcp, for programs on this machine alone.
+    """
+    from realmops.commands.mcp import serve_tools
+
+    serve_tools(root, model, port if http else None, Console())
 
 
 @main.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from realmops import __version__
 from realmops.answering.record import Record
+from realmops.answering.search import Where
 from realmops.commands.answers import Asked, Generation
 from realmops.serve import inference, page, reference, responses, search
 from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
@@ -114,7 +115,12 @@ def event(name: str, value: object) -> str:
 
 
 def make_app(
-    answerer: Answerer, watcher: GenerationWatcher, metrics: Metrics, token: str | None, limits: Limits
+    answerer: Answerer,
+    watcher: GenerationWatcher,
+    metrics: Metrics,
+    token: str | None,
+    limits: Limits,
+    access: Mapping[str, Where] | None = None,
 ) -> FastAPI:
     """The application; ``app.state.service`` is what routes ask, ``app.state.token`` what a browser signs in with."""
     app = FastAPI(
@@ -163,7 +169,7 @@ def make_app(
     app.include_router(search.router)
     app.include_router(inference.router)
     _explain_errors(app)
-    app.add_middleware(Guard, token=app.state.token, metrics=metrics, limits=limits)
+    app.add_middleware(Guard, token=app.state.token, access=access or {}, metrics=metrics, limits=limits)
     return app
 
 

@@ -6,12 +6,14 @@ import asyncio
 import hmac
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from starlette.requests import cookie_parser
 
+from realmops.answering.search import Where
 from realmops.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ QUESTION_LIMIT = 2000  # characters
 PROBES = ("/health", "/v2/health")
 OPEN_TO_ALL = (*PROBES, "/sign-in")  # a probe has no token, and who signs in has no cookie
 PAGE = "/"
+SEARCH = "/v1/search"  # what callers with a filter of their own may ask for
+FILTER = "filter"  # such a caller's, in the state of a request
 FOR_BROWSERS = (PAGE, "/docs", "/openapi.json")  # what the cookie opens; the rest wants the token itself
 COOKIE = "realmops"
 SIGNED_IN_SECONDS = 12 * 3600
@@ -85,10 +89,14 @@ class Guard:
     Args:
         token: what "Authorization: Bearer" must say; None lets everybody in. ``FOR_BROWSERS`` may be read with its
             cookie, too.
+        access: filters by the tokens of callers that may search what their filter lets through, and nothing else.
     """
 
-    def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics, limits: Limits) -> None:
+    def __init__(
+        self, app: ASGIApp, token: Token | None, access: Mapping[str, Where], metrics: Metrics, limits: Limits
+    ) -> None:
         self._app, self._token, self._metrics, self._limits = app, token, metrics, limits
+        self._access = [(Token(one), where) for one, where in access.items()]
         self._answering = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -121,7 +129,10 @@ class Guard:
             if scope["path"] == PAGE:
                 await _to_sign_in(scope, send)
                 return
-            await _refuse(scope, send, 401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
+            if FILTER in scope.get("state", {}):
+                await _refuse(scope, send, 403, f"this token is for {SEARCH} alone")
+            else:
+                await _refuse(scope, send, 401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > BODY_LIMIT:
@@ -164,8 +175,13 @@ class Guard:
         if self._token is None:
             return True
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"bearer" and self._token.is_(given.strip()):
-            return True
+        if kind.lower() == b"bearer":
+            if self._token.is_(given.strip()):
+                return True
+            for token, where in self._access:
+                if token.is_(given.strip()):
+                    scope.setdefault("state", {})[FILTER] = where
+                    return bool(scope["path"] == SEARCH)
         if scope["path"] not in FOR_BROWSERS or scope["method"] != "GET":
             return False
         cookie = cookie_parser(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE, "")

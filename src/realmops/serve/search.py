@@ -14,7 +14,7 @@ from realmops.answering.record import Record
 from realmops.answering.search import MOST, Search
 from realmops.commands.answers import Generation
 from realmops.commands.search import search_of
-from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT
+from realmops.serve.guard import FILTER, QUESTION_LIMIT, QUESTIONS_LIMIT
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 EMBEDDED_LIMIT = 20_000  # characters of a text that is embedded
@@ -49,7 +49,7 @@ class EmbeddingsRequest(BaseModel):
     input_type: Literal["query", "document"] = Field("query", description="Ours: which of the two towers.")
 
 
-@lru_cache(2)  # that which serves, and the one before it
+@lru_cache(1)  # of the one that serves
 def _search(generation: Generation) -> Search:
     return search_of(generation)
 
@@ -63,7 +63,8 @@ async def search(request: Request, asked: SearchRequest) -> Record:
     generation = request.app.state.service.answerer.generation
 
     def found() -> Record:
-        return _search(generation).search(asked.query, asked.k, [asked.filters], asked.by)
+        own = getattr(request.state, FILTER, {})  # first: what is hidden by it is not even named in an error
+        return _search(generation).search(asked.query, asked.k, [own, asked.filters], asked.by)
 
     try:
         return await run_in_threadpool(found)

@@ -1,0 +1,83 @@
+"""``realmops mcp``: search and answer as tools of the Model Context Protocol, by its official SDK."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from realmops import __version__
+from realmops.answering.record import Record
+from realmops.answering.search import Search
+from realmops.artifacts import MANIFEST
+from realmops.commands.answers import Asked, Generation
+from realmops.commands.search import search_of, search_of_run
+from realmops.stages import STAGES, Report
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+INSTRUCTIONS = (
+    "Search a collection of documents, and answer questions from it. Every passage and every quotation names its "
+    "document and the characters at which it stands: cite these."
+)
+PASSAGES = 20  # of one call
+
+
+def server_of(searching: Search, generation: Generation | None) -> MCPServer[Any]:
+    """The server, with the tool ``search`` and, where a model answers, the tool ``answer``.
+
+    Raises ValueError where the SDK is not installed.
+    """
+    try:
+        from mcp.server.mcpserver import MCPServer
+        from mcp.server.mcpserver.exceptions import ToolError
+    except ImportError:
+        raise ValueError("the SDK of MCP is not installed: pip install 'realmops[mcp]'") from None
+
+    server: MCPServer[Any] = MCPServer("realmops", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
+
+    def search(
+        query: Annotated[str, Field(description="Words or a question.")],
+        k: Annotated[int, Field(ge=1, le=PASSAGES, description="How many passages.")] = 5,
+        filters: Annotated[
+            dict[str, Any] | None,
+            Field(description='Of documents\' fields: a value, a list of values, or a range as {"gte": 1990}.'),
+        ] = None,
+    ) -> Record:
+        """Find passages of the documents, best first, each with its document and characters."""
+        try:
+            return searching.search(query, k, [filters or {}])
+        except ValueError as error:
+            raise ToolError(str(error)) from None
+
+    def answer(question: Annotated[str, Field(description="One question, to be answered by a quotation.")]) -> Record:
+        """Answer a question by words quoted from the documents; "abstained" says that it is better not believed."""
+        assert generation is not None
+        try:
+            [record] = generation.answer([Asked(question)])
+        except ValueError as error:
+            raise ToolError(str(error)) from None
+        return record
+
+    server.add_tool(search)
+    if generation is not None:
+        server.add_tool(answer)
+    return server
+
+
+def serve_tools(root: Path, model: str | None, port: int | None, report: Report) -> None:
+    """Serve a run or a registered model until the caller hangs up; over HTTP at ``port`` where there is one."""
+    from realmops.serve.server import origin_of
+
+    generation = None
+    if model or (root / STAGES["finetune"].folder / MANIFEST).is_file():
+        generation = origin_of(root, model).open()
+        generation.probe()
+    server = server_of(search_of(generation) if generation else search_of_run(root, report), generation)
+    if port is None:
+        server.run()
+    else:
+        report.say(f"http://127.0.0.1:{port}/mcp takes calls")
+        server.run("streamable-http", port=port)

@@ -1,0 +1,145 @@
+"""realmops from other programs: Python, and assistants by the Model Context Protocol, with its SDK's client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_project
+from mcp import Client, StdioServerParameters
+from small_project import cli, wait_for
+
+import realmops
+from realmops import Answerer, Citation, Passage, Searcher
+from realmops.commands.mcp import server_of
+from realmops.commands.search import search_of_run
+
+QUESTION = "Where was the poet Anna Berg born?"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("asked")
+    small_project.write_project(folder)
+    assert cli("run", "all", "--params", folder / "params.yaml", "--root", folder).exit_code == 0
+    return folder
+
+
+def test_a_program_searches_and_asks(root: Path) -> None:
+    answerer = Answerer.open(root)
+    found = answerer.answer(QUESTION)
+    [record] = [json.loads(line) for line in cli("ask", QUESTION, "--root", root, "--json").stdout.splitlines()]
+    assert (found.text, found.probability, found.abstained) == (
+        record["answer"],
+        record["probability"],
+        record["abstained"],
+    )
+    assert [type(one) for one in found.citations] == [Citation] * len(record["citations"])
+    assert [(one.quote, one.start, one.p_z_given_y) for one in found.citations] == [
+        (one["quote"], one["start"], one["p_z_given_y"]) for one in record["citations"]
+    ]
+    assert [one.passage_id for one in found.passages] == [one["passage_id"] for one in record["passages"]]
+    first = found.passages[0].passage_id
+    assert first not in {one.passage_id for one in answerer.answer(QUESTION, without=[first]).passages}
+    passages = Searcher.open(root).search(QUESTION, 3)
+    assert [type(one) for one in passages] == [Passage] * 3
+    assert passages == answerer.searcher().search(QUESTION, 3)
+    shown = json.loads(cli("search", QUESTION, "--root", root, "-k", "3", "--json").stdout)["passages"]
+    assert [(one.passage_id, one.score, one.words) for one in passages] == [
+        (one["passage_id"], one["score"], one["words"]) for one in shown
+    ]
+    by = Searcher.open(root).search(QUESTION, 2, by="embeddings", filters={"document_id": passages[0].document_id})
+    assert {one.document_id for one in by} == {passages[0].document_id}
+
+
+def test_embeddings_are_those_that_the_index_was_searched_with(root: Path) -> None:
+    searcher = Searcher.open(root)
+    vectors = searcher.embed([QUESTION, "a river"])
+    assert vectors.dtype == np.float32
+    assert vectors.shape[0] == 2
+    best = searcher.search(QUESTION, 1, by="embeddings")[0]
+    passages, scale = searcher._search.passages, searcher._search.retriever.scale  # type: ignore[union-attr]
+    scores = passages.vectors(slice(None)).numpy() @ vectors[0] * scale  # type: ignore[union-attr]
+    assert best.score == pytest.approx(scores.max(), abs=1e-5)
+
+
+def test_importing_realmops_loads_nothing_heavy() -> None:
+    code = "import sys, realmops; print([name for name in ('torch', 'mlflow', 'pyarrow') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+    assert sorted(realmops.__all__) == sorted(name for name in realmops.__all__ if hasattr(realmops, name))
+    with pytest.raises(AttributeError, match="no attribute 'Sercher'"):
+        realmops.Sercher  # noqa: B018
+
+
+# The Model Context Protocol
+
+
+async def tools_and_calls(client: Client) -> tuple[list[str], dict[str, Any]]:
+    async with client:
+        listed = await client.list_tools()
+        found = await client.call_tool("search", {"query": QUESTION, "k": 2})
+        refused = await client.call_tool("search", {"query": QUESTION, "filters": {"nobody": 1}})
+        assert refused.is_error
+        assert "no document has the field 'nobody'" in refused.content[0].text
+        results = {"search": json.loads(found.content[0].text), "structured": found.structured_content}
+        if len(listed.tools) > 1:
+            answered = await client.call_tool("answer", {"question": QUESTION})
+            results["answer"] = json.loads(answered.content[0].text)
+            empty = await client.call_tool("answer", {"question": ""})
+            assert empty.is_error
+            assert "wordpieces" in empty.content[0].text
+    return [one.name for one in listed.tools], results
+
+
+def is_right(results: dict[str, Any], root: Path) -> None:
+    assert results["search"] == json.loads(cli("search", QUESTION, "--root", root, "-k", "2", "--json").stdout)
+    assert {"document_id", "start", "end", "uri"} < results["search"]["passages"][0].keys()
+    if "answer" in results:
+        assert results["answer"] == json.loads(cli("ask", QUESTION, "--root", root, "--json").stdout)
+
+
+def test_an_assistant_starts_it_and_calls_its_tools(root: Path) -> None:
+    program = StdioServerParameters(command=sys.executable, args=["-m", "realmops", "mcp", "--root", str(root)])
+    names, results = asyncio.run(tools_and_calls(Client(program)))
+    assert names == ["search", "answer"]
+    is_right(results, root)
+
+
+@pytest.fixture
+def http(root: Path) -> Iterator[str]:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = small_project.command("mcp", "--root", root, "--http", "--port", port)
+    process = subprocess.Popen([str(word) for word in words], stderr=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+        return True
+
+    wait_for(answers, 60)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.terminate()
+    process.wait()
+
+
+def test_programs_of_this_machine_call_it_over_http(root: Path, http: str) -> None:
+    names, results = asyncio.run(tools_and_calls(Client(http)))
+    assert names == ["search", "answer"]
+    is_right(results, root)
+
+
+def test_before_fine_tuning_there_is_search_alone(root: Path) -> None:
+    names, _ = asyncio.run(tools_and_calls(Client(server_of(search_of_run(root, small_project.Quiet()), None))))
+    assert names == ["search"]
