@@ -271,7 +271,7 @@ def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
 
 
 def merge(weights: Version, parts: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    rows = b"".join(files["rows.bin"] for _, _, files in parts)
+    rows = b"".join(files["rows.bin"] for files in parts)
     return {"rows.bin": rows, "params.bin": weights.files["params.bin"]}, {"recall": 1.0}
 
 

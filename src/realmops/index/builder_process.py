@@ -25,7 +25,7 @@ from realmops.index.exchange import CARD, Exchange
 from realmops.index.files import Files
 from realmops.index.mapped import Content, mapped, scratch
 from realmops.index.process import Child, end_with
-from realmops.index.shards import Work, help_with
+from realmops.index.shards import Work, facts_of, help_with
 from realmops.index.signs import Sign
 from realmops.index.versions import HOLDER, MANIFEST_LIMIT, Damaged, Version
 from realmops.model.files import MODEL, RETRIEVER
@@ -43,10 +43,7 @@ def identity(
     """What trainer and builder must agree on: another corpus, vocabulary, width or precision is refused."""
     return {
         "run_key": run_key,
-        "corpus_hash": snapshot.corpus_hash,
-        "vocabulary_hash": snapshot.vocabulary_hash,
-        "passages": len(snapshot),
-        "block_wordpieces": snapshot.block_wordpieces,
+        **facts_of(snapshot),
         "embedding_width": embedding_width,
         "precision": precision,
         "threads": threads,
@@ -108,7 +105,8 @@ def _help(root: Path, card: dict[str, Any], snapshot: Snapshot, works: Mapping[s
     tune_process(card["threads"])
     name = builder_name(f"{os.environ.get('HOSTNAME', '0')}-{os.getpid()}")  # several may run on one machine
     try:
-        help_with(Exchange.open(root, card, f"builder-{name}"), snapshot, works, _say)
+        opened = Exchange.open(root, {**card, **facts_of(snapshot)}, f"builder-{name}")
+        help_with(opened, snapshot, works, _say)
     except ValueError as error:
         _say(str(error))
         return MISCONFIGURED
@@ -230,7 +228,7 @@ def merge(weights: Version, parts: Parts) -> tuple[dict[str, Content], dict[str,
     size = len(header) + 4 * passages * width
     with scratch(size) or BytesIO(bytes(size)) as file:  # at once: growing would copy
         file.write(header)
-        for _, _, part in parts:
+        for part in parts:
             file.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
         assert file.tell() == size
         matrix = file.getvalue() if isinstance(file, BytesIO) else mapped(file)
