@@ -265,7 +265,7 @@ class Started:
         self.now, self.lives = 0, lives
         self.times: list[int] = []
         self.ended = 0
-        monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=self.start))
+        monkeypatch.setattr(process, "subprocess", SimpleNamespace(Popen=self.start, DEVNULL=subprocess.DEVNULL))
         monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def start(self, words: list[str], **how: Any) -> Any:

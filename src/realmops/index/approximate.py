@@ -97,7 +97,6 @@ class Faiss(Approximate):
     """FAISS's: clusters of passages (ivf), the same with short codes in the place of vectors (pq), a graph (hnsw)."""
 
     def build(self, device: torch.device) -> None:
-        """As ``Approximate`` says."""
         recipe, (passages, width) = self.recipe, self.embedding_PE.shape
         faiss = _faiss(recipe.type, passages, width)
         fewest, most = _POINTS_PER_LIST
@@ -121,7 +120,6 @@ class Faiss(Approximate):
         if recipe.type != "hnsw":
             self._index.cp.seed = recipe.seed % 2**31
             self._index.cp.max_points_per_centroid = most
-        if recipe.type != "hnsw":
             self._index.train(_sample(self.embedding_PE, most * recipe.lists, recipe.seed).numpy())
         for rows_RE in torch.split(self.embedding_PE.detach(), _TOGETHER):
             self._index.add(rows_RE.cpu().numpy())
@@ -129,7 +127,6 @@ class Faiss(Approximate):
         faiss.omp_set_num_threads(torch.get_num_threads())
 
     def candidates(self, query_QE: Tensor, k: int) -> Tensor:
-        """As ``Approximate`` says."""
         count = min(k * (_RESCORED if self.recipe.type == "pq" else 1), len(self.embedding_PE))
         if self._on_gpu:
             count = min(count, _MOST_ON_GPU)
@@ -138,7 +135,6 @@ class Faiss(Approximate):
         return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
 
     def look_at(self, width: int) -> None:
-        """As ``Approximate`` says."""
         if self.recipe.type == "hnsw":
             self._index.hnsw.efSearch = width
         else:
@@ -146,7 +142,6 @@ class Faiss(Approximate):
 
     @property
     def widest(self) -> int:
-        """Lists, or nodes of the graph."""
         most = _WIDEST[self.recipe.type]
         if self.recipe.type == "hnsw":
             return most

@@ -69,16 +69,11 @@ def run_index_builder(
         card = exchange.card.manifest(CARD).run
         if "work" in card:
             return _help(root, card, snapshot, works)
-        taken = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
-    except (Damaged, KeyError) as error:
-        _say(f"the identity card of the exchange {root} cannot be used: {error}")
-        return MISCONFIGURED
-    ours = identity(snapshot, **taken)
-    try:
+        agreed = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
         device = resolve_device("auto")
         dtype = resolve_precision(card["precision"], device)
-    except (KeyError, ValueError) as error:
-        _say(f"the exchange asks for a precision that is not to be had here: {error}")
+    except (Damaged, KeyError, ValueError) as error:
+        _say(f"the exchange {root} cannot be served here: {error}")
         return MISCONFIGURED
     tune_process(card["threads"])
 
@@ -87,15 +82,9 @@ def run_index_builder(
         return lambda first, end: make(first, end, no_progress)
 
     work = BuilderWork(len(snapshot), card["part_rows"], embedder, merge)
-    return run_builder(
-        root,
-        ours,
-        work,
-        name=builder_name(os.environ.get("HOSTNAME", "0")),
-        poll=0.1,
-        grace=120.0 if watch_parent is None else 0.0,
-        on_status=_say,
-    )
+    ours, name = identity(snapshot, **agreed), builder_name(os.environ.get("HOSTNAME", "0"))
+    grace = 120.0 if watch_parent is None else 0.0
+    return run_builder(root, ours, work, name=name, poll=0.1, grace=grace, on_status=_say)
 
 
 def _help(root: Path, card: dict[str, Any], snapshot: Snapshot, works: Mapping[str, Work]) -> int:

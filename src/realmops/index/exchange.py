@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -201,12 +201,12 @@ class Exchange:
             or "no builder has ever been seen here: one is starting, or start one with `realmops index-builder`"
         )
 
-    # What builders read
+    # Reading
 
-    def load(self, store: Versions, name: str) -> Version:
-        """A version, pinned. One that is damaged is set aside and raises Damaged, unless the exchange is not ours."""
+    def load(self, store: Versions, name: str, mapped: Collection[str] = ()) -> Version:
+        """As ``store.load``; a version that is damaged is set aside before, unless this is another run's exchange."""
         try:
-            return store.load(name)
+            return store.load(name, mapped=mapped)
         except Damaged as error:
             self.check_card()
             store.set_aside(name, str(error))

@@ -41,15 +41,9 @@ Passages = NDArray[np.int64]
 
 
 def write_bm25(
-    folder: Path,
-    snapshot: Snapshot,
-    progress: Callable[[int], None] = lambda passages: None,
-    *,
-    work: Path | None = None,
-    workers: int = 1,
-    earlier: Snapshot | None = None,
-    wordpieces: bool = False,
-) -> dict[str, Any]:
+    folder: Path, snapshot: Snapshot, progress: Callable[[int], None] = lambda passages: None, *,
+    work: Path | None = None, workers: int = 1, earlier: Snapshot | None = None, wordpieces: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Write the BM25 index of a snapshot into a folder, whole or not at all; returns its manifest.
 
     Args:
@@ -72,9 +66,8 @@ def write_bm25(
         borders = range(_PASSAGES, len(unknown), _PASSAGES)
         jobs = [(rows, place / f"part-{n:05d}") for n, rows in enumerate(np.split(unknown, borders)) if len(rows)]
         with _pool(min(workers, len(jobs))) as apply:
-            for (rows, path), _ in zip(
-                jobs, apply(partial(_count_part, snapshot.folder, wordpieces), jobs), strict=True
-            ):
+            done = apply(partial(_count_part, snapshot.folder, wordpieces), jobs)
+            for (rows, path), _ in zip(jobs, done, strict=True):
                 parts.append(_Part.read(path))
                 progress(len(rows))
         figures = _merge(parts, stage, len(snapshot))

@@ -27,7 +27,8 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.devices import DTYPES, PRECISIONS, resolve_device
 from realmops.index.embed import Progress, no_progress
 from realmops.index.exchange import Exchange, part_name, ranges
-from realmops.index.lease import ShardLeases
+from realmops.index.lease import claimed_if_free
+from realmops.index.signs import Ages
 from realmops.index.versions import Damaged, Version, version_name
 
 SHARD_ROWS = 4096  # passages of a shard
@@ -56,13 +57,9 @@ class ShardSettings:
 
 
 def in_shards(
-    place: ShardSettings,
-    name: str,
-    work: Work,
-    snapshot: Snapshot,
-    model: Mapping[str, bytes],
+    place: ShardSettings, name: str, work: Work, snapshot: Snapshot, model: Mapping[str, bytes],
     progress: Progress = no_progress,
-) -> Iterator[dict[str, bytes]]:
+) -> Iterator[dict[str, bytes]]:  # fmt: skip
     """The files of every shard of a corpus, in order, when all have been made.
 
     ``name`` says to builders which work it is. ``progress`` is told of passages, whoever has done them.
@@ -127,7 +124,7 @@ class Shards:
         self.device, self.dtype, self.progress = device, dtype, progress
         self.ranges = ranges(exchange.run["passages"], exchange.run["shard_rows"])
         self._make: MakeShard | None = None
-        self._turns = ShardLeases()
+        self._ages = Ages(exchange.clock)
         self._told: set[int] = set()  # first passages of those that ``progress`` knows of
 
     def missing(self) -> list[tuple[int, int]]:
@@ -144,7 +141,7 @@ class Shards:
         """Make a shard that is missing and that nobody else makes; False where there is none."""
         for first, end in self.missing():
             name = part_name(MODEL, first, end)
-            with self._turns.taken(self.exchange.root / "claims" / f"{first:010d}") as claim:
+            with claimed_if_free(self.exchange.root / "claims" / f"{first:010d}", self._ages) as claim:
                 if claim is None or name in self.exchange.parts.names():
                     continue
                 self.exchange.beat(f"makes the passages {first} to {end - 1} of {len(self.snapshot)}")

@@ -103,7 +103,7 @@ class Versions:
     """The versions of one kind in the folder ``root/kind``, as seen by one holder.
 
     ``run`` is the identity that every manifest must carry (None: look only). ``grace`` is how long, in seconds, trash
-    waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine). Safe for several threads.
+    waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine).
     """
 
     def __init__(
@@ -355,8 +355,10 @@ class Versions:
         for entry in self.files.listdir(self.folder):
             if entry.startswith(".dead."):
                 self._delete(entry)
-            elif entry.startswith(".stage.") and self._stage_age(entry) >= STALE_SECONDS:
-                self._bury(entry)
+            elif entry.startswith(".stage."):
+                content = tuple(self.files.listdir(self.folder / entry))
+                if self._ages.age(entry, content) >= STALE_SECONDS:
+                    self._bury(entry)
         names = self.names()  # before needs and pins are asked for: what is published from here on is not looked at
         held = self._held(keep)
         unneeded = [name for name in names if name not in held]
@@ -401,9 +403,6 @@ class Versions:
         except (FileNotFoundError, ValueError):
             sign = b""
         return self._ages.age(f"pin {pin}", sign)
-
-    def _stage_age(self, entry: str) -> float:
-        return self._ages.age(entry, tuple(self.files.listdir(self.folder / entry)))
 
     def _bury(self, entry: str) -> None:
         """Claim by rename, then delete: if the owner's commit was faster there is nothing to claim."""

@@ -117,7 +117,7 @@ def exchange(
             site.say(message)
 
     opened = Exchange.open(root, card, grace=0.0 if child else 120.0)
-    trainer = Trainer(opened, refresh.policy, on_wait, mapped=(EMBEDDINGS,))
+    trainer = Trainer(opened, refresh.policy, (EMBEDDINGS,), on_wait)
     own = ExchangeSource(trainer, refresh, snapshot.vocabulary_hash, device)
     try:
         with child or nullcontext():
