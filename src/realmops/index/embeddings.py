@@ -14,12 +14,11 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.approximate import TYPES, approximate
+from realmops.index.approximate import TYPES, Recipe, approximate
 from realmops.index.embed import Progress, embed_documents, no_progress
 from realmops.index.mapped import Content, mapped, matrix, read_only, release
 from realmops.index.mips import PassageIndex, exact, over_vectors
 from realmops.index.shards import SHARD_ROWS, MakeShard
-from realmops.index.structure import Recipe
 from realmops.model.files import retriever_from_files
 from realmops.model.retriever import Retriever
 

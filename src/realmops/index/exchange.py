@@ -85,7 +85,8 @@ class Exchange:
         self._sign = Sign(path, BEAT_SECONDS, self.files, self.clock)
 
         self.stores = {kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace) for kind in KINDS}
-        self.card, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = self.stores.values()
+        _, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = self.stores.values()
+        self.card = Versions(root, "run", None, holder, self.files, self.clock)  # reads the card of any run
 
     @classmethod
     def open(
@@ -110,7 +111,7 @@ class Exchange:
         for folder in (*tops, *(self.root / top / role for top in ("pins", "alive") for role in ROLES)):
             self._make(folder)
         if CARD not in self.card.names():
-            self.card.publish(CARD, {}, {})
+            self.stores["run"].publish(CARD, {}, {})
 
     def _make(self, folder: Path) -> None:
         if folder == folder.parent or folder.name in self.files.listdir(folder.parent):
@@ -126,9 +127,7 @@ class Exchange:
             raise FileNotFoundError(f"{self.root} is no exchange yet: its trainer has not started")
         assert self.run is not None
         try:
-            check_run(
-                Versions(self.root, "run", None, self.holder, self.files, self.clock).manifest(CARD).run, self.run
-            )
+            check_run(self.card.manifest(CARD).run, self.run)
         except ValueError as error:
             raise OtherRun(
                 f"the exchange {self.root} belongs to another run: {error}; give this run another exchange "
@@ -147,13 +146,11 @@ class Exchange:
         """The number of a new trainer's life, higher than all before."""
         fence = self.newest_fence() + 1
         while True:
-            try:
+            with suppress(FileExistsError):
                 self.files.mkdir(self.root / "fences" / f"{fence:06d}")
-            except FileExistsError:
-                fence += 1
-                continue
-            self.files.sync_folder(self.root / "fences")
-            return fence
+                self.files.sync_folder(self.root / "fences")
+                return fence
+            fence += 1
 
     def finished(self) -> str | None:
         """``done`` or ``failed`` with its message once the newest trainer has said its last word."""

@@ -173,6 +173,7 @@ class Shards:
                 try:
                     files = self.exchange.load_part(part_name(MODEL, first, end), self.model)
                 except (FileNotFoundError, Damaged):
+                    self.exchange.check_card()
                     self.make_all(say)
             yield files
 

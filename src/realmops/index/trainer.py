@@ -247,7 +247,7 @@ class Trainer:
         """The last word: builders end."""
         meta = {"state": state, "message": message}
         self.exchange.last_words.publish(f"v-{self.fence:06d}", {}, meta, self.check_fence)
-        self.exchange.beat(state, step=self._step, fence=self.fence, index=self._index_name)
+        self.beat(self._step, state)
 
     def _collect(self) -> None:
         """The trainer's part of the cleaning up; a failure in it is told and never ends the training."""

@@ -271,17 +271,16 @@ class Versions:
     ) -> bool:
         nonce = secrets.token_hex(8)
         stage = self.folder / f".stage.{self.holder}.{nonce}"
+        mine = False
         try:
             with suppress(FileExistsError):  # the nonce is mine: mkdir was done and its reply lost
                 self.files.mkdir(stage)
             self._fill(stage, contents, self._describe(name, nonce, contents, meta))
             guard()
             mine = self._commit(stage, name, nonce)
-        except BaseException:
-            self._bury(stage.name)
-            raise
-        if not mine:
-            self._bury(stage.name)
+        finally:
+            if not mine:
+                self._bury(stage.name)
         guard()
         return mine
 
@@ -305,7 +304,9 @@ class Versions:
         """Rename the draft to its name. After an error, what lies there is true, not what was reported."""
         committed = False
         failure: OSError | None = None
-        for delay in (*COMMIT_RETRIES, None):
+        for delay in (0.0, *COMMIT_RETRIES):
+            if delay:
+                self.clock.sleep(delay)
             try:
                 if not committed:
                     self.files.rename(stage, self.folder / name)
@@ -321,8 +322,6 @@ class Versions:
                 committed = owner == nonce
             elif stage.name not in names:
                 raise OSError(ESTALE, "the draft was swept away; publish again", str(stage)) from failure
-            if delay is not None:
-                self.clock.sleep(delay)
         assert failure is not None
         raise failure
 
