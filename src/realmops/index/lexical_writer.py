@@ -15,6 +15,7 @@ import itertools
 import multiprocessing
 import shutil
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -31,7 +32,7 @@ from realmops.corpus.flat import FlatArray, load_flat
 from realmops.corpus.snapshot import ROWS_PER_GROUP, Snapshot
 from realmops.index.lexical import KIND, STOP_WORDS, Bm25, codes, split_words, stems
 
-_PART = "lexical part of arrays"
+_PART = "part of lexical"
 _PASSAGES = 32 * ROWS_PER_GROUP  # of a part
 _POSTINGS = 1 << 20  # that are sorted at a time, and those of one word more
 _WORDS_OF_PARTS = 16  # whose vocabularies are put together at a time
@@ -52,7 +53,7 @@ def write_bm25(
             caller's to remove. None: a folder that is removed.
         workers: processes that count words; with 1 it happens in this process.
         earlier: a snapshot with an index beside it, whose words are taken over where passages are the same.
-        wordpieces: the words are the bodies' wordpieces, whose ``codes`` are their ids; for ``Bm25.search_codes``.
+        wordpieces: the words are the bodies' wordpieces, whose ``codes`` are their ids; for ``Bm25.search``.
     """
     with atomic_folder(folder) as stage:
         place = stage / "parts" if work is None else work
@@ -135,20 +136,10 @@ def _count_part(snapshot: Path, wordpieces: bool, job: tuple[Passages, Path]) ->
         write_manifest(stage, _PART, key=key)
 
 
-class _WordNumbers(dict[str, int]):
-    """Words by number, in the order in which they come: first the stop words."""
-
-    def __init__(self) -> None:
-        super().__init__((word, number) for number, word in enumerate(STOP_WORDS))
-
-    def __missing__(self, word: str) -> int:
-        self[word] = number = len(self)
-        return number
-
-
 def _counted(texts: Iterator[str], rows: Passages) -> _Part:
     """A part of texts."""
-    numbers, flat, lengths = _WordNumbers(), array("i"), array("q")
+    flat, lengths, number = array("i"), array("q"), itertools.count()
+    numbers = defaultdict(number.__next__, zip(STOP_WORDS, number, strict=False))  # words, first the stop words
     for text in texts:
         words = split_words(text)
         flat.extend(map(numbers.__getitem__, words))
