@@ -32,7 +32,6 @@ from realmops.model.files import MODEL, RETRIEVER
 
 SIGNS, SIGN_SECONDS = "alive", 5.0
 GOING_SECONDS = 3.0
-NO_WORK: Mapping[str, Work] = {}
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +50,7 @@ def identity(
     }
 
 
-def run_index_builder(
-    root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work] = NO_WORK
-) -> int:
+def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work]) -> int:
     """Serve one exchange until its trainer has finished; returns the exit code (builder.run_builder).
 
     Where a stage offers shards there, ``works`` says by name how they are made.

@@ -193,10 +193,8 @@ class Exchange:
             f"{holder} ({sign['doing']}) last gave a sign of life {seconds:.0f} s ago"
             for holder, seconds, sign in self.signs("builder")
         ]
-        return (
-            "; ".join(signs)
-            or "no builder has ever been seen here: one is starting, or start one with `realmops index-builder`"
-        )
+        nobody = "no builder has ever been seen here: one is starting, or start one with `realmops index-builder`"
+        return "; ".join(signs) or nobody
 
     # Reading
 

@@ -16,7 +16,6 @@ MESSAGE_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-OnWait = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Trainer:
 
     def __init__(
         self, exchange: Exchange, policy: Policy = Policy(), mapped: Collection[str] = (),
-        on_wait: OnWait = lambda message, seconds: log.info("%s", message),
+        on_wait: Callable[[str, float], None] = lambda message, seconds: log.info("%s", message),
     ) -> None:  # fmt: skip
         self.exchange, self.policy, self.mapped, self._on_wait = exchange, policy, mapped, on_wait
         self.fence = exchange.take_fence()
