@@ -271,7 +271,7 @@ def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
 
 
 def merge(weights: Version, parts: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
-    rows = b"".join(files["rows.bin"] for _, _, files in parts)
+    rows = b"".join(files["rows.bin"] for files in parts)
     return {"rows.bin": rows, "params.bin": weights.files["params.bin"]}, {"recall": 1.0}
 
 
@@ -302,7 +302,7 @@ def learn(params: bytes, step: int, index: Version) -> bytes:
 
 def life(exchange: Exchange, plan: Plan, on_wait: Any = None, each_step: Any = None) -> bytes:
     """One life of the toy trainer, from its newest checkpoint to the end; its parameters."""
-    trainer = Trainer(exchange, plan.policy, on_wait or (lambda message, seconds: None))
+    trainer = Trainer(exchange, plan.policy, on_wait=on_wait or (lambda message, seconds: None))
     checkpoint = trainer.restore()
     step, params, index = 0, bytes(32), None
     if checkpoint is None:

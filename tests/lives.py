@@ -78,7 +78,7 @@ def run_all(project: Path, root: Path, *, killed: bool) -> dict[str, list[int]]:
     for name in STAGES:
         builder = 0
         if name == "pretrain":
-            builder = forked(lambda: run_index_builder(exchange, corpus, watch_parent=None))
+            builder = forked(lambda: run_index_builder(exchange, corpus, watch_parent=None, works={}))
         found[name] = live(name, values, project, root, killed=killed)
         if builder:
             found["index-builder"] = [end_of(builder)]
@@ -102,7 +102,7 @@ def kill_both(project: Path, kills: int) -> dict[str, Any]:
             run_stage("pretrain", own, project=project, root=root, report=Quiet())
             return 0
 
-        works = {"trainer": train, "builder": lambda: run_index_builder(exchange, corpus, watch_parent=None)}
+        works = {"trainer": train, "builder": lambda: run_index_builder(exchange, corpus, watch_parent=None, works={})}
         alive = {role: forked(work) for role, work in works.items()}
         while "trainer" in alive:
             time.sleep(0.01)

@@ -37,7 +37,7 @@ from faults import times
 from realmops.index import versions
 from realmops.index.builder import DONE, MISCONFIGURED, Builder, run_builder
 from realmops.index.exchange import Exchange, Fenced
-from realmops.index.files import Clock, Files
+from realmops.index.files import Clock
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Damaged, version_name
 
@@ -543,28 +543,6 @@ def test_the_index_in_use_stays_pinned_until_a_checkpoint_names_the_next_one() -
     assert pins() == [version_name(1, 0), version_name(1, 2)]
     trainer.save_checkpoint(3, PARAMS, {})
     assert pins() == [version_name(1, 2)]
-
-
-def test_publishing_in_a_thread_beside_checkpoints(tmp_path: Path) -> None:
-    trainer = Trainer(Exchange.open(tmp_path / "deep" / "exchange", IDENTITY, grace=0.0), Policy("as_soon_as_ready"))
-    failures: list[BaseException] = []
-
-    def publish() -> None:
-        try:
-            for step in range(0, 20, 2):
-                trainer.publish_weights(step, PARAMS, {})
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=publish)
-    thread.start()
-    for step in range(1, 20, 2):
-        trainer.beat(step)
-        trainer.save_checkpoint(step, PARAMS, {})
-    thread.join()
-    assert failures == []
-    sound(Files(), tmp_path / "deep" / "exchange")
-    assert trainer.exchange.checkpoints.names() == [version_name(1, 17), version_name(1, 19)]
 
 
 # The exchange is taken away or belongs to somebody else

@@ -13,13 +13,15 @@ from exchange_lab import StillClock
 from small_project import wait_for
 
 from realmops.index import lease
-from realmops.index.lease import ShardLeases, claimed
+from realmops.index.files import Clock
+from realmops.index.lease import claimed, claimed_if_free
 from realmops.index.signs import Ages
 
 # Adds one to a number in a file, slowly: two at once would lose one of the additions.
 ADD = """
 import sys, time
 from pathlib import Path
+from realmops.index.files import Clock
 from realmops.index.lease import claimed
 with claimed(Path(sys.argv[1]), print):
     file = Path(sys.argv[2])
@@ -124,25 +126,25 @@ def test_of_many_claims_those_that_are_free_are_taken_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "DEAD_SECONDS", 0.5)
-    turns = ShardLeases()
+    ages = Ages(Clock())
     elsewhere(tmp_path / "held", 0)
     elsewhere(tmp_path / "ended", 0, done=True)
-    with turns.taken(tmp_path / "free") as free, turns.taken(tmp_path / "ended") as ended:
+    with claimed_if_free(tmp_path / "free", ages) as free, claimed_if_free(tmp_path / "ended", ages) as ended:
         assert free is not None
         assert ended is not None
-        with turns.taken(tmp_path / "held") as held, turns.taken(tmp_path / "free") as again:
+        with claimed_if_free(tmp_path / "held", ages) as held, claimed_if_free(tmp_path / "free", ages) as again:
             assert held is None
             assert again is None
     assert sorted(path.name for path in (tmp_path / "held").iterdir()) == ["000001"]
-    with turns.taken(tmp_path / "free") as free:
+    with claimed_if_free(tmp_path / "free", ages) as free:
         assert free is not None
 
     def dead() -> bool:
-        with turns.taken(tmp_path / "held") as held:
+        with claimed_if_free(tmp_path / "held", ages) as held:
             return held is not None
 
     wait_for(dead, 60)
-    with pytest.raises(FileNotFoundError), turns.taken(tmp_path / "gone" / "1"):
+    with pytest.raises(FileNotFoundError), claimed_if_free(tmp_path / "gone" / "1", ages):
         pass
 
 

@@ -147,7 +147,7 @@ def test_a_writer_that_dies_leaves_nothing_and_goes_on_with_its_parts(
             write_bm25(tmp_path / "l", world.snapshot, work=work)
     assert [path.name for path in tmp_path.iterdir()] == (["work"] if with_work else [])
     if with_work:
-        (tmp_path / "work" / "part-00001" / "postings").write_bytes(b"damaged")
+        (tmp_path / "work" / "part-00001" / "posting_N.npy").write_bytes(b"damaged")
     counted = watched(monkeypatch)
     write_bm25(tmp_path / "l", world.snapshot, work=work)
     assert len(counted) == (1 if with_work else 6)

@@ -74,9 +74,11 @@ def main(folder: Path) -> None:
     from realmops.index.embeddings import EMBEDDINGS
     from realmops.index.exchange import Exchange
     from realmops.index.mips import Exact
-    from realmops.index.source import ExchangeSource, Indexes, Refresh
+    from realmops.index.source import ExchangeSource, Refresh
     from realmops.index.trainer import Policy, Trainer
     from realmops.model.files import build_models, retriever_files
+    from realmops.train.exchange import SharedSource
+    from realmops.train.parallel import ALONE
 
     keep_freed_memory()
     card = {"passages": PASSAGES, "embedding_width": WIDTH}
@@ -84,9 +86,9 @@ def main(folder: Path) -> None:
     retriever, _ = build_models(bert, section("retriever", embedding_width=WIDTH), section("reader"), 100, seed=0)
     trainer = Trainer(Exchange.open(folder, card, grace=0.0))
     refresh = Refresh(10**6, 2, 1, 0, "external", "auto", 1, Policy())
-    source = Indexes(
-        ExchangeSource(trainer, refresh, "", torch.device("cpu")), lambda embedding_PE, _: Exact(embedding_PE)
-    )
+    cpu = torch.device("cpu")
+    own = ExchangeSource(trainer, refresh, "", cpu)
+    source = SharedSource(ALONE, own, cpu, lambda embedding_PE, _: Exact(embedding_PE))
 
     def embedder(weights: Any) -> Callable[[int, int], dict[str, bytes]]:
         def rows(first: int, end: int) -> dict[str, bytes]:

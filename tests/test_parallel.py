@@ -25,12 +25,14 @@ from torch import Tensor
 
 from realmops import config
 from realmops.cluster import tasks
-from realmops.index.source import IndexGeneration, SharedSource
+from realmops.index.mips import Exact
+from realmops.index.source import IndexGeneration
 from realmops.journal import Journal
 from realmops.model.retriever import Retriever
 from realmops.stages import JOURNAL, STAGES, Job, common, finetune_retriever, parse_sections, tag
 from realmops.stages import finetune as stages_finetune
 from realmops.stages.runner import inputs_of
+from realmops.train.exchange import SharedSource
 from realmops.train.parallel import Team, join
 
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -280,11 +282,12 @@ def test_embeddings_are_sent_through_host_memory(world: World) -> None:
             return IndexGeneration(step, embedding_PE, made_from, 7.0, True)
 
     gpu = torch.device("meta")
-    SharedSource(Posted(0, 2, post), Source(), gpu).at_step(3, learning)
-    adopted = SharedSource(Posted(1, 2, post), None, gpu).at_step(3, learning)
+    build = lambda embedding_PE, _: Exact(embedding_PE)  # noqa: E731
+    SharedSource(Posted(0, 2, post), Source(), gpu, build).at_step(3, learning)
+    adopted = SharedSource(Posted(1, 2, post), None, gpu, build).at_step(3, learning)
     assert (adopted.step, adopted.published, adopted.new) == (3, 7.0, True)
-    assert adopted.embedding_PE.device.type == "cpu"
-    assert torch.equal(adopted.embedding_PE, embedding_PE)
+    assert adopted.passages.embedding_PE.device.type == "cpu"
+    assert torch.equal(adopted.passages.embedding_PE, embedding_PE)
     for name, parameter in adopted.retriever.named_parameters():
         assert torch.equal(parameter, made_from.get_parameter(name))
 

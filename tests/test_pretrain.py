@@ -31,8 +31,7 @@ from realmops.encoders.bert import Bert
 from realmops.encoders.packed import Packed
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.mips import Exact
-from realmops.index.source import Index
-from realmops.index.staleness import generation_in_use
+from realmops.index.source import Index, generation_in_use
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_query

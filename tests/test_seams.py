@@ -26,9 +26,9 @@ from realmops.corpus.questions import Question
 from realmops.encoders.packed import Packed
 from realmops.evaluate import tuned
 from realmops.index import approximate
+from realmops.index.approximate import Approximate
 from realmops.index.embeddings import embed_corpus, load_passages, save_passages
 from realmops.index.mips import exact
-from realmops.index.structure import Approximate
 from realmops.model import reader as readers
 from realmops.model.files import load_models, save_models
 from realmops.model.reader import Reader

@@ -244,7 +244,7 @@ def test_a_helper_refuses_what_is_not_for_it(
     assert "wants 'toy', which this version of realmops does not know" in told(small.snapshot.folder, WORKS)
     (tmp_path / "other").mkdir()
     other = build_world(tmp_path / "other", DOCUMENTS[:5])
-    assert "is for another corpus: corpus_hash is" in told(other.snapshot.folder, {"toy": counting([])})
+    assert "belongs to another run: corpus_hash is" in told(other.snapshot.folder, {"toy": counting([])})
     shutil.rmtree(root)
     on_gpu = ShardSettings(tmp_path / "shards", tmp_path / "offer", torch.device("cuda"), FP32, 1, print)
     list(in_shards(on_gpu, "toy", counting([]), small.snapshot, {"model": b"a"}))
@@ -278,8 +278,8 @@ def test_doctor_counts_shards(small: World, tmp_path: Path) -> None:
     root = exchange_in(tmp_path)
     shutil.rmtree(root / "parts" / part_name(MODEL, 5, 10))
     found = inspect(root)
-    assert "toy: 2 of 3 shards are committed" in found["summary"]
-    assert found["awaited"] == []
+    assert "toy: 2 of 3 shards are committed" in found
+    assert not [line for line in found if line.startswith("awaited")]
 
 
 # Stages
@@ -309,9 +309,10 @@ def test_a_builder_that_follows_a_stage_makes_shards_for_it(
     by_others: list[int] = []
 
     def lazy(self: Shards) -> bool:
-        if len(self.missing()) > 1:
+        missing = len(self.missing())  # looked at once: the builder may commit the last one at any time
+        if missing != 1:
             return False
-        by_others.append(len(self.ranges) - len(self.missing()))
+        by_others.append(len(self.ranges) - missing)
         return usual(self)
 
     follower = Child(command("index-builder", "--follow", offer_of(root, name)), pause=0.0, log=tmp_path / "said")

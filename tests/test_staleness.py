@@ -9,8 +9,7 @@ import torch
 
 from realmops.index import source as module
 from realmops.index.embeddings import EMBEDDINGS
-from realmops.index.source import ExchangeSource, Refresh
-from realmops.index.staleness import generation_in_use, top_k_change
+from realmops.index.source import ExchangeSource, Refresh, generation_in_use, top_k_change
 from realmops.index.trainer import Policy
 
 

@@ -30,7 +30,8 @@ from realmops.encoders.devices import autocast, send
 from realmops.encoders.packed import Packed
 from realmops.index.embed import Progress, embed, no_progress, query_sequences
 from realmops.index.embeddings import save_passages
-from realmops.index.hybrid import Hits, Hybrid, Words
+from realmops.index.hybrid import Hits, Hybrid
+from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex
 from realmops.model.files import save_models
 from realmops.model.likelihood import log_prior
@@ -112,7 +113,7 @@ class RetrieveAndRead(Answering):
     options: Finetune
     dtype: torch.dtype
     ranker: Callable[[str, int], np.ndarray] | None = None
-    words: Words | None = None
+    words: Bm25 | None = None
 
     def __post_init__(self) -> None:
         self.device = self.reader.device

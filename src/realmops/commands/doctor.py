@@ -37,7 +37,7 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
         yield "exchange: none; tag, pretrain, finetune and evaluate make one while they run"
     for folder in exchanges:
         yield f"exchange {folder}:"
-        for line in inspect(folder)["summary"]:
+        for line in inspect(folder):
             yield f"  {line}"
 
 

@@ -1,8 +1,8 @@
-"""The types of index, and the structures of FAISS.
+"""Approximate search: a structure proposes candidates, whose inner products are then computed exactly.
 
-The structures are built from the embeddings whenever they are wanted, with fixed seeds, and never read from a disk.
-Embeddings that are mapped (mapped.py) stay on the disk: a structure learns from a sample of them, takes them in some at
-a time, and a search reads those of its candidates.
+The structures are FAISS's. They are built from the embeddings whenever they are wanted, with fixed seeds, and never
+read from a disk. Embeddings that are mapped (mapped.py) stay on the disk: a structure learns from a sample of them,
+takes them in some at a time, and a search reads those of its candidates.
 
 Shape suffixes: Q queries, P passages, E embedding width, K results, D candidates.
 """
@@ -10,8 +10,9 @@ Shape suffixes: Q queries, P passages, E embedding width, K results, D candidate
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 from realmops.config import IndexOptions
 from realmops.index.files import memory_bytes
 from realmops.index.mapped import release
-from realmops.index.mips import BestVector, Exact, PassageIndex
-from realmops.index.structure import READ, Approximate, Recipe
+from realmops.index.mips import BestVector, Exact, InMemory, PassageIndex, search
 
 EXACT_PASSAGES = 20_000_000
 MEMORY_SHARE = 0.25
+TIES = 1e-5
+READ = 1 << 13  # single passages that are read together; with each the system maps 64 KiB of a file
 QUERIES = 256  # that the recall of an index is measured with
 _RESCORED = 16  # candidates of pq for each result; on a CPU its codes have 4 bits for each number
 _LINKS = 32  # of each passage in hnsw's graph
@@ -35,6 +37,107 @@ _CODE_VALUES = 256
 _WIDEST = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists or graph nodes looked at; a GPU's FAISS has no more
 _MOST_ON_GPU = 2048  # results of one query
 _TOGETHER = 1 << 18  # passages that are read and added; a multiple of FAISS's own 65,536
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How an index is built and searched, and what it found then."""
+
+    type: str
+    seed: int
+    lists: int  # clusters of passages (ivf, pq); 0 where the type has none
+    width: int  # clusters, or nodes of hnsw's graph, that a query looks at
+    recall: float  # measured: the share of the exact top k that is found
+    k: int
+    target_recall: float
+
+
+class Approximate(InMemory, ABC):
+    """A structure over embeddings P x E that proposes candidates; their scores are exact.
+
+    A type of index is a subclass and a row in ``TYPES``. It is built anew of the embeddings wherever it is wanted, by
+    its recipe alone, so that it is the same everywhere.
+    """
+
+    def __init__(self, embedding_PE: Tensor, recipe: Recipe, device: torch.device) -> None:
+        self.embedding_PE, self.recipe = embedding_PE, recipe
+        self.build(device)
+        self.look_at(recipe.width)
+
+    @abstractmethod
+    def build(self, device: torch.device) -> None:
+        """Make the structure, with ``recipe.seed`` for all that is random; ValueError for too few passages."""
+
+    @abstractmethod
+    def candidates(self, query_QE: Tensor, k: int) -> Tensor:
+        """Ids of passages that may be among the ``k`` best, none twice, Q x any number; -1 where there are fewer.
+
+        Fewer than ``k`` columns: all passages are compared instead.
+        """
+
+    @abstractmethod
+    def look_at(self, width: int) -> None:
+        """From now on look at so much of the structure for a query: more finds more, and takes longer."""
+
+    @property
+    @abstractmethod
+    def widest(self) -> int:
+        """The most that ``look_at`` takes; beyond it an exact search is no slower."""
+
+    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Exact scores of what was found, on the query's device.
+
+        A query for which the structure has fewer than ``k`` passages is searched exactly.
+        """
+        k = min(k, len(self.embedding_PE))
+        query = query_QE.detach().float().to(self.embedding_PE.device)
+        id_QD = self.candidates(query, k).to(query.device)
+        if id_QD.shape[1] < k:
+            score_QK, id_QK = search(query, self.embedding_PE, k)
+            return score_QK.to(query_QE.device), id_QK.to(query_QE.device)
+        known = zip(query, id_QD.clamp(min=0), strict=True)
+        score_QD = torch.stack([self._scores(query_E, id_D) for query_E, id_D in known])
+        score_QK, place_QK = score_QD.masked_fill(id_QD < 0, -torch.inf).topk(k, dim=1)
+        id_QK = id_QD.gather(1, place_QK)
+        short_Q = id_QK[:, -1] < 0
+        if short_Q.any():
+            score_QK[short_Q], id_QK[short_Q] = search(query[short_Q], self.embedding_PE, k)
+        return score_QK.to(query_QE.device), id_QK.to(query_QE.device)
+
+    def _scores(self, query_E: Tensor, id_D: Tensor) -> Tensor:
+        scores = []
+        for id_R in torch.split(id_D, READ):
+            scores.append(self.embedding_PE[id_R] @ query_E)
+            release(self.embedding_PE)
+        return torch.cat(scores)
+
+    def recall(self, query_QE: Tensor, k: int) -> float:
+        """The share of the exact top k that is found; of equal scores any will do."""
+        return self._found(query_QE, k, self._worst(query_QE, k))
+
+    def _worst(self, query_QE: Tensor, k: int) -> Tensor:
+        """The score, Q x 1, from which on a passage is of the exact top k."""
+        exact_QK = search(query_QE.detach().float().to(self.embedding_PE.device), self.embedding_PE, k)[0]
+        return exact_QK[:, -1:] - TIES * exact_QK.abs().amax(1, keepdim=True)
+
+    def _found(self, query_QE: Tensor, k: int, worst_Q1: Tensor) -> float:
+        return float((self.search(query_QE, k)[0].to(worst_Q1.device) >= worst_Q1).double().mean())
+
+    def widen(self, query_QE: Tensor, k: int) -> None:
+        """Look at more and more until the recall of the top k reaches its target; ValueError when it does not."""
+        wanted, width, worst_Q1 = self.recipe.target_recall, 1, self._worst(query_QE, k)
+        while True:
+            self.look_at(width)
+            recall = self._found(query_QE, k, worst_Q1)
+            self.recipe = replace(self.recipe, width=width, recall=recall, k=k)
+            if recall >= wanted:
+                return
+            if width == self.widest:
+                raise ValueError(
+                    f"an index of type {self.recipe.type} finds {recall:.4f} of the exact top {k} at most, and "
+                    f"index.target_recall is {wanted}; lower that, or set index.type to exact or to another type"
+                )
+            width = min(2 * width, self.widest)
 
 
 def fitting_type(passages: int, width: int, memory: int) -> str:
@@ -97,7 +200,6 @@ class Faiss(Approximate):
     """FAISS's: clusters of passages (ivf), the same with short codes in the place of vectors (pq), a graph (hnsw)."""
 
     def build(self, device: torch.device) -> None:
-        """As ``Approximate`` says."""
         recipe, (passages, width) = self.recipe, self.embedding_PE.shape
         faiss = _faiss(recipe.type, passages, width)
         fewest, most = _POINTS_PER_LIST
@@ -121,7 +223,6 @@ class Faiss(Approximate):
         if recipe.type != "hnsw":
             self._index.cp.seed = recipe.seed % 2**31
             self._index.cp.max_points_per_centroid = most
-        if recipe.type != "hnsw":
             self._index.train(_sample(self.embedding_PE, most * recipe.lists, recipe.seed).numpy())
         for rows_RE in torch.split(self.embedding_PE.detach(), _TOGETHER):
             self._index.add(rows_RE.cpu().numpy())
@@ -129,7 +230,6 @@ class Faiss(Approximate):
         faiss.omp_set_num_threads(torch.get_num_threads())
 
     def candidates(self, query_QE: Tensor, k: int) -> Tensor:
-        """As ``Approximate`` says."""
         count = min(k * (_RESCORED if self.recipe.type == "pq" else 1), len(self.embedding_PE))
         if self._on_gpu:
             count = min(count, _MOST_ON_GPU)
@@ -138,7 +238,6 @@ class Faiss(Approximate):
         return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
 
     def look_at(self, width: int) -> None:
-        """As ``Approximate`` says."""
         if self.recipe.type == "hnsw":
             self._index.hnsw.efSearch = width
         else:
@@ -146,7 +245,6 @@ class Faiss(Approximate):
 
     @property
     def widest(self) -> int:
-        """Lists, or nodes of the graph."""
         most = _WIDEST[self.recipe.type]
         if self.recipe.type == "hnsw":
             return most

@@ -17,11 +17,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from realmops.index.exchange import Exchange, OtherRun, part_name
+from realmops.index.exchange import Exchange, OtherRun, part_name, ranges
 from realmops.index.files import Clock, Files
 from realmops.index.mapped import Content
 from realmops.index.process import LONGEST_PAUSE
-from realmops.index.versions import Damaged, Version, Versions
+from realmops.index.versions import Damaged, Version
 
 DONE, FAULT, MISCONFIGURED = 0, 1, 2  # exit codes: do not restart, restart, do not restart
 COLLECT_SECONDS = 30.0
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 EmbedRows = Callable[[int, int], dict[str, bytes]]
 """(first, end) -> the files of the part that holds rows [first, end); the same bytes every time."""
 
-Parts = Iterator[tuple[int, int, dict[str, bytes]]]
-"""(first, end, files) of every part, in the order of the rows, read and verified when it is asked for."""
+Parts = Iterator[dict[str, bytes]]
+"""The files of every part, in the order of the rows, read and verified when it is asked for."""
 
 Merge = Callable[[Version, Parts], tuple[dict[str, Content], dict[str, Any]]]
 """(weights, parts) -> files and description of the index."""
@@ -47,14 +47,6 @@ class BuilderWork:
     part_rows: int
     embedder: Callable[[Version], EmbedRows]
     merge: Merge
-
-    def __post_init__(self) -> None:
-        if self.rows <= 0 or self.part_rows <= 0:
-            raise ValueError(f"rows and part_rows must be above 0, not {self.rows} and {self.part_rows}")
-
-    def ranges(self) -> list[tuple[int, int]]:
-        firsts = range(0, self.rows, self.part_rows)
-        return [(first, min(first + self.part_rows, self.rows)) for first in firsts]
 
 
 class _Stop(BaseException):
@@ -99,7 +91,7 @@ class Builder:
         name = self._next_weights()
         if name is None:
             return False
-        weights = self._load(name)
+        weights = self.exchange.load(self.exchange.weights, name)
         try:
             self._build(weights)
         finally:
@@ -119,54 +111,30 @@ class Builder:
                 return name  # loading it sets it aside
         return names[-1] if open_names and open_names[-1] == names[-1] else None
 
-    def _load(self, name: str) -> Version:
-        try:
-            return self.exchange.weights.load(name)
-        except Damaged as error:
-            self._set_aside(self.exchange.weights, name, error)
-            raise
-
     def _build(self, weights: Version) -> None:
         start = self.exchange.clock.monotonic()
-        ranges = self.work.ranges()
-        self._embed(weights, ranges)
-        self._say(f"merging the {len(ranges)} parts of step {weights.step}")
-        files, meta = self.work.merge(weights, self._read_parts(weights, ranges))
+        parts = ranges(self.work.rows, self.work.part_rows)
+        self._embed(weights, parts)
+        self._say(f"merging the {len(parts)} parts of step {weights.step}")
+        read = (self.exchange.load_part(part_name(weights.name, *part), weights) for part in parts)
+        files, meta = self.work.merge(weights, read)
         seconds = self.exchange.clock.monotonic() - start
         facts = {"step": weights.step, "weights": weights.digest, "rows": self.work.rows, "seconds": seconds}
         first = self.exchange.indexes.publish(weights.name, files, {**meta, **facts})
         self._say(f"{'published' if first else 'another builder published'} the index of step {weights.step}")
 
-    def _embed(self, weights: Version, ranges: list[tuple[int, int]]) -> None:
+    def _embed(self, weights: Version, parts: list[tuple[int, int]]) -> None:
         """Commit the parts that are missing, in an order of this builder's own: two of them seldom take the same."""
         embed_rows: EmbedRows | None = None
-        mine = random.Random(self.exchange.holder).sample(ranges, len(ranges))
+        mine = random.Random(self.exchange.holder).sample(parts, len(parts))
         for number, (first, end) in enumerate(mine, start=1):
             name = part_name(weights.name, first, end)
             if name in self.exchange.parts.names():
                 continue
             self._stop_at_the_end()
-            self._say(f"embedding part {number} of {len(ranges)} with the weights of step {weights.step}")
+            self._say(f"embedding part {number} of {len(parts)} with the weights of step {weights.step}")
             embed_rows = embed_rows or self.work.embedder(weights)
             self.exchange.parts.publish(name, embed_rows(first, end), {"weights": weights.digest})
-
-    def _read_parts(self, weights: Version, ranges: list[tuple[int, int]]) -> Parts:
-        parts = self.exchange.parts
-        for first, end in ranges:
-            name = part_name(weights.name, first, end)
-            try:
-                part = parts.load(name)
-                parts.unpin(part)
-                if part.meta != {"weights": weights.digest}:
-                    raise Damaged(f"{name} was embedded with other weights of the same name")
-            except Damaged as error:
-                self._set_aside(parts, name, error)
-                raise
-            yield first, end, part.files
-
-    def _set_aside(self, store: Versions, name: str, error: Damaged) -> None:
-        self.exchange.check_card()  # what another run has put here since is none of this builder's business
-        store.set_aside(name, str(error))
 
     def _stop_at_the_end(self) -> None:
         if finished := self.exchange.finished():

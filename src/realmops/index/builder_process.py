@@ -25,14 +25,13 @@ from realmops.index.exchange import CARD, Exchange
 from realmops.index.files import Files
 from realmops.index.mapped import Content, mapped, scratch
 from realmops.index.process import Child, end_with
-from realmops.index.shards import Work, help_with
+from realmops.index.shards import Work, facts_of, help_with
 from realmops.index.signs import Sign
 from realmops.index.versions import HOLDER, MANIFEST_LIMIT, Damaged, Version
 from realmops.model.files import MODEL, RETRIEVER
 
 SIGNS, SIGN_SECONDS = "alive", 5.0
 GOING_SECONDS = 3.0
-NO_WORK: Mapping[str, Work] = {}
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +42,7 @@ def identity(
     """What trainer and builder must agree on: another corpus, vocabulary, width or precision is refused."""
     return {
         "run_key": run_key,
-        "corpus_hash": snapshot.corpus_hash,
-        "vocabulary_hash": snapshot.vocabulary_hash,
-        "passages": len(snapshot),
-        "block_wordpieces": snapshot.block_wordpieces,
+        **facts_of(snapshot),
         "embedding_width": embedding_width,
         "precision": precision,
         "threads": threads,
@@ -54,9 +50,7 @@ def identity(
     }
 
 
-def run_index_builder(
-    root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work] = NO_WORK
-) -> int:
+def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work]) -> int:
     """Serve one exchange until its trainer has finished; returns the exit code (builder.run_builder).
 
     Where a stage offers shards there, ``works`` says by name how they are made.
@@ -72,16 +66,11 @@ def run_index_builder(
         card = exchange.card.manifest(CARD).run
         if "work" in card:
             return _help(root, card, snapshot, works)
-        taken = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
-    except (Damaged, KeyError) as error:
-        _say(f"the identity card of the exchange {root} cannot be used: {error}")
-        return MISCONFIGURED
-    ours = identity(snapshot, **taken)
-    try:
+        agreed = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
         device = resolve_device("auto")
         dtype = resolve_precision(card["precision"], device)
-    except (KeyError, ValueError) as error:
-        _say(f"the exchange asks for a precision that is not to be had here: {error}")
+    except (Damaged, KeyError, ValueError) as error:
+        _say(f"the exchange {root} cannot be served here: {error}")
         return MISCONFIGURED
     tune_process(card["threads"])
 
@@ -90,15 +79,9 @@ def run_index_builder(
         return lambda first, end: make(first, end, no_progress)
 
     work = BuilderWork(len(snapshot), card["part_rows"], embedder, merge)
-    return run_builder(
-        root,
-        ours,
-        work,
-        name=builder_name(os.environ.get("HOSTNAME", "0")),
-        poll=0.1,
-        grace=120.0 if watch_parent is None else 0.0,
-        on_status=_say,
-    )
+    ours, name = identity(snapshot, **agreed), builder_name(os.environ.get("HOSTNAME", "0"))
+    grace = 120.0 if watch_parent is None else 0.0
+    return run_builder(root, ours, work, name=name, poll=0.1, grace=grace, on_status=_say)
 
 
 def _help(root: Path, card: dict[str, Any], snapshot: Snapshot, works: Mapping[str, Work]) -> int:
@@ -108,7 +91,8 @@ def _help(root: Path, card: dict[str, Any], snapshot: Snapshot, works: Mapping[s
     tune_process(card["threads"])
     name = builder_name(f"{os.environ.get('HOSTNAME', '0')}-{os.getpid()}")  # several may run on one machine
     try:
-        help_with(Exchange.open(root, card, f"builder-{name}"), snapshot, works, _say)
+        opened = Exchange.open(root, {**card, **facts_of(snapshot)}, f"builder-{name}")
+        help_with(opened, snapshot, works, _say)
     except ValueError as error:
         _say(str(error))
         return MISCONFIGURED
@@ -230,7 +214,7 @@ def merge(weights: Version, parts: Parts) -> tuple[dict[str, Content], dict[str,
     size = len(header) + 4 * passages * width
     with scratch(size) or BytesIO(bytes(size)) as file:  # at once: growing would copy
         file.write(header)
-        for _, _, part in parts:
+        for part in parts:
             file.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
         assert file.tell() == size
         matrix = file.getvalue() if isinstance(file, BytesIO) else mapped(file)

@@ -20,19 +20,18 @@ from realmops.model.sequences import SpecialTokens, join_document, join_query
 Progress = Callable[[int], None]
 """Is told how many more units are done."""
 
+Sequences = Sequence[tuple[np.ndarray, np.ndarray]]
+"""Wordpieces and segments of each."""
+
 
 def no_progress(done: int) -> None:
     """The progress that nobody wants to see."""
 
 
 def embed(
-    tower: Tower,
-    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
-    dtype: torch.dtype,
-    progress: Progress = no_progress,
-    vectors: int = 1,
+    tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1
 ) -> Tensor:
-    """Embeddings N x M E (fp32, on the CPU) of sequences given as wordpieces and segments, M vectors of each.
+    """Embeddings N x M E (fp32, on the CPU) of sequences, M vectors of each.
 
     Equal calls give equal bytes on one machine (``packed.length_batches``).
     """
@@ -40,7 +39,7 @@ def embed(
     return embedding_NE.cpu()[place_N]
 
 
-def embed_there(tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]], dtype: torch.dtype) -> Tensor:
+def embed_there(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:
     """The same where the tower is, for a search there: nothing waits for a GPU."""
     embedding_NE, place_N = _embedded(tower, sequences, dtype, no_progress)
     return embedding_NE[send(tower.device, place_N)[0]]
@@ -48,11 +47,7 @@ def embed_there(tower: Tower, sequences: Sequence[tuple[np.ndarray, np.ndarray]]
 
 @torch.no_grad()
 def _embedded(
-    tower: Tower,
-    sequences: Sequence[tuple[np.ndarray, np.ndarray]],
-    dtype: torch.dtype,
-    progress: Progress,
-    vectors: int = 1,
+    tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress, vectors: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Embeddings in the order of their batches, and the place of each sequence's there."""
     was_training = tower.training
@@ -84,11 +79,7 @@ def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int) -> list[n
 
 
 def embed_documents(
-    retriever: Retriever,
-    snapshot: Snapshot,
-    rows: Sequence[int],
-    dtype: torch.dtype,
-    progress: Progress = no_progress,
+    retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
     """Embeddings N x X of passages."""
     return embed(retriever.document, document_sequences(snapshot, rows), dtype, progress, retriever.vectors)

@@ -9,18 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from realmops import artifacts
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.approximate import TYPES, approximate
+from realmops.index.approximate import TYPES, Recipe, approximate
 from realmops.index.embed import Progress, embed_documents, no_progress
 from realmops.index.mapped import Content, mapped, matrix, read_only, release
 from realmops.index.mips import PassageIndex, exact, over_vectors
 from realmops.index.shards import SHARD_ROWS, MakeShard
-from realmops.index.structure import Recipe
 from realmops.model.files import retriever_from_files
 from realmops.model.retriever import Retriever
 
@@ -39,13 +37,9 @@ def embed_corpus(
 
 
 def embed_changed(
-    retriever: Retriever,
-    snapshot: Snapshot,
-    dtype: torch.dtype,
-    row_P: np.ndarray,
-    earlier: Tensor,
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, row_P: np.ndarray, earlier: Tensor,
     progress: Progress = no_progress,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model.
 
     The wordpieces of some new passages at a time are in memory.
@@ -117,16 +111,15 @@ def embeddings_in(content: Content) -> Tensor:
 
 def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
     """The embeddings P x E of a folder, memory-mapped; ValueError when they are of other passages."""
-    with safe_open(folder / INDEX, "pt") as header:
-        passages = header.get_slice("embeddings").get_shape()[0]
-    if passages != len(snapshot):
+    with open(folder / INDEX, "rb") as file:
+        embedding_PE = embeddings_in(mapped(file))
+    if len(embedding_PE) != len(snapshot):
         raise ValueError(
-            f"{folder / INDEX} has {passages} embeddings, {snapshot.folder} {len(snapshot)} passages; an "
+            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} {len(snapshot)} passages; an "
             "imported index wants the passages that it was made from, in their order: run the stage snapshot on them "
             "with snapshot.whole_documents=true"
         )
-    with open(folder / INDEX, "rb") as file:
-        return embeddings_in(mapped(file))
+    return embedding_PE
 
 
 def save_passages(folder: Path, passages: PassageIndex) -> None:

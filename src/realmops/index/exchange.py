@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,8 @@ class Exchange:
         self._sign = Sign(path, BEAT_SECONDS, self.files, self.clock)
 
         self.stores = {kind: Versions(root, kind, run, holder, self.files, self.clock, grace=grace) for kind in KINDS}
-        self.card, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = self.stores.values()
+        _, self.checkpoints, self.weights, self.parts, self.indexes, self.last_words = self.stores.values()
+        self.card = Versions(root, "run", None, holder, self.files, self.clock)  # reads the card of any run
 
     @classmethod
     def open(
@@ -110,7 +111,7 @@ class Exchange:
         for folder in (*tops, *(self.root / top / role for top in ("pins", "alive") for role in ROLES)):
             self._make(folder)
         if CARD not in self.card.names():
-            self.card.publish(CARD, {}, {})
+            self.stores["run"].publish(CARD, {}, {})
 
     def _make(self, folder: Path) -> None:
         if folder == folder.parent or folder.name in self.files.listdir(folder.parent):
@@ -126,9 +127,7 @@ class Exchange:
             raise FileNotFoundError(f"{self.root} is no exchange yet: its trainer has not started")
         assert self.run is not None
         try:
-            check_run(
-                Versions(self.root, "run", None, self.holder, self.files, self.clock).manifest(CARD).run, self.run
-            )
+            check_run(self.card.manifest(CARD).run, self.run)
         except ValueError as error:
             raise OtherRun(
                 f"the exchange {self.root} belongs to another run: {error}; give this run another exchange "
@@ -147,13 +146,11 @@ class Exchange:
         """The number of a new trainer's life, higher than all before."""
         fence = self.newest_fence() + 1
         while True:
-            try:
+            with suppress(FileExistsError):
                 self.files.mkdir(self.root / "fences" / f"{fence:06d}")
-            except FileExistsError:
-                fence += 1
-                continue
-            self.files.sync_folder(self.root / "fences")
-            return fence
+                self.files.sync_folder(self.root / "fences")
+                return fence
+            fence += 1
 
     def finished(self) -> str | None:
         """``done`` or ``failed`` with its message once the newest trainer has said its last word."""
@@ -196,10 +193,28 @@ class Exchange:
             f"{holder} ({sign['doing']}) last gave a sign of life {seconds:.0f} s ago"
             for holder, seconds, sign in self.signs("builder")
         ]
-        return (
-            "; ".join(signs)
-            or "no builder has ever been seen here: one is starting, or start one with `realmops index-builder`"
-        )
+        nobody = "no builder has ever been seen here: one is starting, or start one with `realmops index-builder`"
+        return "; ".join(signs) or nobody
+
+    # Reading
+
+    def load(self, store: Versions, name: str, mapped: Collection[str] = ()) -> Version:
+        """As ``store.load``; a version that is damaged is set aside before, unless this is another run's exchange."""
+        try:
+            return store.load(name, mapped=mapped)
+        except Damaged as error:
+            self.check_card()
+            store.set_aside(name, str(error))
+            raise
+
+    def load_part(self, name: str, weights: Version) -> dict[str, bytes]:
+        """The files of a part; one that is damaged, or was made with other weights, is set aside and raises Damaged."""
+        part = self.load(self.parts, name)
+        self.parts.unpin(part)
+        if part.meta != {"weights": weights.digest}:
+            self.parts.set_aside(name, "it was made with other weights of the same name")
+            raise Damaged(f"{name} was made with other weights of the same name")
+        return part.files
 
     # What builders keep
 
@@ -240,50 +255,54 @@ def part_name(weights: str, first: int, end: int) -> str:
     return f"{weights}-{first:010d}-{end:010d}"
 
 
-def inspect(root: Path, clock: Clock | None = None) -> dict[str, Any]:
-    """The state of an exchange for people, without writing anything (``realmops doctor``).
+def ranges(rows: int, size: int) -> list[tuple[int, int]]:
+    """The first row and the end of each part of ``size`` rows."""
+    return [(first, min(first + size, rows)) for first in range(0, rows, size)]
+
+
+def inspect(root: Path, clock: Clock | None = None) -> list[str]:
+    """The state of an exchange in sentences, what is wrong last; nothing is written (``realmops doctor``).
 
     Times are by the clock of this machine and that of the volume, so only as right as the two agree.
-    ``summary`` says the same in sentences.
     """
     clock = clock or Clock()
     exchange = Exchange(Path(root).absolute(), None, "builder-doctor", clock=clock)
     if CARD not in exchange.card.names():
-        told = f"{root} is no exchange: no trainer has started here, or it was removed"
-        return {"root": str(root), "summary": [told]}
+        return [f"{root} is no exchange: no trainer has started here, or it was removed"]
     problems: list[str] = []
     newest = {
         kind: _newest_sound(exchange.stores[kind], problems) for kind in ("run", "checkpoints", "weights", "indexes")
     }
-    alive = {role: _signs_of(exchange, role, clock) for role in ROLES}
     for kind, store in exchange.stores.items():
         problems += [f"{kind}: {entry} was set aside as damaged or superseded" for entry in store.bad()]
-    weights, indexes = exchange.weights.names(), exchange.indexes.names()
     card = newest["run"].run if newest["run"] else {}
-    awaited = [name for name in weights if name not in indexes and "work" not in card]
-    finished = exchange.finished()
-    for sign in [*alive["trainer"], *alive["builder"]]:
-        problems += _problems_of(sign, exchange, None if finished else awaited, clock)
-    problems += _problems_of_volume(exchange, [version for version in newest.values() if version])
-    names = {kind: version and version.name for kind, version in newest.items() if kind != "run"}
-    summary = [f"{kind}: newest is {name or 'not there yet'}" for kind, name in names.items()]
-    summary += [
-        f"{sign['holder']}: {sign['doing']}, running for {sign['running_s']:.0f} s, last sign of life "
-        f"{sign['silent_s']:.0f} s ago"
-        for signs in alive.values()
-        for sign in signs
+    indexes, finished = exchange.indexes.names(), exchange.finished()
+    awaited = [name for name in exchange.weights.names() if name not in indexes and "work" not in card]
+    lines = [
+        f"{kind}: newest is {found.name if found else 'not there yet'}"
+        for kind, found in newest.items()
+        if kind != "run"
     ]
-    summary += [f"no {role} has ever been seen" for role, signs in alive.items() if not signs]
+    for role in ROLES:
+        signs = exchange.signs(role)
+        lines += [] if signs else [f"no {role} has ever been seen"]
+        for holder, _, sign in signs:
+            try:
+                sign |= {"holder": holder, "written": modified(exchange.root / "alive" / role / f"{holder}.json")}
+                running, silent = sign["unix"] - sign["since_unix"], clock.unix() - sign["written"]
+            except (OSError, KeyError, TypeError):
+                lines.append(f"{holder}: {sign['doing']}")
+                continue
+            lines.append(
+                f"{holder}: {sign['doing']}, running for {running:.0f} s, last sign of life {silent:.0f} s ago"
+            )
+            problems += _problems_of(sign, silent, exchange, None if finished else awaited)
     if "work" in card:  # shards.py
         wanted = -(-card["passages"] // card["shard_rows"])
-        summary.append(f"{card['work']}: {len(exchange.parts.names())} of {wanted} shards are committed")
-    summary += [f"awaited: the index of {name}" for name in awaited]
-    summary += [f"finished: {finished}"] if finished else []
-    return {
-        "root": str(root), "fence": exchange.newest_fence(), "newest": names, "awaited": awaited,
-        "finished": finished, "parts": exchange.parts.names(), **alive, "problems": problems,
-        "summary": summary + problems,
-    }  # fmt: skip
+        lines.append(f"{card['work']}: {len(exchange.parts.names())} of {wanted} shards are committed")
+    lines += [f"awaited: the index of {name}" for name in awaited]
+    lines += [f"finished: {finished}"] if finished else []
+    return lines + problems + list(_problems_of_volume(exchange, newest.values()))
 
 
 def _newest_sound(store: Versions, problems: list[str]) -> Version | None:
@@ -297,22 +316,14 @@ def _newest_sound(store: Versions, problems: list[str]) -> Version | None:
     return None
 
 
-def _signs_of(exchange: Exchange, role: str, clock: Clock) -> list[dict[str, Any]]:
-    signs = []
-    for holder, _, read in exchange.signs(role):
-        sign = {"holder": holder, "doing": read["doing"], "running_s": 0.0, "silent_s": 0.0, "ahead_s": 0.0}
-        with suppress(OSError, KeyError, TypeError):  # what it does says that it cannot be read
-            written = modified(exchange.root / "alive" / role / f"{holder}.json")
-            sign |= {key: read.get(key) for key in ("fence", "realmops")}
-            sign |= {"running_s": read["unix"] - read["since_unix"], "silent_s": clock.unix() - written}
-            sign |= {"ahead_s": read["unix"] - written}
-        signs.append(sign)
-    return signs
+def _problems_of(
+    sign: Mapping[str, Any], silent: float, exchange: Exchange, awaited: list[str] | None
+) -> Iterator[str]:
+    """What is wrong with whoever gave a sign of life, ``silent`` seconds ago.
 
-
-def _problems_of(sign: Mapping[str, Any], exchange: Exchange, awaited: list[str] | None, clock: Clock) -> Iterator[str]:
-    """What is wrong with whoever gave a sign of life; ``awaited`` are weights without index, None after the end."""
-    who, silent = sign["holder"], sign["silent_s"]
+    ``awaited`` are the weights without index, None after the end.
+    """
+    who, ahead = sign["holder"], sign["unix"] - sign["written"]
     if silent > SILENT_SECONDS and awaited is not None:
         advice = (
             "run its stage again: it goes on from the newest checkpoint"
@@ -321,14 +332,15 @@ def _problems_of(sign: Mapping[str, Any], exchange: Exchange, awaited: list[str]
         )
         yield f"{who} has been silent for {silent:.0f} s: it was killed, stopped or cut off; {advice}"
     elif awaited and sign["doing"] == "waiting for weights":
-        seen = [name for name in awaited if _age(exchange.weights.folder / name, clock) > SILENT_SECONDS]
-        if seen:
-            yield f"{who} waits for weights and does not see {seen[0]}: its listing of the volume is old, or hangs"
-    if abs(sign["ahead_s"]) > SILENT_SECONDS:
-        way = "ahead of" if sign["ahead_s"] > 0 else "behind"
+        with suppress(OSError):  # removed while we looked
+            written, first = min((modified(exchange.weights.folder / name), name) for name in awaited)
+            if exchange.clock.unix() - written > SILENT_SECONDS:
+                yield f"{who} waits for weights and does not see {first}: its listing of the volume is old, or hangs"
+    if abs(ahead) > SILENT_SECONDS:
+        way = "ahead of" if ahead > 0 else "behind"
         yield (
-            f"the clock of {who} is {abs(sign['ahead_s']):.0f} s {way} the volume's: times in logs are wrong; nothing "
-            "else goes by clocks"
+            f"the clock of {who} is {abs(ahead):.0f} s {way} the volume's: times in logs are wrong; nothing else goes "
+            "by clocks"
         )
     if silent < -SILENT_SECONDS:
         yield f"the clock of this machine is {-silent:.0f} s behind the volume's"
@@ -341,9 +353,9 @@ def _problems_of(sign: Mapping[str, Any], exchange: Exchange, awaited: list[str]
         yield f"{who} is realmops {sign['realmops']}, this is {__version__}: use one version"
 
 
-def _problems_of_volume(exchange: Exchange, newest: list[Version]) -> Iterator[str]:
+def _problems_of_volume(exchange: Exchange, newest: Iterable[Version | None]) -> Iterator[str]:
     free = free_bytes(exchange.root)
-    sizes = [sum(file["bytes"] for file in version.listing.values()) for version in newest]
+    sizes = [sum(file["bytes"] for file in version.listing.values()) for version in newest if version]
     wanted = SPARE_ROOM * max(sizes, default=0)
     if free < max(wanted, FEW_BYTES):
         yield (
@@ -352,10 +364,3 @@ def _problems_of_volume(exchange: Exchange, newest: list[Version]) -> Iterator[s
         )
     if not writable(exchange.root):
         yield f"{exchange.root} cannot be written: the volume is read-only, or belongs to another user"
-
-
-def _age(path: Path, clock: Clock) -> float:
-    try:
-        return clock.unix() - modified(path)
-    except OSError:
-        return 0.0  # removed while we looked

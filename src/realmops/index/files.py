@@ -56,12 +56,12 @@ class Files:
 
     def read(self, path: Path, limit: int) -> bytes:
         """The bytes of a plain file of at most ``limit`` bytes; ValueError for anything else."""
-        content: bytes = self._around("read", path, lambda: _read_plain(path, limit))
+        content: bytes = self._around("read", path, lambda: _read(path, limit))
         return content
 
     def copy(self, path: Path, limit: int) -> Content:
         """The same, of a large file as a mapped copy where there is room for one (mapped.py)."""
-        content: Content = self._around("read", path, lambda: _copied(path, limit))
+        content: Content = self._around("read", path, lambda: _read(path, limit, copied=True))
         return content
 
     def write(self, path: Path, content: Content) -> None:
@@ -142,14 +142,9 @@ def _open_plain(path: Path, limit: int) -> IO[bytes]:
     return file
 
 
-def _read_plain(path: Path, limit: int) -> bytes:
+def _read(path: Path, limit: int, copied: bool = False) -> Content:
     with _open_plain(path, limit) as file:
-        return file.read()
-
-
-def _copied(path: Path, limit: int) -> Content:
-    with _open_plain(path, limit) as file:
-        room = scratch(os.fstat(file.fileno()).st_size)
+        room = scratch(os.fstat(file.fileno()).st_size) if copied else None
         if room is None:
             return file.read()
         with room:
@@ -191,5 +186,4 @@ def modified(path: Path) -> float:
 
 def free_bytes(folder: Path) -> int:
     """What is free on the volume."""
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
+    return shutil.disk_usage(folder).free

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,21 +19,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from realmops.encoders.devices import bring, send
+from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex
 from realmops.model.likelihood import log_sum_correct
 from realmops.model.retriever import Mixture
 
 LEAST = 1e-4  # of a fitted weight: with 0 words would no longer be looked for, and never fitted again
-
-
-class Words(Protocol):
-    """BM25 over the same passages."""
-
-    def search(self, queries: Sequence[str], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Scores and ids of the best k passages of each query, best first; id -1 where fewer match."""
-
-    def score_of(self, query: str, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """BM25 of chosen passages."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class Hybrid:
     """Searches embeddings and, where the mixture wants it, words: the best of both by f."""
 
     passages: PassageIndex
-    words: Words | None
+    words: Bm25 | None
     mixture: Mixture
     scale: float
 
@@ -101,7 +91,7 @@ def _dense(passages: PassageIndex, query_QE: Tensor, ids_of: Sequence[NDArray[np
 
 
 def words_share(
-    words: Words | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor, device: torch.device
+    words: Bm25 | None, mixture: Mixture, queries: Sequence[str], id_QK: Tensor, device: torch.device
 ) -> Tensor:
     """BM25 of chosen passages over that of each query's best one, Q x K; 0 where the mixture wants no words."""
     if words is None or not mixture.lexical:

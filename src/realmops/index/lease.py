@@ -12,7 +12,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,52 +42,9 @@ def claimed(folder: Path, say: Callable[[str], None], stop: threading.Event | No
     Raises InterruptedError when ``stop`` is set before it is this one's turn.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _held(folder, _take(folder, say, stop or threading.Event())) as claim:
-        yield claim
-
-
-class ShardLeases:
-    """Many claims, of which this process takes those that are free; how long each has looked the same is remembered."""
-
-    def __init__(self) -> None:
-        self._ages = Ages(Clock())
-
-    @contextmanager
-    def taken(self, folder: Path) -> Iterator[Claim | None]:
-        """Hold the claim in ``folder`` alone; None while another has it. The folder above must be there."""
-        folder.mkdir(exist_ok=True)
-        if (life := _next_life(folder, self._ages)) is None:
-            yield None
-            return
-        with _held(folder, life) as claim:
-            yield claim
-
-
-@contextmanager
-def _held(folder: Path, life: Path) -> Iterator[Claim]:
-    claim, ended = Claim(), threading.Event()
-    with open(life / LOCK, "ab") as lock:
-        artifacts.try_lock(lock)
-        sign = Sign(life / SIGN_FILE, 0.0)
-        _give(sign, done=False)
-        heart = threading.Thread(target=_beat, args=(folder, sign, claim, ended), daemon=True)
-        heart.start()
-        try:
-            yield claim
-        finally:
-            ended.set()
-            heart.join()
-            _give(sign, done=True)
-
-
-def _take(folder: Path, say: Callable[[str], None], stop: threading.Event) -> Path:
-    """The folder of a new life, made when the one before is over."""
-    clock = Clock()
-    ages = Ages(clock)
-    began, said = clock.monotonic(), float("-inf")
-    while True:
-        if (life := _next_life(folder, ages)) is not None:
-            return life
+    stop, clock = stop or threading.Event(), Clock()
+    ages, began, said = Ages(clock), clock.monotonic(), float("-inf")
+    while (life := _next_life(folder, ages)) is None:
         if (now := clock.monotonic()) - said >= SAID_SECONDS:
             sign = _read(_life(folder, _newest(folder)))
             holder = f"{sign['host']}, process {sign['pid']}" if sign else "a process that has not signed yet"
@@ -95,6 +52,47 @@ def _take(folder: Path, say: Callable[[str], None], stop: threading.Event) -> Pa
             said = now
         if stop.wait(LOOK_SECONDS):
             raise InterruptedError(f"stopped while waiting for {folder}")
+    with _held(life) as claim:
+        yield claim
+
+
+@contextmanager
+def claimed_if_free(folder: Path, ages: Ages) -> Iterator[Claim | None]:
+    """Hold the claim in ``folder`` alone; None while another has it. The folder above must be there.
+
+    ``ages`` remembers from call to call how long each holder's sign has looked the same.
+    """
+    folder.mkdir(exist_ok=True)
+    life = _next_life(folder, ages)
+    with _held(life) if life else nullcontext() as claim:
+        yield claim
+
+
+@contextmanager
+def _held(life: Path) -> Iterator[Claim]:
+    claim, ended, sign = Claim(), threading.Event(), Sign(life / SIGN_FILE, 0.0)
+
+    def give(*, done: bool) -> None:
+        with suppress(OSError):  # work goes on without signs of life
+            sign.give(done=done)
+
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            give(done=False)
+            with suppress(OSError):
+                claim.lost = _newest(life.parent) > int(life.name)
+
+    with open(life / LOCK, "ab") as lock:
+        artifacts.try_lock(lock)
+        give(done=False)
+        heart = threading.Thread(target=beat, daemon=True)
+        heart.start()
+        try:
+            yield claim
+        finally:
+            ended.set()
+            heart.join()
+            give(done=True)
 
 
 def _next_life(folder: Path, ages: Ages) -> Path | None:
@@ -117,11 +115,10 @@ def _life(folder: Path, number: int) -> Path:
 
 
 def _read(life: Path) -> dict[str, Any] | None:
-    try:
+    with suppress(OSError, ValueError):
         sign: dict[str, Any] = artifacts.read_json(life / SIGN_FILE)
-    except (OSError, ValueError):
-        return None
-    return sign
+        return sign
+    return None
 
 
 def _is_over(life: Path, sign: dict[str, Any] | None, ages: Ages) -> bool:
@@ -134,15 +131,3 @@ def _is_unlocked(path: Path) -> bool:
     with suppress(OSError), open(path, "ab") as file:
         return artifacts.try_lock(file) is True
     return False
-
-
-def _give(sign: Sign, *, done: bool) -> None:
-    with suppress(OSError):  # work goes on without signs of life
-        sign.give(done=done)
-
-
-def _beat(folder: Path, sign: Sign, claim: Claim, ended: threading.Event) -> None:
-    while not ended.wait(BEAT_SECONDS):
-        _give(sign, done=False)
-        with suppress(OSError):
-            claim.lost = _newest(folder) > int(sign.path.parent.name)

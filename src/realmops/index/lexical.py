@@ -22,6 +22,8 @@ from realmops.corpus.snapshot import Snapshot
 
 Rows = NDArray[np.int64]
 Scores = NDArray[np.float32]
+Query = str | NDArray[np.uint64]
+"""A text; or ``codes``, as an index of wordpieces wants them."""
 FOLDER = "lexical"  # of the BM25 index, beside the snapshot that it is of
 KIND = "lexical"
 K1, B = 1.5, 0.75  # how soon more of a word counts no more; how much a passage's length counts
@@ -183,23 +185,16 @@ class Bm25:
             score_P[passage_n] += weight_n
         return score_P
 
-    def search(self, queries: Sequence[str], k: int) -> tuple[Scores, Rows]:
+    def search(self, queries: Sequence[Query], k: int) -> tuple[Scores, Rows]:
         """Scores and passages of the best k of each query, [Q, K]: best first, of equal ones the first.
 
         Only passages with a word of the query are found; behind them come -inf and -1.
         """
-        return self._search([self._known(query) for query in queries], k)
-
-    def search_codes(self, queries: Sequence[NDArray[np.uint64]], k: int) -> tuple[Scores, Rows]:
-        """The same for queries of ``codes``, as those of an index of wordpieces are."""
-        return self._search([self._numbers(query) for query in queries], k)
-
-    def _search(self, queries: Sequence[Sequence[int]], k: int) -> tuple[Scores, Rows]:
         assert k > 0, k
         score_QK = np.full((len(queries), k), -np.inf, np.float32)
         id_QK = np.full((len(queries), k), -1, np.int64)
         score_P = np.zeros(len(self), np.float32)
-        for row, words in enumerate(queries):
+        for row, words in enumerate(map(self._known, queries)):
             if len(self) <= _FEW:
                 passage_n: NDArray[Any] = np.flatnonzero(self._add_all(words, score_P))
                 score_n = score_P.take(passage_n)
@@ -263,12 +258,12 @@ class Bm25:
             score_K[has_K] += self._weight(word, self.count_N[start + place_K[has_K]], wanted_K[has_K])
         return score_K
 
-    def _known(self, query: str) -> list[int]:
+    def _known(self, query: Query) -> list[int]:
         """The numbers of the query's words in the order of the query, repetitions too."""
-        words = [word for word in split_words(query) if word not in _STOPPED]
-        return self._numbers(codes(stems(words)))
-
-    def _numbers(self, code: NDArray[np.uint64]) -> list[int]:
+        if isinstance(query, str):
+            code = codes(stems([word for word in split_words(query) if word not in _STOPPED]))
+        else:
+            code = query
         place = np.searchsorted(self.word_W, code)
         known = place < len(self.word_W)
         known[known] = self.word_W[place[known]] == code[known]

@@ -50,14 +50,12 @@ class InMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where the embeddings lie."""
         return self.embedding_PE.device
 
     def __len__(self) -> int:
         return len(self.embedding_PE)
 
     def vectors(self, ids: Tensor | slice) -> Tensor:
-        """The embeddings of passages, ids.shape x X; of a slice without a copy."""
         return self.embedding_PE[ids.to(self.device) if isinstance(ids, Tensor) else ids]
 
 
@@ -72,7 +70,6 @@ class Exact(InMemory):
     embedding_PE: Tensor
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As :func:`search`, where the embeddings lie."""
         query_QE = query_QE.to(self.embedding_PE.device)
         if len(query_QE) >= _FEW and query_QE.dtype == torch.float32 and self.halves is not None:
             return self.halves.search(query_QE, min(k, len(self.embedding_PE)))
@@ -205,15 +202,14 @@ class Halves:
             return None
         mean_E = embedding_PE.mean(dim=0)
         half_PE = torch.empty_like(embedding_PE, dtype=torch.bfloat16)
-        parts = list(zip(torch.split(half_PE, _COPIED), torch.split(embedding_PE, _COPIED), strict=True))
-        most = torch.empty(len(parts), 2, dtype=torch.float64)  # made at once, as in the function search
-        for row, (half, part) in zip(most, parts, strict=True):
+        lengths, losses = [], []
+        for half, part in zip(torch.split(half_PE, _COPIED), torch.split(embedding_PE, _COPIED), strict=True):
             half.copy_(_half(part - mean_E))
-            row[0] = _lengths(half).max()
-            row[1] = _lengths(part.double() - mean_E - half).max()
-        length, lost = most.amax(dim=0).tolist()
-        found = Halves(embedding_PE, mean_E, half_PE, length, lost)
-        return found if math.isfinite(found.length + found.lost) else None
+            lengths.append(float(_lengths(half).max()))
+            losses.append(float(_lengths(part.double() - mean_E - half).max()))
+        if not math.isfinite(sum(lengths) + sum(losses)):
+            return None
+        return Halves(embedding_PE, mean_E, half_PE, max(lengths), max(losses))
 
     def search(self, query_QE: Tensor, k: int, groups: int = 0) -> tuple[Tensor, Tensor]:
         """As the function of that name; so many groups of 16 passages are scored in fp32, or more where they must."""

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 LONGEST_PAUSE = 30.0  # seconds before a process that failed is started again
@@ -25,13 +26,9 @@ class Child:
     """
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        pause: float,
-        log: Path | None = None,
+        self, command: Sequence[str], *, pause: float, log: Path | None = None,
         environment: Mapping[str, str] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.command, self.log, self.environment = command, log, environment
         self.starts = 0
         self.pause = self._first_pause = pause
@@ -55,8 +52,11 @@ class Child:
         now = time.monotonic()
         if self._process is None:
             if now >= self._next:
-                self._start()
-                self._started = now
+                self.starts, self._started = self.starts + 1, now
+                with open(self.log, "ab") if self.log else nullcontext() as log:
+                    self._process = subprocess.Popen(
+                        self.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment
+                    )
             return None
         code = self._process.poll()
         if code is not None:
@@ -65,16 +65,6 @@ class Child:
             self.pause = self._first_pause if lived_long else min(2 * self.pause, LONGEST_PAUSE)
             self._next = now + self.pause
         return code
-
-    def _start(self) -> None:
-        self.starts += 1
-        if self.log is None:
-            self._process = subprocess.Popen(self.command, env=self.environment)
-            return
-        with open(self.log, "ab") as file:
-            self._process = subprocess.Popen(
-                self.command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env=self.environment
-            )
 
     def end(self) -> None:
         """Ask the process to end, wait for it, and kill it when that takes too long."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from realmops.artifacts import digest_of, write_json
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.devices import DTYPES, PRECISIONS, resolve_device
 from realmops.index.embed import Progress, no_progress
-from realmops.index.exchange import Exchange, part_name
-from realmops.index.lease import ShardLeases
+from realmops.index.exchange import Exchange, part_name, ranges
+from realmops.index.lease import claimed_if_free
+from realmops.index.signs import Ages
 from realmops.index.versions import Damaged, Version, version_name
 
 SHARD_ROWS = 4096  # passages of a shard
@@ -55,13 +57,9 @@ class ShardSettings:
 
 
 def in_shards(
-    place: ShardSettings,
-    name: str,
-    work: Work,
-    snapshot: Snapshot,
-    model: Mapping[str, bytes],
+    place: ShardSettings, name: str, work: Work, snapshot: Snapshot, model: Mapping[str, bytes],
     progress: Progress = no_progress,
-) -> Iterator[dict[str, bytes]]:
+) -> Iterator[dict[str, bytes]]:  # fmt: skip
     """The files of every shard of a corpus, in order, when all have been made.
 
     ``name`` says to builders which work it is. ``progress`` is told of passages, whoever has done them.
@@ -90,11 +88,12 @@ def identity(name: str, snapshot: Snapshot, model: Mapping[str, bytes], place: S
         "precision": PRECISIONS[place.dtype],
         "threads": place.threads,
         "shard_rows": SHARD_ROWS,
-        **_corpus(snapshot),
+        **facts_of(snapshot),
     }
 
 
-def _corpus(snapshot: Snapshot) -> dict[str, Any]:
+def facts_of(snapshot: Snapshot) -> dict[str, Any]:
+    """What identities say of a corpus."""
     return {
         "corpus_hash": snapshot.corpus_hash,
         "vocabulary_hash": snapshot.vocabulary_hash,
@@ -107,13 +106,10 @@ def _published(exchange: Exchange, model: Mapping[str, bytes]) -> Version:
     """The model as it is on the exchange; one that is damaged there is put there again."""
     while True:
         exchange.weights.publish(MODEL, model, {"awaited": True, "step": 0})
-        try:
-            version = exchange.weights.load(MODEL)
-        except Damaged as error:
-            exchange.weights.set_aside(MODEL, str(error))
-            continue
-        exchange.weights.unpin(version)
-        return version
+        with suppress(Damaged):
+            version = exchange.load(exchange.weights, MODEL)
+            exchange.weights.unpin(version)
+            return version
 
 
 class Shards:
@@ -126,10 +122,9 @@ class Shards:
         assert exchange.run is not None
         self.exchange, self.snapshot, self.work, self.model = exchange, snapshot, work, model
         self.device, self.dtype, self.progress = device, dtype, progress
-        rows, size = exchange.run["passages"], exchange.run["shard_rows"]
-        self.ranges = [(first, min(first + size, rows)) for first in range(0, rows, size)]
+        self.ranges = ranges(exchange.run["passages"], exchange.run["shard_rows"])
         self._make: MakeShard | None = None
-        self._turns = ShardLeases()
+        self._ages = Ages(exchange.clock)
         self._told: set[int] = set()  # first passages of those that ``progress`` knows of
 
     def missing(self) -> list[tuple[int, int]]:
@@ -146,11 +141,10 @@ class Shards:
         """Make a shard that is missing and that nobody else makes; False where there is none."""
         for first, end in self.missing():
             name = part_name(MODEL, first, end)
-            with self._turns.taken(self.exchange.root / "claims" / f"{first:010d}") as claim:
+            with claimed_if_free(self.exchange.root / "claims" / f"{first:010d}", self._ages) as claim:
                 if claim is None or name in self.exchange.parts.names():
                     continue
-                rows = self.exchange.run["passages"] if self.exchange.run else 0
-                self.exchange.beat(f"makes the passages {first} to {end - 1} of {rows}")
+                self.exchange.beat(f"makes the passages {first} to {end - 1} of {len(self.snapshot)}")
                 self._make = self._make or self.work(self.snapshot, self.model.files, self.device, self.dtype)
                 self._told.add(first)
                 files = self._make(first, end, self.progress)
@@ -174,33 +168,20 @@ class Shards:
     def read(self, say: Callable[[str], None]) -> Iterator[dict[str, bytes]]:
         """The files of every shard in order, each read when it is asked for; one that is damaged is made again."""
         for first, end in self.ranges:
-            while (files := self._load(part_name(MODEL, first, end))) is None:
-                self.make_all(say)
+            files = None
+            while files is None:
+                try:
+                    files = self.exchange.load_part(part_name(MODEL, first, end), self.model)
+                except (FileNotFoundError, Damaged):
+                    self.exchange.check_card()
+                    self.make_all(say)
             yield files
-
-    def _load(self, name: str) -> dict[str, bytes] | None:
-        parts = self.exchange.parts
-        try:
-            part = parts.load(name)
-        except FileNotFoundError:
-            return None
-        except Damaged as error:
-            parts.set_aside(name, str(error))
-            return None
-        parts.unpin(part)
-        if part.meta == {"weights": self.model.digest}:
-            return part.files
-        parts.set_aside(name, "it was made with another model of the same name")
-        return None
 
 
 def help_with(exchange: Exchange, snapshot: Snapshot, works: Mapping[str, Work], say: Callable[[str], None]) -> None:
     """Make shards of the work that an exchange offers until its stage has all; ValueError where that cannot be."""
     card = exchange.run
     assert card is not None
-    for key, ours in _corpus(snapshot).items():
-        if card[key] != ours:
-            raise ValueError(f"{exchange.root} is for another corpus: {key} is {card[key]!r} there and {ours!r} here")
     if card["work"] not in works:
         raise ValueError(f"{exchange.root} wants {card['work']!r}, which this version of realmops does not know")
     device = resolve_device(card["device"])

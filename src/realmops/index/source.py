@@ -1,22 +1,21 @@
 """Where a training has its indexes from: the exchange gives a generation of embeddings, of which an index is built.
 
-Shape suffixes: P passages, E embedding width.
+Shape suffixes: P passages, E embedding width, Q queries, K results.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from realmops.index.embeddings import EMBEDDINGS, embeddings_in
 from realmops.index.mips import PassageIndex
-from realmops.index.staleness import generation_in_use
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version
 from realmops.model.files import retriever_files, retriever_from_files
@@ -45,13 +44,6 @@ class Index:
     new: bool
 
 
-class GenerationSource(Protocol):
-    """The trainer's side of the exchange."""
-
-    def at_step(self, step: int, retriever: Retriever) -> IndexGeneration | None:
-        """Publish and adopt as the options say; the generation to use from this step on, or None to go on."""
-
-
 class IndexSource(Protocol):
     """What a training loop asks for an index before each step."""
 
@@ -59,62 +51,17 @@ class IndexSource(Protocol):
         """The index to use from this step on, or None to go on with the one in use."""
 
 
-@dataclass(frozen=True)
-class Indexes:
-    """An index of each generation, made of its embeddings by ``build``."""
-
-    generations: GenerationSource
-    build: Callable[[Tensor, Retriever], PassageIndex]
-
-    def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        """That of the generation, where there is a new one."""
-        found = self.generations.at_step(step, retriever)
-        if found is None:
-            return None
-        passages = self.build(found.embedding_PE, found.retriever)
-        return Index(found.step, passages, found.retriever, found.published, found.new)
+def generation_in_use(step: int, *, refresh_every: int, lag: int) -> int:
+    """The step whose weights the index of training step ``step`` was built from, under ``adopt: fixed_lag``."""
+    assert step >= 0
+    return max(0, (step - lag) // refresh_every * refresh_every)
 
 
-class IndexTeam(Protocol):
-    """The processes that train together, as far as indexes go (``train.parallel.Team``)."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-
-    def send(self, tensors: Iterable[Tensor]) -> None:
-        """Put the first process's values into the tensors of the others."""
-
-    def send_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """The first process's numbers, for all."""
-
-
-@dataclass(frozen=True)
-class SharedSource:
-    """The first process's own generations for all that train together: it alone has the exchange.
-
-    Embeddings are sent from host memory to host memory; those of an approximate index need not fit on a GPU.
-    """
-
-    team: IndexTeam
-    own: GenerationSource | None
-    device: torch.device
-
-    def at_step(self, step: int, retriever: Retriever) -> IndexGeneration | None:
-        """What the first process's source says."""
-        found = None if self.own is None else self.own.at_step(step, retriever)
-        if self.team.size == 1:
-            return found
-        embedding_PE = found.embedding_PE.cpu() if found else torch.empty(0, 0)
-        head = [1, found.step, *embedding_PE.shape, found.published, found.new] if found else [0] * 6
-        there, made_at, passages, width, published, new = self.team.send_numbers(head, self.device)
-        if not there:
-            return None
-        if found is None:
-            embedding_PE = torch.empty(int(passages), int(width))
-        searcher = found.retriever if found else copy.deepcopy(retriever).eval()
-        self.team.send([embedding_PE, *searcher.parameters()])
-        return found or IndexGeneration(int(made_at), embedding_PE, searcher, published, bool(new))
+def top_k_change(old_QK: np.ndarray, new_QK: np.ndarray) -> float:
+    """Share of the top k, over all queries, that another index would change (order does not count)."""
+    assert old_QK.shape == new_QK.shape
+    kept = sum(len(set(old) & set(new)) for old, new in zip(old_QK.tolist(), new_QK.tolist(), strict=True))
+    return 1 - kept / old_QK.size
 
 
 @dataclass(frozen=True)

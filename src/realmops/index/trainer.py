@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +16,6 @@ MESSAGE_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-OnWait = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -38,26 +37,22 @@ class Policy:
 class Trainer:
     """A trainer's life on an exchange: takes a fence, restores, checkpoints, publishes weights, adopts indexes.
 
-    One thread may publish weights while the main thread does the rest. The weights of a step are published
-    after the checkpoint of that step (if there is one) and before the next checkpoint.
+    The weights of a step are published after the checkpoint of that step (if there is one) and before the next one.
     ``on_wait(message, seconds)`` is called at once and then every second of a wait. Of an index the files ``mapped``
     are mapped copies where they are large.
     """
 
     def __init__(
-        self, exchange: Exchange, policy: Policy = Policy(), on_wait: OnWait | None = None,
-        mapped: Collection[str] = (),
+        self, exchange: Exchange, policy: Policy = Policy(), mapped: Collection[str] = (),
+        on_wait: Callable[[str, float], None] = lambda message, seconds: log.info("%s", message),
     ) -> None:  # fmt: skip
-        self.exchange, self.policy, self.mapped = exchange, policy, mapped
-        self._on_wait: OnWait = on_wait or (lambda message, seconds: log.info("%s", message))
+        self.exchange, self.policy, self.mapped, self._on_wait = exchange, policy, mapped, on_wait
         self.fence = exchange.take_fence()
-        self._index: Version | None = None  # in use: without its bytes
         self._index_name: str | None = None  # in use now, or when the checkpoint was made
         self._awaited: dict[int, str] = {}  # step -> weights of this trainer's past without an adopted index
-        self._idle_pins: list[Version] = []  # adopted before, until a checkpoint names what came after
+        self._pinned: list[Version] = []  # adopted in this life, the last one in use; until a checkpoint names the next
         self._step = 0
         self._ages = Ages(exchange.clock)
-        self._lock = threading.Lock()  # one writer of large versions at a time
 
     def restore(self) -> Version | None:
         """The newest checkpoint that can be used, or None in a new run.
@@ -102,8 +97,12 @@ class Trainer:
         # The weights of the checkpoint's own step come after it and are of its past all the same.
         if checkpoint.name != self._index_name and self._can_be_had(checkpoint.name):
             self._awaited[checkpoint.step] = checkpoint.name
-        needed = [*self._awaited.values(), *([self._index_name] if self._index_name else [])]
-        return [name for name in needed if not self._can_be_had(name)]
+        return [name for name in self._past.values() if not self._can_be_had(name)]
+
+    @property
+    def _past(self) -> dict[int, str]:
+        """The index in use and the weights whose index is awaited, by step."""
+        return ({self.index_step: self._index_name} if self._index_name else {}) | self._awaited
 
     def _can_be_had(self, name: str) -> bool:
         return self.exchange.indexes.present(name) or self.exchange.weights.present(name)
@@ -113,24 +112,22 @@ class Trainer:
 
         The checkpoint of a step comes before the weights of that step.
         """
-        with self._lock:
-            awaited = sorted(self._awaited.values())
-            words = {"step": step, "index": self._index_name, "awaited": awaited, "trainer": dict(meta)}
-            self._publish(self.exchange.checkpoints, step, files, words)
-        for version in self._idle_pins:
+        awaited = sorted(self._awaited.values())
+        words = {"step": step, "index": self._index_name, "awaited": awaited, "trainer": dict(meta)}
+        self._publish(self.exchange.checkpoints, step, files, words)
+        for version in self._pinned[:-1]:
             self.exchange.indexes.unpin(version)
-        self._idle_pins = []
+        self._pinned = self._pinned[-1:]
         self._collect()
 
     def publish_weights(self, step: int, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
         """Commit the weights of a step for the builders, once in this trainer's past."""
-        with self._lock:
-            if step in self._awaited or (self._index_name and step == step_of(self._index_name)):
-                return
-            awaited = self.policy.adopt == "fixed_lag"
-            self._publish(self.exchange.weights, step, files, {"step": step, "awaited": awaited, "trainer": dict(meta)})
-            kept = sorted(self._awaited) if awaited else sorted(self._awaited)[-(KEPT - 1) :]
-            self._awaited = {**{old: self._awaited[old] for old in kept}, step: version_name(self.fence, step)}
+        if step in self._past:
+            return
+        awaited = self.policy.adopt == "fixed_lag"
+        self._publish(self.exchange.weights, step, files, {"step": step, "awaited": awaited, "trainer": dict(meta)})
+        kept = sorted(self._awaited) if awaited else sorted(self._awaited)[-(KEPT - 1) :]
+        self._awaited = {**{old: self._awaited[old] for old in kept}, step: version_name(self.fence, step)}
         if not awaited:
             self._collect()
 
@@ -153,9 +150,7 @@ class Trainer:
 
         ValueError when no such weights were published, TimeoutError after ``builder_timeout`` seconds.
         """
-        name = self._awaited.get(step)
-        if name is None and self._index_name and step_of(self._index_name) == step:
-            name = self._index_name
+        name = self._past.get(step)
         if name is None:
             raise ValueError(
                 f"no index of step {step} can come: its weights were not published; awaited are the steps "
@@ -171,10 +166,8 @@ class Trainer:
         found = self._newest()
         if found is None and self.lacks_index:
             raise ValueError("no index can come: no weights were published; publish the weights of this step first")
-        if found is None and (self._index is None or (self._too_stale(step) and self.policy.on_stale == "wait")):
-            found = self._wait(
-                self._newest, "a first index" if self._index is None else f"a newer index at step {step}"
-            )
+        if found is None and (not self._pinned or (self._too_stale(step) and self.policy.on_stale == "wait")):
+            found = self._wait(self._newest, f"a newer index at step {step}" if self._pinned else "a first index")
         adopted = self._adopt(found) if found else None
         if self._too_stale(step) and self.policy.on_stale == "warn":
             log.warning("the index is %d steps old; %s", step - self.index_step, self.exchange.builders_in_words())
@@ -195,25 +188,18 @@ class Trainer:
         return most is not None and bool(self._awaited) and step - self.index_step > most
 
     def _newest(self) -> Version | None:
-        known = {*self._awaited.values(), self._index_name}
         for name in reversed(self.exchange.indexes.names()):
-            of_my_past = name in known or fence_of(name) == self.fence
-            newer = self._index is None or step_of(name) > self._index.step
+            of_my_past = name in self._past.values() or fence_of(name) == self.fence
+            newer = not self._pinned or step_of(name) > self.index_step
             if of_my_past and newer and (found := self._load(name)):
                 return found
         return None
 
     def _load(self, name: str) -> Version | None:
-        indexes = self.exchange.indexes
-        if name not in indexes.names():
-            return None
-        try:
-            return indexes.load(name, mapped=self.mapped)
-        except FileNotFoundError:
-            return None
-        except Damaged as error:
-            indexes.set_aside(name, str(error))  # with its weights still there, a builder makes it again
-            return None
+        if name in self.exchange.indexes.names():
+            with suppress(FileNotFoundError, Damaged):  # while the weights are there, a builder makes it again
+                return self.exchange.load(self.exchange.indexes, name, self.mapped)
+        return None
 
     def _load_awaited(self, name: str) -> Version | None:
         found = self._load(name)
@@ -226,12 +212,10 @@ class Trainer:
         return found
 
     def _adopt(self, index: Version) -> Version:
-        if self._index is not None:
-            assert index.step >= self._index.step, "generations never go back within a life"
-            self._idle_pins.append(self._index)
-        with self._lock:
-            self._index, self._index_name = replace(index, files={}), index.name
-            self._awaited = {step: name for step, name in self._awaited.items() if step > index.step}
+        assert not self._pinned or index.step >= self.index_step, "generations never go back within a life"
+        self._pinned.append(replace(index, files={}))
+        self._index_name = index.name
+        self._awaited = {step: name for step, name in self._awaited.items() if step > index.step}
         self._collect()
         return index
 
@@ -262,7 +246,7 @@ class Trainer:
         """The last word: builders end."""
         meta = {"state": state, "message": message}
         self.exchange.last_words.publish(f"v-{self.fence:06d}", {}, meta, self.check_fence)
-        self.exchange.beat(state, step=self._step, fence=self.fence, index=self._index_name)
+        self.beat(self._step, state)
 
     def _collect(self) -> None:
         """The trainer's part of the cleaning up; a failure in it is told and never ends the training."""

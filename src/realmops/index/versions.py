@@ -103,7 +103,7 @@ class Versions:
     """The versions of one kind in the folder ``root/kind``, as seen by one holder.
 
     ``run`` is the identity that every manifest must carry (None: look only). ``grace`` is how long, in seconds, trash
-    waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine). Safe for several threads.
+    waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine).
     """
 
     def __init__(
@@ -271,17 +271,16 @@ class Versions:
     ) -> bool:
         nonce = secrets.token_hex(8)
         stage = self.folder / f".stage.{self.holder}.{nonce}"
+        mine = False
         try:
             with suppress(FileExistsError):  # the nonce is mine: mkdir was done and its reply lost
                 self.files.mkdir(stage)
             self._fill(stage, contents, self._describe(name, nonce, contents, meta))
             guard()
             mine = self._commit(stage, name, nonce)
-        except BaseException:
-            self._bury(stage.name)
-            raise
-        if not mine:
-            self._bury(stage.name)
+        finally:
+            if not mine:
+                self._bury(stage.name)
         guard()
         return mine
 
@@ -305,7 +304,9 @@ class Versions:
         """Rename the draft to its name. After an error, what lies there is true, not what was reported."""
         committed = False
         failure: OSError | None = None
-        for delay in (*COMMIT_RETRIES, None):
+        for delay in (0.0, *COMMIT_RETRIES):
+            if delay:
+                self.clock.sleep(delay)
             try:
                 if not committed:
                     self.files.rename(stage, self.folder / name)
@@ -321,8 +322,6 @@ class Versions:
                 committed = owner == nonce
             elif stage.name not in names:
                 raise OSError(ESTALE, "the draft was swept away; publish again", str(stage)) from failure
-            if delay is not None:
-                self.clock.sleep(delay)
         assert failure is not None
         raise failure
 
@@ -355,8 +354,10 @@ class Versions:
         for entry in self.files.listdir(self.folder):
             if entry.startswith(".dead."):
                 self._delete(entry)
-            elif entry.startswith(".stage.") and self._stage_age(entry) >= STALE_SECONDS:
-                self._bury(entry)
+            elif entry.startswith(".stage."):
+                content = tuple(self.files.listdir(self.folder / entry))
+                if self._ages.age(entry, content) >= STALE_SECONDS:
+                    self._bury(entry)
         names = self.names()  # before needs and pins are asked for: what is published from here on is not looked at
         held = self._held(keep)
         unneeded = [name for name in names if name not in held]
@@ -401,9 +402,6 @@ class Versions:
         except (FileNotFoundError, ValueError):
             sign = b""
         return self._ages.age(f"pin {pin}", sign)
-
-    def _stage_age(self, entry: str) -> float:
-        return self._ages.age(entry, tuple(self.files.listdir(self.folder / entry)))
 
     def _bury(self, entry: str) -> None:
         """Claim by rename, then delete: if the owner's commit was faster there is nothing to claim."""

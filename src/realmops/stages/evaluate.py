@@ -38,13 +38,12 @@ from realmops.evaluate.retrieval import (
     recall_metrics,
 )
 from realmops.evaluate.tuned import open_tuned
-from realmops.index.approximate import approximate
+from realmops.index.approximate import Approximate, approximate
 from realmops.index.embed import embed, query_sequences
 from realmops.index.embeddings import INDEX, load_index
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25
 from realmops.index.mips import exact
-from realmops.index.structure import Approximate
 from realmops.model.files import load_models
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts

@@ -19,9 +19,8 @@ from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import is_right, score_predictions
 from realmops.evaluate.retrieval import RECALL_AT
 from realmops.evaluate.tuned import save_tuned
-from realmops.index.approximate import approximate
+from realmops.index.approximate import Approximate, approximate
 from realmops.index.embed import embed, query_sequences
-from realmops.index.structure import Approximate
 from realmops.journal import JournalValues
 from realmops.model.files import add_spans, load_models
 from realmops.stages import Job

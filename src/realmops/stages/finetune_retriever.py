@@ -22,7 +22,7 @@ from realmops.index.approximate import index_type
 from realmops.index.embeddings import INDEX, load_index
 from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex, exact
-from realmops.index.source import Indexes, IndexSource, Refresh
+from realmops.index.source import IndexSource, Refresh
 from realmops.index.trainer import Policy
 from realmops.model.files import load_models
 from realmops.model.reader import Reader
@@ -157,8 +157,12 @@ def _refreshed(
     refresh = Refresh(steps, every, every // 2, 0, "child", "auto", SHARD_ROWS, policy)
     site = BuilderSettings(job.work, job.section(RunOptions).threads, job.report.say)
     device = surroundings.device
-    with exchange(surroundings, site, refresh, snapshot, retriever) as (surroundings, source):
-        yield surroundings, Indexes(source, lambda found, by: exact(found.to(device), by.vectors))
+
+    def passages(embedding_PE: Tensor, searcher: Retriever) -> PassageIndex:
+        return exact(embedding_PE.to(device), searcher.vectors)
+
+    with exchange(surroundings, site, refresh, snapshot, retriever, passages) as found:
+        yield found
 
 
 def _positives(job: Job, snapshot: Snapshot, questions: list[Question]) -> Positives:

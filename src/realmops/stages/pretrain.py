@@ -19,7 +19,7 @@ from realmops.evaluate.retrieval import first_hit_ranks, hits_at
 from realmops.index.approximate import QUERIES, approximate, index_type
 from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex, exact
-from realmops.index.source import ExchangeSource, Index, Indexes, Refresh
+from realmops.index.source import ExchangeSource, Index, Refresh
 from realmops.index.trainer import Policy
 from realmops.journal import JournalValues
 from realmops.model.files import load_models, save_models
@@ -79,9 +79,9 @@ def run(job: Job) -> dict[str, Any]:
         policy=policy,
     )
     site = BuilderSettings(job.work, run_options.threads, job.report.say)
-    with exchange(surroundings, site, refresh, snapshot, retriever) as (surroundings, source):
-        indexes, optimiser = Indexes(source, passages), job.section(Optimiser)
-        pretrain(surroundings, realm, examples, optimiser, indexes, evaluate=measure, warn=job.report.warn)
+    with exchange(surroundings, site, refresh, snapshot, retriever, passages) as (surroundings, source):
+        optimiser = job.section(Optimiser)
+        pretrain(surroundings, realm, examples, optimiser, source, evaluate=measure, warn=job.report.warn)
     if not surroundings.team.leads:
         return {}
     final = _final_index(job, retriever, snapshot, options.steps)
@@ -92,7 +92,7 @@ def run(job: Job) -> dict[str, Any]:
         realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, words)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures
     save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
-    assert isinstance(source.own, ExchangeSource)
+    assert source.own is not None
     metrics = _metrics(job, after, source.own) | {"best_step": best.step}
     if masked:
         metrics |= held_out.masked_words(realm, masked, final, job.report.progress("masked sentences", len(masked)))

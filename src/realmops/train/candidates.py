@@ -10,7 +10,8 @@ from torch import Tensor
 from realmops.config import Pretrain
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.wordpieces import contains
-from realmops.index.hybrid import Hybrid, Words
+from realmops.index.hybrid import Hybrid
+from realmops.index.lexical import Bm25
 from realmops.index.source import Index
 from realmops.train.examples import NULL, Example
 
@@ -23,7 +24,7 @@ def depth(options: Pretrain) -> int:
 class Candidates:
     """Retrieval for training: the top passages of an index, trivial ones excluded."""
 
-    def __init__(self, snapshot: Snapshot, options: Pretrain, words: Words | None = None) -> None:
+    def __init__(self, snapshot: Snapshot, options: Pretrain, words: Bm25 | None = None) -> None:
         self.snapshot, self.options, self.words = snapshot, options, words
         self.counts = Counter[str]()  # passages that each rule dropped, and examples short of candidates
 

@@ -181,7 +181,7 @@ class Neighbours:
 
     def draw(self, sentence: np.ndarray, own: int, rng: np.random.Generator) -> int:
         """One of the four nearest passages, x's own left out; this one where no other has a wordpiece of x."""
-        _, [found] = self._index.search_codes([sentence.astype(np.uint64)], NEAREST + 1)
+        _, [found] = self._index.search([sentence.astype(np.uint64)], NEAREST + 1)
         nearest = found[(found >= 0) & (found != own)][:NEAREST]
         return int(rng.choice(np.sort(nearest))) if len(nearest) else own
 

@@ -17,8 +17,7 @@ from realmops.artifacts import seed_for
 from realmops.config import Optimiser
 from realmops.index.embed import embed, embed_there, query_sequences
 from realmops.index.mips import exact
-from realmops.index.source import Index, IndexSource
-from realmops.index.staleness import top_k_change
+from realmops.index.source import Index, IndexSource, top_k_change
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Examples
 from realmops.train.loop import Context, DeferredMetrics, fit

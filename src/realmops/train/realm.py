@@ -21,7 +21,8 @@ from realmops.encoders.devices import autocast, send
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.packed import Packed
 from realmops.index.embed import document_sequences
-from realmops.index.hybrid import Words, words_share
+from realmops.index.hybrid import words_share
+from realmops.index.lexical import Bm25
 from realmops.model import likelihood
 from realmops.model.reader import Masked, Reader
 from realmops.model.retriever import Retriever
@@ -52,7 +53,7 @@ class Realm:
     snapshot: Snapshot
     options: Pretrain
     dtype: torch.dtype
-    words: Words | None = None
+    words: Bm25 | None = None
 
     def __post_init__(self) -> None:
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
