@@ -9,8 +9,11 @@ from typing import Any
 
 from realmops.commands.questions import CLOZE_LIMIT, make_cloze
 from realmops.config import notes
+from realmops.corpus.conll import read_conll
+from realmops.corpus.formats import sources
+from realmops.corpus.questions import read_questions
 from realmops.index.process import end_with
-from realmops.stages import CLOZE, Report, check_files, named_below
+from realmops.stages import CLOZE, STAGES, Report, check_files, external_files, in_use, named_below
 from realmops.stages.runner import run_stage
 
 
@@ -26,11 +29,15 @@ def run_stages(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run stages as ``run_stage`` does; the name and the metrics of each, which a process that only helps has not.
 
-    The files that they want from outside are looked for before the first one begins. Behind the stage tag questions
-    are made from the corpus, where a later stage reads such.
+    The files that they want from outside are read before the first one begins: what the last of them would refuse costs
+    nothing. Behind the stage tag questions are made from the corpus, where a later stage reads such.
     """
     _end_with_parent(watch_parent)
     check_files(names, values, project, root)
+    for name in names:
+        for key, path in external_files(STAGES[name], values, project, root).items():
+            if key in in_use(STAGES[name], values) and path.exists():
+                look_at(key, path, values)
     for note in notes(names, values):
         report.warn(note)
     for name in names:
@@ -40,6 +47,18 @@ def run_stages(
         if name == "tag" and named_below(CLOZE, names, values):
             for line in make_cloze(root, None, seed=values["run"]["seed"], limit=CLOZE_LIMIT):
                 report.say(f"cloze: {line}")
+
+
+def look_at(key: str, path: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Read what an option names as the stage will that wants it; ValueError now for what would end that then."""
+    if key == "snapshot.documents":
+        sources(path, values["snapshot"]["format"])
+    elif key == "snapshot.warmup":
+        sources(path, "auto")
+    elif key.startswith("questions."):
+        read_questions([path], format=values["questions"]["format"])
+    elif key.startswith("tag."):
+        read_conll(path)
 
 
 def _end_with_parent(parent: int | None) -> None:
