@@ -119,9 +119,7 @@ def measure_ceilings(
     questions = read_questions(files, format=format)
     texts = snapshot.column("text")
     ranked = rank(
-        Bm25.of(snapshot, verify=True),
-        [q.question for q in questions],
-        max(*RECALL_AT, limits.reader_candidates),
+        Bm25.of(snapshot, verify=True), [q.question for q in questions], max(*RECALL_AT, limits.reader_candidates)
     )
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"

@@ -15,13 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.corpus.answers import (
-    BETWEEN,
-    answer_token_spans,
-    contains_answer,
-    expression,
-    token_bytes,
-)
+from realmops.corpus.answers import BETWEEN, answer_token_spans, contains_answer, expression, token_bytes
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.retrieval import Rows, hits_at

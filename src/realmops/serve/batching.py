@@ -73,13 +73,7 @@ class Answerer:
         waiting: questions that are accepted at most and not yet answered.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        *,
-        waiting: int = WAITING,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, generation: Generation, *, waiting: int = WAITING, watch: Watch | None = None) -> None:
         self._generation = generation
         self._waiting, self._watch = waiting, watch
         self._queue: deque[PendingAnswer] = deque()

@@ -93,7 +93,7 @@ class Registry:
             import mlflow
             from mlflow.models import ModelSignature
 
-            experiment = experiment_id(self._client, self._experiment, self._uri, self._folder)
+            experiment = experiment_id(self._client, self._experiment, self._folder)
             logged = self._client.create_logged_model(experiment, self.name, run_id, dict(tags))
             mlflow.pyfunc.log_model(
                 name=self.name,
