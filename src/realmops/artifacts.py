@@ -25,7 +25,6 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 
 
 def sha256_file(path: Path) -> str:
-    """The hexadecimal sha256 of a file's bytes."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):

@@ -121,7 +121,6 @@ class JournalValues:
         self.stage, self.records = journal.stage, read_journal(journal.path)
 
     def of(self, metric: str) -> Sequence[float]:
-        """All values of one metric."""
         return series_of(self.records, self.stage, metric).values
 
     def mean(self, metric: str, last: int | None = None) -> float:

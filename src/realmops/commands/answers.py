@@ -81,7 +81,6 @@ class Generation:
         self.model.check(asked.question)
 
     def find(self, asked: Sequence[Asked]) -> list[Found]:
-        """What is read for each question."""
         return self.model.find([Question("", one.question, (), not_in=tuple(one.without)) for one in asked])
 
     def sources(self, found: Found) -> Record:

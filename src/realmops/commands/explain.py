@@ -34,14 +34,12 @@ class Sheet(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     def lines(self) -> list[str]:
-        """For a terminal."""
         table = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
         rows = ("  ".join([*map(str.rjust, row, widths), row[-1]]) for row in table)
         return [self.title, *(f"  {line}" for line in (*self.said, *rows))]
 
     def cards(self) -> str:
-        """For a page."""
         said = "".join(f"<p>{escape(line)}</p>" for line in self.said)
         return f'<div class="card">{said}</div><div class="card scroll">{table_of(self.head, self.rows)}</div>'
 

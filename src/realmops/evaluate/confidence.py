@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -82,7 +82,6 @@ class Confidence:
             raise ValueError(f"{path} holds no calibration of this version ({error}); fine-tune again") from None
 
     def save(self, folder: Path) -> None:
-        """Write it beside the model."""
         write_json(folder / FILE, asdict(self))
 
     def probability(self, answer: Sure) -> float:
@@ -147,8 +146,7 @@ def threshold_for(probability_Q: Floats, correct_Q: Bools, wanted_precision: flo
     return 0.0 if reached[-1] == len(curve.precision) - 1 else float(curve.threshold[reached[-1]])
 
 
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(NamedTuple):
     """For each probability that there is, falling: share of the questions from there on, and how many are right."""
 
     threshold: Floats
@@ -165,8 +163,7 @@ def coverage_curve(probability_Q: Floats, correct_Q: Bools) -> Coverage:
     return Coverage(falling_Q[last], answered_Q[last] / len(order_Q), precision_Q[last])
 
 
-@dataclass(frozen=True)
-class Bin:
+class Bin(NamedTuple):
     """Answers of about the same confidence: its mean, and the share of them that is right."""
 
     confidence: float

@@ -7,6 +7,7 @@ Input are what the stages leave behind: journals (metrics.jsonl: one JSON object
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -115,28 +116,33 @@ class FigureTable:
     title: str
     head: tuple[str, ...]
     groups: Sequence[Sequence[Sequence[str]]]
+    are_numbers: bool = True  # all columns but the first
 
     def for_console(self) -> Table:
-        """For rich's console."""
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(self.head[0], title=self.title)
         for name in self.head[1:]:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right" if self.are_numbers else "left")
         for rows in self.groups:
             for row in rows:
-                table.add_row(*row)
+                table.add_row(*map(Text, row))  # brackets in texts are no markup
             table.add_section()
         return table
 
     def as_markdown(self) -> str:
-        """For pages of others."""
-        lines = [self.head, ("---",) * len(self.head), *(row for group in self.groups for row in group)]
-        return "".join(f"| {' | '.join(line)} |".replace("\n", " ") + "\n" for line in lines)
+        lines = [map(as_text, row) for row in (self.head, *(row for group in self.groups for row in group))]
+        shown = [f"| {' | '.join(line)} |\n" for line in lines]
+        return "".join([shown[0], "| --- " * len(self.head) + "|\n", *shown[1:]])
 
     def as_html(self) -> str:
-        """For a page."""
         return table_of(self.head, [row for rows in self.groups for row in rows])
+
+
+def as_text(cell: str) -> str:
+    """A text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
 
 
 def figure_tables(metrics: Metrics) -> list[FigureTable]:

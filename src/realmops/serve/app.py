@@ -48,7 +48,6 @@ class AnswerRequest(BaseModel):
         return self
 
     def asked(self) -> list[Asked]:
-        """The questions in order."""
         texts = [self.question] if self.question is not None else self.questions or []
         return [Asked(text, frozenset(self.without)) for text in texts]
 
@@ -62,7 +61,6 @@ class AnswerService:
 
     @property
     def name(self) -> str:
-        """The model's name."""
         return self.watcher.origin.name
 
     def known(self, name: str) -> None:

@@ -11,10 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from realmops.answering.answer import Found
 from realmops.answering.record import Record
@@ -30,13 +29,6 @@ class Busy(Exception):
 
 class Closed(Exception):
     """No questions are taken any more: the process is about to end."""
-
-
-class Watch(Protocol):
-    """What measures the work."""
-
-    def batch(self, questions: int, seconds: float) -> None:
-        """So many questions were answered together, in so much time of the thread."""
 
 
 @dataclass(eq=False)
@@ -58,7 +50,6 @@ class PendingAnswer:
         return self.generation.sources(await asyncio.wrap_future(self.found))
 
     def fail(self, error: BaseException) -> None:
-        """Nothing comes any more."""
         for future in (self.found, self.record):
             if not future.done():
                 future.set_exception(error)
@@ -71,11 +62,14 @@ class Answerer:
 
     Args:
         waiting: questions that are accepted at most and not yet answered.
+        tell: is told how many questions were answered together, in how many seconds of the thread.
     """
 
-    def __init__(self, generation: Generation, *, waiting: int = WAITING, watch: Watch | None = None) -> None:
+    def __init__(
+        self, generation: Generation, *, waiting: int = WAITING, tell: Callable[[int, float], None] | None = None
+    ) -> None:
         self._generation = generation
-        self._waiting, self._watch = waiting, watch
+        self._waiting, self._tell = waiting, tell
         self._queue: deque[PendingAnswer] = deque()
         self._open = 0  # accepted and not yet answered
         self._changed = threading.Condition()
@@ -172,5 +166,5 @@ class Answerer:
                 ticket.found.set_result(one)
         for ticket, record in zip(batch, generation.read(found), strict=True):
             ticket.record.set_result(record)
-        if self._watch is not None:
-            self._watch.batch(len(batch), time.perf_counter() - started)
+        if self._tell is not None:
+            self._tell(len(batch), time.perf_counter() - started)

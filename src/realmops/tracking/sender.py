@@ -57,7 +57,6 @@ class Ticket:
         return cls(folder / "spool" / f"{re.sub('[^A-Za-z0-9_-]', '_', run_key)}.{stage}{_ENDING}")
 
     def read(self) -> Any:
-        """What is to be sent."""
         return read_json(self.path)
 
     def end(
