@@ -211,7 +211,8 @@ def _means(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Of the numbers that all have."""
     common = set.intersection(*map(set, found)) if found else set()
     columns = {name: [one[name] for one in found] for name in sorted(common)}
-    return {name: float(np.mean(values)) for name, values in columns.items() if isinstance(values[0], int | float)}
+    numbers = {name: of_all for name, of_all in columns.items() if all(isinstance(v, int | float) for v in of_all)}
+    return {name: float(np.mean(of_all)) for name, of_all in numbers.items()}
 
 
 def is_made(home: Path, stage: Stage) -> bool:

@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.answering.retrieval import RetrieveAndRead
 from realmops.artifacts import WORK
 from realmops.baselines.rankers import BY_WORDS
-from realmops.commands.answers import Generation
+from realmops.commands.answers import Generation, open_reading
 from realmops.commands.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, parse_section
 from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, tune_process
 from realmops.evaluate.compare import compare, sentence
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.openqa import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
-from realmops.evaluate.tuned import open_tuned
 from realmops.index import lexical
 from realmops.model.files import is_hybrid
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
@@ -327,12 +324,7 @@ def open_promoted(folder: Path, registered: Path) -> Generation:
             f"{folder / artifacts.MANIFEST} is not the registered one, {registered}: the folder holds another model"
         )
     place = str(folder / artifacts.MANIFEST)
-    run = parse_section("run", manifest["sections"]["run"], place)
-    tune_process(run.threads)
-    device, dtype = device_and_dtype(run)
-    options = parse_section("finetune", manifest["sections"]["finetune"], place)
-    snapshot = Snapshot.open(folder / CORPUS, verify=False)
-    model = open_tuned(folder / FINETUNE, options, snapshot, device, dtype)
-    assert isinstance(model, RetrieveAndRead), "read_run refuses what has no evidence"
+    run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
+    model = open_reading(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
     version, step = manifest["digest"][:12], manifest.get("weights_step")
     return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE))

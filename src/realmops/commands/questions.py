@@ -131,12 +131,10 @@ def measure_ceilings(
         yield f"{rule}: answered in the corpus {in_corpus.mean():.1%}; by BM25's first passages {recall}"
     rule = questions[0].match_rule
     passages, most = limits.reader_candidates, limits.answer_wordpieces
-    read = ranked[:, :passages]
-    spans = reader_can_answer(questions, read, snapshot.text, snapshot.chars, rule=rule, wordpieces=most)
+    spans = reader_can_answer(questions, ranked[:, :passages], snapshot, rule, most)
     yield f"as a span of at most {most} wordpieces in BM25's first {passages} ({rule}): {spans.mean():.1%}"
     if not questions[0].is_regex:
-        count = snapshot.tokenizer
-        fits = answer_fits_reader(questions, lambda text: len(count.encode(text, add_special_tokens=False).ids), most)
+        fits = answer_fits_reader(questions, snapshot.tokenizer, most)
         yield f"with an answer of at most {most} wordpieces: {fits.mean():.1%}"
     slow = [q.id for q in questions if q.is_regex and any(expression(a).timed_out for a in q.answers)]
     if slow:

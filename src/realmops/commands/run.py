@@ -27,7 +27,10 @@ def run_stages(
 
     The files that they want from outside are looked for before the first one begins.
     """
-    _end_with_parent(watch_parent)
+    if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        watch_parent = os.getppid()  # torchrun, whose processes outlive it when it is killed
+    if watch_parent is not None:
+        end_with(watch_parent)
     check_files(names, values, project, root)
     for note in notes(names, values):
         report.warn(note)
@@ -35,11 +38,3 @@ def run_stages(
         metrics = run_stage(name, values, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
-
-
-def _end_with_parent(parent: int | None) -> None:
-    """End when ``parent`` has ended, or torchrun, whose processes outlive it when it is killed."""
-    if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-    if parent is not None:
-        end_with(parent)

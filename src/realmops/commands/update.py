@@ -143,18 +143,11 @@ def of_pipeline(root: Path) -> CorpusState:
 
 def newest_state(root: Path) -> CorpusState:
     """The newest update of the present model, or what the pipeline made."""
-    return _checked(states(root)[-1])
-
-
-def _checked(state: CorpusState) -> CorpusState:
-    """The same; ValueError where a file of an update was changed."""
-    if state.number:
-        artifacts.read_manifest(state.snapshot.parent, KIND)
-    return state
+    return states(root)[-1]
 
 
 def states(root: Path) -> list[CorpusState]:
-    """What the pipeline made, and the updates of the present model in their order."""
+    """What the pipeline made, and the updates of the present model in their order; ValueError for a damaged newest."""
     pipeline = of_pipeline(root)
     model = _model(pipeline)
     found = [pipeline]
@@ -163,7 +156,10 @@ def states(root: Path) -> list[CorpusState]:
         if manifest["model"] == model:
             snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", RESULTS))
             found.append(CorpusState(snapshot, finetune, results, manifest["number"]))
-    return sorted(found, key=lambda state: state.number)
+    found.sort(key=lambda state: state.number)
+    if found[-1].number:
+        artifacts.read_manifest(found[-1].snapshot.parent, KIND)
+    return found
 
 
 def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
@@ -190,7 +186,7 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
             "changes none of its answers; fine-tune a reader to use one"
         )
     known_states = states(root)
-    before = _checked(known_states[-1])
+    before = known_states[-1]
     answered = next(state for state in reversed(known_states) if (state.results / PREDICTIONS).is_file())
     if answered.number and (answered.results / artifacts.MANIFEST).is_file():  # else written by a version before
         artifacts.read_manifest(answered.results, ANSWERS)

@@ -70,10 +70,9 @@ class AnswerService:
 
     def state(self) -> Record:
         """What serves, and why a newer generation does not."""
-        refused = self.watcher.refused
         return {
             "model": self.answerer.generation.about,
-            "refused": None if refused is None else {"reason": refused.reason, "since": refused.since},
+            "refused": self.watcher.refused,
             "registry_away": self.watcher.away or None,
         }
 
@@ -134,7 +133,8 @@ def make_app(
         """
         asked = question.asked()
         if question.stream:
-            return _streamed(_events(service.take(asked)))
+            events = _events(service.take(asked))
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         records = await service.answer(asked)
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
@@ -172,10 +172,6 @@ async def _events(tickets: Sequence[PendingAnswer]) -> AsyncIterator[str]:
                 yield event("answer", {"index": index} | await asyncio.wrap_future(ticket.record))
             except Exception:  # it is in the log; others may have their answers
                 yield event("error", {"index": index} | problem("", 500, FAILED))
-
-
-def _streamed(events: AsyncIterator[str]) -> StreamingResponse:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 def _explain_errors(app: FastAPI) -> None:

@@ -24,6 +24,10 @@ PATIENCE_SECONDS = 60.0  # the longest that a stage's end waits
 ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
 UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
 _LONGEST_PARAM = 6000
+HEADLINES = {
+    "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
+    "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
+}
 
 
 @dataclass(frozen=True)
@@ -215,15 +219,11 @@ def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
 
 
 def headline(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
-    """The figures that people compare runs by, under their plain names.
+    """The figures of a stage that people compare runs by, under their plain names.
 
     With ``retriever``, the one that fine-tuning starts from, also its recall@5 before that, of the stage ``evaluate``.
     """
-    names = {
-        "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
-        "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
-    }
-    found = {key: metrics[key] for key in names.get(name, ()) if key in metrics}
+    found = {key: metrics[key] for key in HEADLINES.get(name, ()) if key in metrics}
     if name == "evaluate" and retriever and (recall := zero_shot_recall(metrics, retriever)) is not None:
         found["zero_shot_recall_at_5"] = recall
     return found
