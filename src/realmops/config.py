@@ -30,8 +30,7 @@ Amount = Annotated[float, 0, math.inf]
 Share = Annotated[float, 0, 1]
 Part = Annotated[float, None, 1]  # a share that is not 0
 
-SECTIONS: dict[str, type] = {}
-"""All sections of defaults.yaml, in its order."""
+SECTIONS: dict[str, type] = {}  # all sections of defaults.yaml, in its order
 
 
 @dataclass_transform(frozen_default=True)
