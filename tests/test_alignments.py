@@ -71,11 +71,13 @@ def test_probabilities_are_those_of_the_explanation(root: Path, found: dict[int,
     compared = 0
     for rows in found.values():
         explained = explain_sentence(rows[0]["sentence"], root, of_pipeline(root), rows[0]["span"])
-        if [c.passage_id for c in explained.candidates[:-1]] != [row["aligned_passage_id"] for row in rows[:-1]]:
+        if [c["passage_id"] for c in explained["candidates"][:-1]] != [row["aligned_passage_id"] for row in rows[:-1]]:
             continue  # `explain` does not know the sentence's own passage
         compared += 1
-        assert [row["p_z"] for row in rows] == pytest.approx([c.p_z for c in explained.candidates], rel=1e-4)
-        assert [row["utility"] for row in rows] == pytest.approx([c.utility for c in explained.candidates], abs=1e-4)
+        assert [row["p_z"] for row in rows] == pytest.approx([c["p_z"] for c in explained["candidates"]], rel=1e-4)
+        assert [row["utility"] for row in rows] == pytest.approx(
+            [c["utility"] for c in explained["candidates"]], abs=1e-4
+        )
     assert compared > len(found) / 2
 
 

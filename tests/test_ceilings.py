@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from four_passages import QUESTIONS, TEXTS
@@ -28,22 +31,17 @@ def test_answer_fits_reader_takes_the_shortest_answer() -> None:
         Question("b", "?", ("one two three four five six seven eight nine ten eleven",)),
         Question("c", "?", ("one two three four five six seven eight nine ten",)),
     ]
+    words: Any = SimpleNamespace(encode=lambda text, add_special_tokens: SimpleNamespace(ids=text.split()))
     for most, expected in ((9, [True, False, False]), (10, [True, False, True]), (11, [True, True, True])):
-        assert answer_fits_reader(questions, lambda text: len(text.split()), most).tolist() == expected
+        assert answer_fits_reader(questions, words, most).tolist() == expected
 
 
 def test_reader_can_answer_needs_a_short_span_in_the_passages_read() -> None:
     words = [[(text.index(word), text.index(word) + len(word)) for word in text[:-1].split()] for text in TEXTS]
+    snapshot: Any = SimpleNamespace(text=TEXTS.__getitem__, chars=lambda i: np.array(words[i]))
     ranked = np.array([[2, 2, 2, 2, 1, 3], [2, 2, 2, 2, -1, 3], [2, 1, 0, 3, 0, 0]])
     for read, wordpieces, expected in ((5, 10, [1, 0, 0]), (6, 10, [1, 1, 0]), (6, 1, [0, 1, 0])):
-        found = reader_can_answer(
-            QUESTIONS,
-            ranked[:, :read],
-            TEXTS.__getitem__,
-            lambda i: np.array(words[i]),
-            rule="token_boundary",
-            wordpieces=wordpieces,
-        )
+        found = reader_can_answer(QUESTIONS, ranked[:, :read], snapshot, "token_boundary", wordpieces)
         assert found.tolist() == expected, (read, wordpieces)
 
 

@@ -172,12 +172,12 @@ def test_before_and_after_an_update(root: Path) -> None:
     assert values == {"before": ask(root), "after": ask(root, where=after)}
     assert [values[side]["model"]["index_generation"] for side in ("before", "after")] == [0, 1]
     sides = [explain_sentence("[MASK] wrote The Cold Sea.", root, side, "Bergen") for side in (before, after)]
-    ids = [{c.passage_id for c in side.candidates} for side in sides]
+    ids = [{c["passage_id"] for c in side["candidates"]} for side in sides]
     snapshots = [Snapshot.open(side.snapshot / "corpus") for side in (before, after)]
     assert all(side <= {*s.column("passage_id"), ""} for side, s in zip(ids, snapshots, strict=True))
     for side, state in zip(sides, (before, after), strict=True):
-        assert str(state.finetune / "index.safetensors") in side.index
-    assert sides[0].p_y_without == sides[1].p_y_without, "the reader alone knows no corpus"
+        assert str(state.finetune / "index.safetensors") in side["index"]
+    assert sides[0]["p_y_without"] == sides[1]["p_y_without"], "the reader alone knows no corpus"
 
 
 def test_before_and_after_are_shown_beside_each_other(root: Path, tmp_path: Path) -> None:

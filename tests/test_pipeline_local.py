@@ -151,7 +151,7 @@ def test_evaluate_can_do_without_bm25(finished: Path, tmp_path: Path) -> None:
 
 
 def test_everything_that_people_look_at_is_there(finished: Path) -> None:
-    for name in ("report.html", "predictions.parquet", "plots/pretrain_recall_at_5.csv", "plots/recall.svg"):
+    for name in ("report.html", "predictions.parquet", "plots/pretrain_recall_at_5.csv"):
         assert (finished / "results" / name).stat().st_size, name
     printed = cli("report", "--root", finished)
     assert printed.exit_code == 0

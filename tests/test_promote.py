@@ -495,7 +495,7 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
     client.set_registered_model_alias("moves", CHAMPION, "1")
     assert watcher.look() is False
     assert watcher.refused is not None
-    assert "is not the registered one" in watcher.refused.reason
+    assert "is not the registered one" in watcher.refused["reason"]
     assert told[-1] is None
     assert "a new generation of moves is refused, the old one serves on" in caplog.text
     monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))

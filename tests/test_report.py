@@ -110,19 +110,14 @@ def test_report_needs_no_network_and_shows_everything(tmp_path: Path) -> None:
     assert "In <mark>Tor &amp; Hollow</mark>, &lt;b&gt;north&lt;/b&gt;." in text
 
 
-def test_plots_are_files_of_their_own(tmp_path: Path) -> None:
-    write_report(tmp_path, journals=[journal(tmp_path / "metrics.jsonl", RECORDS)], metrics={})
+def test_points_are_files_of_their_own_and_a_new_index_is_marked(tmp_path: Path) -> None:
+    page = write_report(tmp_path, journals=[journal(tmp_path / "metrics.jsonl", RECORDS)], metrics={})
     plots = tmp_path / "plots"
-    assert sorted(path.name for path in plots.iterdir()) == [
-        "ict_loss.csv",
-        "ict_loss.svg",
-        "pretrain_loss.csv",
-        "pretrain_loss.svg",
-        "pretrain_recall_at_5.csv",
-        "recall.svg",
-    ]
+    names = ["ict_loss.csv", "pretrain_loss.csv", "pretrain_recall_at_5.csv"]
+    assert sorted(path.name for path in plots.iterdir()) == names
     assert (plots / "pretrain_loss.csv").read_text() == "step,loss\n0,4.0\n2,2.0\n"
-    svg = ElementTree.parse(plots / "recall.svg").getroot()
+    recall = next(svg for svg in re.findall("<svg.*?</svg>", page.read_text(), re.S) if "recall_at_5" in svg)
+    svg = ElementTree.fromstring(recall)
     assert [line.text for line in svg.iter("{http://www.w3.org/2000/svg}title")][:2] == [
         "new index at step 0",
         "new index at step 2",
@@ -133,19 +128,18 @@ def test_what_confidence_is_worth_is_drawn() -> None:
     """Three tenths have answers: .25 (none right), .62 to .68 (one of two), .9 (right); 1, 2, 3, 4 answers given."""
     given = [(0.25, False), (0.62, True), (0.68, False), (0.9, True)]
     answers = [replace(PREDICTION, confidence=confidence, em=right) for confidence, right in given]
-    drawn = confidence_charts(answers)
-    titles = {
-        name: [title.text for title in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")]
-        for name, svg in drawn.items()
-    }
-    assert titles["reliability"][:3] == [
+    reliability, by_coverage = (
+        [title.text for title in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")]
+        for svg in confidence_charts(answers)
+    )
+    assert reliability[:3] == [
         "answers, in tenths, confidence 0.25: 0",
         "answers, in tenths, confidence 0.65: 0.5",
         "answers, in tenths, confidence 0.9: 1",
     ]
     across = "the surest answers, share of the questions that are answered"
-    assert titles["risk_coverage"] == [f"{across} {at}" for at in ("0.25: 1", "0.5: 0.5", "0.75: 0.6667", "1: 0.5")]
-    assert confidence_charts([replace(PREDICTION, confidence=None, abstained=None)]) == {}
+    assert by_coverage == [f"{across} {at}" for at in ("0.25: 1", "0.5: 0.5", "0.75: 0.6667", "1: 0.5")]
+    assert confidence_charts([replace(PREDICTION, confidence=None, abstained=None)]) == []
 
 
 def test_headlines_leave_out_what_no_stage_wrote() -> None:

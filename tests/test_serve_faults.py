@@ -202,7 +202,7 @@ def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path],
             assert watcher.refused is None, "a folder without a manifest is no update"
         else:
             assert watcher.refused is not None, (name, damage)
-            assert watcher.refused.reason
+            assert watcher.refused["reason"]
         assert answerer.generation is first
         assert answerer.ask([Asked(QUESTION)])[0].record.result(30) == wanted
         shutil.rmtree(bad)

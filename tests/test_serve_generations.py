@@ -143,7 +143,7 @@ def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monke
         commit(root, recalibrate)
         assert not watcher.look()
         assert watcher.refused is not None
-        assert "were replaced 3 times while they were read" in watcher.refused.reason
+        assert "were replaced 3 times while they were read" in watcher.refused["reason"]
     assert watcher.look()
     assert watcher.refused is None
     watcher._answerer.close()

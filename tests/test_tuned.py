@@ -190,14 +190,15 @@ def test_masked_sentences_are_explained_with_words(project: Path) -> None:
     sentence = "The poet was born in [MASK] and wrote in 1931."
     found = explain_sentence(sentence, root, of_pipeline(root), "Oslo")
     snapshot = Snapshot.open(root / "data/snapshot/corpus")
-    realm, index, _ = pretrained(root, of_pipeline(root))
+    model = pretrained(root, of_pipeline(root))
+    realm, index = model.realm, model.index
     mixture, words = realm.retriever.mixture, Bm25.of(snapshot)
     assert mixture.lexical > 0
     query = sentence.replace("[MASK]", " ")
     best = float(words.search([query], 1)[0][0, 0])
     example = _example(sentence, "Oslo", realm)
     names = [snapshot.title(p) for p in range(len(snapshot))]
-    ids = [names.index(c.title) for c in found.candidates[:-1]]
+    ids = [names.index(c["title"]) for c in found["candidates"][:-1]]
     with torch.no_grad():
         embedded = realm.embed([example], [ids])
     f = []
@@ -205,5 +206,7 @@ def test_masked_sentences_are_explained_with_words(project: Path) -> None:
         dense = float(realm.retriever.scale * embedded.query_BE[0] @ embedded.document_UE[embedded.place[z]])
         bm25 = float(words.score_of(query, np.array([z]))[0]) / best
         f.append(mixture.dense * dense + mixture.lexical * bm25)
-    assert [c.p_z for c in found.candidates] == pytest.approx(torch.tensor(f).double().softmax(0).tolist(), rel=1e-4)
+    assert [c["p_z"] for c in found["candidates"]] == pytest.approx(
+        torch.tensor(f).double().softmax(0).tolist(), rel=1e-4
+    )
     assert index.passages.embedding_PE.shape[0] == 12

@@ -25,7 +25,6 @@ _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_asci
 
 
 def sha256_file(path: Path) -> str:
-    """The hexadecimal sha256 of a file's bytes."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -211,8 +210,7 @@ def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path != folder / MANIFEST
     }
-    manifest = {"schema": SCHEMA, "kind": kind, "files": files, **fields}
-    manifest = sealed(manifest)
+    manifest = sealed({"schema": SCHEMA, "kind": kind, "files": files, **fields})
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -228,11 +226,8 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
     if not path.is_file():
         raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
     manifest = read_json(path)
-    known = (kind, SCHEMA), (kind, UNSEALED)
-    if not isinstance(manifest, dict) or (manifest.get("kind"), manifest.get("schema")) not in known:
-        found = (
-            (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
-        )
+    found = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
+    if not isinstance(manifest, dict) or found not in ((kind, SCHEMA), (kind, UNSEALED)):
         raise ValueError(
             f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again"
         )

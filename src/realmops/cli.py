@@ -101,7 +101,6 @@ class ExplainedCommand(click.Command):
     """A command that prints what it returns, and ends with one message where a person can put right what is wrong."""
 
     def invoke(self, ctx: click.Context) -> None:
-        """Run it."""
         with explained_errors():
             for line in super().invoke(ctx) or ():
                 show(line)
@@ -113,7 +112,6 @@ class ExplainedCommands(click.Group):
     command_class = ExplainedCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a line for each command."""
         width = max(map(len, self.commands))
         for heading, names in HEADINGS.items():
             with formatter.section(heading):
@@ -433,7 +431,7 @@ def update(**given: Any) -> None:
     report = Console()
     if done := update(report=report, **given):
         folder, metrics = done
-        show(changes_table(folder))
+        show(changes_table(folder).for_console())
         report.metrics("update", metrics)
 
 
@@ -670,7 +668,6 @@ def report(root: Path) -> None:
     "--keep-hours",
     type=click.FloatRange(0, 500_000),
     default=168.0,
-    show_default=True,
     help="How long Kubeflow Pipelines 2.17 or newer keeps pods and logs after the run; 0: as it is set up.",
 )
 @_flag("--once", help="Start nothing if a run with the same key is under way or has succeeded.")

@@ -31,21 +31,18 @@ Amount = Annotated[float, 0, math.inf]
 Share = Annotated[float, 0, 1]
 Part = Annotated[float, None, 1]  # a share that is not 0
 
-SECTIONS: dict[str, type] = {}
-"""All sections of defaults.yaml, in its order."""
+SECTIONS: dict[str, type] = {}  # all sections of defaults.yaml, in its order
 
 
 @dataclass_transform(frozen_default=True)
 class Section:
-    """What becomes a frozen dataclass with the options of the section ``name``."""
+    """What becomes a frozen dataclass with the options of the section ``name``; defaults.yaml says what each does."""
 
     def __init_subclass__(cls, name: str) -> None:
         SECTIONS[name] = dataclass(frozen=True)(cls)
 
 
 class RunOptions(Section, name="run"):
-    """Options of every stage."""
-
     seed: Count
     device: Literal["auto", "cpu", "cuda"]
     precision: Literal["auto", "fp32", "bf16"]
@@ -53,8 +50,6 @@ class RunOptions(Section, name="run"):
 
 
 class BertOptions(Section, name="bert"):
-    """Where the encoders start."""
-
     init: str
     vocabulary: int
     width: int
@@ -66,8 +61,6 @@ class BertOptions(Section, name="bert"):
 
 
 class Sample(Section, name="sample"):
-    """The sample corpus."""
-
     seed: Count
     subjects: int
     warmup_worlds: int
@@ -76,8 +69,6 @@ class Sample(Section, name="sample"):
 
 
 class SnapshotOptions(Section, name="snapshot"):
-    """From documents to passages."""
-
     documents: str
     format: str
     warmup: str
@@ -90,8 +81,6 @@ class SnapshotOptions(Section, name="snapshot"):
 
 
 class QuestionFiles(Section, name="questions"):
-    """Question files of the three splits."""
-
     train: str
     dev: str
     test: str
@@ -99,8 +88,6 @@ class QuestionFiles(Section, name="questions"):
 
 
 class Tag(Section, name="tag"):
-    """Salient spans."""
-
     method: Literal["tagger", "given", "dates"]
     train: str
     dev: str
@@ -113,8 +100,6 @@ class Tag(Section, name="tag"):
 
 
 class RetrieverOptions(Section, name="retriever"):
-    """The two embedders (section 3.2)."""
-
     tower: Literal["bert", "bag"]
     pooling: Literal["auto", "cls", "mean"]
     projection: Literal["orthogonal", "identity", "pca", "random"]
@@ -128,23 +113,17 @@ class RetrieverOptions(Section, name="retriever"):
 
 
 class ReaderOptions(Section, name="reader"):
-    """The knowledge-augmented encoder (section 3.2)."""
-
     copies: bool
     apart: bool
     matches: bool
 
 
 class IndexOptions(Section, name="index"):
-    """How passages are searched."""
-
     type: Literal["auto", "exact", "ivf", "hnsw", "pq"]
     target_recall: Part
 
 
 class Ict(Section, name="ict"):
-    """Inverse cloze task, and the reader's warm start."""
-
     task: Literal["cloze", "crop"]
     crops: int
     steps: Count
@@ -162,8 +141,6 @@ class Ict(Section, name="ict"):
 
 
 class Pretrain(Section, name="pretrain"):
-    """REALM pre-training and its exchange with the index builder."""
-
     steps: Count
     batch_size: int
     candidates: int
@@ -201,8 +178,6 @@ class Pretrain(Section, name="pretrain"):
 
 
 class Finetune(Section, name="finetune"):
-    """Open-QA fine-tuning."""
-
     retriever: Literal["pretrain", "ict", "bm25", "tfidf", "graph", "path"]
     reader: Literal["pretrain", "ict", "t5"]
     span_loss: Literal["marginal", "hard_em", "per_passage"]
@@ -235,8 +210,6 @@ class Finetune(Section, name="finetune"):
 
 
 class ClosedBookOptions(Section, name="closed_book"):
-    """A T5 that answers without reading (``finetune.reader: t5``)."""
-
     init: str
     steps: Count
     batch_size: int
@@ -249,8 +222,6 @@ class ClosedBookOptions(Section, name="closed_book"):
 
 
 class Optimiser(Section, name="optimiser"):
-    """BERT's AdamW."""
-
     weight_decay: Amount
     clip: float
     bias_correction: bool
@@ -259,15 +230,11 @@ class Optimiser(Section, name="optimiser"):
 
 
 class Evaluate(Section, name="evaluate"):
-    """Evaluation."""
-
     bootstrap: Count
     bm25: bool
 
 
 class Tracking(Section, name="tracking"):
-    """MLflow."""
-
     enabled: bool
     experiment: str
 

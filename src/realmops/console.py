@@ -20,11 +20,9 @@ class Console:
     """Implements ``stages.Report`` on standard error; the results of a stage go to standard output."""
 
     def say(self, message: str) -> None:
-        """A line of information."""
         print(message, file=sys.stderr, flush=True)
 
     def warn(self, message: str) -> None:
-        """A line that a person should act on."""
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:

@@ -43,7 +43,7 @@ class Journal:
         make_folder(path.parent)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         sync_folder(path.parent)
-        self._file.truncate(_end_of_last_line(path))
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def log(self, step: int, **metrics: float) -> None:
         """Append one line. Steps never go back, except after ``truncate``."""
@@ -78,11 +78,6 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _end_of_last_line(path: Path) -> int:
-    content = path.read_bytes()
-    return content.rfind(b"\n") + 1
 
 
 def _finite(value: float) -> float | int | None:
@@ -121,7 +116,6 @@ class JournalValues:
         self.stage, self.records = journal.stage, read_journal(journal.path)
 
     def of(self, metric: str) -> Sequence[float]:
-        """All values of one metric."""
         return series_of(self.records, self.stage, metric).values
 
     def mean(self, metric: str, last: int | None = None) -> float:

@@ -63,7 +63,6 @@ class Task:
     view: Path
 
     def folder(self, stage: str) -> Path:
-        """That of a stage."""
         return self.view / STAGES[stage].folder
 
 
@@ -211,13 +210,15 @@ def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:
 
 def means_of(ablation: Ablation) -> dict[str, float]:
     """What ``evaluate`` measured of all that was trained, under its names, as means of what all have."""
-    found = [artifacts.read_json(task.folder("evaluate") / METRICS) for task in ablation.tasks]
-    return _means([{name: value for name, value in one.items() if isinstance(value, int | float)} for one in found])
+    return _means([artifacts.read_json(task.folder("evaluate") / METRICS) for task in ablation.tasks])
 
 
-def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _means(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the numbers that all have."""
     common = set.intersection(*map(set, found)) if found else set()
-    return {name: float(np.mean([one[name] for one in found])) for name in sorted(common)}
+    columns = {name: [one[name] for one in found] for name in sorted(common)}
+    numbers = {name: of_all for name, of_all in columns.items() if all(isinstance(v, int | float) for v in of_all)}
+    return {name: float(np.mean(of_all)) for name, of_all in numbers.items()}
 
 
 def is_made(home: Path, stage: Stage) -> bool:
@@ -227,7 +228,6 @@ def is_made(home: Path, stage: Stage) -> bool:
 
 
 def folder_of(out: Path, variant: str, seed: int) -> Path:
-    """The folder of one variant with one seed."""
     return out / variant / f"seed-{seed}"
 
 
@@ -240,7 +240,6 @@ def put_link(target: Path, link: Path) -> None:
 
 
 def outcome_of(task: Task) -> VariantOutcome:
-    """What one variant reached with one seed."""
     results, pretrained = task.folder("evaluate"), task.folder("pretrain")
     retriever, reader = task.values["finetune"]["retriever"], task.values["finetune"]["reader"]
     reads = reader not in CLOSED_BOOK
@@ -302,7 +301,6 @@ def _journals(task: Task, outcome: VariantOutcome) -> list[Path]:
 
 
 def _child(parent: runs.TrackedRun, task: Task, began: float) -> runs.TrackedRun:
-    """The MLflow run of one variant with one seed."""
     project = task.params.parent
     corpus = artifacts.read_json(task.folder("snapshot") / "corpus" / artifacts.MANIFEST)["corpus_hash"]
     params_hash = artifacts.digest_of({k: v for k, v in task.values.items() if k != "tracking"})

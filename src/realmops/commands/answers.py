@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from realmops.artifacts import MANIFEST, digest_of, read_json, read_manifest
 from realmops.commands.trained import options_of, tuned_steps
 from realmops.commands.update import FOLDER as UPDATES
 from realmops.commands.update import CorpusState, newest_state, of_pipeline
+from realmops.config import Finetune, RunOptions
 from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
@@ -81,7 +83,6 @@ class Generation:
         self.model.check(asked.question)
 
     def find(self, asked: Sequence[Asked]) -> list[Found]:
-        """What is read for each question."""
         return self.model.find([Question("", one.question, (), not_in=tuple(one.without)) for one in asked])
 
     def sources(self, found: Found) -> Record:
@@ -136,15 +137,12 @@ def manifests_of(root: Path) -> tuple[tuple[str | int, ...], ...]:
     """The manifests of all that a generation may be read from, as the disk knows them: a new folder has a new one."""
     stages = [root / STAGES[stage].folder / MANIFEST for stage in ("snapshot", "finetune", "evaluate")]
     updates = sorted((root / UPDATES).glob(f"[!.]*/{MANIFEST}"))
-    return tuple((str(path), *_identity(path)) for path in (*stages, *updates))
-
-
-def _identity(path: Path) -> tuple[int, ...]:
-    try:
-        found = path.stat()
-    except OSError:
-        return ()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    found: list[tuple[str | int, ...]] = []
+    for path in (*stages, *updates):
+        with suppress(OSError):
+            disk = path.stat()
+            found.append((str(path), disk.st_ino, disk.st_mtime_ns, disk.st_size))
+    return tuple(found)
 
 
 def _generation_of_run(root: Path, where: CorpusState | None) -> Generation:
@@ -170,13 +168,20 @@ def open_run(root: Path, where: CorpusState | None = None) -> RetrieveAndRead:
     """
     where = where or of_pipeline(root)
     options, run = options_of(root, ("finetune", "evaluate"), ("finetune", "run"))
-    tune_process(run.threads)
-    device, dtype = device_and_dtype(run)
-    snapshot = Snapshot.open(where.snapshot / "corpus")
     # an update has a copy of the model: what was calibrated again since stands beside the stage's own
-    model = open_tuned(of_pipeline(root).finetune, options, snapshot, device, dtype, index=where.finetune)
+    return open_reading(
+        of_pipeline(root).finetune, options, run, Snapshot.open(where.snapshot / "corpus"), where.finetune
+    )
+
+
+def open_reading(
+    folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
+) -> RetrieveAndRead:
+    """A fine-tuned model as ``open_tuned`` does, on the device of its run; ValueError for one that reads nothing."""
+    tune_process(run.threads)
+    model = open_tuned(folder, options, snapshot, *device_and_dtype(run), index=index)
     if not isinstance(model, RetrieveAndRead):
         raise ValueError(
-            f"{where.finetune} answers without reading (finetune.reader is {options.reader}): no passage explains it"
+            f"{folder} answers without reading (finetune.reader is {options.reader}): no passage explains it"
         )
     return model

@@ -56,9 +56,9 @@ def _device() -> Iterator[str]:
     from realmops.encoders.devices import resolve_device, resolve_precision
 
     device = resolve_device("auto")
-    name = (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {torch.get_num_threads()} threads"
-    )
+    name = f"CPU with {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     yield f"device: {device.type} ({name}), precision {str(resolve_precision('auto', device)).removeprefix('torch.')}"
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json as js
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from realmops.answering.record import Record
 from realmops.artifacts import write_bytes
 from realmops.commands.answers import Asked, generation_of_run
-from realmops.commands.masked import MaskedExplanation, explain_sentence
-from realmops.commands.update import before_and_after, of_pipeline
+from realmops.commands.masked import explain_sentence
+from realmops.commands.update import CorpusState, before_and_after, of_pipeline
 from realmops.evaluate.page import page_of, table_of
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
 
@@ -36,14 +34,12 @@ class Sheet(NamedTuple):
     rows: Sequence[Sequence[str]]
 
     def lines(self) -> list[str]:
-        """For a terminal."""
         table = [self.head, *self.rows]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)][:-1]
         rows = ("  ".join([*map(str.rjust, row, widths), row[-1]]) for row in table)
         return [self.title, *(f"  {line}" for line in (*self.said, *rows))]
 
     def cards(self) -> str:
-        """For a page."""
         said = "".join(f"<p>{escape(line)}</p>" for line in self.said)
         return f'<div class="card">{said}</div><div class="card scroll">{table_of(self.head, self.rows)}</div>'
 
@@ -74,9 +70,9 @@ def explain(
     Raises ValueError for options that do not belong together.
     """
     anew = answer is not None or json or html is not None or before_after
+    about_results = sentence is None and not questions
     if sentence is not None and (questions or failures):
         raise ValueError("--question and --failed-at are about questions: leave the sentence out")
-    about_results = sentence is None and not questions
     if about_results and anew:
         raise ValueError(f"{ASKED_NOW} are about a sentence with [MASK] or a --question: give one")
     texts, ids = sorted_out(questions, root, anew=anew)
@@ -88,28 +84,37 @@ def explain(
         yield stored_answers(read_results(root), ids, failures, limit)
     if sentence is None and not texts:
         return
-    found: list[list[tuple[dict[str, Any], Sheet]]] = []  # of each side
-    for side in before_and_after(root) if before_after else (of_pipeline(root),):
+
+    def asked_now(where: CorpusState) -> list[dict[str, Any]]:
         if sentence is not None:
-            masked = explain_sentence(sentence, root, side, answer)
-            found.append([(asdict(masked), _of_sentence(masked))])
-        else:
-            records = generation_of_run(root, side).answer([Asked(text, y=answer) for text in texts])
-            found.append([(record, _of_question(record)) for record in records])
-    for number, sides in enumerate(zip(*found, strict=True)):
+            return [explain_sentence(sentence, root, where, answer)]
+        return generation_of_run(root, where).answer([Asked(text, y=answer) for text in texts])
+
+    sides = before_and_after(root) if before_after else (of_pipeline(root),)
+    for number, records in enumerate(zip(*map(asked_now, sides), strict=True)):
         if ids or number:
             yield ""
-        values, sheets = zip(*sides, strict=True)
+        sheets = [_of_question(one) if sentence is None else _of_sentence(one) for one in records]
         if html is not None:
             write_bytes(html, _page(sheets).encode())
         if json:
-            shown = values[0] if len(values) == 1 else dict(zip(SIDES, values, strict=True))
+            shown = records[0] if len(records) == 1 else dict(zip(SIDES, records, strict=True))
             yield js.dumps(shown, ensure_ascii=False, indent=1)
         else:
             yield "\n".join(sheets[0].lines()) if len(sheets) == 1 else _side_by_side(*sheets)
 
 
-def _of_question(record: Record) -> Sheet:
+def _row(z: Mapping[str, Any], said: str | None, **forms: str) -> tuple[str, ...]:
+    """A candidate with the figures of these names, and what it says; the null document has no id."""
+    figures = ("-" if z[name] is None else f"{z[name]:{form}}" for name, form in forms.items())
+    return (*figures, f"{_passage(z)}: {said or '(none)'}")
+
+
+def _passage(z: Mapping[str, Any]) -> str:
+    return f"{z['title']} [{z['passage_id'][:_ID_SHOWN]}]" if z["passage_id"] else str(z["title"])
+
+
+def _of_question(record: Mapping[str, Any]) -> Sheet:
     unsure = f", held back below {record['threshold']:.3g}" if record["answer"] and record["abstained"] else ""
     about = record["model"]
     said = (
@@ -117,49 +122,52 @@ def _of_question(record: Record) -> Sheet:
         f"y = {record.get('y', record['answer'])}: p(y|x) = {record['p_y']:.3g}",
         f"model: {about['version']}, corpus {about['snapshot'][:_ID_SHOWN]}, index {about['index_generation']}",
     )
-    rows = [
-        (
-            f"{z['p_z']:.3f}",
-            "-" if z["p_z_given_y"] is None else f"{z['p_z_given_y']:.3f}",
-            "-" if z["score"] is None else f"{z['score']:.2f}",
-            f"{_passage(z['title'], z['passage_id'])}: {z['span'] or '(none)'}",
-        )
-        for z in record["passages"]
-    ]
+    rows = [_row(z, z["span"], p_z=".3f", p_z_given_y=".3f", score=".2f") for z in record["passages"]]
     return Sheet(record["question"], said, ("p(z|x)", "p(z|x,y)", "score", "passage: its best span"), rows)
 
 
-def _of_sentence(found: MaskedExplanation) -> Sheet:
+def _of_sentence(found: Mapping[str, Any]) -> Sheet:
     """The three lines of the paper's Table 3, and the candidates."""
-    *passages, _ = found.candidates
-    best = max(passages, key=lambda z: z.p_y, default=None)
-    given_z = [f"{best.p_y:.3g}  ({_passage(best.title, best.passage_id)})"] if best else []
-    said = (
-        f"REALM:             {found.with_retrieval.words}  (p = {found.with_retrieval.probability:.3g})",
-        f"without retrieval: {found.without_retrieval.words}  (p = {found.without_retrieval.probability:.3g})",
-        f"y = {found.y}",
-        f"  BERT, without retrieval:     p(y|x) = {found.p_y_without:.3g}  (the reader with the null document)",
-        *(f"  REALM given the best z:    p(y|x,z) = {value}" for value in given_z),
-        f"  REALM, marginal over top {len(passages)}:  p(y|x) = {found.p_y:.3g}  (and the null document)",
-        f"index: {found.index}",
-    )
-    rows = [
-        (
-            f"{z.p_z:.3f}",
-            f"{z.p_z_given_y:.3f}",
-            f"{z.p_y:.3g}",
-            f"{z.utility:+.2f}",
-            f"{_passage(z.title, z.passage_id)}: {z.guess}",
-        )
-        for z in found.candidates
+    guesses = [
+        f"{found[name]['words']}  (p = {found[name]['probability']:.3g})"
+        for name in ("with_retrieval", "without_retrieval")
     ]
+    *passages, _ = found["candidates"]
+    best = max(passages, key=lambda z: z["p_y"], default=None)
+    given_z = [f"{best['p_y']:.3g}  ({_passage(best)})"] if best else []
+    said = (
+        f"REALM:             {guesses[0]}",
+        f"without retrieval: {guesses[1]}",
+        f"y = {found['y']}",
+        f"  BERT, without retrieval:     p(y|x) = {found['p_y_without']:.3g}  (the reader with the null document)",
+        *(f"  REALM given the best z:    p(y|x,z) = {value}" for value in given_z),
+        f"  REALM, marginal over top {len(passages)}:  p(y|x) = {found['p_y']:.3g}  (and the null document)",
+        f"index: {found['index']}",
+    )
+    forms = {"p_z": ".3f", "p_z_given_y": ".3f", "p_y": ".3g", "utility": "+.2f"}
     head = ("p(z|x)", "p(z|x,y)", "p(y|z,x)", "utility, nats", "document: its own guess")
-    return Sheet(found.sentence, said, head, rows)
+    return Sheet(found["sentence"], said, head, [_row(z, z["guess"], **forms) for z in found["candidates"]])
 
 
-def _passage(title: str, passage_id: str) -> str:
-    """A passage in words; the null document has no id."""
-    return f"{title} [{passage_id[:_ID_SHOWN]}]" if passage_id else title
+def _of_prediction(found: Prediction) -> Sheet:
+    held_back = " (abstained)" if found.abstained else ""
+    hit = f"number {found.first_hit + 1}" if found.first_hit >= 0 else "none of those retrieved"
+    said = [
+        f"wanted: {'; '.join(found.answers)}",
+        f"answer: {found.prediction or '(none)'}  (score {found.span_score:.2f})",
+        *([] if found.confidence is None else [f"confidence: {found.confidence:.2f}{held_back}"]),
+        f"failed at: {found.failed_at} ({FAILED_AT[found.failed_at]})",
+        *([] if found.gold_span is None else [f"best right span: {found.gold_span}  (score {found.gold_score:.2f})"]),
+        f"first passage with an answer: {hit}",
+    ]
+    columns = (found.p_z, found.passage_scores, found.titles, found.passage_ids, found.passage_spans)
+    rows = []
+    for number, (p_z, score, title, passage_id, span) in enumerate(zip(*columns, strict=True)):
+        z = {"p_z": p_z, "score": score, "title": title, "passage_id": passage_id}
+        chosen = ">" if number == found.evidence_rank else ""
+        rows.append((chosen, *_row(z, span, p_z=".3f", score=".2f")))
+    head = ("", "p(z|x)", "score", "passage: its best span")
+    return Sheet(f"{found.question_id}  {found.question}", said, head, rows)
 
 
 def _side_by_side(before: Sheet, after: Sheet) -> Table:
@@ -201,17 +209,14 @@ def sorted_out(values: Sequence[str], root: Path, *, anew: bool) -> tuple[list[s
 def stored_answers(
     predictions: Sequence[Prediction], ids: Collection[str], failures: Collection[str], limit: int
 ) -> str:
-    """What failed where, and the answers with these ids and failures, at most so many; ValueError for unknown ones."""
-    known = {prediction.question_id for prediction in predictions}
+    """What failed where, and the answers with these ids and failures, or all, at most so many.
+
+    ValueError for a failure that is none of ``FAILED_AT``.
+    """
     for name in failures:
         if name not in FAILED_AT:
             raise ValueError(f"no question fails at {name!r}; choose {', '.join(FAILED_AT)}")
-    for identifier in ids:
-        if identifier not in known:
-            raise ValueError(
-                f"there is no question {identifier!r} among {len(known)}; the first is {predictions[0].question_id!r}"
-            )
-    found = [p for p in predictions if p.question_id in (ids or known) and p.failed_at in (failures or FAILED_AT)]
+    found = [p for p in predictions if (not ids or p.question_id in ids) and p.failed_at in (failures or FAILED_AT)]
     counts = Counter(prediction.failed_at for prediction in predictions)
     lines = [f"{len(predictions)} questions"]
     for name, meaning in FAILED_AT.items():
@@ -220,29 +225,3 @@ def stored_answers(
     if len(found) > limit:
         lines.append(f"\n{len(found) - limit} more; --limit, --question and --failed-at choose others")
     return "\n".join(lines)
-
-
-def _of_prediction(found: Prediction) -> Sheet:
-    held_back = " (abstained)" if found.abstained else ""
-    hit = f"number {found.first_hit + 1}" if found.first_hit >= 0 else "none of those retrieved"
-    said = [
-        f"wanted: {'; '.join(found.answers)}",
-        f"answer: {found.prediction or '(none)'}  (score {found.span_score:.2f})",
-        *([] if found.confidence is None else [f"confidence: {found.confidence:.2f}{held_back}"]),
-        f"failed at: {found.failed_at} ({FAILED_AT[found.failed_at]})",
-        *([] if found.gold_span is None else [f"best right span: {found.gold_span}  (score {found.gold_score:.2f})"]),
-        f"first passage with an answer: {hit}",
-    ]
-    columns = (found.p_z, found.passage_scores, found.titles, found.passage_ids, found.passage_spans)
-    rows = [
-        (
-            ">" if number == found.evidence_rank else "",
-            f"{p_z:.3f}",
-            "-" if score is None else f"{score:.2f}",
-            f"{_passage(title, passage)}: {span or '(none)'}",
-        )
-        for number, (p_z, score, title, passage, span) in enumerate(zip(*columns, strict=True))
-    ]
-    return Sheet(
-        f"{found.question_id}  {found.question}", said, ("", "p(z|x)", "score", "passage: its best span"), rows
-    )

@@ -131,9 +131,10 @@ def calibrate(values: Values, root: Path, seconds: float, report: Report) -> Fig
 def _invented(values: Values, work: Path, report: Report) -> Path:
     """A corpus of invented text in long documents, so that nearly every passage is full."""
     texts = build_world(0, 150, 0.3, 0.2).passages
-    joined = [texts[first : first + 40] for first in range(0, len(texts), 40)]
-    records = [{"title": some[0].title, "text": " ".join(one.text for one in some)} for some in joined]
-    (work / "documents.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with open(work / "documents.jsonl", "w", encoding="utf-8") as file:
+        for first in range(0, len(texts), 40):
+            text = " ".join(one.text for one in texts[first : first + 40])
+            file.write(json.dumps({"title": texts[first].title, "text": text}) + "\n")
     own = {"documents": "documents.jsonl", "format": "jsonl", "use_warmup": False, "whole_documents": False}
     sections = {"snapshot": {**values["snapshot"], **own}, "tracking": {**values["tracking"], "enabled": False}}
     run_stage("snapshot", {**values, **sections}, project=work, root=work, report=report)

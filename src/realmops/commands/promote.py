@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.answering.retrieval import RetrieveAndRead
 from realmops.artifacts import WORK
 from realmops.baselines.rankers import BY_WORDS
-from realmops.commands.answers import Generation
+from realmops.commands.answers import Generation, open_reading
 from realmops.commands.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, parse_section
 from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, tune_process
 from realmops.evaluate.compare import compare, sentence
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.openqa import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
-from realmops.evaluate.tuned import open_tuned
 from realmops.index import lexical
 from realmops.model.files import is_hybrid
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
@@ -49,44 +46,36 @@ STEPS_TAG = "realmops.weights_step"
 RULE_TAG = "realmops.em_rule"
 SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # tags beside EM: what its confidence is worth
 COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifacts
-_TEXT, _NUMBER = {"type": "string", "required": True}, {"type": "double", "required": True}
-_NO_NUMBER, _NO_PLACE = {"type": "double", "required": False}, {"type": "long", "required": False}
-_NO_TEXT = {"type": "string", "required": False}
-_PLACE = {
-    **dict.fromkeys(("uri", "document_id", "passage_id", "title"), _TEXT),
-    **dict.fromkeys(("start", "end"), _NO_PLACE),
-    "p_z": _NUMBER,
-    "p_z_given_y": _NO_NUMBER,
+
+# The record of ``answering.record`` in MLflow's types; a figure with "?" may be missing, a list holds such objects.
+_PLACE = dict.fromkeys(("uri", "document_id", "passage_id", "title"), "string")
+_PLACE |= {"start": "long?", "end": "long?", "p_z": "double", "p_z_given_y": "double?"}
+_RECORD = {
+    "question": "string",
+    "answer": "string",
+    "probability": "double",
+    "p_y": "double",
+    "threshold": "double?",
+    "abstained": "boolean",
+    "citations": [_PLACE | {"quote": "string"}],
+    "passages": [_PLACE | {"text": "string", "span": "string?", "score": "double?"}],
+    "model": {"version": "string", "snapshot": "string", "weights_step": "long?", "index_generation": "long"},
 }
 
 
-def _list_of(name: str, properties: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": name, "type": "array", "required": True, "items": {"type": "object", "properties": properties}}
+def _in_form(kind: Any) -> dict[str, Any]:
+    """A type as MLflow's signatures have it."""
+    if isinstance(kind, str):
+        return {"type": kind.removesuffix("?"), "required": not kind.endswith("?")}
+    if isinstance(kind, list):
+        items = {name: value for name, value in _in_form(kind[0]).items() if name != "required"}
+        return {"type": "array", "required": True, "items": items}
+    return {"type": "object", "required": True, "properties": {name: _in_form(of) for name, of in kind.items()}}
 
 
-# What goes in and comes out, in MLflow's form: the record of ``answering.record``.
 SIGNATURE = {
-    "inputs": [_TEXT],
-    "outputs": [
-        {"name": "question", **_TEXT},
-        {"name": "answer", **_TEXT},
-        {"name": "probability", **_NUMBER},
-        {"name": "p_y", **_NUMBER},
-        {"name": "threshold", **_NO_NUMBER},
-        {"name": "abstained", "type": "boolean", "required": True},
-        _list_of("citations", _PLACE | {"quote": _TEXT}),
-        _list_of("passages", _PLACE | {"text": _TEXT, "span": _NO_TEXT, "score": _NO_NUMBER}),
-        {
-            "name": "model",
-            "type": "object",
-            "required": True,
-            "properties": {
-                **dict.fromkeys(("version", "snapshot"), _TEXT),
-                "weights_step": _NO_PLACE,
-                "index_generation": {"type": "long", "required": True},
-            },
-        },
-    ],
+    "inputs": [_in_form("string")],
+    "outputs": [{"name": name, **_in_form(kind)} for name, kind in _RECORD.items()],
 }
 
 
@@ -327,12 +316,7 @@ def open_promoted(folder: Path, registered: Path) -> Generation:
             f"{folder / artifacts.MANIFEST} is not the registered one, {registered}: the folder holds another model"
         )
     place = str(folder / artifacts.MANIFEST)
-    run = parse_section("run", manifest["sections"]["run"], place)
-    tune_process(run.threads)
-    device, dtype = device_and_dtype(run)
-    options = parse_section("finetune", manifest["sections"]["finetune"], place)
-    snapshot = Snapshot.open(folder / CORPUS, verify=False)
-    model = open_tuned(folder / FINETUNE, options, snapshot, device, dtype)
-    assert isinstance(model, RetrieveAndRead), "read_run refuses what has no evidence"
+    run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
+    model = open_reading(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
     version, step = manifest["digest"][:12], manifest.get("weights_step")
     return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE))

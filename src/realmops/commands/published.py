@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from realmops import artifacts
 from realmops.corpus.blocks import convert_blocks
 from realmops.index.embeddings import INDEX, save_index
@@ -87,8 +85,5 @@ def _commit(
             save_index(out / INDEX, embedding_PE)
         artifacts.write_json(out / METRICS, {"seconds": round(time.monotonic() - started, 1)})
         artifacts.write_manifest(out, name, fingerprint="imported", imported=[f.folder.name for f in folders])
-    report.say(f"{final}: retriever and reader{_index(embedding_PE)}")
-
-
-def _index(embedding_PE: Tensor | None) -> str:
-    return ", without embeddings of passages" if embedding_PE is None else f", {len(embedding_PE)} embedded passages"
+    embedded = "without embeddings of passages" if embedding_PE is None else f"{len(embedding_PE)} embedded passages"
+    report.say(f"{final}: retriever and reader, {embedded}")

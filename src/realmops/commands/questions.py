@@ -126,9 +126,7 @@ def measure_ceilings(
     questions = read_questions(files, format=format)
     texts = snapshot.column("text")
     ranked = rank(
-        Bm25.of(snapshot, verify=True),
-        [q.question for q in questions],
-        max(*RECALL_AT, limits.reader_candidates),
+        Bm25.of(snapshot, verify=True), [q.question for q in questions], max(*RECALL_AT, limits.reader_candidates)
     )
     ranks = hit_ranks_by_rule(questions, ranked, texts.__getitem__)
     yield f"{len(questions)} questions against {len(texts)} passages"
@@ -140,12 +138,10 @@ def measure_ceilings(
         yield f"{rule}: answered in the corpus {in_corpus.mean():.1%}; by BM25's first passages {recall}"
     rule = questions[0].match_rule
     passages, most = limits.reader_candidates, limits.answer_wordpieces
-    read = ranked[:, :passages]
-    spans = reader_can_answer(questions, read, snapshot.text, snapshot.chars, rule=rule, wordpieces=most)
+    spans = reader_can_answer(questions, ranked[:, :passages], snapshot, rule, most)
     yield f"as a span of at most {most} wordpieces in BM25's first {passages} ({rule}): {spans.mean():.1%}"
     if not questions[0].is_regex:
-        count = snapshot.tokenizer
-        fits = answer_fits_reader(questions, lambda text: len(count.encode(text, add_special_tokens=False).ids), most)
+        fits = answer_fits_reader(questions, snapshot.tokenizer, most)
         yield f"with an answer of at most {most} wordpieces: {fits.mean():.1%}"
     slow = [q.id for q in questions if q.is_regex and any(expression(a).timed_out for a in q.answers)]
     if slow:

@@ -41,7 +41,6 @@ def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def page_under(root: Path) -> Path:
-    """The page of the run under ``root``."""
     return root / STAGES["evaluate"].folder / "report.html"
 
 

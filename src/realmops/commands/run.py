@@ -32,7 +32,10 @@ def run_stages(
     The files that they want from outside are read before the first one begins: what the last of them would refuse costs
     nothing. Behind the stage tag questions are made from the corpus, where a later stage reads such.
     """
-    _end_with_parent(watch_parent)
+    if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        watch_parent = os.getppid()  # torchrun, whose processes outlive it when it is killed
+    if watch_parent is not None:
+        end_with(watch_parent)
     check_files(names, values, project, root)
     for name in names:
         for key, path in external_files(STAGES[name], values, project, root).items():
@@ -59,11 +62,3 @@ def look_at(key: str, path: Path, values: Mapping[str, Mapping[str, Any]]) -> No
         read_questions([path], format=values["questions"]["format"])
     elif key.startswith("tag."):
         read_conll(path)
-
-
-def _end_with_parent(parent: int | None) -> None:
-    """End when ``parent`` has ended, or torchrun, whose processes outlive it when it is killed."""
-    if parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-    if parent is not None:
-        end_with(parent)

@@ -32,14 +32,6 @@ def sections_of(root: Path, stage: str) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def trained_steps(root: Path, stage: str) -> int | None:
-    """The step whose weights ``ict`` or ``pretrain`` handed on; None where they were imported."""
-    steps: int | None = sections_of(root, stage).get(stage, {}).get("steps")
-    if steps is None:
-        return None
-    return int(artifacts.read_json(root / STAGES[stage].folder / METRICS).get("best_step", steps))
-
-
 def tuned_steps(root: Path) -> int | None:
     """How many steps of fine-tuning the weights have that answer questions; None where they were imported."""
     sections = sections_of(root, "finetune")

@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.encoders.devices import device_and_dtype, tune_process
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
+from realmops.evaluate.report import FigureTable, as_text
 from realmops.index import lexical
 from realmops.index.embeddings import INDEX, embed_changed, load_index, save_index
 from realmops.index.lexical_writer import write_bm25
@@ -37,15 +36,11 @@ from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, e
 from realmops.stages.runner import alone
 from realmops.stages.snapshot import counts, tell_rejects
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 Values = Mapping[str, Mapping[str, Any]]
 KIND = "update"
 FOLDER = "updates"
 RESULTS, ANSWERS = "results", "answers"  # folder of an update's answers, and the kind of its manifest
 CHANGES = f"{RESULTS}/changed_answers.jsonl"
-_HEAD = ("question", "before", "after", "evidence after")
 _SHOWN = 10
 _CUT = 60
 
@@ -148,18 +143,11 @@ def of_pipeline(root: Path) -> CorpusState:
 
 def newest_state(root: Path) -> CorpusState:
     """The newest update of the present model, or what the pipeline made."""
-    return _checked(states(root)[-1])
-
-
-def _checked(state: CorpusState) -> CorpusState:
-    """The same; ValueError where a file of an update was changed."""
-    if state.number:
-        artifacts.read_manifest(state.snapshot.parent, KIND)
-    return state
+    return states(root)[-1]
 
 
 def states(root: Path) -> list[CorpusState]:
-    """What the pipeline made, and the updates of the present model in their order."""
+    """What the pipeline made, and the updates of the present model in their order; ValueError for a damaged newest."""
     pipeline = of_pipeline(root)
     model = _model(pipeline)
     found = [pipeline]
@@ -168,7 +156,10 @@ def states(root: Path) -> list[CorpusState]:
         if manifest["model"] == model:
             snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", RESULTS))
             found.append(CorpusState(snapshot, finetune, results, manifest["number"]))
-    return sorted(found, key=lambda state: state.number)
+    found.sort(key=lambda state: state.number)
+    if found[-1].number:
+        artifacts.read_manifest(found[-1].snapshot.parent, KIND)
+    return found
 
 
 def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
@@ -195,7 +186,7 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
             "changes none of its answers; fine-tune a reader to use one"
         )
     known_states = states(root)
-    before = _checked(known_states[-1])
+    before = known_states[-1]
     answered = next(state for state in reversed(known_states) if (state.results / PREDICTIONS).is_file())
     if answered.number and (answered.results / artifacts.MANIFEST).is_file():  # else written by a version before
         artifacts.read_manifest(answered.results, ANSWERS)
@@ -344,45 +335,20 @@ def _side(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def changes_table(folder: Path) -> Table:
-    """The first answers that changed, for rich's console."""
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = _shown_changes(folder, _SHOWN)
-    table = Table(title=f"Answers that changed (the first {len(rows)}; all: {os.fspath(folder / CHANGES)})")
-    for name in _HEAD:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*map(Text, row))  # brackets in texts are no markup
-    return table
+def changes_table(folder: Path, limit: int = _SHOWN) -> FigureTable:
+    """The first answers that changed, as people read them."""
+    rows = []
+    with open(folder / CHANGES, "rb") as file:
+        for change in map(json.loads, itertools.islice(file, limit)):
+            sides = change["before"], change["after"]
+            answers = (f"{side['answer'] or '(none)'}{' ✓' if side['right'] else ''}" for side in sides)
+            evidence = f"{sides[1]['title']}: {sides[1]['evidence']}"
+            rows.append((change["question"], *answers, evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…"))
+    title = f"Answers that changed (the first {len(rows)}; all: {folder / CHANGES})"
+    return FigureTable(title, ("question", "before", "after", "evidence after"), [rows], are_numbers=False)
 
 
 def changes_markdown(folder: Path, limit: int) -> str:
-    """The first answers that changed, as Markdown."""
-    rows = _shown_changes(folder, limit)
-    if not rows:
-        return "No answer changed.\n"
-    lines = [_HEAD, ("---",) * len(_HEAD), *([_as_text(cell) for cell in row] for row in rows)]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"Answers that changed (the first {len(rows)}; all: {_as_text(str(folder / CHANGES))})\n\n{table}"
-
-
-def _as_text(cell: str) -> str:
-    """A text that Markdown shows as it is, on one line."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
-
-
-def _shown_changes(folder: Path, limit: int) -> list[tuple[str, ...]]:
-    """The first answers that changed, as people read them: see ``_HEAD``."""
-    with open(folder / CHANGES, "rb") as file:
-        changes = [json.loads(line) for line, _ in zip(file, range(limit), strict=False)]
-    rows = []
-    for change in changes:
-        sides = [
-            f"{change[side]['answer'] or '(none)'}{' ✓' if change[side]['right'] else ''}"
-            for side in ("before", "after")
-        ]
-        evidence = f"{change['after']['title']}: {change['after']['evidence']}"
-        rows.append((change["question"], *sides, evidence if len(evidence) <= _CUT else f"{evidence[:_CUT]}…"))
-    return rows
+    """The same as Markdown."""
+    table = changes_table(folder, limit)
+    return f"{as_text(table.title)}\n\n{table.as_markdown()}" if table.groups[0] else "No answer changed.\n"

@@ -10,18 +10,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
-from realmops.corpus.answers import (
-    BETWEEN,
-    answer_token_spans,
-    contains_answer,
-    expression,
-    token_bytes,
-)
+from realmops.corpus.answers import BETWEEN, answer_token_spans, contains_answer, expression, token_bytes
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.retrieval import Rows, hits_at
@@ -47,19 +41,13 @@ def ceilings(
         passages: that the reader reads; ``in_top_N`` is named for it.
         wordpieces: of the reader's longest span.
     """
-
-    def count(text: str) -> int:
-        return len(snapshot.tokenizer.encode(text, add_special_tokens=False).ids)
-
     texts = (snapshot.text(i) for i in range(len(snapshot)))
     found = {
         "in_corpus": answered_in_corpus(questions, texts, rule=rule, known_Q=hits_at(ranks_Q, ranked_QK.shape[1])),
-        f"in_top_{passages}": reader_can_answer(
-            questions, ranked_QK[:, :passages], snapshot.text, snapshot.chars, rule=rule, wordpieces=wordpieces
-        ),
+        f"in_top_{passages}": reader_can_answer(questions, ranked_QK[:, :passages], snapshot, rule, wordpieces),
     }
     if not questions[0].is_regex:  # an expression has no length
-        found["short_answer"] = answer_fits_reader(questions, count, wordpieces)
+        found["short_answer"] = answer_fits_reader(questions, snapshot.tokenizer, wordpieces)
     return found
 
 
@@ -155,37 +143,23 @@ class _ExpressionFinder:
         return lambda index: any(map(found, self.answers[index]))
 
 
-def answer_fits_reader(
-    questions: Sequence[Question], count_wordpieces: Callable[[str], int], most: int
-) -> NDArray[np.bool_]:
+def answer_fits_reader(questions: Sequence[Question], tokenizer: Tokenizer, most: int) -> NDArray[np.bool_]:
     """For each question whether an answer has at most so many wordpieces, the reader's longest span."""
-    return np.array([any(count_wordpieces(answer) <= most for answer in q.answers) for q in questions], bool)
+
+    def fits(answer: str) -> bool:
+        return len(tokenizer.encode(answer, add_special_tokens=False).ids) <= most
+
+    return np.array([any(map(fits, question.answers)) for question in questions], bool)
 
 
 def reader_can_answer(
-    questions: Sequence[Question],
-    ranked_QK: Rows,
-    text: Callable[[int], str],
-    chars: Callable[[int], NDArray[np.integer[Any]]],
-    *,
-    rule: str,
-    wordpieces: int,
+    questions: Sequence[Question], ranked_QK: Rows, snapshot: Snapshot, rule: str, wordpieces: int
 ) -> NDArray[np.bool_]:
-    """For each question whether one of its passages holds an answer as a span of at most so many wordpieces.
+    """For each question whether one of its passages holds an answer as a span of at most so many wordpieces."""
 
-    Args:
-        chars: [t, 2] start and end character of each wordpiece of a passage.
-    """
-    return np.array(
-        [
-            any(
-                passage >= 0
-                and answer_token_spans(
-                    text(passage), question.answers, chars(passage), rule=rule, max_wordpieces=wordpieces
-                )
-                for passage in ranked_K.tolist()
-            )
-            for question, ranked_K in zip(questions, ranked_QK, strict=True)
-        ],
-        bool,
-    )
+    def holds(passage: int, answers: Sequence[str]) -> bool:
+        text, chars = snapshot.text(passage), snapshot.chars(passage)
+        return bool(answer_token_spans(text, answers, chars, rule=rule, max_wordpieces=wordpieces))
+
+    pairs = zip(questions, ranked_QK.tolist(), strict=True)
+    return np.array([any(p >= 0 and holds(p, q.answers) for p in passages) for q, passages in pairs], bool)

@@ -73,12 +73,6 @@ def line_chart(
     )
 
 
-def standalone(svg: str) -> str:
-    """The same chart with its style inside, for a file of its own."""
-    head, body = svg.split(">", 1)
-    return f"{head}><style>{STYLE}</style>{body}\n"
-
-
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About ``count`` round numbers (1, 2 or 5 times a power of ten apart) that enclose [low, high]."""
     if low == high:

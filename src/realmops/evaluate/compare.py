@@ -68,12 +68,10 @@ def compare(first: Path, second: Path, *, seed: int) -> list[Comparison]:
 
 
 def correct(run: Sequence[Prediction]) -> npt.NDArray[np.bool_]:
-    """For each question whether its answer is right."""
     return np.array([prediction.em for prediction in run], bool)
 
 
 def sentence(row: Comparison) -> str:
-    """A comparison in words."""
     difference = row.difference
     return (
         f"{row.measure}: {row.first:.3f} against {row.second:.3f}, difference {difference.mean:+.3f}, "

@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from realmops.artifacts import read_json, seed_for, write_json
 from realmops.evaluate.openqa import RESAMPLES, bootstrap_interval
+
+if TYPE_CHECKING:
+    from realmops.answering.answer import Answer
 
 FILE = "confidence.json"
 BINS = 10  # of equal width, for the expected calibration error
@@ -29,18 +32,6 @@ DRAWS = 200  # of right and wrong answers, to say what chance does to the calibr
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-
-
-class Sure(Protocol):
-    """An answer as far as confidence goes (``answering.answer.Answer``)."""
-
-    @property
-    def text(self) -> str:
-        """What was answered, "" for nothing."""
-
-    @property
-    def log_p(self) -> float:
-        """log p(y|x) of it."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +49,12 @@ class Confidence:
     questions: int
 
     @classmethod
-    def fit(cls, answers: Sequence[Sure], correct_Q: Bools, wanted_precision: float) -> Confidence:
+    def fit(cls, answers: Sequence[Answer], correct_Q: Bools, wanted_precision: float) -> Confidence:
         """Fit curve and threshold to answers of which it is known whether they are right."""
         assert len(answers) == len(correct_Q) > 0
         slope, intercept = platt_scaling(log_odds([answer.log_p for answer in answers]), correct_Q)
         curve = cls(slope, intercept, None, wanted_precision, len(answers))
-        threshold = threshold_for(curve.probabilities(answers), correct_Q, wanted_precision)
-        return cls(slope, intercept, threshold, wanted_precision, len(answers))
+        return replace(curve, threshold=threshold_for(curve.probabilities(answers), correct_Q, wanted_precision))
 
     @classmethod
     def load(cls, folder: Path) -> Confidence | None:
@@ -82,18 +72,17 @@ class Confidence:
             raise ValueError(f"{path} holds no calibration of this version ({error}); fine-tune again") from None
 
     def save(self, folder: Path) -> None:
-        """Write it beside the model."""
         write_json(folder / FILE, asdict(self))
 
-    def probability(self, answer: Sure) -> float:
+    def probability(self, answer: Answer) -> float:
         """How probable it is that an answer is right; 0 without an answer."""
         return float(self.probabilities([answer])[0])
 
-    def abstains(self, answer: Sure) -> bool:
+    def abstains(self, answer: Answer) -> bool:
         """Whether an answer is better held back, or there is none."""
         return not answer.text or self.probability(answer) < (self.threshold or 0.0)
 
-    def probabilities(self, answers: Sequence[Sure]) -> Floats:
+    def probabilities(self, answers: Sequence[Answer]) -> Floats:
         """``probability`` of each answer, [Q]."""
         odds_Q = log_odds([answer.log_p for answer in answers])
         there_Q = np.isfinite(odds_Q)
@@ -147,8 +136,7 @@ def threshold_for(probability_Q: Floats, correct_Q: Bools, wanted_precision: flo
     return 0.0 if reached[-1] == len(curve.precision) - 1 else float(curve.threshold[reached[-1]])
 
 
-@dataclass(frozen=True)
-class Coverage:
+class Coverage(NamedTuple):
     """For each probability that there is, falling: share of the questions from there on, and how many are right."""
 
     threshold: Floats
@@ -165,8 +153,7 @@ def coverage_curve(probability_Q: Floats, correct_Q: Bools) -> Coverage:
     return Coverage(falling_Q[last], answered_Q[last] / len(order_Q), precision_Q[last])
 
 
-@dataclass(frozen=True)
-class Bin:
+class Bin(NamedTuple):
     """Answers of about the same confidence: its mean, and the share of them that is right."""
 
     confidence: float
@@ -218,7 +205,7 @@ def most_certain(probability_Q: Floats, share: float) -> Bools:
 
 
 def confidence_figures(
-    confidence: Confidence, answers: Sequence[Sure], correct_Q: Bools, *, seed: int, resamples: int = RESAMPLES
+    confidence: Confidence, answers: Sequence[Answer], correct_Q: Bools, *, seed: int, resamples: int = RESAMPLES
 ) -> dict[str, float]:
     """What a calibration is worth on these questions, as metrics.
 

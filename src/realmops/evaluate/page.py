@@ -43,7 +43,6 @@ def page_of(title: str, sections: Sequence[str]) -> str:
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table of text."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div><table><tr>{names}</tr>{cells}</table></div>"

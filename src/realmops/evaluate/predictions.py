@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from realmops.artifacts import write_bytes
+from realmops.artifacts import atomic_file
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.confidence import Confidence
@@ -205,12 +205,10 @@ def read_hits(path: Path, prefix: str, k: int) -> dict[str, bool]:
 
 
 def _write_table(path: Path, table: Any) -> None:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    buffer = pa.BufferOutputStream()
-    pq.write_table(table, buffer)
-    write_bytes(path, buffer.getvalue().to_pybytes())
+    with atomic_file(path) as stage:
+        pq.write_table(table, stage)
 
 
 def read_predictions(path: Path) -> list[Prediction]:
@@ -221,16 +219,15 @@ def read_predictions(path: Path) -> list[Prediction]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; run 'realmops run evaluate' there first")
     try:
-        return [_prediction(row) for row in pq.read_table(path).to_pylist()]
+        return [Prediction(**_tupled(row)) for row in pq.read_table(path).to_pylist()]
     except (pa.ArrowException, TypeError) as error:
         raise ValueError(
             f"{path} holds no predictions of this version ({error}); run 'realmops run evaluate --force' there"
         ) from None
 
 
-def _prediction(row: Mapping[str, Any]) -> Prediction:
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
-    return Prediction(**values)
+def _tupled(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
 def results_file(folder: Path) -> Path:

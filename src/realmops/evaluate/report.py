@@ -1,4 +1,4 @@
-"""One page about a run that opens without a network, the same charts as files, and the closing tables.
+"""One page about a run that opens without a network, the points of its charts as files, and the closing tables.
 
 Input are what the stages leave behind: journals (metrics.jsonl: one JSON object a line with "stage", "step",
 "time" and numbers by name), metrics.json files and the predictions. A figure that no stage wrote is left out.
@@ -7,6 +7,7 @@ Input are what the stages leave behind: journals (metrics.jsonl: one JSON object
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,7 +18,7 @@ import numpy as np
 
 from realmops.artifacts import write_bytes
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES
-from realmops.evaluate.charts import line_chart, number, standalone
+from realmops.evaluate.charts import line_chart, number
 from realmops.evaluate.confidence import coverage_curve, reliability
 from realmops.evaluate.page import page_of, table_of
 from realmops.evaluate.predictions import Prediction, read_predictions
@@ -35,7 +36,6 @@ Metrics = Mapping[str, Mapping[str, Any]]  # the content of metrics.json by stag
 class Chart:
     """A chart of one stage's step metrics; ``metrics`` are their names in the journal."""
 
-    name: str
     stage: str
     title: str
     unit: str
@@ -45,9 +45,8 @@ class Chart:
 
 
 CHARTS = (
-    Chart("pretrain_loss", "pretrain", "REALM pre-training loss", "nats", ("loss",)),
+    Chart("pretrain", "REALM pre-training loss", "nats", ("loss",)),
     Chart(
-        "retrieval_utility",
         "pretrain",
         "What retrieval is worth to the reader",
         "nats over no document",
@@ -55,29 +54,19 @@ CHARTS = (
         refreshes=True,
     ),
     Chart(
-        "recall",
         "pretrain",
         "Retrieval while it learns",
         "share of questions or sentences",
         ("recall_at_5", "hit_at_5"),
         refreshes=True,
     ),
-    Chart(
-        "staleness", "pretrain", "Age of the index in use", "steps", ("staleness_steps",), refreshes=True, smooth=False
-    ),
-    Chart(
-        "top_k_change",
-        "pretrain",
-        "What a fresh index would change",
-        "share of the top k",
-        ("top_k_change",),
-        refreshes=True,
-    ),
-    Chart("p_null", "pretrain", "Probability of the null document", "mean p(null|x)", ("p_null",)),
-    Chart("ict_loss", "ict", "Inverse cloze loss", "nats", ("loss",)),
-    Chart("reader_loss", "ict", "Masked words: the reader's warm start", "nats", ("reader_loss",)),
-    Chart("ict_accuracy", "ict", "Inverse cloze accuracy in the batch", "share", ("accuracy_removed", "accuracy_kept")),
-    Chart("finetune_loss", "finetune", "Open-QA fine-tuning loss", "nats", ("loss", "span_loss", "early_loss")),
+    Chart("pretrain", "Age of the index in use", "steps", ("staleness_steps",), refreshes=True, smooth=False),
+    Chart("pretrain", "What a fresh index would change", "share of the top k", ("top_k_change",), refreshes=True),
+    Chart("pretrain", "Probability of the null document", "mean p(null|x)", ("p_null",)),
+    Chart("ict", "Inverse cloze loss", "nats", ("loss",)),
+    Chart("ict", "Masked words: the reader's warm start", "nats", ("reader_loss",)),
+    Chart("ict", "Inverse cloze accuracy in the batch", "share", ("accuracy_removed", "accuracy_kept")),
+    Chart("finetune", "Open-QA fine-tuning loss", "nats", ("loss", "span_loss", "early_loss")),
 )
 
 # Rows of the closing table: label, stage and name of a figure, both with figures of that stage in braces; its interval
@@ -127,28 +116,33 @@ class FigureTable:
     title: str
     head: tuple[str, ...]
     groups: Sequence[Sequence[Sequence[str]]]
+    are_numbers: bool = True  # all columns but the first
 
     def for_console(self) -> Table:
-        """For rich's console."""
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(title=self.title)
-        for name in self.head:
-            table.add_column(name, justify="left" if name == self.head[0] else "right")
+        table = Table(self.head[0], title=self.title)
+        for name in self.head[1:]:
+            table.add_column(name, justify="right" if self.are_numbers else "left")
         for rows in self.groups:
             for row in rows:
-                table.add_row(*row)
+                table.add_row(*map(Text, row))  # brackets in texts are no markup
             table.add_section()
         return table
 
     def as_markdown(self) -> str:
-        """For pages of others."""
-        lines = [self.head, ("---",) * len(self.head), *(row for group in self.groups for row in group)]
-        return "".join(f"| {' | '.join(line)} |".replace("\n", " ") + "\n" for line in lines)
+        lines = [map(as_text, row) for row in (self.head, *(row for group in self.groups for row in group))]
+        shown = [f"| {' | '.join(line)} |\n" for line in lines]
+        return "".join([shown[0], "| --- " * len(self.head) + "|\n", *shown[1:]])
 
     def as_html(self) -> str:
-        """For a page."""
         return table_of(self.head, [row for rows in self.groups for row in rows])
+
+
+def as_text(cell: str) -> str:
+    """A text that Markdown shows as it is, on one line."""
+    return re.sub(r"([\\`*_{}\[\]<>|#~$])", r"\\\1", " ".join(cell.split()))
 
 
 def figure_tables(metrics: Metrics) -> list[FigureTable]:
@@ -210,7 +204,7 @@ def _figure(value: Any) -> str:
 
 
 def write_report(folder: Path, *, journals: Sequence[Path], metrics: Metrics, predictions: Path | None = None) -> Path:
-    """Write report.html, plots/NAME.svg and plots/STAGE_METRIC.csv (for ``dvc plots``); the page's path."""
+    """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); the page's path."""
     records = [record for path in journals for record in read_journal(path)]
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     charts = []
@@ -222,41 +216,30 @@ def write_report(folder: Path, *, journals: Sequence[Path], metrics: Metrics, pr
         if lines:
             marks = refresh_steps(records, chart.stage) if chart.refreshes else []
             charts.append(line_chart(chart.title, chart.unit, lines, marks, smooth=chart.smooth))
-            write_bytes(folder / "plots" / f"{chart.name}.svg", standalone(charts[-1]).encode())
     answers = read_predictions(predictions) if predictions else []
-    trust = confidence_charts(answers)
-    for name, svg in trust.items():
-        write_bytes(folder / "plots" / f"{name}.svg", standalone(svg).encode())
     page = folder / "report.html"
-    write_bytes(page, _page(metrics, charts, answers, list(trust.values())).encode())
+    write_bytes(page, _page(metrics, charts, answers).encode())
     return page
 
 
-def confidence_charts(answers: Sequence[Prediction]) -> dict[str, str]:
-    """By name: how often answers of a confidence are right, and precision where only the surest are given.
+def confidence_charts(answers: Sequence[Prediction]) -> list[str]:
+    """How often answers of a confidence are right, and precision where only the surest are given.
 
     Empty where answers have no confidence.
     """
     known = [(answer.confidence, answer.em) for answer in answers if answer.confidence is not None]
     if not known:
-        return {}
+        return []
     probability_Q, correct_Q = np.array([p for p, _ in known]), np.array([right for _, right in known])
     bins, curve = reliability(probability_Q, correct_Q), coverage_curve(probability_Q, correct_Q)
     seen = Series("answers, in tenths", [one.confidence for one in bins], [one.right for one in bins])
     ideal = Series("as it should be", [0.0, 1.0], [0.0, 1.0])
     surest = Series("the surest answers", curve.coverage.tolist(), curve.precision.tolist())
-    return {
-        "reliability": line_chart(
-            "Confidence, and what it is worth", "share that is right", [seen, ideal], across="confidence"
-        ),
-        "risk_coverage": line_chart(
-            "Precision, if only the surest are given",
-            "share that is right",
-            [surest],
-            smooth=False,
-            across="share of the questions that are answered",
-        ),
-    }
+    title, unit, answered = "Precision, if only the surest are given", "share that is right", "share of the questions"
+    return [
+        line_chart("Confidence, and what it is worth", unit, [seen, ideal], across="confidence"),
+        line_chart(title, unit, [surest], smooth=False, across=f"{answered} that are answered"),
+    ]
 
 
 def refresh_steps(records: Iterable[Mapping[str, Any]], stage: str) -> list[int]:
@@ -270,16 +253,13 @@ def _csv(line: Series) -> bytes:
     return ("\n".join([f"step,{line.name}", *rows]) + "\n").encode()
 
 
-def _page(metrics: Metrics, charts: Sequence[str], answers: Sequence[Prediction], trust: Sequence[str]) -> str:
+def _page(metrics: Metrics, charts: Sequence[str], answers: Sequence[Prediction]) -> str:
     sections = ["<h2>Results</h2>"]
     sections += [f'<div class="card scroll figures">{table.as_html()}</div>' for table in figure_tables(metrics)]
-    if charts:
-        sections += ["<h2>While it trained</h2>", f'<div class="charts">{"".join(charts)}</div>']
-    if trust:
-        sections += [
-            "<h2>How certain it is, and how often it is right</h2>",
-            f'<div class="charts">{"".join(trust)}</div>',
-        ]
+    trust = confidence_charts(answers)
+    for heading, some in (("While it trained", charts), ("How certain it is, and how often it is right", trust)):
+        if some:
+            sections += [f"<h2>{heading}</h2>", f'<div class="charts">{"".join(some)}</div>']
     if answers:
         shown = answers[:: -(-len(answers) // SAMPLES)]
         sections += [

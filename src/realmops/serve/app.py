@@ -49,7 +49,6 @@ class AnswerRequest(BaseModel):
         return self
 
     def asked(self) -> list[Asked]:
-        """The questions in order."""
         texts = [self.question] if self.question is not None else self.questions or []
         return [Asked(text, frozenset(self.without)) for text in texts]
 
@@ -63,7 +62,6 @@ class AnswerService:
 
     @property
     def name(self) -> str:
-        """The model's name."""
         return self.watcher.origin.name
 
     def known(self, name: str) -> None:
@@ -73,10 +71,9 @@ class AnswerService:
 
     def state(self) -> Record:
         """What serves, and why a newer generation does not."""
-        refused = self.watcher.refused
         return {
             "model": self.answerer.generation.about,
-            "refused": None if refused is None else {"reason": refused.reason, "since": refused.since},
+            "refused": self.watcher.refused,
             "registry_away": self.watcher.away or None,
         }
 
@@ -142,7 +139,8 @@ def make_app(
         """
         asked = question.asked()
         if question.stream:
-            return _streamed(_events(service.take(asked)))
+            events = _events(service.take(asked))
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         records = await service.answer(asked)
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
@@ -181,10 +179,6 @@ async def _events(tickets: Sequence[PendingAnswer]) -> AsyncIterator[str]:
                 yield event("answer", {"index": index} | await asyncio.wrap_future(ticket.record))
             except Exception:  # it is in the log; others may have their answers
                 yield event("error", {"index": index} | problem("", 500, FAILED))
-
-
-def _streamed(events: AsyncIterator[str]) -> StreamingResponse:
-    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 def _explain_errors(app: FastAPI) -> None:

@@ -11,10 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from realmops.answering.answer import Found
 from realmops.answering.record import Record
@@ -30,13 +29,6 @@ class Busy(Exception):
 
 class Closed(Exception):
     """No questions are taken any more: the process is about to end."""
-
-
-class Watch(Protocol):
-    """What measures the work."""
-
-    def batch(self, questions: int, seconds: float) -> None:
-        """So many questions were answered together, in so much time of the thread."""
 
 
 @dataclass(eq=False)
@@ -58,7 +50,6 @@ class PendingAnswer:
         return self.generation.sources(await asyncio.wrap_future(self.found))
 
     def fail(self, error: BaseException) -> None:
-        """Nothing comes any more."""
         for future in (self.found, self.record):
             if not future.done():
                 future.set_exception(error)
@@ -71,38 +62,25 @@ class Answerer:
 
     Args:
         waiting: questions that are accepted at most and not yet answered.
+        tell: is told how many questions were answered together, in how many seconds of the thread.
     """
 
     def __init__(
-        self,
-        generation: Generation,
-        *,
-        waiting: int = WAITING,
-        watch: Watch | None = None,
+        self, generation: Generation, *, waiting: int = WAITING, tell: Callable[[int, float], None] | None = None
     ) -> None:
-        self._generation = generation
-        self._waiting, self._watch = waiting, watch
+        self.generation = generation  # what new questions are answered from
+        self._waiting, self._tell = waiting, tell
         self._queue: deque[PendingAnswer] = deque()
-        self._open = 0  # accepted and not yet answered
+        self.depth = 0  # accepted and not yet answered
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
 
-    @property
-    def generation(self) -> Generation:
-        """What new questions are answered from."""
-        return self._generation
-
-    @property
-    def depth(self) -> int:
-        """Questions that were accepted and not yet answered."""
-        return self._open
-
     def swap(self, generation: Generation) -> None:
         """From now on new questions are answered from this generation."""
         with self._changed:
-            self._generation = generation
+            self.generation = generation
 
     def ask(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[PendingAnswer]:
         """Accept questions, all or none, for one generation.
@@ -112,16 +90,16 @@ class Answerer:
 
         Raises ValueError for a question that cannot be asked, Busy when too many wait, Closed at the end.
         """
-        generation = generation or self._generation
+        generation = generation or self.generation
         for one in asked:
             generation.check(one)
         tickets = [PendingAnswer(one, generation) for one in asked]
         with self._changed:
             if self._closed:
                 raise Closed("the server is about to end: ask another one")
-            if self._open + len(tickets) > self._waiting:
-                raise Busy(f"{self._open} questions wait, at most {self._waiting} may: ask again a little later")
-            self._open += len(tickets)
+            if self.depth + len(tickets) > self._waiting:
+                raise Busy(f"{self.depth} questions wait, at most {self._waiting} may: ask again a little later")
+            self.depth += len(tickets)
             self._queue.extend(tickets)
             self._changed.notify()
         return tickets
@@ -141,7 +119,7 @@ class Answerer:
                 self._answer_apart(batch, error)
             finally:
                 with self._changed:
-                    self._open -= len(batch)
+                    self.depth -= len(batch)
 
     def _answer_apart(self, batch: list[PendingAnswer], error: Exception) -> None:
         """After an error, so that one question never costs another its answer."""
@@ -178,5 +156,5 @@ class Answerer:
                 ticket.found.set_result(one)
         for ticket, record in zip(batch, generation.read(found), strict=True):
             ticket.record.set_result(record)
-        if self._watch is not None:
-            self._watch.batch(len(batch), time.perf_counter() - started)
+        if self._tell is not None:
+            self._tell(len(batch), time.perf_counter() - started)

@@ -26,12 +26,10 @@ class Connection(H11Protocol):
     _unread: asyncio.TimerHandle | None = None  # of an answer that the client does not take
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for a first request."""
         super().connection_made(transport)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone, by whomever."""
         self._arm(None)
         self.resume_writing()
         self.waiting.pop(self, None)
@@ -58,7 +56,6 @@ class Connection(H11Protocol):
         self._unread = self.loop.call_later(self.limits.read_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It does again."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()

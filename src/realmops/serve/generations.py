@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from realmops import artifacts
+from realmops.answering.record import Record
 from realmops.commands.answers import Generation, generation_of_run, manifests_of
 from realmops.commands.promote import COPIED_TAG, DIGEST_TAG, STEPS_TAG, open_promoted
 from realmops.commands.update import of_pipeline
@@ -128,14 +129,6 @@ class Champion:
         return version
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why the newest generation does not serve."""
-
-    reason: str
-    since: float  # seconds since 1970
-
-
 class GenerationWatcher:
     """Looks whether there is another generation, loads it beside the one that serves, and lets it take over.
 
@@ -149,7 +142,7 @@ class GenerationWatcher:
         self, origin: Origin, answerer: Answerer, mark: Hashable, tell: Callable[[Generation | None], None]
     ) -> None:
         self.origin = origin
-        self.refused: Refusal | None = None
+        self.refused: Record | None = None  # why the newest generation does not serve, since (in seconds since 1970)
         self.away: str = ""  # why the origin could not be asked
         self.examples = origin.examples()
         self._answerer, self._mark, self._tell = answerer, mark, tell
@@ -213,7 +206,7 @@ class GenerationWatcher:
             generation = self.origin.open()
             generation.probe()
         except Exception as error:  # whatever is wrong with it, the old one serves on
-            self.refused = Refusal(str(error) or type(error).__name__, time.time())
+            self.refused = {"reason": str(error) or type(error).__name__, "since": time.time()}
             _LOG.error("a new generation of %s is refused, the old one serves on: %s", self.origin.name, error)
             self._tell(None)
             return False

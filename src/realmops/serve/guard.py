@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from starlette.requests import cookie_parser
+from starlette.responses import JSONResponse, Response
 
 from realmops.answering.search import Where
 from realmops.serve.metrics import Metrics
@@ -119,52 +119,51 @@ class Guard:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+
+        async def refuse(status: int, message: str) -> None:
+            told = {"connection": "close"} if status in (408, 413) else {}
+            told |= {"www-authenticate": "Bearer"} if status == 401 else {}
+            await JSONResponse(problem(scope["path"], status, message), status, told)(scope, receive, send)
+
         if self._token is None and _is_rebound(scope, headers):
             told = (
                 "without a token this machine alone may ask: call the server localhost, or start it with --token-file"
             )
-            await _refuse(scope, send, 403, told)
-            return
+            return await refuse(403, told)
         if not scope["path"].startswith(OPEN_TO_ALL) and not self._may(scope, headers):
-            if scope["path"] == PAGE:
-                await _to_sign_in(scope, send)
-                return
+            if scope["path"] == PAGE:  # with the question, so that it is answered then
+                query = scope["query_string"].decode("latin-1")
+                place = {"location": f"sign-in?{query}" if query else "sign-in", "cache-control": "no-store"}
+                return await Response(None, 303, place)(scope, receive, send)
             if FILTER in scope.get("state", {}):
-                await _refuse(scope, send, 403, f"this token is for {SEARCH} alone")
-            else:
-                await _refuse(scope, send, 401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
-            return
+                return await refuse(403, f"this token is for {SEARCH} alone")
+            return await refuse(401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > BODY_LIMIT:
-            await _refuse(scope, send, 413, f"the body has {int(length[:20])} bytes, at most {BODY_LIMIT} are read")
-            return
+            return await refuse(413, f"the body has {int(length[:20])} bytes, at most {BODY_LIMIT} are read")
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
                 while True:
                     message = await receive()
                     if message["type"] != "http.request":
-                        return  # the client hung up
+                        return None  # the client hung up
                     body += message.get("body", b"")
                     if len(body) > BODY_LIMIT:
-                        await _refuse(scope, send, 413, f"the body is longer than {BODY_LIMIT} bytes")
-                        return
+                        return await refuse(413, f"the body is longer than {BODY_LIMIT} bytes")
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            await _refuse(scope, send, 408, f"the body did not come within {self._limits.body_seconds:g} s")
-            return
+            return await refuse(408, f"the body did not come within {self._limits.body_seconds:g} s")
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
         if scope["path"].startswith(PROBES):
-            await self._app(scope, replay, send)
-            return
+            return await self._app(scope, replay, send)
         if self._answering >= self._limits.answering:
-            await _refuse(scope, send, 503, f"{self._answering} requests are being answered: ask again a little later")
-            return
+            return await refuse(503, f"{self._answering} requests are being answered: ask again a little later")
         self._answering += 1
         try:
             await self._app(scope, replay, send)
@@ -202,20 +201,3 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-async def _to_sign_in(scope: Scope, send: Send) -> None:
-    """With the question, so that it is answered then."""
-    place = b"sign-in?" + scope["query_string"] if scope["query_string"] else b"sign-in"
-    headers = [(b"location", place), (b"content-length", b"0"), (b"cache-control", b"no-store")]
-    await send({"type": "http.response.start", "status": 303, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
-
-
-async def _refuse(scope: Scope, send: Send, status: int, message: str) -> None:
-    body = json.dumps(problem(scope["path"], status, message)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(b"connection", b"close")] if status in (408, 413) else []
-    headers += [(b"www-authenticate", b"Bearer")] if status == 401 else []
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -79,9 +79,7 @@ async def infer(request: Request, name: str, version: str = "") -> Response:
         raise HTTPException(422, "id: it holds half a surrogate pair; write it whole")
     records = await request.app.state.service.answer([Asked(question) for question in questions])
     columns: dict[str, list[Any]] = {
-        "answer": [record["answer"] for record in records],
-        "probability": [record["probability"] for record in records],
-        "abstained": [record["abstained"] for record in records],
+        **{name: [record[name] for record in records] for name in ("answer", "probability", "abstained")},
         "record": [json.dumps(record, ensure_ascii=False) for record in records],
     }
     reply = {

@@ -20,9 +20,8 @@ class Metrics:
         told = "From the request's first byte to the end of its reply"
         self._seconds = Histogram("realmops_request_seconds", told, ["route"], buckets=_SECONDS, registry=at)
         self._batch = Histogram("realmops_batch_questions", "Questions of a batch", buckets=_QUESTIONS, registry=at)
-        self._batch_seconds = Histogram(
-            "realmops_batch_seconds", "Model's time of a batch", buckets=_SECONDS, registry=at
-        )
+        told = "Model's time of a batch"
+        self._batch_seconds = Histogram("realmops_batch_seconds", told, buckets=_SECONDS, registry=at)
         self.waiting = Gauge("realmops_waiting_questions", "Accepted and not yet answered", registry=at)
         told = "New generations by what became of them: served, refused"
         self._loads = Counter("realmops_generations", told, ["result"], registry=at)
@@ -31,12 +30,10 @@ class Metrics:
             self._loads.labels(result)
 
     def request(self, route: str, code: int, seconds: float) -> None:
-        """One request was answered."""
         self._requests.labels(route, str(code)).inc()
         self._seconds.labels(route).observe(seconds)
 
     def batch(self, questions: int, seconds: float) -> None:
-        """So many questions were answered together."""
         self._batch.observe(questions)
         self._batch_seconds.observe(seconds)
 
@@ -47,9 +44,7 @@ class Metrics:
             self.serves(generation)
 
     def serves(self, generation: Generation) -> None:
-        """What answers come from."""
         self._info.info({name: str(value) for name, value in generation.about.items()})
 
     def text(self) -> bytes:
-        """All of it in Prometheus' form."""
         return generate_latest(self._registry)

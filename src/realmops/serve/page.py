@@ -48,8 +48,6 @@ class ShownPassage:
 
 @dataclass(frozen=True)
 class Shown:
-    """An answer as it is shown."""
-
     record: Record
     calibrated: bool
     passages: tuple[ShownPassage, ...]
@@ -132,7 +130,6 @@ async def sign_in(request: Request) -> Response:
 
 @router.post("/sign-in/end")
 async def sign_out() -> Response:
-    """Takes the cookie away."""
     reply = RedirectResponse("../sign-in", 303)
     reply.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return reply

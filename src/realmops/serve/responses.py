@@ -35,7 +35,6 @@ class Message(BaseModel):
     content: str | list[dict[str, Any]] = ""
 
     def text(self) -> str:
-        """Its words."""
         if isinstance(self.content, str):
             return self.content
         parts = (part.get("text") for part in self.content if part.get("type") == "input_text")
@@ -105,17 +104,12 @@ def _frame(model: str) -> dict[str, Any]:
         "status": "in_progress",
         "model": model,
         "output": [],
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
         "metadata": {},
         "parallel_tool_calls": False,
-        "temperature": None,
         "tool_choice": "none",
         "tools": [],
-        "top_p": None,
         "store": False,
-        "usage": None,
+        **dict.fromkeys(("error", "incomplete_details", "instructions", "temperature", "top_p", "usage")),
     }
 
 

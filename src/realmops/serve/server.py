@@ -100,7 +100,7 @@ def serve(
         generation.probe()
         metrics = Metrics()
         metrics.serves(generation)
-        answerer = Answerer(generation, watch=metrics)
+        answerer = Answerer(generation, tell=metrics.batch)
         watcher = GenerationWatcher(origin, answerer, mark, metrics.generation)
         app = make_app(answerer, watcher, metrics, token, limits, access)
         place = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"

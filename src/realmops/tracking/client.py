@@ -38,26 +38,27 @@ def _bare(word: str) -> str:
     return word if path < 0 else word[:path] + _QUERY.sub("", word[path:])
 
 
-def chosen_uri(folder: Path) -> str:
-    """Where MLflow's data goes: MLFLOW_TRACKING_URI, or else the database in the tracking folder."""
-    return os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder)
-
-
-def digest_of_address(uri: str) -> str:
-    """What is kept of an address, which may hold a password."""
-    return hashlib.sha256(uri.encode()).hexdigest()
-
-
 def default_uri(folder: Path) -> str:
     """The local database that is used when MLFLOW_TRACKING_URI is not set."""
     return f"sqlite:///{(folder / 'mlflow.db').absolute()}"
 
 
-def experiment_id(client: Any, name: str, uri: str, folder: Path) -> str:
+def chosen_uri(folder: Path) -> str:
+    """Where MLflow's data goes: MLFLOW_TRACKING_URI, or else the database in the tracking folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder)
+
+
+def digest_of_address(folder: Path) -> str:
+    """What is kept of that address, which may hold a password."""
+    return hashlib.sha256(chosen_uri(folder).encode()).hexdigest()
+
+
+def experiment_id(client: Any, name: str, folder: Path) -> str:
     """The experiment of that name, made when there is none; of the local database with its artifacts beside it."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        artifacts = (folder / "mlartifacts").absolute().as_uri() if uri == default_uri(folder) else None
+        is_local = chosen_uri(folder) == default_uri(folder)
+        artifacts = (folder / "mlartifacts").absolute().as_uri() if is_local else None
         return str(client.create_experiment(name, artifact_location=artifacts, tags=experiment_tags()))
     for tag, value in experiment_tags().items():
         if tag not in experiment.tags:

@@ -93,7 +93,7 @@ class Registry:
             import mlflow
             from mlflow.models import ModelSignature
 
-            experiment = experiment_id(self._client, self._experiment, self._uri, self._folder)
+            experiment = experiment_id(self._client, self._experiment, self._folder)
             logged = self._client.create_logged_model(experiment, self.name, run_id, dict(tags))
             mlflow.pyfunc.log_model(
                 name=self.name,
@@ -108,11 +108,8 @@ class Registry:
             )
             if self._registered() is None:
                 self._client.create_registered_model(self.name)
-            return self._version(
-                self._client.create_model_version(
-                    self.name, logged.model_uri, run_id, dict(tags), model_id=logged.model_id
-                )
-            )
+            made = (logged.model_uri, run_id, dict(tags))
+            return self._version(self._client.create_model_version(self.name, *made, model_id=logged.model_id))
 
     def crown(self, version: ModelVersion, question: str, earlier: ModelVersion | None) -> bool:
         """Load a version from where it is stored, have it answer, and give it the alias.

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from realmops import artifacts
-from realmops.artifacts import WORK, make_folder, sha256_file, write_json
+from realmops.artifacts import MANIFEST, WORK, digest_of, make_folder, read_json, sha256_file, write_json
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.retrieval import zero_shot_recall
 from realmops.journal import Journal
@@ -25,6 +24,10 @@ PATIENCE_SECONDS = 60.0  # the longest that a stage's end waits
 ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
 UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
 _LONGEST_PARAM = 6000
+HEADLINES = {
+    "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
+    "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,18 @@ class TrackedRun:
     """The MLflow run of one variant. All its stages find it by ``key``.
 
     The key should change with everything that changes the numbers (parameters, corpus, code): MLflow cannot
-    replace a point, so a stage that begins anew under the same key adds a second one at each step. ``params``
-    are sections of values; they are logged as ``section.key``. ``parent`` is the run that this one is shown
-    under; it is created when it is not there. ``began`` is when the run began, in seconds, where that is not now.
-    ``else_named`` is the name of a run that neither its maker nor DVC has named.
+    replace a point, so a stage that begins anew under the same key adds a second one at each step.
     """
 
     key: str
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)  # sections of values, logged as ``section.key``
     tags: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
     experiment: str = "realmops"
-    parent: TrackedRun | None = None
+    parent: TrackedRun | None = None  # the run that this one is shown under, made when it is not there
     datasets: Sequence[TrackedDataset] = ()
-    began: float | None = None
-    else_named: str | None = None
+    began: float | None = None  # in seconds, where that is not now
+    else_named: str | None = None  # a run that neither its maker nor DVC has named
 
     def ticket(self) -> dict[str, Any]:
         """What the process that sends needs to know; MLflow's variables come first, DVC's names what has no name."""
@@ -88,18 +88,17 @@ class Tracker:
     which a trainer of the same process would wait for the interpreter's lock at every tensor operation. The
     child sees the end of its parent as the end of its standard input, also when the parent was killed.
 
-    ``folder`` holds the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db`` and its artifacts.
-    MLFLOW_RUN_ID makes the stage use a run that somebody else made and ends. DVC_EXP_NAME names a run without a name.
+    ``folder`` holds the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db`` and its artifacts; ``interval`` is
+    the seconds between two batches. MLFLOW_RUN_ID makes the stage use a run that somebody else made and ends.
     Nothing here raises because of tracking: trouble is one warning, and the points stay in the journal.
-    ``interval`` is the seconds between two batches.
     """
 
     def __init__(self, journal: Path, stage: str, run: TrackedRun, folder: Path, *, interval: float = 5.0) -> None:
         self._ticket = Ticket.of(folder, run.key, stage)
         self._journal, self._interval = journal.absolute(), interval
         self._content = {"journal": str(self._journal), "stage": stage, **run.ticket()}
-        self._metrics: dict[str, Any] = {}
-        self._files: dict[str, Path | bytes] = {}
+        self._metrics: Mapping[str, Any] = {}
+        self._files: Mapping[str, Path | bytes] = {}
         self._warned = False
         self._sender: subprocess.Popen[bytes] | None = None
 
@@ -119,12 +118,8 @@ class Tracker:
         return self
 
     def finish(self, metrics: Mapping[str, Any], files: Mapping[str, Path | bytes] | None = None) -> None:
-        """Final figures (em, recall_at_5, index_staleness_steps), logged without the stage's prefix.
-
-        What is no finite number is left out. ``files`` are artifacts by name: where one is, or what is in it.
-        """
-        self._metrics |= metrics
-        self._files |= files or {}
+        """Final figures, logged without the stage's prefix, and artifacts by name: where one is, or what is in it."""
+        self._metrics, self._files = metrics, files or {}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let the sender send what is left, one try when the server is away; what it could not send stays."""
@@ -157,10 +152,7 @@ def keep_finished(
     ended: float,
     folder: Path,
 ) -> None:
-    """Put a run that is over into the spool, from where ``sync`` sends it: journals, final figures, artifacts.
-
-    ``ended`` is when the run ended, in seconds; ``files`` are as in ``Tracker.finish``.
-    """
+    """Put a run that is over, since ``ended`` in seconds, into the spool, from where ``sync`` sends it."""
     content = {"stage": "whole", **run.ticket()}
     Ticket.of(folder, run.key, "whole").end(content, "FINISHED", ended, journals, metrics, files)
 
@@ -184,14 +176,14 @@ def tracked(
     if not options["enabled"] or name in UNTRACKED:
         return None
     corpus = inputs.get("snapshot")
-    corpus_hash = artifacts.read_json(corpus / "corpus" / artifacts.MANIFEST)["corpus_hash"] if corpus else ""
-    params_hash = artifacts.digest_of({k: v for k, v in values.items() if k != "tracking"})
+    corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
+    params_hash = digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     identity = [params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())]
     retriever, reader, seed = values["finetune"]["retriever"], values["finetune"]["reader"], values["run"]["seed"]
     variant = "realm" if retriever == reader == "pretrain" else f"{retriever}+{reader}"
     run = TrackedRun(
-        artifacts.digest_of(identity),
+        digest_of(identity),
         values,
         {**tags, "realmops.kind": "run", "realmops.variant": variant, "realmops.seed": str(seed)},
         experiment=options["experiment"],
@@ -212,9 +204,8 @@ def datasets(
     """What a stage with these inputs has read, under the names that MLflow shows: the corpus and question sets."""
     found = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
     for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
-        if path := inputs.get(f"questions.{split}"):
-            digest = artifacts.sha256_file(path)
-            found.append(TrackedDataset(f"questions.{split}", digest, values["questions"][split], context))
+        if path := inputs.get(name := f"questions.{split}"):
+            found.append(TrackedDataset(name, sha256_file(path), values["questions"][split], context))
     return found
 
 
@@ -228,15 +219,11 @@ def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
 
 
 def headline(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
-    """The figures that people compare runs by, under their plain names.
+    """The figures of a stage that people compare runs by, under their plain names.
 
     With ``retriever``, the one that fine-tuning starts from, also its recall@5 before that, of the stage ``evaluate``.
     """
-    names = {
-        "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
-        "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
-    }
-    found = {key: metrics[key] for key in names.get(name, ()) if key in metrics}
+    found = {key: metrics[key] for key in HEADLINES.get(name, ()) if key in metrics}
     if name == "evaluate" and retriever and (recall := zero_shot_recall(metrics, retriever)) is not None:
         found["zero_shot_recall_at_5"] = recall
     return found

@@ -16,10 +16,9 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from realmops.artifacts import link_or_copy, make_folder, read_json, sha256_file, try_lock, write_bytes, write_json
 from realmops.journal import RESERVED
@@ -57,10 +56,8 @@ class Ticket:
         """That of a stage of a run under a tracking folder."""
         return cls(folder / "spool" / f"{re.sub('[^A-Za-z0-9_-]', '_', run_key)}.{stage}{_ENDING}")
 
-    def read(self) -> dict[str, Any]:
-        """What is to be sent."""
-        content: dict[str, Any] = read_json(self.path)
-        return content
+    def read(self) -> Any:
+        return read_json(self.path)
 
     def end(
         self,
@@ -99,15 +96,13 @@ class Ticket:
         """Remove all but what says that it was sent; not a ticket that a stage which began again has put there."""
         taken = self.path.with_suffix(".sent")
         os.replace(self.path, taken)  # at once: what is written from here on stays
-        same = read_json(taken) == content
-        if not same:
+        if read_json(taken) == content:
+            self.journal.unlink(missing_ok=True)
+            shutil.rmtree(self.files, ignore_errors=True)
+        else:
             with suppress(FileExistsError):  # one newer still
                 os.link(taken, self.path)
         taken.unlink()
-        if not same:
-            return
-        self.journal.unlink(missing_ok=True)
-        shutil.rmtree(self.files, ignore_errors=True)
 
 
 def tickets(folder: Path) -> list[Ticket]:
@@ -122,12 +117,12 @@ def unsent(folder: Path) -> list[str]:
 
 def sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str | None:
     """The id of the run that holds these final figures of a stage; None when they were sent nowhere or elsewhere."""
-    place = digest_of_address(chosen_uri(folder))
     wanted = finite({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
     for path in sorted((folder / "spool").glob(f"*.{stage}.shipped.json")):
         shipped = read_json(path)
-        if shipped["destination"][0] == place and shipped["final"] and wanted <= shipped["final"]["metrics"].items():
-            return str(shipped["destination"][1])
+        place, run_id = shipped["destination"]
+        if place == digest_of_address(folder) and shipped["final"] and wanted <= shipped["final"]["metrics"].items():
+            return str(run_id)
     return None
 
 
@@ -144,8 +139,7 @@ def warn(trouble: str, journal: str) -> None:
     print(f"warning: MLflow tracking: {trouble}. {kept}", file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True)
-class SyncReport:
+class SyncReport(NamedTuple):
     """What ``sync`` did: points and files sent now, and one line of trouble for each journal that could not be sent."""
 
     sent: int
@@ -154,24 +148,22 @@ class SyncReport:
 
 def sync(folder: Path) -> SyncReport:
     """Send what stages under this tracking folder could not send. Sending twice does no harm."""
-    sent = 0
-    problems = []
+    sent, problems = 0, list[str]()
     for ticket in tickets(folder):
         try:
             with _locked(ticket.lock, wait=False):
                 content = ticket.read()
-                journal = Path(content["journal"])
-                gone = not journal.is_file()
+                gone = not Path(content["journal"]).is_file()
                 sent += _Sender(ticket).send()
-                if gone:
-                    if ticket.path.is_file():
-                        ticket.forget(content)
-                    told = f"{journal} is gone; what else there was is sent, and it is forgotten"
-                    problems.append(f"{ticket.path.name}: {told}")
+                if gone and ticket.path.is_file():
+                    ticket.forget(content)
+            told = f"{content['journal']} is gone; what else there was is sent, and it is forgotten" if gone else ""
         except BlockingIOError:
-            problems.append(f"{ticket.path.name}: a running stage sends it")
+            told = "a running stage sends it"
         except Exception as error:  # each journal is tried; the caller prints the trouble
-            problems.append(f"{ticket.path.name}: {first_line(error)}")
+            told = first_line(error)
+        if told:
+            problems.append(f"{ticket.path.name}: {told}")
     return SyncReport(sent, tuple(problems))
 
 
@@ -217,26 +209,25 @@ class _Sender:
         self._ticket = ticket
         self._offset, self._last_line = 0, b""  # of the journal, as far as it was read
         folder, content = ticket.path.parent.parent, ticket.read()
-        uri = chosen_uri(folder)
         self._shipped = read_json(ticket.shipped) if ticket.shipped.is_file() else {}
         # Two stages would make the database, or the run, twice.
         with _locked(ticket.path.with_name("connect.lock"), wait=True):
-            self._client = mlflow_client(uri)
-            self._run_id = content["run_id"] or self._find_or_create_run(content, uri, folder)
-            destination = [digest_of_address(uri), self._run_id]
+            self._client = mlflow_client(chosen_uri(folder))
+            self._run_id = content["run_id"] or self._find_or_create_run(content, folder)
+            destination = [digest_of_address(folder), self._run_id]
             if self._shipped.get("destination") != destination:
                 self._shipped = {"destination": destination, "steps": {}, "final": None}
             if self._shipped["final"] is None or self._shipped["final"] != content.get("final"):
                 self._describe_run(content)
 
-    def _find_or_create_run(self, content: Mapping[str, Any], uri: str, folder: Path) -> str:
+    def _find_or_create_run(self, content: Mapping[str, Any], folder: Path) -> str:
         tags: dict[str, str] = {}
         if above := content.get("above"):  # a run of one task of a pipeline: what is over it is of all tasks, as ours
             found = self._client.get_run(above)
             experiment = str(found.info.experiment_id)  # MLflow shows no runs of others under it
             tags = {_PARENT_TAG: found.data.tags.get(_PARENT_TAG, above)}
         else:
-            experiment = experiment_id(self._client, content["experiment"], uri, folder)
+            experiment = experiment_id(self._client, content["experiment"], folder)
         if parent := content.get("parent"):
             tags = {_PARENT_TAG: self._run_of(experiment, parent, tags)}
         return self._run_of(experiment, content, tags)
@@ -259,12 +250,14 @@ class _Sender:
         params = [Param(name, value) for name, value in content["params"].items() if name not in known]
         tags = [RunTag(name, value) for name, value in {**content["tags"], RUN_KEY_TAG: content["key"]}.items()]
         self._client.log_batch(self._run_id, params=params, tags=tags)
-        datasets = []
-        for entry in content.get("datasets", ()):
-            source = json.dumps({"uri": entry["source"]})
-            dataset = Dataset(entry["name"], entry["digest"][:_LONGEST_DIGEST], "local", source)
-            datasets.append(DatasetInput(dataset, [InputTag("mlflow.data.context", entry["context"])]))
-        if datasets:
+        if read := content.get("datasets"):
+            datasets = [
+                DatasetInput(
+                    Dataset(one["name"], one["digest"][:_LONGEST_DIGEST], "local", json.dumps({"uri": one["source"]})),
+                    [InputTag("mlflow.data.context", one["context"])],
+                )
+                for one in read
+            ]
             self._client.log_inputs(self._run_id, datasets=datasets)
         if not content["run_id"] and "final" not in content:
             self._client.update_run(self._run_id, status="RUNNING")
