@@ -28,6 +28,7 @@ Lengths of text are in wordpieces, the pieces of words that the encoder reads.
 
 Each of these options may stand in params.yaml, in a preset and behind `--set`; what is left out has its default. Those
 marked "expert" are not in the project's params.yaml: few people change them."""
+SHARED = ("--params", "--preset", "--set", "--root")  # explained once, at the top of docs/commands.md
 SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
 OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
 
@@ -46,14 +47,24 @@ def commands_of(command: click.Command, name: str) -> Iterator[tuple[str, click.
                 yield from commands_of(command.commands[word], f"{name} {word}")
 
 
-def describe(name: str, command: click.Command) -> Iterator[str]:
-    """The lines on one command: how it is called, what it does, its options."""
+def options_of(name: str, command: click.Command) -> dict[str, str]:
+    """The options of a command but --help, each as its row of a table."""
     context = click.Context(command, info_name=name)
+    known = [one for one in command.get_params(context) if isinstance(one, click.Option) and "--help" not in one.opts]
+    records = [(option.opts[0], option.get_help_record(context)) for option in known]
+    return {
+        first: row(f"`{record[0].removesuffix(' RANGE')}`", " ".join(record[1].split()))
+        for first, record in records
+        if record
+    }
+
+
+def describe(name: str, command: click.Command) -> Iterator[str]:
+    """The lines on one command: what it takes, what it does, its options."""
     yield f"## `{name}`"
-    yield ""
-    yield "```"
-    yield " ".join([name, *command.collect_usage_pieces(context)])
-    yield "```"
+    arguments = command.collect_usage_pieces(click.Context(command, info_name=name))[1:]
+    if arguments and not isinstance(command, click.Group):
+        yield from ("", "```", " ".join([name, *arguments]), "```")
     for text in (command.help, command.epilog):
         for paragraph in inspect.cleandoc(text or "").split("\f")[0].split("\n\n"):
             kept = paragraph.startswith("\b")  # lines that click does not wrap
@@ -63,20 +74,26 @@ def describe(name: str, command: click.Command) -> Iterator[str]:
     if isinstance(command, click.Group):
         yield from ("", row("to", "commands"), "|---|---|")
         yield from (row(to.lower(), ", ".join(f"`{name}`" for name in names)) for to, names in HEADINGS.items())
-    known = [option for option in command.get_params(context) if isinstance(option, click.Option)]
-    records = [record for option in known if (record := option.get_help_record(context)) and option.name != "help"]
-    if records:
-        yield ""
-        yield row("option", "what it does")
-        yield "|---|---|"
-        yield from (row(f"`{words}`", " ".join(what.split())) for words, what in records)
+    options = options_of(name, command)
+    own = [line for option, line in options.items() if option not in SHARED]
+    shared = [f"`{option}`" for option in SHARED if option in options]
+    if own:
+        yield from ("", row("option", "what it does"), "|---|---|", *own)
+    if shared:
+        yield from ("", f"[Shared options](#shared-options): {', '.join(shared)}.")
     yield ""
 
 
 def commands_page() -> str:
     """The text of docs/commands.md."""
-    head = ["# Commands", "", MADE.format(source="the command's help"), "", "Every command takes `--help`.", ""]
-    lines = [*head, *(line for name, command in commands_of(realmops, "realmops") for line in describe(name, command))]
+    head = ["# Commands", "", MADE.format(source="the command's help"), ""]
+    known = dict(commands_of(realmops, "realmops"))
+    rows = options_of("realmops run", known["realmops run"])
+    shared = ["", "## Shared options", "", "Many commands take these. Every command takes `--help`.", ""]
+    shared += [row("option", "what it does"), "|---|---|", *(rows[option] for option in SHARED), ""]
+    (first, group), *others = known.items()
+    lines = [*head, *describe(first, group), *shared]
+    lines += [line for name, command in others for line in describe(name, command)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
