@@ -48,15 +48,12 @@ def commands_of(command: click.Command, name: str) -> Iterator[tuple[str, click.
 
 
 def options_of(name: str, command: click.Command) -> dict[str, str]:
-    """The options of a command but --help, each as its row of a table."""
+    """The options of a command but --help, each as a point of a list."""
     context = click.Context(command, info_name=name)
     known = [one for one in command.get_params(context) if isinstance(one, click.Option) and "--help" not in one.opts]
-    records = [(option.opts[0], option.get_help_record(context)) for option in known]
-    return {
-        first: row(f"`{record[0].removesuffix(' RANGE')}`", " ".join(record[1].split()))
-        for first, record in records
-        if record
-    }
+    records = {option.opts[0]: option.get_help_record(context) for option in known}
+    told = {first: (record[0].removesuffix(" RANGE"), record[1].split()) for first, record in records.items() if record}
+    return {first: f"- `{words}`: {' '.join(what)}" for first, (words, what) in told.items()}
 
 
 def describe(name: str, command: click.Command) -> Iterator[str]:
@@ -78,7 +75,7 @@ def describe(name: str, command: click.Command) -> Iterator[str]:
     own = [line for option, line in options.items() if option not in SHARED]
     shared = [f"`{option}`" for option in SHARED if option in options]
     if own:
-        yield from ("", row("option", "what it does"), "|---|---|", *own)
+        yield from ("", *own)
     if shared:
         yield from ("", f"[Shared options](#shared-options): {', '.join(shared)}.")
     yield ""
@@ -88,9 +85,9 @@ def commands_page() -> str:
     """The text of docs/commands.md."""
     head = ["# Commands", "", MADE.format(source="the command's help"), ""]
     known = dict(commands_of(realmops, "realmops"))
-    rows = options_of("realmops run", known["realmops run"])
+    known_options = options_of("realmops run", known["realmops run"])
     shared = ["", "## Shared options", "", "Many commands take these. Every command takes `--help`.", ""]
-    shared += [row("option", "what it does"), "|---|---|", *(rows[option] for option in SHARED), ""]
+    shared += [*(known_options[option] for option in SHARED), ""]
     (first, group), *others = known.items()
     lines = [*head, *describe(first, group), *shared]
     lines += [line for name, command in others for line in describe(name, command)]
