@@ -26,8 +26,8 @@ The paper's values are those of Guu et al. (2020), where the paper or its releas
 x is the question or the masked sentence, z a passage, f(x, z) the retriever's score, W the projection behind BERT.
 Lengths of text are in wordpieces, the pieces of words that the encoder reads.
 
-Each of these options may stand in params.yaml, in a preset and behind `--set`; what is left out has its default. Those
-marked "expert" are not in the project's params.yaml: few people change them."""
+Each option may stand in params.yaml, in a preset and behind `--set`. Behind its name are its default and the paper's
+value. Those marked "expert" are not in the project's params.yaml: few people change them."""
 SHARED = ("--params", "--preset", "--set", "--root")  # explained once, at the top of docs/commands.md
 SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
 OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
@@ -104,11 +104,12 @@ def options_page(options: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
         if section := SECTION.fullmatch(line):
             usual = shown.get(section["name"], {})
             lines += ["", f"## `{section['name']}`", ""] + [section["text"] or "", ""] * bool(section["text"])
-            lines += [row("option", "default", "paper", "what it is"), "|---|---|---|---|"]
         elif option := OPTION.fullmatch(line):
             what, _, paper = (option["text"] or "").partition("paper: ")
-            name = f"`{option['name']}`" + (" (expert)" if option["name"] not in usual else "")
-            lines.append(row(name, f"`{option['value']}`", paper, what.rstrip("; ")))
+            facts = [f"`{option['value']}`", *([f"paper: {paper}"] if paper else [])]
+            facts += ["expert"] if option["name"] not in usual else []
+            line = f"- `{option['name']}` ({', '.join(facts)}): {what}"
+            lines.append(line.rstrip("; :"))
         else:
             wanted = "neither 'section:' nor '  key: value  # what it is'"
             raise ValueError(f"defaults.yaml, line {number}: {wanted}: {line}")
