@@ -77,7 +77,7 @@ def describe(name: str, command: click.Command) -> Iterator[str]:
     if own:
         yield from ("", *own)
     if shared:
-        yield from ("", f"[Shared options](#shared-options): {', '.join(shared)}.")
+        yield from ("", f"[Shared](#shared-options): {', '.join(shared)}.")
     yield ""
 
 

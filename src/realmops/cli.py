@@ -62,7 +62,7 @@ _model = click.option(
 _params = _file(
     "--params",
     default=Path("params.yaml"),
-    help="The file with the options that differ from the defaults; relative file names in it start at its folder.",
+    help="The file with options that differ from the defaults; relative file names start at its folder.",
 )
 _preset = _repeated(
     "--preset", "presets", "NAME", "Change what a preset lists: pipelines/presets/NAME.yaml, or the file NAME."
@@ -189,7 +189,7 @@ def show_params(write: bool, as_json: bool, for_kfp: bool, params: Path, **given
 
 @main.command("ablate")
 @_repeated("--variant", "variants", "NAME", "Only this variant.")
-@_count("--seeds", default=1, help="How often each variant is trained, with another seed each time.")
+@_count("--seeds", default=1, help="How many seeds each variant is trained with.")
 @_count("--jobs", default=1, help="How many stages run side by side.")
 @_file("--out", default=Path("runs/ablations"), help="The folder for trainings, table.md, table.csv and report.html.")
 @_chosen
@@ -417,7 +417,7 @@ def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) 
 def ask(question: Sequence[str], root: Path, model: str | None, file: Path | None, as_json: bool) -> Iterator[str]:
     """Answer questions at the terminal, with their sources.
 
-    QUESTION is a question in quotation marks; several can be given. "realmops verify" checks what --json prints.
+    QUESTION is in quotation marks; several can be given. "realmops verify" checks what --json prints.
     """
     from realmops.answering.record import short
     from realmops.artifacts import canonical_json
@@ -490,7 +490,7 @@ def index_builder(
     "--seconds",
     type=click.FloatRange(min=1),
     default=60.0,
-    help="About how long to measure; two steps of one example are timed in any case.",
+    help="About how long to measure.",
 )
 @_flag("--json", "as_json", help="Print what was measured and what follows from it as JSON.")
 @_values
@@ -545,7 +545,7 @@ def report(root: Path) -> None:
     type=click.FloatRange(0, 500_000),
     default=168.0,
     show_default=True,
-    help="How long Kubeflow Pipelines 2.17 or newer keeps pods and logs after the run; 0: as it is set up.",
+    help="How long Kubeflow Pipelines 2.17 or newer keeps pods and logs; 0: as it is set up.",
 )
 @_flag("--once", help="Start nothing if a run with the same key is under way or has succeeded.")
 @_flag("--wait", "waits", help="Wait until the run has ended; exit code 1 unless it has succeeded.")
