@@ -61,7 +61,7 @@ def describe(name: str, command: click.Command) -> Iterator[str]:
     yield f"## `{name}`"
     arguments = command.collect_usage_pieces(click.Context(command, info_name=name))[1:]
     if arguments and not isinstance(command, click.Group):
-        yield from ("", "```", " ".join([name, *arguments]), "```")
+        yield from ("", f"`{' '.join([name, *arguments])}`")
     for text in (command.help, command.epilog):
         for paragraph in inspect.cleandoc(text or "").split("\f")[0].split("\n\n"):
             kept = paragraph.startswith("\b")  # lines that click does not wrap
