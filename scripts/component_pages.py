@@ -195,16 +195,14 @@ address = "{ADDRESS}"
 evaluate = components.load_component_from_url(f"{{address}}/evaluate.yaml")
 ```
 
-The image is `{IMAGE}`, made from a version's tag by
-`.github/workflows/release.yml`. `python -m pipelines FOLDER --image IMAGE` compiles pipelines and components with
-another one, and `task.set_container_image(IMAGE)` sets it for one task.
+The image is `{IMAGE}`. `python -m pipelines FOLDER --image IMAGE` compiles pipelines and
+components with another one, and `task.set_container_image(IMAGE)` sets it for one task.
 
-A component reads and writes files on a claim; its artifacts say where, with digests and figures. So give all stages of
-a run the same `options` (what `realmops params --json` prints) and `root`, and put each after the one before it, by its
-input `after` or by `task.after(...)`. A finished stage is not done again.
+A component reads and writes files on a claim; its artifacts say where. Give all stages of a run the same `options`
+(what `realmops params --json` prints) and `root`, and put each after the one before it, by its input `after` or by
+`task.after(...)`.
 
-Each page below shows a pipeline with that component alone. There, Kubeflow gives the pod only what the page's table
-says; the claim and the image must exist.
+Each page below shows a pipeline with that component alone. The claim and the image must exist.
 
 {row("component", "what it does")}
 |---|---|

@@ -26,8 +26,9 @@ The paper's values are those of Guu et al. (2020), where the paper or its releas
 x is the question or the masked sentence, z a passage, f(x, z) the retriever's score, W the projection behind BERT.
 Lengths of text are in wordpieces, the pieces of words that the encoder reads.
 
-Each of these options may stand in params.yaml, in a preset and behind `--set`; what is left out has its default. Those
-marked "expert" are not in the project's params.yaml: few people change them."""
+Each option may stand in params.yaml, in a preset and behind `--set`. Behind its name are its default and the paper's
+value. Those marked "expert" are not in the project's params.yaml: few people change them."""
+SHARED = ("--params", "--preset", "--set", "--root")  # explained once, at the top of docs/commands.md
 SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
 OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
 
@@ -46,14 +47,21 @@ def commands_of(command: click.Command, name: str) -> Iterator[tuple[str, click.
                 yield from commands_of(command.commands[word], f"{name} {word}")
 
 
-def describe(name: str, command: click.Command) -> Iterator[str]:
-    """The lines on one command: how it is called, what it does, its options."""
+def options_of(name: str, command: click.Command) -> dict[str, str]:
+    """The options of a command but --help, each as a point of a list."""
     context = click.Context(command, info_name=name)
+    known = [one for one in command.get_params(context) if isinstance(one, click.Option) and "--help" not in one.opts]
+    records = {option.opts[0]: option.get_help_record(context) for option in known}
+    told = {first: (record[0].removesuffix(" RANGE"), record[1].split()) for first, record in records.items() if record}
+    return {first: f"- `{words}`: {' '.join(what)}" for first, (words, what) in told.items()}
+
+
+def describe(name: str, command: click.Command) -> Iterator[str]:
+    """The lines on one command: what it takes, what it does, its options."""
     yield f"## `{name}`"
-    yield ""
-    yield "```"
-    yield " ".join([name, *command.collect_usage_pieces(context)])
-    yield "```"
+    arguments = command.collect_usage_pieces(click.Context(command, info_name=name))[1:]
+    if arguments and not isinstance(command, click.Group):
+        yield from ("", f"`{' '.join([name, *arguments])}`")
     for text in (command.help, command.epilog):
         for paragraph in inspect.cleandoc(text or "").split("\f")[0].split("\n\n"):
             kept = paragraph.startswith("\b")  # lines that click does not wrap
@@ -63,20 +71,26 @@ def describe(name: str, command: click.Command) -> Iterator[str]:
     if isinstance(command, click.Group):
         yield from ("", row("to", "commands"), "|---|---|")
         yield from (row(to.lower(), ", ".join(f"`{name}`" for name in names)) for to, names in HEADINGS.items())
-    known = [option for option in command.get_params(context) if isinstance(option, click.Option)]
-    records = [record for option in known if (record := option.get_help_record(context)) and option.name != "help"]
-    if records:
-        yield ""
-        yield row("option", "what it does")
-        yield "|---|---|"
-        yield from (row(f"`{words}`", " ".join(what.split())) for words, what in records)
+    options = options_of(name, command)
+    own = [line for option, line in options.items() if option not in SHARED]
+    shared = [f"`{option}`" for option in SHARED if option in options]
+    if own:
+        yield from ("", *own)
+    if shared:
+        yield from ("", f"[Shared](#shared-options): {', '.join(shared)}.")
     yield ""
 
 
 def commands_page() -> str:
     """The text of docs/commands.md."""
-    head = ["# Commands", "", MADE.format(source="the command's help"), "", "Every command takes `--help`.", ""]
-    lines = [*head, *(line for name, command in commands_of(realmops, "realmops") for line in describe(name, command))]
+    head = ["# Commands", "", MADE.format(source="the command's help"), ""]
+    known = dict(commands_of(realmops, "realmops"))
+    known_options = options_of("realmops run", known["realmops run"])
+    shared = ["", "## Shared options", "", "Many commands take these. Every command takes `--help`.", ""]
+    shared += [*(known_options[option] for option in SHARED), ""]
+    (first, group), *others = known.items()
+    lines = [*head, *describe(first, group), *shared]
+    lines += [line for name, command in others for line in describe(name, command)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
@@ -90,11 +104,12 @@ def options_page(options: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
         if section := SECTION.fullmatch(line):
             usual = shown.get(section["name"], {})
             lines += ["", f"## `{section['name']}`", ""] + [section["text"] or "", ""] * bool(section["text"])
-            lines += [row("option", "default", "paper", "what it is"), "|---|---|---|---|"]
         elif option := OPTION.fullmatch(line):
             what, _, paper = (option["text"] or "").partition("paper: ")
-            name = f"`{option['name']}`" + (" (expert)" if option["name"] not in usual else "")
-            lines.append(row(name, f"`{option['value']}`", paper, what.rstrip("; ")))
+            facts = [f"`{option['value']}`", *([f"paper: {paper}"] if paper else [])]
+            facts += ["expert"] if option["name"] not in usual else []
+            line = f"- `{option['name']}` ({', '.join(facts)}): {what}"
+            lines.append(line.rstrip("; :"))
         else:
             wanted = "neither 'section:' nor '  key: value  # what it is'"
             raise ValueError(f"defaults.yaml, line {number}: {wanted}: {line}")

@@ -63,7 +63,7 @@ _model = click.option(
 _params = _file(
     "--params",
     default=Path("params.yaml"),
-    help="The file with the options that differ from the defaults; relative file names in it start at its folder.",
+    help="The file with options that differ from the defaults; relative file names start at its folder.",
 )
 _preset = _repeated(
     "--preset",
@@ -131,10 +131,9 @@ def _end_with(problems: Sequence[str]) -> None:
 def main() -> None:
     """Train REALM: a retriever and a reader learn together from masked words, then answer questions.
 
-    Begin with "realmops run all". It runs the stages sample, snapshot, tag, ict, pretrain, finetune, evaluate, and
-    skips what is done; "dvc repro" does the same with DVC. Then "realmops report" prints the results, "realmops
-    explain" shows which passage each answer rests on, and "realmops ask" and "realmops serve" answer questions of your
-    own. params.yaml has the options that people touch; docs/options.md has all of them.
+    Begin with "realmops run all", which runs every stage and skips those that are done ("dvc repro" does the same with
+    DVC). Then "realmops report" prints the results, "realmops explain" shows which passage each answer rests on, and
+    "realmops ask" and "realmops serve" answer your questions. docs/options.md has all options.
     """
     # Trainer and builder share the cores: a thread that waits must not spin while the other process wants to work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -180,7 +179,7 @@ def run(stage: str, **given: Any) -> None:
     """Run one stage of the training, or all of them in order.
 
     STAGE is "all" or one of the names below. A stage whose inputs and options did not change is skipped. A stage
-    that was killed goes on from its checkpoints. Its output appears whole or not at all.
+    that was killed resumes from its checkpoints.
     """
     from realmops.stages import chain
 
@@ -224,7 +223,7 @@ def show_params(
 
 @main.command("ablate")
 @_repeated("--variant", "variants", "NAME", "Only this variant.")
-@_count("--seeds", default=1, help="How often each variant is trained, with another seed each time.")
+@_count("--seeds", default=1, help="How many seeds each variant is trained with.")
 @_count("--jobs", default=1, help="How many stages run side by side.")
 @_file("--out", default=Path("runs/ablations"), help="The folder for trainings, table.md, table.csv and report.html.")
 @_chosen
@@ -239,12 +238,11 @@ def run_ablations(
 ) -> Iterator[str]:
     """Train and compare variants of REALM.
 
-    Among them are the systems of the paper's Tables 1 and 2. Names are the keys of variants.yaml beside the params
-    file, else of the package's; what each changes is the preset ablations/NAME. All are laid over the preset
-    "ablation", which makes trainings small, unless --preset names another. What variants share is trained once, also
-    by calls that run at the same time.
-    A call that was stopped goes on when it is repeated. Intervals of differences are over seeds and questions; with two
-    or three seeds they are wide, take five or more to tell small differences.
+    The variants include the systems of the paper's Tables 1 and 2. variants.yaml lists their names, that of the package
+    or one beside the params file; the preset ablations/NAME holds what each changes. They start from the preset
+    "ablation", which makes trainings small, unless --preset names another. Stages that variants share are trained once.
+    A call that was stopped resumes when it is repeated. Intervals of differences cover seeds and questions; small
+    differences need five seeds or more.
     """
     from realmops.commands.ablate import Ablation, ablate, summary, variants_of
 
@@ -311,15 +309,14 @@ def import_(**given: Any) -> None:
 def explain(**given: Any) -> None:
     """Show which passage and span each answer rests on.
 
-    Without SENTENCE and --question it shows the answers of the last evaluation, from results/: the passages with
-    p(z|x), the probability that the retriever gives passage z for question x; the spans with their scores; and where
-    each question failed.
+    Without SENTENCE and --question it shows the answers of the last evaluation: the passages with p(z|x), the
+    probability of passage z for question x; the spans with their scores; and where each question failed.
 
     --question ID shows one of them. --question TEXT asks the fine-tuned model now. With --answer, --json, --html or
     --before-after the question of an ID is asked again, too.
 
-    A SENTENCE with [MASK] in it asks the pre-trained model: what it guesses with and without retrieval, and what each
-    passage is worth.
+    A SENTENCE with [MASK] asks the pre-trained model: its guess with and without retrieval, and the utility of each
+    passage.
     """
     from realmops.commands.explain import explain
 
@@ -335,7 +332,7 @@ def alignments(root: Path, limit: int | None, out: Path | None) -> None:
     """Write which passages explain each masked span, as Parquet.
 
     One row for each span and candidate passage: p(z|x), p(z|x,y), retrieval utility, and whether the passage contains
-    the span. Nobody labelled these alignments: the pre-trained model made them from masked words.
+    the span.
     """
     from realmops.commands.alignments import FILE, align
 
@@ -366,9 +363,9 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 def questions(**given: Any) -> Iterable[str]:
     """Convert question files, to train and evaluate with them.
 
-    FILES hold questions with their answers, in one of the published formats. They become JSON lines, in a folder whose
-    files can be named in the section "questions" of params.yaml. Nothing is answered here: "realmops ask" does that.
-    The format jsonl is also that of NQ-Open and EfficientQA; webquestions is the original or brmson's.
+    FILES hold questions with their answers, in one of the published formats. They become JSON lines, whose files can be
+    named in the section "questions" of params.yaml. NQ-Open and EfficientQA have the format jsonl; webquestions is the
+    original or brmson's.
     """
     from realmops.commands.questions import convert_questions
 
@@ -383,9 +380,8 @@ def questions(**given: Any) -> Iterable[str]:
 def cloze(values: Values, root: Path, out: Path | None, limit: int, **given: Any) -> Iterable[str]:
     """Make questions from the corpus itself, if you have none.
 
-    A name or date is taken out of its sentence and asked for, if it stands in another passage too. The files for
-    train, dev and test are what the preset "documents" names. The stages sample, snapshot and tag run first, as
-    "realmops run" runs them. The option run.seed decides which spans are drawn.
+    A question asks for a name or date of a sentence that stands in another passage too. The preset "documents" names
+    the files that are written. The stages sample, snapshot and tag run first. run.seed decides which spans are drawn.
     """
     from realmops.commands.questions import make_cloze
     from realmops.stages import chain
@@ -403,10 +399,9 @@ def cloze(values: Values, root: Path, out: Path | None, limit: int, **given: Any
 def ceilings(values: Values, project: Path, **given: Any) -> Iterable[str]:
     """Say how many questions the corpus can answer at all.
 
-    A question whose answer stands nowhere in the snapshot of the run, or in no span that is short enough, is out of
-    reach for any model. FILES hold the questions. Beside these ceilings stands how many answers are in the first
-    passages of BM25. What is short enough, and how many passages are read, say finetune.answer_wordpieces and
-    finetune.reader_candidates: name the presets of the run. No training is needed.
+    FILES hold the questions. No model can answer a question whose answer is nowhere in the run's snapshot, or in no
+    span that is short enough (finetune.answer_wordpieces). The table also shows how many answers are in the first
+    passages of BM25 (finetune.reader_candidates). Name the presets of the run. No training is needed.
     """
     from realmops.commands.questions import measure_ceilings
     from realmops.config import parse_section
@@ -422,9 +417,9 @@ def ceilings(values: Values, project: Path, **given: Any) -> Iterable[str]:
 def update(**given: Any) -> None:
     """Answer over changed documents; nothing is trained.
 
-    The documents that snapshot.documents names are read again. Passages that are new are embedded; from then on a
-    server answers from them. Then the test questions are answered, and the answers that changed are listed.
-    Everything is written to updates/ under the root.
+    The documents that snapshot.documents names are read again, and new passages are embedded; from then on a server
+    answers from them. Then the test questions are answered, and the answers that changed are listed. Everything is
+    written to updates/ under the root.
     """
     from realmops.commands.update import changes_table, update
 
@@ -497,13 +492,13 @@ def search(
 def serve(root: Path, model: str | None, token_file: Path | None, access: Path | None, **given: Any) -> None:
     """Answer questions over HTTP, every word with its source.
 
-    In a browser its address is a page to ask on. For programs, POST /v1/answer takes {"question": "..."}; the reply has
-    the answer, its probability, and citations: the characters of the document at which each quotation stands. OpenAI's
-    clients can ask at /v1/responses, those of the Open Inference Protocol at /v2. /docs lists the routes, /metrics is
-    for Prometheus.
+    Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
+    has the answer, its probability, and citations: where in the document each quotation stands. OpenAI's clients can
+    ask at /v1/responses, those of the Open Inference Protocol at /v2. /docs lists the routes, /metrics is for
+    Prometheus.
 
-    After "realmops update" or "realmops promote" the newest generation is loaded beside the old one and takes its
-    place; one that is damaged is refused. SIGTERM ends the server when all that was accepted is answered.
+    After "realmops update" or "realmops promote" the server loads the newest generation beside the old one and changes
+    over; it refuses one that is damaged. SIGTERM ends the server when all accepted requests are answered.
     """
     from realmops.serve.server import access_of, origin_of, serve, token_of
 
@@ -539,8 +534,7 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
 def ask(question: Sequence[str], root: Path, model: str | None, file: Path | None, as_json: bool) -> Iterator[str]:
     """Answer questions at the terminal, with their sources.
 
-    QUESTION is a question in quotation marks; several can be given, and --from takes them from a file, whose
-    answers are not looked at. "realmops verify" checks what --json prints.
+    QUESTION is in quotation marks; several can be given. "realmops verify" checks what --json prints.
     """
     from realmops.answering.record import short
     from realmops.artifacts import canonical_json
@@ -560,8 +554,8 @@ def verify(**given: Any) -> Iterator[str]:
     """Check that every quotation stands in its source.
 
     ANSWERS holds lines of "realmops ask --json" or of POST /v1/answer, DOCUMENTS is what snapshot.documents names. Each
-    citation and each passage is compared with the document's text, as its format's reader gives it. The exit code is 1
-    when one does not stand where the answer says.
+    citation and each passage is compared with the document's text. The exit code is 1 when one does not stand where the
+    answer says.
     """
     from realmops.commands.verify import verify
 
@@ -587,11 +581,10 @@ def index_builder(
     The stage pretrain starts a builder itself; this command is for builders that run elsewhere. It embeds the corpus
     again whenever the trainer has published weights, and ends when the trainer has finished.
 
-    On a cluster it runs with --follow: a file on the shared volume names the exchange and the snapshot of the run that
-    needs a builder, and after one run the builder waits for the next.
+    On a cluster it runs with --follow: a file on the shared volume names the run that needs a builder. After one run
+    the builder waits for the next.
 
     With --follow .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate to tag or embed the corpus.
-    Any number may help; the result is the same bytes.
     """
     from realmops.index.builder_process import Follower, run_index_builder
 
@@ -614,7 +607,7 @@ def index_builder(
     "--seconds",
     type=click.FloatRange(min=1),
     default=60.0,
-    help="About how long to measure; two steps of one example are timed in any case.",
+    help="About how long to measure.",
 )
 @_flag("--json", "as_json", help="Print what was measured and what follows from it as JSON.")
 @_values
@@ -624,8 +617,8 @@ def plan(
 ) -> Iterable[str]:
     """Estimate time, memory and disk for larger corpora.
 
-    Measures this machine for a minute, with the models, device, threads and precision of the params, and scales that
-    up: seconds per step, time to rebuild the index, how stale the index is then, index builders, memory and disk.
+    The command measures this machine for a minute, with the models, device, threads and precision of the params. From
+    that it computes seconds per step, the time to rebuild the index, its staleness, index builders, memory and disk.
     Passages are as long as those of the snapshot under the root; without one, as those of invented text.
     """
     from realmops.artifacts import canonical_json
@@ -668,7 +661,7 @@ def report(root: Path) -> None:
     "--keep-hours",
     type=click.FloatRange(0, 500_000),
     default=168.0,
-    help="How long Kubeflow Pipelines 2.17 or newer keeps pods and logs after the run; 0: as it is set up.",
+    help="How long Kubeflow Pipelines 2.17 or newer keeps pods and logs; 0: as it is set up.",
 )
 @_flag("--once", help="Start nothing if a run with the same key is under way or has succeeded.")
 @_flag("--wait", "waits", help="Wait until the run has ended; exit code 1 unless it has succeeded.")
@@ -685,10 +678,9 @@ def submit(
 ) -> None:
     """Start the training on Kubeflow Pipelines.
 
-    Each training has a key. Two trainings have the same key when they have the same params (tracking left out), the
-    same files that these name, the same compiled pipeline, and the same of those arguments that decide what comes out:
-    the image does, memory does not. With --once no second run of a key is started; one that failed may be tried again,
-    in the same folder. The exit code is 2 for a mistake, and 1 when the server is away.
+    Each training has a key, made of its params (tracking left out), the files that these name, the compiled pipeline,
+    and the arguments that decide the result: the image does, memory does not. With --once no second run of a key is
+    started, unless the first one failed. The exit code is 2 for a mistake, and 1 when the server is away.
     """
     from realmops.cluster.server import Server
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
@@ -714,9 +706,8 @@ def submit(
 def promote(**given: Any) -> Iterator[str]:
     """Register the run in MLflow as champion, if it is better.
 
-    Better than the present champion means: on the same questions by the same rules, exact match (EM) is higher by the
-    margin at least, and the interval of the difference lies above 0. If it is not, the command says why and ends with
-    exit code 1. The registered model answers questions and shows the passages that they rest on.
+    A run is better if its exact match (EM) on the same questions by the same rules is higher by the margin at least,
+    and the interval of the difference lies above 0. Else the command says why and ends with exit code 1.
     """
     from realmops.commands.promote import promote
 
@@ -744,8 +735,8 @@ def sync(root: Path) -> Iterator[str]:
 def doctor(root: Path, exchange: Path | None) -> Iterable[str]:
     """Say what is installed, what runs, and what is wrong.
 
-    Shows versions and device, the state of each stage, what was not sent to MLflow yet, and whether trainer and index
-    builders get on with each other.
+    Shows versions and device, the state of each stage, what was not sent to MLflow yet, and the state of the exchange
+    between trainer and index builders.
     """
     from realmops.commands.doctor import diagnose
 
