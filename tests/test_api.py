@@ -18,8 +18,8 @@ from small_project import cli, wait_for
 
 import realmops
 from realmops import Answerer, Citation, Passage, Searcher
-from realmops.commands.mcp import server_of
 from realmops.commands.search import search_of_run
+from realmops.serve.mcp import server_of
 
 QUESTION = "Where was the poet Anna Berg born?"
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("tracking", "stages"),
     ("commands",),
     ("serve",),
-    ("console", "cluster", "cli", "__main__"),
+    ("api", "console", "cluster", "cli", "__main__"),
 )
 # Within a row, left may be imported by right: only these.
 WITHIN_A_ROW = {
@@ -134,7 +134,9 @@ def test_imports_point_down() -> None:
     wrong = [
         where(found) for found in IMPORTS if is_ours(found) and not may_import(unit(found.importer), unit(found.target))
     ]
-    assert not wrong, "\n".join(wrong)
+    lazily = [one for one in wrong if one.startswith("src/realmops/__init__.py:") and " realmops.api" in one]
+    assert wrong == lazily, "\n".join(wrong)
+    assert not [found for found in IMPORTS if unit(found.importer) == "__init__" and found.on_top]
 
 
 @pytest.mark.parametrize("name", IN_ONE_MODULE)

@@ -412,4 +412,4 @@ def test_a_text_that_is_written_is_the_same_to_every_reader(tmp_path: Path, name
     path = tmp_path / "params.yaml"
     path.write_text(rewritten(PARAMS, [], [f"tag.train='{name}'"])[0], encoding="utf-8")
     others = yaml.safe_load(path.read_text(encoding="utf-8")), YAML(typ="safe").load(path)
-    assert [found["tag"]["train"] for found in (read_yaml(path), *others)] == [name] * 3
+    assert [found["tag"]["train"] for found in (read_params(path)[1], *others)] == [name] * 3

@@ -19,6 +19,7 @@ import yaml
 import realmops
 from realmops import config
 from realmops.cli import main
+from realmops.commands.init import ALWAYS, PLACES
 from realmops.corpus import formats, questions
 from realmops.stages import STAGES
 
@@ -295,7 +296,7 @@ def exists(path: str, page: str) -> bool:
 
 
 # Names of files that runs write or people bring, which the pages say without their folder.
-WRITTEN = {"answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"}
+WRITTEN = {"answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"} | {*ALWAYS, *PLACES.values()}
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

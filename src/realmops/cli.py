@@ -164,9 +164,10 @@ def init(**given: Any) -> Iterator[str]:
     It has params.yaml, dvc.yaml, a README with your commands, and what Kubernetes, Argo CD, Flux and GitHub need. The
     documents and questions are looked at first, and the presets are chosen by what is there. Nothing is overwritten.
     """
+    from realmops.cluster import IMAGE
     from realmops.commands.init import init
 
-    yield from init(**given)
+    yield from init(**given, image=IMAGE)
 
 
 @main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))
@@ -512,13 +513,13 @@ def serve(root: Path, model: str | None, token_file: Path | None, access: Path |
 @_flag("--http", help="Listen at 127.0.0.1 for streamable HTTP; else the program that starts this talks to it.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8081, help="The port, with --http.")
 def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
-    """Offer search and answers to assistants, by the Model Context Protocol.
+    """Offer search and answers to assistants by MCP.
 
-    The tools are "search" and, once a model is fine-tuned, "answer"; each result names documents and characters. An
-    assistant starts "realmops mcp --root FOLDER" itself and talks to it by standard input and output; with --http it is
-    at http://127.0.0.1:PORT/mcp, for programs on this machine alone.
+    By the Model Context Protocol the tools are "search" and, once a model is fine-tuned, "answer"; each result names
+    documents and characters. An assistant starts "realmops mcp --root FOLDER" itself and talks to it by standard input
+    and output; with --http it is at http://127.0.0.1:PORT/mcp, for programs on this machine alone.
     """
-    from realmops.commands.mcp import serve_tools
+    from realmops.serve.mcp import serve_tools
 
     serve_tools(root, model, port if http else None, Console())
 

@@ -14,7 +14,6 @@ from urllib.request import urlopen
 import yaml
 
 from realmops import __version__, artifacts, config
-from realmops.cluster import IMAGE
 from realmops.commands.public_data import bring
 from realmops.config import PACKAGE
 from realmops.corpus.documents import Document, Raw
@@ -64,7 +63,7 @@ class Project:
 
 
 def init(
-    folder: Path, documents: Path | None, questions: Sequence[Path], encoder: str | None, cluster: str
+    folder: Path, documents: Path | None, questions: Sequence[Path], encoder: str | None, cluster: str, image: str
 ) -> Iterator[str]:
     """Write a project into a folder; what was found and what comes next, in words.
 
@@ -72,6 +71,7 @@ def init(
         documents: a file or a folder; None for the invented encyclopedia.
         questions: files; they are split where there are enough of them.
         encoder: a folder, a name on the hub, or "small" for one from scratch; None for what is at hand.
+        image: of the pods.
 
     Raises ValueError, before anything is written, for documents or questions that no stage could read, and for a
     folder that has one of the files already.
@@ -102,7 +102,7 @@ def init(
         "params.yaml": params_text(project.presets, project.own),
         "dvc.yaml": dvc_text(values, project.own),
         ".gitignore": _ignored(folder / ".gitignore"),
-        "kustomization.yaml": kustomization_text(cluster),
+        "kustomization.yaml": kustomization_text(cluster, image),
         **{place: _filled(name, project, cluster) for name, place in places.items()},
     }
     for name, text in project.files.items():
@@ -294,11 +294,11 @@ def dvc_text(values: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[
     return "\n".join(lines) + "\n\n" + (STARTER / "plots.yaml").read_text(encoding="utf-8")
 
 
-def kustomization_text(cluster: str) -> str:
+def kustomization_text(cluster: str, image: str) -> str:
     """An overlay of the package for a project's folder, with its params.yaml as a ConfigMap."""
     text = (PACKAGE / "k8s" / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
     text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
-    name, _, tag = IMAGE.rpartition(":")
+    name, _, tag = image.rpartition(":")
     text = text.replace("    newTag: local\n", f"    newName: {name}\n    newTag: {tag}\n")
     return text + (
         "# For the Job that submits the pipeline: another option is another commit, and no other image.\n"
