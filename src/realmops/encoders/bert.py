@@ -24,7 +24,7 @@ from realmops.encoders.encoder import Encoder
 from realmops.encoders.folders import CONFIG, read_config, read_weights
 from realmops.encoders.packed import Packed, PaddedGroup, even_rows, pad_rows, unpad_rows
 
-_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
+_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation of GELU
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,6 @@ class BertConfig:
     segments: int = 2
     layer_norm_eps: float = 1e-12
     activation: str = "gelu"
-
-    @property
-    def gelu(self) -> str:
-        """The approximation of GELU: ``none``, or ``tanh`` in Google's own checkpoints."""
-        return _GELU[self.activation]
 
     def to_json(self) -> dict[str, Any]:
         """The fields under the names of a Hugging Face ``config.json``."""
@@ -80,11 +75,7 @@ _JSON = {
     "activation": "hidden_act",
 }
 _OPTIONAL = {"segments", "layer_norm_eps", "activation"}
-_ONLY = {
-    "model_type": ("bert", "realm"),
-    "hidden_act": tuple(_GELU),
-    "position_embedding_type": ("absolute",),
-}
+_ONLY = {"model_type": ("bert", "realm"), "hidden_act": tuple(_GELU), "position_embedding_type": ("absolute",)}
 
 
 def _flash_takes(x_TD: Tensor) -> bool:
@@ -99,7 +90,7 @@ class _Layer(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         width, eps = config.width, config.layer_norm_eps
-        self.heads, self.dropout, self.gelu = config.heads, config.dropout, config.gelu
+        self.heads, self.dropout, self.gelu = config.heads, config.dropout, _GELU[config.activation]
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         # Keys have no bias: it would add one number to a query's scores of all keys, which the softmax does not see.
         self.query_bias = nn.Parameter(torch.zeros(width))
@@ -182,7 +173,6 @@ class Bert(Encoder):
 
     @property
     def word_vectors(self) -> nn.Parameter:
-        """The embedding of each wordpiece."""
         return cast(nn.Parameter, self.word.weight)
 
     @property
@@ -193,16 +183,13 @@ class Bert(Encoder):
         return [last.output_norm.bias]
 
     def masked_word_head(self) -> MaskedWordHead:
-        """A new head of BERT's kind."""
         return MaskedWordHead(self.config)
 
     def describe(self) -> dict[str, Any]:
-        """What a ``config.json`` says."""
         return self.config.to_json()
 
     @classmethod
     def described(cls, description: Mapping[str, Any], source: str) -> Bert:
-        """The encoder of a ``config.json``, without weights."""
         return Bert(BertConfig.from_json(description, source))
 
     @classmethod
@@ -220,7 +207,6 @@ class Bert(Encoder):
         return bert, head, found
 
     def set_dropout(self, dropout: float) -> None:
-        """Learn with another dropout from here on."""
         super().set_dropout(dropout)
         self.config = replace(self.config, dropout=dropout)
         for layer in self.layers:
@@ -236,7 +222,7 @@ class MaskedWordHead(nn.Module):
         self.transform = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
-        self.gelu = config.gelu
+        self.gelu = _GELU[config.activation]
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
@@ -301,7 +287,7 @@ HEAD_NAMES = {  # of a masked word head
 def their_names(ours: str) -> list[str]:
     """Hugging Face's names of one of an encoder's parameters; more than one are joined, row after row, in ours."""
     name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
-    return [name.replace("qkv", part) for part in (("query", "key", "value") if "qkv" in name else ("",))]
+    return [name.replace("qkv", part) for part in ("query", "key", "value")] if "qkv" in name else [name]
 
 
 def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: MaskedWordHead | None = None) -> bool:

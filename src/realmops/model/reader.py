@@ -173,7 +173,6 @@ class Reader(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return self.bert.device
 
     def encode(self, batch: Packed) -> Tensor:
@@ -285,7 +284,6 @@ class ReaderApart(Reader):
         return padded_BMU.gather(2, columns_BMK).transpose(1, 2), is_mask_BM
 
     def log_masked_pairs(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
-        """As ``Reader.log_masked_pairs``."""
         x, (z, bodies) = masked.queries, masked.alone(documents)
         log_token_MU, log_null_M1 = self._log_apart(x, masked.rows_M(x), masked.targets_M, z, bodies)
         sequence_M = masked.sequence_M
@@ -293,7 +291,6 @@ class ReaderApart(Reader):
         return torch.where(is_null_M, log_null_M1[:, 0], log_token_MU.gather(1, sequence_M[:, None])[:, 0])
 
     def log_masked_words(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
-        """As ``Reader.log_masked_words``."""
         x, (z, bodies) = masked.queries, masked.alone(documents)
         log_word_KMV, log_null_MV = self._log_apart(x, masked.rows_M(x), None, z, bodies)
         there_K = bodies.there_NL.any(-1)[:, None, None].to(self.device)
