@@ -43,9 +43,10 @@ def random_model(folder: Path, shape: str) -> None:
     """A BERT with random weights as a folder that both sides load, with the vocabulary of the generated text."""
     import generated
     import torch
+    from bert_files import save_bert
 
     from realmops.corpus.vocabulary import vocabulary_bytes
-    from realmops.encoders.bert import Bert, save_bert
+    from realmops.encoders.bert import Bert
 
     torch.manual_seed(0)
     bert = Bert(generated.SHAPES[shape])
@@ -62,10 +63,10 @@ class Ours:
     def __init__(self, folder: Path, dtype: Any) -> None:
         from realmops.corpus.pretrained import read_encoder_vocabulary
         from realmops.corpus.vocabulary import build_tokenizer
-        from realmops.encoders.bert import load_bert
+        from realmops.encoders.bert import Bert
         from realmops.model.sequences import SpecialTokens
 
-        self.bert = load_bert(folder, 0.0)[0].eval()
+        self.bert = Bert.load(folder, 0.0)[0].eval()
         self.tokenizer = build_tokenizer(*read_encoder_vocabulary(folder))
         self.special, self.dtype = SpecialTokens.of(self.tokenizer), dtype
 

@@ -45,11 +45,11 @@ def make_tagger() -> Any:
 def make_pipeline(tagger: Any, folder: Path) -> Any:
     """The peer's pipeline with the same weights."""
     import generated
+    from bert_files import export_state
     from safetensors.torch import save_file
     from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast, pipeline
 
     from realmops.corpus.vocabulary import vocabulary_bytes
-    from realmops.encoders.bert import export_state
 
     state = export_state(tagger.bert)
     state |= {f"classifier.{kind}": getattr(tagger.output, kind).detach() for kind in ("weight", "bias")}

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from bert_files import export_state, save_bert
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -17,12 +18,9 @@ from realmops.encoders.bert import (
     Bert,
     BertConfig,
     MaskedWordHead,
-    export_state,
     import_pooler,
     import_state,
     initialise_small,
-    load_bert,
-    save_bert,
 )
 from realmops.encoders.devices import autocast, freeze_products, resolve_device, resolve_precision
 from realmops.encoders.folders import read_weights
@@ -75,7 +73,7 @@ def their_hidden(model: transformers.BertForMaskedLM) -> Tensor:
 
 def loaded(model: transformers.BertForMaskedLM, folder: Path) -> tuple[Bert, MaskedWordHead]:
     model.save_pretrained(folder)
-    bert, head, found = load_bert(folder)
+    bert, head, found = Bert.load(folder)
     assert found
     return bert.eval(), head
 
@@ -288,7 +286,7 @@ def test_our_folder_loads_into_transformers_and_back(tmp_path: Path) -> None:
         torch.testing.assert_close(bert(Packed(*sequences())), their_TD, rtol=0, atol=1e-5)
         torch.testing.assert_close(head(their_TD, bert.word.weight), theirs.cls(their_TD), rtol=0, atol=1e-5)
     theirs.save_pretrained(tmp_path / "theirs")
-    again, again_head, found = load_bert(tmp_path / "theirs")
+    again, again_head, found = Bert.load(tmp_path / "theirs")
     assert found
     assert again.config == config
     for name, tensor in {**bert.state_dict(), **head.state_dict()}.items():
@@ -300,7 +298,7 @@ def test_an_encoder_without_a_head_is_found_out(tmp_path: Path, pooled: bool) ->
     """Names without the prefix "bert." and without a masked word head, as BertModel writes them."""
     model = transformers.BertModel(transformers.BertConfig(**SHAPE), add_pooling_layer=pooled)
     model.save_pretrained(tmp_path)
-    bert, _, found = load_bert(tmp_path)
+    bert, _, found = Bert.load(tmp_path)
     assert found is False
     assert torch.equal(bert.word.weight, model.embeddings.word_embeddings.weight)
     pooler = nn.Linear(24, 24)
@@ -383,7 +381,7 @@ def test_other_configurations_are_refused(changes: dict[str, Any], message: str)
 def test_a_config_file_that_is_no_object_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=f"{tmp_path}/config.json"):
-        load_bert(tmp_path)
+        Bert.load(tmp_path)
 
 
 def test_a_half_written_safetensors_file_is_named(tmp_path: Path) -> None:
@@ -392,7 +390,7 @@ def test_a_half_written_safetensors_file_is_named(tmp_path: Path) -> None:
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match=r"model\.safetensors"):
-        load_bert(tmp_path)
+        Bert.load(tmp_path)
 
 
 def test_half_precision_files_become_fp32(tmp_path: Path) -> None:
@@ -400,7 +398,7 @@ def test_half_precision_files_become_fp32(tmp_path: Path) -> None:
     save_bert(tmp_path, bert)
     path = tmp_path / "model.safetensors"
     save_file({name: tensor.half() for name, tensor in load_file(path).items()}, path)
-    again, _, _ = load_bert(tmp_path)
+    again, _, _ = Bert.load(tmp_path)
     assert {p.dtype for p in again.parameters()} == {torch.float32}
 
 

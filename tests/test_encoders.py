@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bert_files import save_bert
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from transformers import BertTokenizerFast
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
-from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, load_bert, save_bert
+from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead
 from realmops.encoders.folders import (
     BERT,
     T5,
@@ -271,7 +272,7 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, inside: bool) -> None:
     payload = Payload(target)
     torch.save({**weights, "extra": payload} if inside else payload, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model\.bin holds something other than weights.* nothing of it was"):
-        load_bert(folder)
+        Bert.load(folder)
     assert not target.exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert target.read_text() == "it ran", "the payload is a live one"
@@ -282,7 +283,7 @@ def test_torchs_old_form_is_refused_unread(tmp_path: Path) -> None:
     as_bin(folder)
     torch.save(Payload(target), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is not in torch's zip form"):
-        load_bert(folder)
+        Bert.load(folder)
     assert not target.exists()
 
 

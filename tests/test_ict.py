@@ -14,6 +14,7 @@ import torch
 from small_world import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
+from realmops.artifacts import seed_for
 from realmops.config import Ict
 from realmops.encoders.packed import Packed
 from realmops.model.reader import Reader
@@ -204,7 +205,7 @@ def test_the_first_loss_is_the_slow_ones(world: World, head: str, task: dict[str
     """Step 0 again by hand, one sequence at a time: the mean over queries of -log of the own passage's share."""
     retriever, _ = tiny_models(world, head=head)
     context, chosen = tiny_context(), options(**task, steps=1)
-    rng = np.random.default_rng(ict.seed_for(context.seed, context.stream, "batch", 0))
+    rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", 0))
     examples = [draw_cloze(world.snapshot, int(p), rng, chosen, world.special) for p in cloze_batch(12, 8, 2, rng)]
     losses = []
     with torch.no_grad():

@@ -43,16 +43,25 @@ HYBRID_DEPTH = 100  # passages that embeddings and words find each, of which the
 _QUESTIONS_IN_MEMORY = 1024
 
 
-class Ranker(ABC):
-    """A retriever that has no embeddings: it ranks passages by words or links (``finetune.retriever``)."""
+class Ranker:
+    """Ranks passages by words, links or paths, without embeddings (``finetune.retriever``), and remembers its answers.
 
-    @abstractmethod
+    A training asks the same ``remembered`` questions again and again (all without it), and anything may be asked of a
+    server. ``save`` writes what the ranker has learned into a folder.
+    """
+
+    def __init__(
+        self,
+        rank: Callable[[Sequence[str], int], np.ndarray],
+        remembered: int | None,
+        save: Callable[[Path], None] = lambda folder: None,
+    ) -> None:
+        self._rank, self.save = lru_cache(remembered)(lambda question, k: rank([question], k)[0]), save
+
     def __call__(self, question: str, k: int) -> np.ndarray:
         """A question's k best passages, best first, int64 [k]; -1 where there are fewer."""
-
-    @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write what it has learned, if anything, beside the reader."""
+        found: np.ndarray = self._rank(question, k)
+        return found
 
 
 class Answering(ABC):
@@ -121,8 +130,8 @@ class RetrieveAndRead(Answering):
         self.sources = Sources(self.snapshot)
         self._correct: dict[tuple[tuple[str, ...], str], dict[int, bool]] = {}  # an id is a question's in one file only
         encode = self.snapshot.tokenizer.encode
-        # A question is looked at several times: its length is checked, it is embedded, and it is read.
-        self._wordpieces = lru_cache(_QUESTIONS_IN_MEMORY)(
+        # A question is looked at several times: its length is checked, it is embedded, and it is read (only read).
+        self.wordpieces: Callable[[str], np.ndarray] = lru_cache(_QUESTIONS_IN_MEMORY)(
             lambda text: np.array(encode(text, add_special_tokens=False).ids, dtype=np.int64)
         )
 
@@ -205,10 +214,6 @@ class RetrieveAndRead(Answering):
         assert self.passages is not None
         search = Hybrid(self.passages, self.words, self.retriever.mixture, self.retriever.scale)
         return search.search(query_BE.detach(), questions, k, depth)
-
-    def wordpieces(self, text: str) -> np.ndarray:
-        """A text's wordpieces; only to be read."""
-        return self._wordpieces(text)
 
     def is_correct(self, question: Question, passages: Sequence[int]) -> np.ndarray:
         """Whether each passage contains an answer, by the question's rule."""

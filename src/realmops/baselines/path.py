@@ -54,15 +54,6 @@ class PathScorer(nn.Module):
         self.begin = nn.Parameter(torch.zeros(width))
         self.end = nn.Parameter(torch.zeros(width))
 
-    def initialise(self, seed: int) -> PathScorer:
-        """New recurrent weights, normal with deviation 0.02 as BERT's."""
-        generator = torch.Generator().manual_seed(seed_for(seed, "path"))
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if not name.startswith("bert."):
-                    parameter.normal_(0.0, 0.02, generator=generator)
-        return self
-
 
 @dataclass(frozen=True)
 class PathLesson:
@@ -89,15 +80,18 @@ class PathRetriever:
     def start(
         cls, encoder: Encoder, snapshot: Snapshot, options: Finetune, dtype: torch.dtype, seed: int
     ) -> PathRetriever:
-        """With a copy of an encoder, its scorer untrained."""
-        scorer = PathScorer(copy.deepcopy(encoder)).initialise(seed).to(encoder.device)
-        return cls(scorer, snapshot, options, dtype)
+        """With a copy of an encoder, and recurrent weights that are normal with deviation 0.02 as BERT's."""
+        scorer, generator = PathScorer(copy.deepcopy(encoder)), torch.Generator().manual_seed(seed_for(seed, "path"))
+        with torch.no_grad():
+            for name, parameter in scorer.named_parameters():
+                if not name.startswith("bert."):
+                    parameter.normal_(0.0, 0.02, generator=generator)
+        return cls(scorer.to(encoder.device), snapshot, options, dtype)
 
     @classmethod
     def load(
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
     ) -> PathRetriever:
-        """The one that :meth:`save` wrote."""
         scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text()), str(folder / SHAPE)))
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)
@@ -126,12 +120,10 @@ class PathRetriever:
         return hidden_ND.float()
 
     def _starts(self, question: str) -> list[int]:
-        """The passages that a path may start from."""
         found: list[int] = rank(self.bm25, [question], min(STARTS, len(self.bm25)))[0].tolist()
         return found
 
     def _linked(self, question: str, passage: int) -> list[int]:
-        """The passages that a path may go on to from here."""
         linked = self.links.of(passage)
         found: list[int] = linked[top(self.bm25.score_of(question, linked), LINKED)].tolist() if len(linked) else []
         return found
@@ -221,11 +213,6 @@ def train_paths(
         retriever.scorer.train()
         return retriever.loss([lessons[row] for row in rows_of(step)]), {}
 
-    return fit(
-        context,
-        [Group("scorer", retriever.scorer, options.reader_learning_rate)],
-        optimiser,
-        step_loss,
-        steps=finetune_steps(len(lessons), options),
-        checkpoint_every=options.checkpoint_every,
-    )
+    groups = [Group("scorer", retriever.scorer, options.reader_learning_rate)]
+    steps, every = finetune_steps(len(lessons), options), options.checkpoint_every
+    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every)

@@ -33,7 +33,7 @@ from realmops.encoders.devices import autocast
 from realmops.encoders.folders import CONFIG, T5, TOKENIZER, encoder_folder, read_config
 from realmops.model.sequences import SpecialTokens
 from realmops.train.finetune import finetune_steps
-from realmops.train.loop import Context, DeferredMetrics, StepLoss, Trainings, epoch_rows, fit
+from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 FILE = "closed_book.json"
@@ -108,7 +108,6 @@ class ClosedBook(Answering):
         return int(self.net.config.eos_token_id)
 
     def wordpieces(self, text: str) -> np.ndarray:
-        """A text's wordpieces."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def ended(self, ids: np.ndarray) -> np.ndarray:
@@ -116,7 +115,6 @@ class ClosedBook(Answering):
         return np.append(ids, self.end)
 
     def question(self, text: str) -> np.ndarray:
-        """A question as input."""
         return self.ended(self.wordpieces(text)[: self.question_wordpieces - 1])
 
     def target(self, answer: str) -> np.ndarray:
@@ -132,7 +130,6 @@ class ClosedBook(Answering):
         return self.ended(np.array(ids[: self.answer_wordpieces - 1], dtype=np.int64))
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of a target."""
         unwritten = {self.padding, self.end, *self.sentinels.tolist()}
         return str(self.tokenizer.decode([i for i in ids if i not in unwritten], skip_special_tokens=False))
 
@@ -154,27 +151,10 @@ class ClosedBook(Answering):
             [accuracy], lambda share: {"accuracy": share.item()}
         )
 
-    def train(
-        self,
-        trainings: Trainings,
-        snapshot: Snapshot,
-        questions: Sequence[Question],
-        options: ClosedBookOptions,
-        optimiser: Optimiser,
-    ) -> int:
-        """Learn from span corruption over the corpus, then from questions; returns the number of these."""
-        usable = answered_in_words(questions)
-        corruption = trainings.context("span_corruption", options.steps, "span corruption", "corrupted_")
-        trainings.end = pretrain(corruption, self, snapshot, options, optimiser)
-        answering = trainings.context("closed_book", finetune_steps(len(usable), options), "fine-tuning")
-        finetune(answering, self, usable, options, optimiser)
-        return len(usable)
-
     def check(self, question: str) -> None:
         """Every question can be asked: what is too long is cut."""
 
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
-        """Nothing."""
         return [Found(question, (), (), (), ()) for question in questions]
 
     @torch.no_grad()
@@ -264,13 +244,15 @@ def pretrain(
         return np.concatenate([title, body[start : start + room]])
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
+        rng = context.rng("batch", step)
         numbers = rng.integers(len(snapshot), size=options.batch_size).tolist()
         examples = [span_corruption(passage(number, rng), model.sentinels, rng) for number in numbers]
         inputs, targets = ([model.ended(ids) for ids in side] for side in zip(*examples, strict=True))
         return model.loss(inputs, targets, context.dtype)
 
-    return _fit(context, model, options, optimiser, step_loss, options.steps)
+    groups = [Group("closed_book", model.net.to(context.device), options.learning_rate)]
+    every = options.checkpoint_every
+    return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
 
 
 def answered_in_words(questions: Sequence[Question]) -> list[Question]:
@@ -297,25 +279,13 @@ def finetune(
     rows_of = epoch_rows(context, len(questions), options.batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "answer", step))
-        rows = rows_of(step)
+        rng, rows = context.rng("answer", step), rows_of(step)
         drawn = [targets[row][rng.integers(len(targets[row]))] for row in rows]
         return model.loss([inputs[row] for row in rows], drawn, context.dtype)
 
-    return _fit(context, model, options, optimiser, step_loss, finetune_steps(len(questions), options))
-
-
-def _fit(
-    context: Context,
-    model: ClosedBook,
-    options: ClosedBookOptions,
-    optimiser: Optimiser,
-    step_loss: StepLoss,
-    steps: int,
-) -> int:
-    model.net.to(context.device)
-    groups = [Group("closed_book", model.net, options.learning_rate)]
-    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=options.checkpoint_every)
+    groups = [Group("closed_book", model.net.to(context.device), options.learning_rate)]
+    steps, every = finetune_steps(len(questions), options), options.checkpoint_every
+    return fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=every)
 
 
 def _transformers() -> Any:

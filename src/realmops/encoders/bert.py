@@ -1,8 +1,7 @@
-"""A lean BERT encoder over packed sequences: load, save, or build a small one from scratch.
+"""A lean BERT encoder over packed sequences: load one, or build a small one from scratch.
 
 Attention alone pads (:mod:`realmops.encoders.packed`); on a GPU with half precision nothing does: its flash attention
-takes sequences as they lie.  Weights and their names on disk are those of Hugging Face's BERT, so that folders can be
-exchanged with other software.
+takes sequences as they lie.  Folders with the weights of Hugging Face's BERT can be read.
 
 Shape suffixes: B sequences, T wordpieces of all sequences, G sequences of a group, L its longest, P padded rows,
 D width, H heads, V vocabulary, N chosen positions.
@@ -10,9 +9,8 @@ D width, H heads, V vocabulary, N chosen positions.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +24,7 @@ from realmops.encoders.encoder import Encoder
 from realmops.encoders.folders import CONFIG, read_config, read_weights
 from realmops.encoders.packed import Packed, PaddedGroup, even_rows, pad_rows, unpad_rows
 
-_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation
+_GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation of GELU
 
 
 @dataclass(frozen=True)
@@ -43,11 +41,6 @@ class BertConfig:
     segments: int = 2
     layer_norm_eps: float = 1e-12
     activation: str = "gelu"
-
-    @property
-    def gelu(self) -> str:
-        """The approximation of GELU: ``none``, or ``tanh`` in Google's own checkpoints."""
-        return _GELU[self.activation]
 
     def to_json(self) -> dict[str, Any]:
         """The fields under the names of a Hugging Face ``config.json``."""
@@ -82,11 +75,7 @@ _JSON = {
     "activation": "hidden_act",
 }
 _OPTIONAL = {"segments", "layer_norm_eps", "activation"}
-_ONLY = {
-    "model_type": ("bert", "realm"),
-    "hidden_act": tuple(_GELU),
-    "position_embedding_type": ("absolute",),
-}
+_ONLY = {"model_type": ("bert", "realm"), "hidden_act": tuple(_GELU), "position_embedding_type": ("absolute",)}
 
 
 def _flash_takes(x_TD: Tensor) -> bool:
@@ -101,7 +90,7 @@ class _Layer(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         width, eps = config.width, config.layer_norm_eps
-        self.heads, self.dropout, self.gelu = config.heads, config.dropout, config.gelu
+        self.heads, self.dropout, self.gelu = config.heads, config.dropout, _GELU[config.activation]
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         # Keys have no bias: it would add one number to a query's scores of all keys, which the softmax does not see.
         self.query_bias = nn.Parameter(torch.zeros(width))
@@ -184,7 +173,6 @@ class Bert(Encoder):
 
     @property
     def word_vectors(self) -> nn.Parameter:
-        """The embedding of each wordpiece."""
         return cast(nn.Parameter, self.word.weight)
 
     @property
@@ -195,22 +183,23 @@ class Bert(Encoder):
         return [last.output_norm.bias]
 
     def masked_word_head(self) -> MaskedWordHead:
-        """A new head of BERT's kind."""
         return MaskedWordHead(self.config)
 
     def describe(self) -> dict[str, Any]:
-        """What a ``config.json`` says."""
         return self.config.to_json()
 
     @classmethod
     def described(cls, description: Mapping[str, Any], source: str) -> Bert:
-        """The encoder of a ``config.json``, without weights."""
         return Bert(BertConfig.from_json(description, source))
 
     @classmethod
     def load(cls, folder: Path, dropout: float | None = None) -> tuple[Bert, MaskedWordHead, bool]:
         """From a folder in Hugging Face's format; a head that it lacks starts from a near identity."""
-        bert, head, found = load_bert(folder, dropout)
+        config = BertConfig.from_json(read_config(folder), str(folder / CONFIG))
+        if dropout is not None:
+            config = replace(config, dropout=dropout)
+        bert, head = cls(config), MaskedWordHead(config)
+        found = import_state(bert, read_weights(folder), str(folder), head)
         if not found:
             with torch.no_grad():
                 head.transform.weight.copy_(torch.eye(bert.width))
@@ -218,7 +207,6 @@ class Bert(Encoder):
         return bert, head, found
 
     def set_dropout(self, dropout: float) -> None:
-        """Learn with another dropout from here on."""
         super().set_dropout(dropout)
         self.config = replace(self.config, dropout=dropout)
         for layer in self.layers:
@@ -234,7 +222,7 @@ class MaskedWordHead(nn.Module):
         self.transform = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
-        self.gelu = config.gelu
+        self.gelu = _GELU[config.activation]
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
@@ -272,32 +260,22 @@ def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.G
 # ---- files in Hugging Face's format ---------------------------------------------------------------
 
 
-def _names(config: BertConfig) -> Iterator[tuple[str, str]]:
-    """Pairs of our parameter's name and Hugging Face's, without the fused weights of query, key and value."""
-    for ours, theirs in (
-        ("word", "word_embeddings"),
-        ("position", "position_embeddings"),
-        ("segment", "token_type_embeddings"),
-    ):
-        yield f"{ours}.weight", f"embeddings.{theirs}.weight"
-    modules = [("norm", "embeddings.LayerNorm")]
-    for i in range(config.layers):
-        ours, theirs = f"layers.{i}", f"encoder.layer.{i}"
-        modules += [
-            (f"{ours}.attention_output", f"{theirs}.attention.output.dense"),
-            (f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm"),
-            (f"{ours}.intermediate", f"{theirs}.intermediate.dense"),
-            (f"{ours}.output", f"{theirs}.output.dense"),
-            (f"{ours}.output_norm", f"{theirs}.output.LayerNorm"),
-        ]
-        for part in ("query", "value"):
-            yield f"{ours}.{part}_bias", f"{theirs}.attention.self.{part}.bias"
-    for ours, theirs in modules:
-        yield f"{ours}.weight", f"{theirs}.weight"
-        yield f"{ours}.bias", f"{theirs}.bias"
-
-
-_HEAD = {
+_NAMES = {  # Hugging Face's, of each part of ours
+    "word": "embeddings.word_embeddings",
+    "position": "embeddings.position_embeddings",
+    "segment": "embeddings.token_type_embeddings",
+    "norm": "embeddings.LayerNorm",
+    "layers": "encoder.layer",
+    "qkv": "attention.self.qkv",  # which they keep as query, key and value
+    "query_bias": "attention.self.query.bias",
+    "value_bias": "attention.self.value.bias",
+    "attention_output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+HEAD_NAMES = {  # of a masked word head
     "transform.weight": "cls.predictions.transform.dense.weight",
     "transform.bias": "cls.predictions.transform.dense.bias",
     "norm.weight": "cls.predictions.transform.LayerNorm.weight",
@@ -306,21 +284,10 @@ _HEAD = {
 }
 
 
-def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Tensor]:
-    """The parameters under Hugging Face's names (``bert.`` in front, ``cls.predictions.`` for the head).
-
-    Hugging Face's keys have a bias, which changes nothing: it is written as zeros.
-    """
-    state = bert.state_dict()
-    out = {f"bert.{theirs}": state[ours] for ours, theirs in _names(bert.config)}
-    for i in range(bert.config.layers):
-        attention = f"bert.encoder.layer.{i}.attention.self"
-        parts = state[f"layers.{i}.qkv.weight"].chunk(3)
-        out |= {f"{attention}.{n}.weight": part for n, part in zip(("query", "key", "value"), parts, strict=True)}
-        out[f"{attention}.key.bias"] = torch.zeros_like(state[f"layers.{i}.query_bias"])
-    if head is not None:
-        out |= {theirs: head.state_dict()[ours] for ours, theirs in _HEAD.items()}
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in out.items()}
+def their_names(ours: str) -> list[str]:
+    """Hugging Face's names of one of an encoder's parameters; more than one are joined, row after row, in ours."""
+    name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
+    return [name.replace("qkv", part) for part in ("query", "key", "value")] if "qkv" in name else [name]
 
 
 def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: MaskedWordHead | None = None) -> bool:
@@ -337,14 +304,11 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
                 return state[candidate].float()
         raise ValueError(f"{source}: the parameter {name} is missing; it is no BERT encoder of this shape")
 
-    new = {ours: take(prefix + theirs) for ours, theirs in _names(bert.config)}
-    for i in range(bert.config.layers):
-        attention = f"{prefix}encoder.layer.{i}.attention.self"
-        new[f"layers.{i}.qkv.weight"] = torch.cat([take(f"{attention}.{n}.weight") for n in ("query", "key", "value")])
-    _fill(bert, new, source)
-    has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in _HEAD.values())
+    parts_of = {ours: [take(prefix + theirs) for theirs in their_names(ours)] for ours in bert.state_dict()}
+    _fill(bert, {ours: torch.cat(parts) if parts[1:] else parts[0] for ours, parts in parts_of.items()}, source)
+    has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in HEAD_NAMES.values())
     if head is not None and has_head:
-        _fill(head, {ours: take(theirs) for ours, theirs in _HEAD.items()}, source)
+        _fill(head, {ours: take(theirs) for ours, theirs in HEAD_NAMES.items()}, source)
     return has_head
 
 
@@ -375,24 +339,3 @@ def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:
                 f"{source}: {name} has shape {list(new[name].shape)}, the configuration says {list(old.shape)}"
             )
     module.load_state_dict(dict(new))
-
-
-def load_bert(folder: Path, dropout: float | None = None) -> tuple[Bert, MaskedWordHead, bool]:
-    """An encoder and a masked word head from a folder; the flag says whether the folder had a head.
-
-    ``dropout`` takes the place of the folder's own.
-    """
-    config = BertConfig.from_json(read_config(folder), str(folder / CONFIG))
-    if dropout is not None:
-        config = replace(config, dropout=dropout)
-    bert, head = Bert(config), MaskedWordHead(config)
-    found = import_state(bert, read_weights(folder), str(folder), head)
-    return bert, head, found
-
-
-def save_bert(folder: Path, bert: Bert, head: MaskedWordHead | None = None) -> None:
-    """Write ``config.json`` and ``model.safetensors`` that Hugging Face's BERT can load."""
-    from safetensors.torch import save
-
-    (folder / "config.json").write_text(json.dumps(bert.config.to_json(), indent=1) + "\n")
-    (folder / "model.safetensors").write_bytes(save(export_state(bert, head)))

@@ -76,5 +76,4 @@ class Encoder(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
         return self.word_vectors.device

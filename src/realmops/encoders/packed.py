@@ -79,7 +79,6 @@ class Packed:
             self.padded_rows += size * longest
         padded_row_T = np.repeat(first_row_B, self.lengths) + position_T
         self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
-        self._one_segment = False
         of_wordpieces = [token_T & (FORM_STEP - 1), token_T // FORM_STEP, segment_T, position_T, padded_row_T]
         of_sequences = [self.lengths, self.lengths[np.concatenate(together)], self.starts]
         self._take_apart(torch.from_numpy(np.concatenate([*of_wordpieces, *of_sequences])))
@@ -91,8 +90,6 @@ class Packed:
         self.lengths_B, self._lengths_in_groups_B, starts_B = parts[5:]
         self.first_B, self.starts_B = starts_B[:-1], starts_B.to(torch.int32)
         self._numbers = numbers
-        if self._one_segment:
-            self.segments_T = torch.zeros_like(self.segments_T)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -104,8 +101,8 @@ class Packed:
     def in_one_segment(self) -> Packed:
         """The same sequences, all of segment 0."""
         other = copy(self)
-        other._one_segment = True
-        other.segments_T = torch.zeros_like(self.segments_T)
+        other._take_apart(self._numbers.clone())
+        other.segments_T.zero_()
         return other
 
     def to(self, device: torch.device) -> Packed:

@@ -10,7 +10,8 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import Answering, RetrieveAndRead
 from realmops.artifacts import read_json, write_json
 from realmops.baselines import t5
-from realmops.baselines.rankers import open_ranker
+from realmops.baselines.path import PathRetriever
+from realmops.baselines.rankers import ranker_of
 from realmops.config import Finetune
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.devices import freeze_products
@@ -54,7 +55,8 @@ def open_tuned(
     retriever, reader = load_models(folder, snapshot.vocabulary_hash)
     for network in (retriever, reader):
         freeze_products(network.eval(), dtype)
-    ranker = open_ranker(folder, options, snapshot, device, dtype, QUESTIONS_IN_MEMORY)
+    path = PathRetriever.load(folder, snapshot, options, device, dtype) if options.retriever == "path" else None
+    ranker = ranker_of(options.retriever, snapshot, path, QUESTIONS_IN_MEMORY)
     passages = load_passages(index or folder, snapshot, device, retriever.vectors) if ranker is None else None
     words = Bm25.of(snapshot) if ranker is None and retriever.mixture.lexical else None
     both = retriever.to(device), reader.to(device)

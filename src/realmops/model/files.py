@@ -234,7 +234,6 @@ def _retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def save_models(folder: Path, retriever: Retriever, reader: Reader, vocabulary_hash: str) -> None:
-    """Write both models into a stage folder."""
     description = json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True)
     (folder / MODEL).write_text(description + "\n")
     (folder / RETRIEVER).write_bytes(_retriever_bytes(retriever))

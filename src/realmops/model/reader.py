@@ -43,23 +43,6 @@ class Bodies:
 
 
 @dataclass(frozen=True)
-class MaskRows:
-    """Where the masked wordpieces of a packed batch stand."""
-
-    row_M: Tensor  # packed rows
-    sequence_M: Tensor  # in which sequence, ascending
-    place_M: Tensor  # the how manieth mask of its sequence, from 0
-    most: int  # masks of one sequence
-
-    @staticmethod
-    def of(row_M: Tensor, sequence_M: Tensor) -> MaskRows:
-        """From rows and sequences; all on the CPU."""
-        counts_N = torch.bincount(sequence_M)
-        place_M = torch.arange(len(sequence_M)) - (counts_N.cumsum(0) - counts_N)[sequence_M]
-        return MaskRows(row_M, sequence_M, place_M, int(counts_N.max()) if len(row_M) else 0)
-
-
-@dataclass(frozen=True)
 class Masked:
     """Masked sentences x as wordpieces, and how a network gets them: ``limit`` wordpieces, the rest is cut."""
 
@@ -137,11 +120,15 @@ class CopyHead(nn.Module):
             self.gate.weight.zero_()
             self.gate.bias.zero_()
 
-    def attention(self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, masks: MaskRows) -> Tensor:
-        """The attention of each mask on its own sequence's body, M x L; 0 where there is no wordpiece."""
-        sequence_M, place_M = masks.sequence_M, masks.place_M
+    def attention(
+        self, hidden_MD: Tensor, hidden_TD: Tensor, bodies: Bodies, sequence_M: Tensor, place_M: Tensor, most: int
+    ) -> Tensor:
+        """The attention of each mask on its own sequence's body, M x L; 0 where there is no wordpiece.
+
+        A mask is the one at ``place_M``, from 0, of at most ``most`` in the sequence ``sequence_M``.
+        """
         query_MD, key_TD = self.query(hidden_MD), self.key(hidden_TD)
-        shape = (len(bodies.rows_NL), masks.most, query_MD.shape[1])
+        shape = (len(bodies.rows_NL), most, query_MD.shape[1])
         query_NXD = query_MD.new_zeros(shape).index_put((sequence_M, place_M), query_MD)
         score_NXL = query_NXD @ key_TD[bodies.rows_NL].transpose(1, 2)
         return _softmax(score_NXL[sequence_M, place_M], bodies.there_NL[sequence_M], key_TD.shape[1])
@@ -186,7 +173,6 @@ class Reader(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return self.bert.device
 
     def encode(self, batch: Packed) -> Tensor:
@@ -198,37 +184,37 @@ class Reader(nn.Module):
         """The wordpieces of a passage as this reader takes them: where it compares, with the form of their words."""
         return snapshot.body(passage) if self.matches is None else snapshot.written(passage)
 
-    def log_token(self, batch: Packed, rows_M: Tensor, targets_M: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
+    def log_token(
+        self, batch: Packed, rows_M: Tensor, targets_M: Tensor | None, bodies: Bodies, sequence_M: Tensor
+    ) -> Tensor:
         """log p(y_j|z,x) of the wordpieces ``targets_M`` at the packed rows ``rows_M``, length M.
 
-        ``sequence_M`` says in which sequence a mask stands, ascending. The head is evaluated at those rows only.
-        Without a body, as with the null document, the vocabulary alone counts.
+        Without targets that of every wordpiece of the vocabulary, M x V. ``sequence_M`` says in which sequence a mask
+        stands, ascending; all arguments are on the CPU. The head is evaluated at those rows only. Without a body, as
+        with the null document, the vocabulary alone counts.
         """
-        masks, targets_M, bodies = _sent(self.device, rows_M, sequence_M, targets_M, bodies)
-        hidden_TD, sequence_M = self.encode(batch), masks.sequence_M
-        hidden_MD = hidden_TD.index_select(0, masks.row_M)
-        log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
-        if self.copy is None:
-            return log_vocabulary_M
-        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, masks)
-        is_target_ML = batch.tokens_T[bodies.rows_NL][sequence_M] == targets_M[:, None]
-        p_copy_M1 = (attention_ML * is_target_ML).sum(-1, keepdim=True)
-        mixed_M = self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_M1)[:, 0]
-        return torch.where(bodies.there_NL.any(-1)[sequence_M], mixed_M, log_vocabulary_M)
-
-    def log_words(self, batch: Packed, rows_M: Tensor, bodies: Bodies, sequence_M: Tensor) -> Tensor:
-        """log p(y_j|z,x) of every wordpiece of the vocabulary at the packed rows ``rows_M``, M x V."""
-        masks, _, bodies = _sent(self.device, rows_M, sequence_M, rows_M, bodies)
-        hidden_TD, sequence_M = self.encode(batch), masks.sequence_M
-        hidden_MD = hidden_TD.index_select(0, masks.row_M)
-        log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
-        if self.copy is None:
-            return log_vocabulary_MV
-        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, masks)
-        mixed_MV = self.copy.words(
-            hidden_MD, log_vocabulary_MV, attention_ML, batch.tokens_T[bodies.rows_NL][sequence_M]
+        counts_N = torch.bincount(sequence_M)
+        place_M = torch.arange(len(sequence_M)) - (counts_N.cumsum(0) - counts_N)[sequence_M]
+        most = int(counts_N.max()) if len(rows_M) else 0
+        wanted_M = rows_M if targets_M is None else targets_M
+        rows_M, sequence_M, place_M, wanted_M, rows_NL, there_NL = send(
+            self.device, rows_M, sequence_M, place_M, wanted_M, bodies.rows_NL, bodies.there_NL
         )
-        return torch.where(bodies.there_NL.any(-1)[sequence_M][:, None], mixed_MV, log_vocabulary_MV)
+        hidden_TD = self.encode(batch)
+        hidden_MD = hidden_TD.index_select(0, rows_M)
+        log_vocabulary_MU = self._log_vocabulary(hidden_MD, None if targets_M is None else wanted_M)
+        if self.copy is None:
+            return log_vocabulary_MU if targets_M is None else log_vocabulary_MU[:, 0]
+        bodies = Bodies(rows_NL, there_NL)
+        attention_ML = self.copy.attention(hidden_MD, hidden_TD, bodies, sequence_M, place_M, most)
+        token_ML = batch.tokens_T[rows_NL][sequence_M]
+        if targets_M is None:
+            mixed_MU = self.copy.words(hidden_MD, log_vocabulary_MU, attention_ML, token_ML)
+        else:
+            p_copy_M1 = (attention_ML * (token_ML == wanted_M[:, None])).sum(-1, keepdim=True)
+            mixed_MU = self.copy.mixed(hidden_MD, log_vocabulary_MU, p_copy_M1)
+        log_MU = torch.where(there_NL.any(-1)[sequence_M][:, None], mixed_MU, log_vocabulary_MU)
+        return log_MU if targets_M is None else log_MU[:, 0]
 
     def log_masked(
         self, masked: Masked, documents: Sequence[np.ndarray], column_BK: np.ndarray
@@ -257,12 +243,15 @@ class Reader(nn.Module):
         """log p(y_j|z,x) of every wordpiece at the masks of one sentence, for each document: K x M x V."""
         each = masked.taken([0] * len(documents))
         batch, bodies = each.joined(documents)
-        log_word_NV = self.log_words(batch, each.rows_M(batch), bodies, each.sequence_M)
+        log_word_NV = self.log_token(batch, each.rows_M(batch), None, bodies, each.sequence_M)
         return log_word_NV.view(len(documents), len(masked.positions[0]), -1)
 
-    def _logits(self, hidden_MD: Tensor) -> Tensor:
+    def _log_vocabulary(self, hidden_MD: Tensor, targets_M: Tensor | None) -> Tensor:
+        """log p of the targets by the masked word head, M x 1; without targets of all wordpieces, M x V."""
         logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word_vectors)
-        return logits_MV.float()
+        if targets_M is None:
+            return logits_MV.float().log_softmax(-1)
+        return -F.cross_entropy(logits_MV.float(), targets_M, reduction="none")[:, None]
 
 
 class ReaderApart(Reader):
@@ -285,8 +274,8 @@ class ReaderApart(Reader):
         place_U = np.full(len(documents), len(full))  # of the null document: behind the others
         place_U[full] = np.arange(len(full))
         x, (z, bodies) = masked.queries, masked.alone([documents[u] for u in full] or [_NOTHING])
-        log_token_NU, log_null_N = self._log_token_apart(x, masked.rows_M(x), masked.targets_M, z, bodies)
-        log_token_NU = torch.cat([log_token_NU[:, : len(full)], log_null_N[:, None]], dim=1)
+        log_token_NU, log_null_N1 = self._log_apart(x, masked.rows_M(x), masked.targets_M, z, bodies)
+        log_token_NU = torch.cat([log_token_NU[:, : len(full)], log_null_N1], dim=1)
         there_BK, is_mask_BM = torch.from_numpy(place_U[np.maximum(column_BK, 0)]), masked.is_mask_BM
         there_BK, at_2N, is_mask_BM = send(self.device, there_BK, is_mask_BM.nonzero().T, is_mask_BM)
         padded_BMU = log_token_NU.new_zeros(*is_mask_BM.shape, log_token_NU.shape[1])
@@ -295,62 +284,44 @@ class ReaderApart(Reader):
         return padded_BMU.gather(2, columns_BMK).transpose(1, 2), is_mask_BM
 
     def log_masked_pairs(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
-        """As ``Reader.log_masked_pairs``."""
         x, (z, bodies) = masked.queries, masked.alone(documents)
-        log_token_MU, log_null_M = self._log_token_apart(x, masked.rows_M(x), masked.targets_M, z, bodies)
+        log_token_MU, log_null_M1 = self._log_apart(x, masked.rows_M(x), masked.targets_M, z, bodies)
         sequence_M = masked.sequence_M
         sequence_M, is_null_M = send(self.device, sequence_M, ~bodies.there_NL.any(-1)[sequence_M])
-        return torch.where(is_null_M, log_null_M, log_token_MU.gather(1, sequence_M[:, None])[:, 0])
+        return torch.where(is_null_M, log_null_M1[:, 0], log_token_MU.gather(1, sequence_M[:, None])[:, 0])
 
     def log_masked_words(self, masked: Masked, documents: Sequence[np.ndarray]) -> Tensor:
-        """As ``Reader.log_masked_words``."""
         x, (z, bodies) = masked.queries, masked.alone(documents)
-        log_word_KMV, log_null_MV = self._log_words_apart(x, masked.rows_M(x), z, bodies)
+        log_word_KMV, log_null_MV = self._log_apart(x, masked.rows_M(x), None, z, bodies)
         there_K = bodies.there_NL.any(-1)[:, None, None].to(self.device)
         return torch.where(there_K, log_word_KMV, log_null_MV[None])
 
-    def _log_token_apart(
-        self, x: Packed, rows_M: Tensor, targets_M: Tensor, z: Packed, bodies: Bodies
+    def _log_apart(
+        self, x: Packed, rows_M: Tensor, targets_M: Tensor | None, z: Packed, bodies: Bodies
     ) -> tuple[Tensor, Tensor]:
-        """log p(y_j|z,x) under each of U documents, M x U, and log p(y_j|null,x), length M; x and z are read apart."""
-        assert self.copy is not None
-        x_TD, z_TD = self.bert(x), self.bert(z)
-        rows_M, targets_M, *of_bodies = send(x_TD.device, rows_M, targets_M, bodies.rows_NL, bodies.there_NL)
-        hidden_MD, bodies = x_TD.index_select(0, rows_M), Bodies(*of_bodies)
-        log_vocabulary_M = -F.cross_entropy(self._logits(hidden_MD), targets_M, reduction="none")
-        attention_MUL = self.copy.attention_apart(hidden_MD, z_TD, bodies)
-        is_target_MUL = z.tokens_T[bodies.rows_NL][None] == targets_M[:, None, None]
-        p_copy_MU = (attention_MUL * is_target_MUL).sum(-1)
-        return self.copy.mixed(hidden_MD, log_vocabulary_M[:, None], p_copy_MU), log_vocabulary_M
+        """log p(y_j|z,x) under each of U documents, M x U, and log p(y_j|null,x), M x 1; x and z are read apart.
 
-    def _log_words_apart(self, x: Packed, rows_M: Tensor, z: Packed, bodies: Bodies) -> tuple[Tensor, Tensor]:
-        """The same of every wordpiece of the vocabulary: U x M x V, and M x V for the null document."""
+        Without targets the same of every wordpiece of the vocabulary: U x M x V, and M x V.
+        """
         assert self.copy is not None
         x_TD, z_TD = self.bert(x), self.bert(z)
-        rows_M, *of_bodies = send(x_TD.device, rows_M, bodies.rows_NL, bodies.there_NL)
+        wanted_M = rows_M if targets_M is None else targets_M
+        rows_M, wanted_M, *of_bodies = send(x_TD.device, rows_M, wanted_M, bodies.rows_NL, bodies.there_NL)
         hidden_MD, bodies = x_TD.index_select(0, rows_M), Bodies(*of_bodies)
-        log_vocabulary_MV = self._logits(hidden_MD).log_softmax(-1)
+        log_vocabulary_MU = self._log_vocabulary(hidden_MD, None if targets_M is None else wanted_M)
         attention_MUL, tokens_UL = self.copy.attention_apart(hidden_MD, z_TD, bodies), z.tokens_T[bodies.rows_NL]
+        if targets_M is not None:
+            p_copy_MU = (attention_MUL * (tokens_UL[None] == wanted_M[:, None, None])).sum(-1)
+            return self.copy.mixed(hidden_MD, log_vocabulary_MU, p_copy_MU), log_vocabulary_MU
         words = [
-            self.copy.words(hidden_MD, log_vocabulary_MV, attention_MUL[:, u], tokens_UL[u].expand(len(hidden_MD), -1))
+            self.copy.words(hidden_MD, log_vocabulary_MU, attention_MUL[:, u], tokens_UL[u].expand(len(hidden_MD), -1))
             for u in range(len(tokens_UL))
         ]
-        return torch.stack(words), log_vocabulary_MV
+        return torch.stack(words), log_vocabulary_MU
 
 
 READERS: dict[str, type[Reader]] = {"together": Reader, "apart": ReaderApart}
 """The classes of readers, as a checkpoint names them."""
-
-
-def _sent(
-    device: torch.device, row_M: Tensor, sequence_M: Tensor, targets_M: Tensor, bodies: Bodies
-) -> tuple[MaskRows, Tensor, Bodies]:
-    """Masks, what they hid and bodies, from the CPU to a device by one copy."""
-    here = MaskRows.of(row_M, sequence_M)
-    row_M, sequence_M, place_M, targets_M, rows_NL, there_NL = send(
-        device, row_M, sequence_M, here.place_M, targets_M, bodies.rows_NL, bodies.there_NL
-    )
-    return MaskRows(row_M, sequence_M, place_M, here.most), targets_M, Bodies(rows_NL, there_NL)
 
 
 def _softmax(score: Tensor, there: Tensor, width: int) -> Tensor:

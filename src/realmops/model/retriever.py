@@ -68,7 +68,6 @@ class Tower(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return next(self.parameters()).device
 
     @property
@@ -134,7 +133,6 @@ class Embedder(Tower):
 
     @property
     def words(self) -> str:
-        """What it is, for people."""
         made = f"{self.bert.width} -> {self.width} by {self.start}"
         return f"{self.bert.words}, pooling {self.pooling}, {made}, head {self.head}, segments {self.segments}"
 
@@ -186,7 +184,6 @@ class Bag(Tower):
 
     @property
     def words(self) -> str:
-        """What it is, for people."""
         return f"a bag of {self.word.num_embeddings} word vectors of width {self.width}"
 
     def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
@@ -234,7 +231,6 @@ class Retriever(nn.Module):
 
     @property
     def shared(self) -> bool:
-        """Whether queries and documents go through one tower."""
         return self.query is self.document
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from realmops.answering.answer import Answer
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import Answering, RetrieveAndRead
-from realmops.baselines.t5 import ClosedBook
+from realmops.baselines import t5
 from realmops.config import ClosedBookOptions, Finetune, Optimiser, RunOptions
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
@@ -129,13 +129,17 @@ def _closed_book(
     options, seed = job.section(ClosedBookOptions), job.section(RunOptions).seed
     reader = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1]
     shape = BertConfig.from_json(reader.encoder.describe(), "the reader")
-    model = ClosedBook.build(options, snapshot, shape, seed)
-    learned = model.train(trainings, snapshot, questions, options, job.section(Optimiser))
+    model = t5.ClosedBook.build(options, snapshot, shape, seed)
+    usable, optimiser = t5.answered_in_words(questions), job.section(Optimiser)
+    corruption = trainings.context("span_corruption", options.steps, "span corruption", "corrupted_")
+    trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)
+    answering = trainings.context("closed_book", finetune_steps(len(usable), options), "fine-tuning")
+    t5.finetune(answering, model, usable, options, optimiser)
     if not team().leads:
         return Tuned(model, [], {})
     answers = model.answer(held_out, progress=job.report.progress("dev questions", len(held_out)))
     return Tuned(
-        model, answers, {"closed_book_loss": JournalValues(job.journal).mean("loss", last=50), "questions": learned}
+        model, answers, {"closed_book_loss": JournalValues(job.journal).mean("loss", last=50), "questions": len(usable)}
     )
 
 

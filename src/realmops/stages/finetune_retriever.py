@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
-from realmops.baselines.rankers import DENSE, Ranking, ranker_of
+from realmops.baselines.rankers import DENSE, ranker_of
 from realmops.config import Finetune, IndexOptions, Optimiser, RunOptions
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
@@ -47,7 +48,7 @@ class Finder:
 
     retriever: Retriever
     passages: PassageIndex | None
-    ranker: Ranking | None
+    ranker: Ranker | None
     words: Bm25 | None
     metrics: dict[str, int]
 

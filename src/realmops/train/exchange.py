@@ -84,12 +84,7 @@ class SharedSource:
 
 @contextmanager
 def exchange(
-    context: Context,
-    site: BuilderSettings,
-    refresh: Refresh,
-    snapshot: Snapshot,
-    retriever: Retriever,
-    build: Build,
+    context: Context, site: BuilderSettings, refresh: Refresh, snapshot: Snapshot, retriever: Retriever, build: Build
 ) -> Iterator[tuple[Context, SharedSource]]:
     """A training's surroundings and indexes on an exchange, with its builder beside it where that is a child.
 
@@ -108,7 +103,10 @@ def exchange(
         threads=site.threads,
         part_rows=refresh.shard_rows,
     )
-    child = _builder(root, snapshot, site.work / BUILDER_LOG) if refresh.builder == "child" else None
+    child = None
+    if refresh.builder == "child":
+        command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
+        child = Child(command, pause=0.0, log=site.work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"})
 
     def on_wait(message: str, seconds: float) -> None:
         if child is not None:
@@ -127,12 +125,6 @@ def exchange(
         with suppress(Fenced):  # the last word is the successor's
             trainer.finish("failed", str(error))
         raise
-
-
-def _builder(root: Path, snapshot: Snapshot, log: Path) -> Child:
-    """An index builder that ends with this process."""
-    command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
-    return Child(command, pause=0.0, log=log, environment={**os.environ, "HOSTNAME": "child"})
 
 
 def _keep_alive(builder: Child) -> None:

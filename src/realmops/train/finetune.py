@@ -31,8 +31,12 @@ def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor,
         np.stack([model.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
     )
     early_B = marginal_span_loss(relevance_BP, send(model.device, correct_BP)[0])
-    rows, logit_S, gold_S = _read(model, questions, relevance_BP, id_BP)
-    span_B, has_gold_B = _span_loss(model, logit_S, torch.from_numpy(gold_S), rows, len(questions))
+    read = [[p for p in row if p >= 0] for row in id_BP[:, : options.reader_candidates].tolist()]
+    score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], read)
+    question_S, rank_S = send(model.device, torch.from_numpy(rows[:, :2].T))[0]
+    logit_S = score_S + model.retriever.mixture.reading * relevance_BP[question_S, rank_S]
+    gold_S = torch.from_numpy(model.is_gold(rows, questions, read))
+    span_B, has_gold_B = _span_loss(options.span_loss, logit_S, gold_S, rows, len(questions))
 
     def metrics(early_B: Tensor, span_B: Tensor, has_gold_B: Tensor) -> dict[str, float]:
         return {
@@ -46,23 +50,12 @@ def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor,
     return (early_B + span_B).mean(), DeferredMetrics((early_B, span_B, has_gold_B), metrics)
 
 
-def _read(
-    model: OpenQa, questions: Sequence[Question], relevance_BP: Tensor, id_BP: Tensor
-) -> tuple[np.ndarray, Tensor, np.ndarray]:
-    """Read the first passages of each question: the rows of their spans, logits, and which are right."""
-    read = [[p for p in row if p >= 0] for row in id_BP[:, : model.options.reader_candidates].tolist()]
-    score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], read)
-    question_S, rank_S = send(model.device, torch.from_numpy(rows[:, :2].T))[0]
-    logit_S = score_S + model.retriever.mixture.reading * relevance_BP[question_S, rank_S]
-    return rows, logit_S, model.is_gold(rows, questions, read)
-
-
-def _span_loss(model: OpenQa, logit_S: Tensor, is_gold: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+def _span_loss(kind: str, logit_S: Tensor, is_gold: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
     """The loss of each of ``count`` questions by ``finetune.span_loss``, and whether it has a gold span."""
     logit_BW, gold_BW = by_group(logit_S, is_gold, rows[:, 0], count)
     has_gold_B = gold_BW.any(-1)
-    if model.options.span_loss != "per_passage":
-        loss = {"marginal": marginal_span_loss, "hard_em": hard_em_span_loss}[model.options.span_loss]
+    if kind != "per_passage":
+        loss = {"marginal": marginal_span_loss, "hard_em": hard_em_span_loss}[kind]
         return loss(logit_BW, gold_BW), has_gold_B
     most = int(rows[:, 1].max()) + 1
     logit_NW, gold_NW = by_group(logit_S, is_gold, rows[:, 0] * most + rows[:, 1], count * most)

@@ -129,13 +129,11 @@ class BestModels:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What was measured with them."""
         figures: dict[str, float] = artifacts.read_json(self._all()[-1] / FIGURES)
         return figures
 
     @property
     def step(self) -> int:
-        """The retriever's step."""
         return _step_of(self._all()[-1])
 
     def offer(self, step: int, figures: Mapping[str, float], retriever: Retriever, reader: Reader) -> None:
@@ -165,7 +163,6 @@ class BestModels:
                 shutil.rmtree(old)
 
     def models(self) -> tuple[Retriever, Reader]:
-        """Both, as they were kept."""
         return load_models(self._all()[-1], self.vocabulary_hash)
 
     def told(self, last: Mapping[str, float]) -> str:

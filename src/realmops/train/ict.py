@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.artifacts import seed_for
 from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
@@ -116,7 +115,7 @@ def train_retriever(
         )
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
+        rng = context.rng("batch", step)
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
         drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
         examples, _ = team.share(drawn[: len(drawn) // team.size * team.size])
@@ -238,7 +237,7 @@ def train_reader(
         return x, masked_x, z
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
+        rng = context.rng("batch", step)
         drawn = [example(rng) for _ in range(options.reader_batch_size)]
         examples, weight = context.team.share(drawn, [int(masked.sum()) for _, masked, _ in drawn])
         sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]

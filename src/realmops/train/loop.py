@@ -19,6 +19,7 @@ from torch import Tensor
 from realmops.artifacts import seed_for
 from realmops.config import Optimiser
 from realmops.encoders.devices import bring
+from realmops.journal import Journal
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import ALONE, Team
 
@@ -35,19 +36,6 @@ class Checkpoints(Protocol):
         """Commit a checkpoint of the state after ``step`` steps."""
 
 
-class StepLog(Protocol):
-    """The metrics file of a stage."""
-
-    def log(self, step: int, **metrics: float) -> None:
-        """Append one line."""
-
-    def position(self) -> int:
-        """Bytes written so far."""
-
-    def truncate(self, position: int) -> None:
-        """Forget what was written behind ``position``."""
-
-
 @dataclass(frozen=True)
 class Context:
     """What a loop needs of its surroundings."""
@@ -57,7 +45,7 @@ class Context:
     device: torch.device
     dtype: torch.dtype
     checkpoints: Checkpoints
-    journal: StepLog
+    journal: Journal
     progress: Callable[[int], None]
     prefix: str = ""  # of the metrics' names
     first_step: int = 0  # what the journal calls the loop's first step
@@ -65,14 +53,9 @@ class Context:
     team: Team = ALONE
     name: str = ""  # of the training, for people
 
-
-class Trainings(Protocol):
-    """Trainings one after another, whose lines stand one behind the other in one journal."""
-
-    end: int  # the journal's length behind them; who trains sets it
-
-    def context(self, stream: str, steps: int, label: str, prefix: str = "") -> Context:
-        """The surroundings of the next one."""
+    def rng(self, *names: str | int) -> np.random.Generator:
+        """What is random for a use and a step: a function of (seed, stream, ``names``)."""
+        return np.random.default_rng(seed_for(self.seed, self.stream, *names))
 
 
 @dataclass(frozen=True)
@@ -86,7 +69,6 @@ class DeferredMetrics:
     metrics: Callable[..., dict[str, float]]
 
     def now(self) -> dict[str, float]:
-        """The metrics, waited for."""
         return self.metrics(*bring(*self.tensors))
 
 
@@ -167,9 +149,8 @@ def epoch_rows(context: Context, count: int, batch_size: int) -> Callable[[int],
     def rows(step: int) -> np.ndarray:
         epoch, place = divmod(step, per_epoch)
         if epoch not in orders:
-            rng = np.random.default_rng(seed_for(context.seed, context.stream, "order", epoch))
             orders.clear()
-            orders[epoch] = rng.permutation(count)
+            orders[epoch] = context.rng("order", epoch).permutation(count)
         return orders[epoch][place * batch_size : (place + 1) * batch_size]
 
     return rows
@@ -191,10 +172,7 @@ def _save(context: Context, optimiser: BertAdamW, step: int, last: str) -> None:
     if broken:
         raise _not_finite(context, step, f"{broken[0].removeprefix('p.')} has values that are NaN or infinite", last)
     state = {"step": step, "journal": context.journal.position()}
-    files = {
-        TENSORS: save_tensors(tensors),
-        STATE: json.dumps(state, sort_keys=True).encode(),
-    }
+    files = {TENSORS: save_tensors(tensors), STATE: json.dumps(state, sort_keys=True).encode()}
     context.checkpoints.save(step, files)
 
 

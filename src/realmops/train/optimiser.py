@@ -51,9 +51,7 @@ class BertAdamW:
         self.clip, self.bias_correction, self.weight_decay = clip, bias_correction, weight_decay
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
-        self.rates: list[float] = []
-        self.begins: list[int] = []
-        self.decays: list[bool] = []
+        self._kinds: list[tuple[float, int, bool]] = []  # of each: its rate, when it begins, and whether it decays
         seen: set[int] = set()
         for group in groups:
             for name, parameter in group.module.named_parameters():
@@ -61,14 +59,11 @@ class BertAdamW:
                     seen.add(id(parameter))
                     self.names.append(f"{group.name}.{name}")
                     self.parameters.append(parameter)
-                    self.rates.append(group.learning_rate)
-                    self.begins.append(group.begin)
-                    self.decays.append(parameter.dim() > 1)
+                    self._kinds.append((group.learning_rate, group.begin, parameter.dim() > 1))
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -78,15 +73,14 @@ class BertAdamW:
 
         Parameters without a gradient, and those that begin later, stay as they are.
         """
-        gradient_of = {
-            i: p.grad for i, p in enumerate(self.parameters) if p.grad is not None and step >= self.begins[i]
-        }
+        both = enumerate(zip(self.parameters, self._kinds, strict=True))
+        gradient_of = {i: p.grad for i, (p, (_, begin, _)) in both if p.grad is not None and step >= begin}
         gradients = list(gradient_of.values())
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         kinds: dict[tuple[float, int, bool], list[int]] = {}
         for i in gradient_of:
-            kinds.setdefault((self.rates[i], self.begins[i], self.decays[i]), []).append(i)
+            kinds.setdefault(self._kinds[i], []).append(i)
         for (rate, begin, decays), some in kinds.items():
             taken = step - begin if self.bias_correction else UNCORRECTED
             adamw(

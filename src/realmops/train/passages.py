@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.artifacts import seed_for
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.questions import Question
@@ -68,7 +67,7 @@ def passage_batches(context: Context, count: int, batch_size: int) -> Callable[[
 
     def batch(step: int) -> list[int]:
         epoch, place = divmod(step, per_epoch)
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "order", epoch))
+        rng = context.rng("order", epoch)
         shift = int(rng.integers(NEIGHBOURS))
         runs = np.split(np.arange(count), range(shift, count, NEIGHBOURS))
         order: list[int] = np.concatenate([runs[i] for i in rng.permutation(len(runs))]).tolist()
@@ -99,7 +98,7 @@ def train_by_passages(
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         retriever.train()
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "questions", step))
+        rng = context.rng("questions", step)
         drawn = [
             (positives.passages[row], rng.permutation(positives.questions[row])[:MOST_QUESTIONS].tolist())
             for row in batch_of(step)
@@ -133,7 +132,7 @@ def train_by_passages(
         return weight * in_batch_loss(relevance_QN, own_Q).mean(), later
 
     def _hard(step: int, drawn: Sequence[tuple[int, list[int]]]) -> list[int]:
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "hard", step))
+        rng = context.rng("hard", step)
         rows = rng.permutation([i for _, some in drawn for i in some])[: math.ceil(HARD_SHARE * len(drawn))].tolist()
         some, beside = [questions[i] for i in rows], [passage for passage, _ in drawn]
         return hard_negatives(current[0], some, beside, snapshot, options.query_wordpieces, context.dtype)

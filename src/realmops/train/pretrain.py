@@ -7,13 +7,13 @@ One step goes down through these: ``examples`` (masked sentences), ``candidates`
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from realmops.artifacts import seed_for
 from realmops.config import Optimiser
 from realmops.index.embed import embed, embed_there, query_sequences
 from realmops.index.mips import exact
@@ -32,18 +32,18 @@ class CollapseAlarm:
 
     def __init__(self, share: float, warn: Callable[[str], None]) -> None:
         self.share, self.warn = share, warn
-        self.null: list[float] = []
-        self.first: list[int] = []
+        self.null: deque[float] = deque(maxlen=COLLAPSE_WINDOW)
+        self.first: deque[Sequence[int]] = deque(maxlen=COLLAPSE_WINDOW)  # of each step
         self.raised = False
 
     def watch(self, step: int, p_null: float, first_choices: Sequence[int]) -> bool:
         """Take one step's numbers; warns once, and returns whether the retriever has collapsed."""
-        self.null = [*self.null, p_null][-COLLAPSE_WINDOW:]
-        self.first = [*self.first, *first_choices][-COLLAPSE_WINDOW * max(1, len(first_choices)) :]
+        self.null.append(p_null)
+        self.first.append(first_choices)
         if len(self.null) < COLLAPSE_WINDOW:
             return False
         null = float(np.mean(self.null))
-        values, counts = np.unique(self.first, return_counts=True)
+        values, counts = np.unique([p for step in self.first for p in step], return_counts=True)
         one = float(counts.max() / counts.sum()) if len(counts) else 0.0
         collapsed = null > self.share or one > self.share
         if collapsed and not self.raised:
@@ -95,7 +95,7 @@ def pretrain(
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         index = current[0]
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
+        rng = context.rng("batch", step)
         drawn = [examples.draw(rng) for _ in range(options.batch_size)]
         counts = [len(e.positions) for e in drawn] if options.marginal == "per_token" else None
         batch, weight = context.team.share(drawn, counts)
@@ -105,7 +105,7 @@ def pretrain(
         found = candidates.retrieve(asked, query_BE, index)
         if reader.apart:
             found = list(context.team.share(candidates.shared(drawn, found))[0])
-        crops = np.random.default_rng(seed_for(context.seed, context.stream, "crops", step))
+        crops = context.rng("crops", step)
         learns = step >= options.retriever_delay
         loss, later = realm.loss(batch, found, retriever_learns=learns, weight=weight, crops=crops, team=context.team)
         learned_from = max(index.step, min(step, options.retriever_delay))  # it stands still during the delay
@@ -131,7 +131,7 @@ def pretrain(
 
 def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: Context) -> float:
     """Share of the top k of sampled queries that the new generation changes."""
-    rng = np.random.default_rng(seed_for(context.seed, context.stream, "staleness"))
+    rng = context.rng("staleness")
     queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(realm.options.staleness_queries)]))
     ids: list[Any] = []
     for index in (old, new):

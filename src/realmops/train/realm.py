@@ -67,13 +67,6 @@ class Realm:
         """[CLS] x [SEP] of masked sentences."""
         return [join_query(e.x, self.special, self.options.query_wordpieces) for e in examples]
 
-    def log_prior(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """log p(z|x) with fresh parameters over each example's candidates, the null document last: B x K.
-
-        Each passage of the batch is embedded once.  The second result, on the CPU, marks candidates that do not exist.
-        """
-        return self._log_prior(examples, candidates, self.embed(examples, candidates))
-
     def embed(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> Embedded:
         """The sentences, and each passage of the batch once, the null document last."""
         passages = sorted({p for row in candidates for p in row})
@@ -84,9 +77,15 @@ class Realm:
             document_UE = self.retriever.documents(Packed([d[0] for d in documents], [d[1] for d in documents]))
         return Embedded(query_BE, document_UE, {p: i for i, p in enumerate(passages)} | {NULL: len(passages)})
 
-    def _log_prior(
-        self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], embedded: Embedded
+    def log_prior(
+        self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], embedded: Embedded | None = None
     ) -> tuple[Tensor, Tensor]:
+        """log p(z|x) with fresh parameters over each example's candidates, the null document last: B x K.
+
+        ``embedded`` is what :meth:`embed` made of them.  The second result, on the CPU, marks candidates that do not
+        exist.
+        """
+        embedded = embedded or self.embed(examples, candidates)
         id_BK, missing_BK = self._rows(candidates)
         rows_BK = torch.tensor([[embedded.place[p] for p in row] for row in id_BK.tolist()])
         if missing_BK.all(-1).any():
@@ -172,7 +171,7 @@ class Realm:
         """
         with torch.set_grad_enabled(retriever_learns):
             embedded = self.embed(examples, candidates)
-            log_prior_BK, missing_BK = self._log_prior(examples, candidates, embedded)
+            log_prior_BK, missing_BK = self.log_prior(examples, candidates, embedded)
         log_token_BKM, is_mask_BM = self.log_token(examples, candidates)
         log_likelihood_BK = likelihood.log_likelihood_given_document(log_token_BKM, is_mask_BM)
         log_joint_B = likelihood.log_marginal_joint(log_prior_BK, log_likelihood_BK)

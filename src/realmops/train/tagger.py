@@ -20,7 +20,6 @@ from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from realmops.artifacts import seed_for
 from realmops.config import Optimiser, Tag
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.dates import find_dates
@@ -82,13 +81,9 @@ def _encode(sentence: TaggedSentence, tokenizer: Tokenizer, tags: Sequence[str],
             continue
         inside = "I" + tag[1:] if tag != "O" else "O"
         tokens += pieces
-        capitals += [int(_is_capital(word))] * len(pieces)
+        capitals += [int(word[:1].isupper())] * len(pieces)
         labels += [number.get(tag, 0)] + [number.get(inside, 0)] * (len(pieces) - 1)
     return _Encoded(np.array([*tokens, special.sep]), np.array([*capitals, 0]), np.array(first), np.array([*labels, 0]))
-
-
-def _is_capital(word: str) -> bool:
-    return word[:1].isupper()
 
 
 def train_tagger(
@@ -109,7 +104,7 @@ def train_tagger(
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         tagger.train()
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", step))
+        rng = context.rng("batch", step)
         batch = [encoded[i] for i in rng.integers(len(encoded), size=options.batch_size)]
         hidden = [np.where(rng.random(len(e.tokens)) < options.hidden, mask, e.tokens) for e in batch]
         with autocast(context.device, context.dtype):
@@ -159,7 +154,10 @@ def tagger_files(tagger: Tagger | None, options: Tag) -> dict[str, bytes]:
 
 
 def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
-    """What finds the spans of a shard of the corpus, with the files of :func:`tagger_files`."""
+    """What finds the spans of a shard of the corpus, with the files of :func:`tagger_files`.
+
+    They are dates, and the entities that touch none.
+    """
     known, tagger = json.loads(files[TAGGER]), None
     if WEIGHTS in files:
         tagger = Tagger(described_encoder(known["bert"], TAGGER), known["tags"])
@@ -173,7 +171,10 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
             found = find_entities(tagger, snapshot, passages, known["wordpieces"], dtype) if tagger else {}
             for passage in passages:
                 dates = find_dates(snapshot.text(passage)) if known["dates"] else []
-                spans.append(_without_overlap([(start, stop, DATE) for start, stop in dates], found.get(passage, [])))
+                names = [
+                    e for e in found.get(passage, []) if not any(e[0] < stop and start < e[1] for start, stop in dates)
+                ]
+                spans.append([*((start, stop, DATE) for start, stop in dates), *names])
             progress(len(passages))
         return {SPANS: json.dumps(spans).encode()}
 
@@ -183,11 +184,6 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
 def spans_in(files: Mapping[str, bytes]) -> list[list[Entity]]:
     """For each passage of a shard its spans, which :func:`tagging` has found."""
     return [[(start, end, name) for start, end, name in spans] for spans in json.loads(files[SPANS])]
-
-
-def _without_overlap(dates: list[Entity], entities: list[Entity]) -> list[Entity]:
-    """Dates, and the entities that touch none of them."""
-    return dates + [e for e in entities if not any(e[0] < d[1] and d[0] < e[1] for d in dates)]
 
 
 def find_entities(
@@ -205,7 +201,7 @@ def find_entities(
             capitals = np.zeros(len(tokens), dtype=np.int64)
             for row in range(first, end):
                 is_word = row == first or not continues[body[row]]
-                capitals[1 + row - first] = _is_capital(text[chars[row, 0]]) if is_word else capitals[row - first]
+                capitals[1 + row - first] = text[chars[row, 0]].isupper() if is_word else capitals[row - first]
             sequences.append((tokens, capitals))
             places.append((passage, first, end))
     found: dict[int, list[Entity]] = {p: [] for p in passages}

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
-from realmops.artifacts import seed_for
 from realmops.config import Finetune, Optimiser
 from realmops.corpus.questions import Question
 from realmops.index.embed import Progress, no_progress
@@ -157,7 +156,7 @@ def train_in_windows(
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         reader.train()
-        rng = np.random.default_rng(seed_for(context.seed, context.stream, "windows", step))
+        rng = context.rng("windows", step)
         negatives = step >= NEGATIVES_FROM * steps
         some = [lessons[row] for row in rows_of(step)]
         drawn = [(lesson, draw_windows(model, lesson, rng, negatives=negatives)) for lesson in some]
