@@ -84,7 +84,7 @@ def count_words(
     floor = 0
     advance = Progress(sources, progress)
     share = _SAMPLE_BYTES / max(sum(source.size for source in sources), 1)
-    with workers_in_order(workers, sources, _counter) as count:
+    with workers_in_order(workers, sources, _words_of) as count:
         for batch, words in count(batches(_sampled(sources, share))):
             counts.update(words)
             while len(counts) > distinct_limit:
@@ -107,10 +107,6 @@ def _sampled(sources: Sequence[Source], share: float) -> Sequence[Source]:
         replace(source, format=replace(source.format, records=partial(sampled, source.format.records)))
         for source in sources
     ]
-
-
-def _counter() -> Callable[[Records], Counter[str]]:
-    return _words_of
 
 
 def _words_of(records: Records) -> Counter[str]:
