@@ -211,8 +211,7 @@ REGEX_RULES = ("regex_match", "regex_search")
 
 def contains_answer(text: str, answers: Iterable[str], rule: str) -> bool:
     """Whether one of the answers occurs in the text by a rule of ``MATCH_RULES``."""
-    spans_of = _rule(rule)
-    return any(spans_of(text, answer) for answer in answers)
+    return any(MATCH_RULES[rule](text, answer) for answer in answers)
 
 
 def answer_token_spans(
@@ -229,8 +228,7 @@ def answer_token_spans(
     where a wordpiece does: the text cut by the span's characters is then the text found, less blanks around it.
     Longer ones than ``max_wordpieces`` are left out.
     """
-    spans_of = _rule(rule)
-    found = sorted({_trimmed(text, span) for answer in answers for span in spans_of(text, answer)})
+    found = sorted({_trimmed(text, span) for answer in answers for span in MATCH_RULES[rule](text, answer)})
     if not found or not len(chars):
         return []
     bounds = np.asarray(found, np.int64)
@@ -247,12 +245,6 @@ def _trimmed(text: str, span: CharSpan) -> CharSpan:
     start, end = span
     found = text[start:end]
     return start + len(found) - len(found.lstrip()), end - len(found) + len(found.rstrip())
-
-
-def _rule(name: str) -> Callable[[str, str], list[CharSpan]]:
-    if name not in MATCH_RULES:
-        raise ValueError(f"match rule {name!r} is unknown; choose one of {', '.join(MATCH_RULES)}")
-    return MATCH_RULES[name]
 
 
 # The same passages are searched for the answers of many questions.
