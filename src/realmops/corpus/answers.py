@@ -215,12 +215,7 @@ def contains_answer(text: str, answers: Iterable[str], rule: str) -> bool:
 
 
 def answer_token_spans(
-    text: str,
-    answers: Iterable[str],
-    chars: NDArray[np.integer[Any]],
-    *,
-    rule: str,
-    max_wordpieces: int,
+    text: str, answers: Iterable[str], chars: NDArray[np.integer[Any]], *, rule: str, max_wordpieces: int
 ) -> list[tuple[int, int]]:
     """(first, end) wordpieces of every occurrence of an answer in a passage, in order.
 
