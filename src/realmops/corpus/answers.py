@@ -4,8 +4,6 @@ Numbers depend on these rules, so each has a name: the normal form behind exact 
 answer in a text (``MATCH_RULES``): two for answers in words, two for answers that are regular expressions.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import unicodedata

@@ -4,8 +4,6 @@ A reader (``realmops.corpus.formats``) cuts a file into raw records, serially an
 its own, in any process. Every complaint names its place, which for JSON lines is ``file:line``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

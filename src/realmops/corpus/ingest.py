@@ -4,8 +4,6 @@ Records are cut from their files in one process, which is cheap, and understood 
 results come back in the order of the batches, so that nothing depends on the number of workers.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 from collections import deque

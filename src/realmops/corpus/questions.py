@@ -4,8 +4,6 @@
 the line.  Names that end in .gz or .bz2 are unpacked.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -300,7 +300,6 @@ def _choose(candidates: list[Entity], split: str, mentions: Counter[str], rng: n
 
 
 def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> Fact:
-    """A fact with a date or a number."""
     match relation.objects:
         case ("population",):
             return Fact(relation, subject, None, (f"{10 * int(rng.integers(150, 9900)):,}",), 0)

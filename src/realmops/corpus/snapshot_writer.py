@@ -5,8 +5,6 @@ are kept in a temporary database on disk. Now and then the files are synced and 
 killed writer goes on from there. The same documents and settings give the same bytes whatever the number of workers.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools
@@ -184,7 +182,6 @@ class _Counts:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
-        """Count one record."""
         self.records += 1
         if isinstance(outcome, Dropped):
             self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
@@ -360,7 +357,6 @@ class _Writer:
         self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
 
     def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:
-        """The rows of passages.parquet."""
         names = {index: document_name(documents[index]) for index in batch.documents()}
         rows = []
         for passage in batch.passages:
@@ -472,7 +468,6 @@ class _SeenIds:
         return digest if copies == 1 else f"{digest}-{copies}"
 
     def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
-        """Remember rows that were written before a kill."""
         for passage, document, place in zip(passages, documents, places, strict=True):
             self.passage_id(passage.partition("-")[0])
             if place:

@@ -5,8 +5,6 @@ neighbouring pieces (byte-pair encoding over characters, Sennrich et al. 2016) a
 code points: the order is total, so that the result depends on nothing but the word counts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import random
@@ -272,7 +270,6 @@ def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:
 
 
 def vocabulary_hash(vocabulary: Sequence[str]) -> str:
-    """The sha256 of the vocabulary's vocab.txt."""
     return hashlib.sha256(vocabulary_bytes(vocabulary)).hexdigest()
 
 

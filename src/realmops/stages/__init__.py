@@ -1,7 +1,5 @@
 """The pipeline as data: which stages there are, what each reads, and the one way to run one."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -153,7 +151,6 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
 
 
 def option_of(values: Mapping[str, Mapping[str, Any]], key: str) -> Any:
-    """The value of section.key."""
     section, option = key.split(".")
     return values[section][option]
 

@@ -1,7 +1,5 @@
 """Stage ``sample``: the sample corpus."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

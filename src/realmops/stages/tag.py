@@ -1,7 +1,5 @@
 """Stage ``tag``: salient spans of corpus and warm-up text."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Web pages: their encoding, title and main text (by trafilatura)."""
 
-from __future__ import annotations
-
 import logging
 import re
 from encodings import normalize_encoding

@@ -1,7 +1,5 @@
 """JSON lines, plain or compressed: {"title", "text", "id"?, "spans"?, ...} or CC-News rows, one on each line."""
 
-from __future__ import annotations
-
 from realmops.corpus.documents import Format, cut_lines, document_or_dropped, json_object
 
 JSONL = Format("jsonl", cut_lines, lambda raw: document_or_dropped(json_object(raw.data, raw.place), raw.place))

@@ -1,7 +1,5 @@
 """MediaWiki XML dumps and exports, plain, .bz2 or .gz: the last revision of each page as text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables with the columns title, text and id: Parquet files, and datasets of Hugging Face saved on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ gzip member for one record: a damaged record or member is rejected and the next 
 member may end anywhere.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import zlib

@@ -1,7 +1,5 @@
 """What WikiExtractor writes: files of ``<doc id= url= title=>`` blocks, the title on the first line."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator
