@@ -1,6 +1,5 @@
 """Stage ``sample``: the sample corpus."""
 
-from dataclasses import asdict
 from typing import Any
 
 from realmops.config import Sample
@@ -10,4 +9,12 @@ from realmops.stages import Job
 
 def run(job: Job) -> dict[str, Any]:
     """Write corpus, warm-up text, questions and tagged sentences; returns their counts."""
-    return write_sample(job.out, **asdict(job.section(Sample)))
+    options = job.section(Sample)
+    return write_sample(
+        job.out,
+        seed=options.seed,
+        subjects=options.subjects,
+        warmup_worlds=options.warmup_worlds,
+        test_share=options.test_share,
+        dev_share=options.dev_share,
+    )
