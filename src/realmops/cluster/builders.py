@@ -4,8 +4,6 @@ The trainer's ServiceAccount may read and change the Deployment's scale and noth
 the shared volume, where each leaves a sign beside the file that gives them work.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

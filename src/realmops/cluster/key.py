@@ -12,7 +12,7 @@ import yaml
 
 from realmops import artifacts
 from realmops.config import CLOSED_BOOK
-from realmops.stages import HUB, outside_files
+from realmops.stages import HUB, option_of, outside_files
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
 GIVEN = {"options", "run", "key"}  # parameters of a pipeline whose defaults a submission replaces
@@ -72,9 +72,7 @@ def digests_of_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> 
     project = _plain(project)
     recorded = {record.path: record for record in _locked(project)}
     for key, path in _outside(values, project).items():
-        section, option = key.split(".")
-        name = values[section][option]
-        path = _plain(path)
+        name, path = option_of(values, key), _plain(path)
         found[key] = _digest(path, _pointed_at(path, project) or recorded.get(path))
         if found[key] is None:
             found[key] = name

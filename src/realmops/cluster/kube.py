@@ -3,8 +3,6 @@
 A command that is advised names the namespace: who types it has another one as default.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Where the pods of a server's runs are: the namespace, and what must be there before a run begins."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit

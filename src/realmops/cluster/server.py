@@ -1,7 +1,5 @@
 """The API of Kubeflow Pipelines, as far as a submission needs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -208,11 +206,9 @@ class Server:
         ]
 
     def run(self, run_id: str) -> Any:
-        """One run with its tasks."""
         return self.ask(self._runs.run_service_get_run, run_id=run_id)
 
     def start(self, experiment: str, version: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Make a run of a version."""
         from kfp_server_api import V2beta1PipelineVersionReference, V2beta1Run, V2beta1RuntimeConfig
 
         body = V2beta1Run(

@@ -257,17 +257,14 @@ def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
             since.setdefault(pod, answered)
         if late := [pod for pod in pending if answered - since[pod] > PENDING_SECONDS]:
             since.update(dict.fromkeys(late, math.inf))
-            _tell_of_pods([task.display_name for task in details if _runs(task, tasks)], len(late), run_id, server, say)
+            running = [task.display_name for task in details if task.state == "RUNNING" and task.display_name in tasks]
+            _tell_of_pods(running, len(late), run_id, server, say)
         return run if run.state == SUCCEEDED or run.state in FAILURES else None
 
     run: Any = awaited(look, WATCH_SECONDS)
     reason = f", {run.error.message}" if run.error and run.error.message else ""
     say(f"{_shown(run)}{reason}")
     return str(run.state)
-
-
-def _runs(task: Any, tasks: set[str]) -> bool:
-    return task.state == "RUNNING" and task.display_name in tasks
 
 
 def _tell_of_pods(tasks: Sequence[str], late: int, run_id: str, server: Server, say: Say) -> None:

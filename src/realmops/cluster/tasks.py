@@ -34,18 +34,13 @@ CHANGES_SHOWN = 200  # as many answers as a page takes
 
 
 class Output(Protocol):
-    """What KFP gives a task for an output: the file to write."""
+    """What KFP gives a task for an output: the file to write, and ``metadata`` that KFP shows of it."""
 
     path: str
-
-
-class Artifact(Output, Protocol):
-    """The same for what lies elsewhere: ``metadata`` is what KFP shows of it."""
-
     metadata: dict[str, Any]
 
 
-class MetricsArtifact(Artifact, Protocol):
+class Metrics(Output, Protocol):
     """The same for figures: they go to the file, which KFP's cache wants, and are shown in KFP."""
 
     def log_metric(self, metric: str, value: float) -> None:
@@ -79,8 +74,8 @@ def run_stage(
     stage: str,
     options: str,
     root: str,
-    manifest: Artifact,
-    metrics: MetricsArtifact,
+    manifest: Output,
+    metrics: Metrics,
     processes: int = 1,
     *,
     owner: str = "",
@@ -103,8 +98,8 @@ def run_stage(
 def pretrain(
     options: str,
     root: str,
-    manifest: Artifact,
-    metrics: MetricsArtifact,
+    manifest: Output,
+    metrics: Metrics,
     *,
     owner: str,
     deployment: str,
@@ -127,10 +122,10 @@ def pretrain(
 def evaluate(
     options: str,
     root: str,
-    manifest: Artifact,
+    manifest: Output,
     report: Output,
     summary: Output,
-    metrics: MetricsArtifact,
+    metrics: Metrics,
     *,
     owner: str,
     deployment: str,
@@ -176,7 +171,7 @@ def guard(key: str, run: str, endpoint: str) -> None:
 
 
 @_task()
-def promote(options: str, root: str, model: str, margin: float, champion: Artifact, metrics: MetricsArtifact) -> None:
+def promote(options: str, root: str, model: str, margin: float, champion: Output, metrics: Metrics) -> None:
     """Make the run the champion of a registered model if it is better; that it is not is no error.
 
     Args:
@@ -192,12 +187,11 @@ def promote(options: str, root: str, model: str, margin: float, champion: Artifa
             "MLFLOW_TRACKING_URI is not set, and a registry in the run's own folder knows no other run: put it "
             "into the ConfigMap that the pipeline's parameter settings names, or leave model empty"
         )
-    from realmops.artifacts import WORK
     from realmops.commands.promote import promote
     from realmops.index.lease import claimed
     from realmops.tracking.runs import headline
 
-    with claimed(place.parent / WORK / "promote", report.say):  # MLflow itself takes any of two at once
+    with claimed(place.parent / artifacts.WORK / "promote", report.say):  # MLflow itself takes any of two at once
         promotion = promote(_parsed(options), project=place, root=place, name=model, margin=margin, copy=False)
     report.say(promotion.message)
     difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
@@ -209,7 +203,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Artifa
 
 
 @_task()
-def refresh(options: str, root: str, changes: Output, metrics: MetricsArtifact) -> None:
+def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     """Read a changed corpus under the trained run ``root``, as ``realmops update`` does.
 
     Args:
@@ -227,7 +221,7 @@ def refresh(options: str, root: str, changes: Output, metrics: MetricsArtifact) 
 
 @_task()
 def variant(
-    name: str, options: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: MetricsArtifact
+    name: str, options: str, presets: str, settings: str, seeds: int, out: str, limits: str, metrics: Metrics
 ) -> None:
     """Train and evaluate one variant of an ablation with every seed; table and MLflow runs are for :func:`table`."""
     from realmops.commands.ablate import means_of, train
@@ -251,7 +245,7 @@ def table(
     out: str,
     rows: Output,
     page: Output,
-    metrics: MetricsArtifact,
+    metrics: Metrics,
 ) -> None:
     """Write the table of the reference and ``variants`` as far as they have been trained, and their MLflow runs.
 
@@ -310,7 +304,7 @@ def _parsed(options: str) -> dict[str, dict[str, Any]]:
     return config.checked(values, "options")
 
 
-def _run(stage: str, values: Values, root: Path, manifest: Artifact, metrics: MetricsArtifact, processes: int) -> None:
+def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:
     from realmops.stages import runner
 
     _make_folder(root)
@@ -323,12 +317,8 @@ def _run(stage: str, values: Values, root: Path, manifest: Artifact, metrics: Me
     made = artifacts.read_json(folder / artifacts.MANIFEST)
     small = {"stage": stage, "folder": str(folder), "fingerprint": made["fingerprint"], "files": made["files"]}
     artifacts.write_json(Path(manifest.path), small)
-    known = {
-        "folder": folder.absolute().as_uri(),
-        "digest": made["manifest_digest"],
-        "fingerprint": made["fingerprint"],
-    }
-    manifest.metadata.update(known | _figures(found))
+    lies = {"folder": folder.absolute().as_uri(), "digest": made["manifest_digest"], "fingerprint": made["fingerprint"]}
+    manifest.metadata.update(lies | _figures(found))
     _show(found, metrics)
 
 
@@ -360,7 +350,7 @@ def _figures(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def _show(found: Mapping[str, Any], metrics: MetricsArtifact) -> None:
+def _show(found: Mapping[str, Any], metrics: Metrics) -> None:
     """Write the figures among what was found, and show them in KFP."""
     figures = _figures(found)
     artifacts.write_json(Path(metrics.path), figures)

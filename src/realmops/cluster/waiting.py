@@ -1,7 +1,5 @@
 """Waiting for what others do, and saying so."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

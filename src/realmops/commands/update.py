@@ -211,6 +211,8 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
             return Snapshot.open(final)
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
     found = sources(documents, options.format)
+    settings = {**old.manifest["settings"], "casing": old.casing}
+    settings.pop("language", None)  # there is one
     try:
         with artifacts.atomic_folder(final) as stage:
             manifest = write_snapshot(
@@ -221,7 +223,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
                 broken_share=options.broken_share,
                 workers=options.workers,
                 progress=task.report.progress("passages", sum(source.size for source in found), "B"),
-                **{**old.manifest["settings"], "casing": old.casing},
+                **settings,
             )
     except ValueError:
         shutil.rmtree(work)

@@ -4,8 +4,6 @@ Numbers depend on these rules, so each has a name: the normal form behind exact 
 answer in a text (``MATCH_RULES``): two for answers in words, two for answers that are regular expressions.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import unicodedata
@@ -211,17 +209,11 @@ REGEX_RULES = ("regex_match", "regex_search")
 
 def contains_answer(text: str, answers: Iterable[str], rule: str) -> bool:
     """Whether one of the answers occurs in the text by a rule of ``MATCH_RULES``."""
-    spans_of = _rule(rule)
-    return any(spans_of(text, answer) for answer in answers)
+    return any(MATCH_RULES[rule](text, answer) for answer in answers)
 
 
 def answer_token_spans(
-    text: str,
-    answers: Iterable[str],
-    chars: NDArray[np.integer[Any]],
-    *,
-    rule: str,
-    max_wordpieces: int,
+    text: str, answers: Iterable[str], chars: NDArray[np.integer[Any]], *, rule: str, max_wordpieces: int
 ) -> list[tuple[int, int]]:
     """(first, end) wordpieces of every occurrence of an answer in a passage, in order.
 
@@ -229,8 +221,7 @@ def answer_token_spans(
     where a wordpiece does: the text cut by the span's characters is then the text found, less blanks around it.
     Longer ones than ``max_wordpieces`` are left out.
     """
-    spans_of = _rule(rule)
-    found = sorted({_trimmed(text, span) for answer in answers for span in spans_of(text, answer)})
+    found = sorted({_trimmed(text, span) for answer in answers for span in MATCH_RULES[rule](text, answer)})
     if not found or not len(chars):
         return []
     bounds = np.asarray(found, np.int64)
@@ -247,12 +238,6 @@ def _trimmed(text: str, span: CharSpan) -> CharSpan:
     start, end = span
     found = text[start:end]
     return start + len(found) - len(found.lstrip()), end - len(found) + len(found.rstrip())
-
-
-def _rule(name: str) -> Callable[[str, str], list[CharSpan]]:
-    if name not in MATCH_RULES:
-        raise ValueError(f"match rule {name!r} is unknown; choose one of {', '.join(MATCH_RULES)}")
-    return MATCH_RULES[name]
 
 
 # The same passages are searched for the answers of many questions.

@@ -1,7 +1,5 @@
 """The passages of a published REALM checkpoint: TensorFlow records (ORQA's blocks.tfr, titles.tfr) to JSON lines."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -8,8 +8,6 @@ A question is a question word and the clause without the span, in disorder (the 
 the reader learns to lay two equal texts side by side.  Numbers are asked for beside the salient spans.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Files that may be compressed, opened so that progress can be told in bytes of the file."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import os

@@ -1,7 +1,5 @@
 """Named entities in CoNLL files: a token and its tag per line, a blank line between sentences."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

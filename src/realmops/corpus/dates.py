@@ -6,8 +6,6 @@ a year only where its neighbours allow it: "in 1999" or "(1999)" but not "1999 p
 Every pattern has a bounded length and no nested repetition: time is linear in the text.
 """
 
-from __future__ import annotations
-
 import re
 
 _MONTH = (

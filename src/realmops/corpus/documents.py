@@ -4,8 +4,6 @@ A reader (``realmops.corpus.formats``) cuts a file into raw records, serially an
 its own, in any process. Every complaint names its place, which for JSON lines is ``file:line``.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -76,15 +74,22 @@ Outcome = Document | Dropped | Rejected
 
 @dataclass(frozen=True)
 class Format:
-    """A file format: ``records`` streams a file in flat memory, ``convert`` understands one record.
+    """A file format: ``records`` streams a file in flat memory, ``understand`` makes a document of one record.
 
-    Both give ``Rejected`` for broken data and never raise for it; one that ends a file early has ``ends_file``.
-    ValueError from ``records`` means that the file cannot be read at all.
+    For broken data ``records`` gives ``Rejected``, with ``ends_file`` where it ends a file early, and ``understand``
+    raises ValueError or gives it too. ValueError from ``records`` means that the file cannot be read at all.
     """
 
     name: str
     records: Callable[[Path], Iterator[Raw | Rejected]]
-    convert: Callable[[Raw], Outcome]
+    understand: Callable[[Raw], Outcome]
+
+    def convert(self, raw: Raw) -> Outcome:
+        """What a record is; Rejected where it is broken."""
+        try:
+            return self.understand(raw)
+        except ValueError as error:
+            return Rejected(raw.place, str(error).removeprefix(f"{raw.place}: "))
 
 
 def shown(name: str | Path) -> str:
@@ -130,11 +135,9 @@ def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
 
 def document_of(record: dict[str, Any], place: str) -> Document:
     """The document of a JSON object; ValueError that begins with ``place`` when it is none."""
-    title = check_text(require(record, "title", place), "title", place)
-    text = check_text(require(record, "text", place), "text", place)
-    given = record.get("id")
+    title, text = (check_text(require(record, key, place), key, place) for key in ("title", "text"))
+    given, spans = record.get("id"), record.get("spans", [])
     identifier = None if given is None else check_id(given, place)
-    spans = record.get("spans", [])
     if not isinstance(spans, list):
         raise ValueError(f"{place}: 'spans' is {type(spans).__name__}, wanted a list of [start, end, label]")
     given_spans = tuple(_span(span, len(text), place) for span in spans)
@@ -142,21 +145,16 @@ def document_of(record: dict[str, Any], place: str) -> Document:
     return Document(title, text, identifier, given_spans, place, _extra(others, place))
 
 
-def outcome_of(record: dict[str, Any], place: str) -> Outcome:
-    """``document_of`` as a reader gives it: Rejected for a broken record, Dropped for one without text."""
-    try:
-        document = document_of(record, place)
-    except ValueError as error:
-        return Rejected(place, str(error).removeprefix(f"{place}: "))
+def document_or_dropped(record: dict[str, Any], place: str) -> Outcome:
+    """``document_of``; Dropped where it has no text."""
+    document = document_of(record, place)
     return document if document.text.strip() else Dropped(place, "empty_text")
 
 
 def _extra(others: dict[str, Any], place: str) -> str:
     """Other columns as a canonical JSON object: what JSON has not becomes text, bytes and NaN null."""
-    if not others:
-        return ""
     try:
-        return canonical_json(_plain(others)).decode()
+        return canonical_json(_plain(others)).decode() if others else ""
     except UnicodeEncodeError:
         raise ValueError(f"{place}: a column holds half a surrogate pair; write it whole") from None
     except RecursionError:

@@ -3,8 +3,6 @@
 After a kill a file is cut back to the bytes that it had at the last ``sync`` that somebody wrote down.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Sequence
@@ -30,7 +28,6 @@ class GrowingFile:
             self._file.seek(size)
 
     def write(self, content: Any) -> None:
-        """Add bytes, or whatever lies in memory like bytes."""
         self.size += self._file.write(content)
 
     def sync(self) -> int:
@@ -102,7 +99,6 @@ class FlatOffsets(FlatArray):
 
     @property
     def items(self) -> int:
-        """Number of items so far."""
         return len(self) - 1
 
     def append_lengths(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:

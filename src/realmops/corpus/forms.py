@@ -1,7 +1,5 @@
 """How words are written, which an uncased vocabulary does not keep: capitals, digits, marks."""
 
-from __future__ import annotations
-
 from enum import IntEnum
 
 import numpy as np

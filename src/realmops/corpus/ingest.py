@@ -4,8 +4,6 @@ Records are cut from their files in one process, which is cheap, and understood 
 results come back in the order of the batches, so that nothing depends on the number of workers.
 """
 
-from __future__ import annotations
-
 import itertools
 import multiprocessing
 from collections import deque
@@ -120,18 +118,14 @@ def guarded(work: Callable[[], T], failed: Callable[[str], R]) -> T | R:
 
 @contextmanager
 def workers_in_order(
-    workers: int, sources: Sequence[Source], make: Callable[..., Callable[[Records], T]], *arguments: Any
+    workers: int, sources: Sequence[Source], work: Callable[[Records], T]
 ) -> Iterator[Callable[[Iterable[Batch]], Iterator[tuple[Batch, T]]]]:
-    """A function that works on batches in order: here with one worker, else in processes of their own.
-
-    Each process makes its own by ``make(*arguments)``: a function of the records of a batch.
-    """
+    """A function that does ``work`` on batches in order: here with one worker, else in processes of their own."""
     if workers == 1:
-        work = make(*arguments)
         yield lambda stream: ((batch, work(_records(sources, batch))) for batch in stream)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(make, arguments)) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(work,)) as pool:
         try:
             yield partial(_in_order, pool, 2 * workers, sources)
         except BaseException:
@@ -146,9 +140,9 @@ def _records(sources: Sequence[Source], batch: Batch) -> Records:
 _work: Callable[[Records], Any] | None = None
 
 
-def _start_worker(make: Callable[..., Callable[[Records], Any]], arguments: tuple[Any, ...]) -> None:
+def _start_worker(work: Callable[[Records], Any]) -> None:
     global _work
-    _work = make(*arguments)
+    _work = work
 
 
 def _work_there(records: Records) -> Any:

@@ -3,8 +3,6 @@
 Positions are rows of the sentence's wordpieces, from 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -28,6 +28,7 @@ from realmops.corpus.tokenizer import CachedTokenizer
 _MARKS = regex.compile(r"\p{Mn}+")  # accents that stand on the character before
 _BLANKS = re.compile(r"[^\S\n]")
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
+LANGUAGE = "en"  # of the sentence splitter
 SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
 
@@ -66,33 +67,33 @@ class PassageBatch:
         kept, sentences, tokens = [], 0, 0
         keep = [passage.document not in documents for passage in self.passages]
         for passage in itertools.compress(self.passages, keep):
-            ends = sentences + _length(passage.sentences), tokens + _length(passage.tokens)
+            ends = sentences + length(passage.sentences), tokens + length(passage.tokens)
             kept.append(replace(passage, sentences=(sentences, ends[0]), tokens=(tokens, ends[1])))
             sentences, tokens = ends
-        of_token = np.repeat(keep, [_length(passage.tokens) for passage in self.passages])
-        of_sentence = np.repeat(keep, [_length(passage.sentences) for passage in self.passages])
+        of_token = np.repeat(keep, [length(passage.tokens) for passage in self.passages])
+        of_sentence = np.repeat(keep, [length(passage.sentences) for passage in self.passages])
         return PassageBatch(kept, self.ids[of_token], self.chars[of_token], self.sentences[of_sentence], self.titles)
 
 
-def _length(rows: tuple[int, int]) -> int:
+def length(rows: tuple[int, int]) -> int:
+    """How many rows lie from a first one to an end."""
     return rows[1] - rows[0]
 
 
-def split_sentences(text: str, language: str = "en") -> list[tuple[int, int]]:
+def split_sentences(text: str) -> list[tuple[int, int]]:
     """(start, end) characters of each sentence, in order, blanks around it left out."""
     bounds = []
     end = 0
-    for piece in _pieces(text, language):
+    for piece in _pieces(text):
         start, end = end, end + len(piece)
-        bare = piece.strip()
-        if bare:
+        if bare := piece.strip():
             first = start + len(piece) - len(piece.lstrip())
             bounds.append((first, first + len(bare)))
     assert end == len(text), "the pieces are no partition of the text"
     return bounds
 
 
-def _pieces(text: str, language: str) -> Iterator[str]:
+def _pieces(text: str) -> Iterator[str]:
     """Sentences with the blanks between them: joined they are the text.
 
     sentencex loses paragraphs of texts over some thousand characters; given one by one they stay. What is still
@@ -102,7 +103,7 @@ def _pieces(text: str, language: str) -> Iterator[str]:
     for paragraph in _PARAGRAPHS.split(text):
         plain = _BLANKS.sub(" ", paragraph)
         end = 0
-        for sentence in sentencex.segment(language, plain):
+        for sentence in sentencex.segment(LANGUAGE, plain):
             start = plain.find(sentence, end)
             if start < 0:
                 break
@@ -137,7 +138,7 @@ def passage_digest(title: str, text: str) -> str:
 
 
 def cut_passages(
-    documents: Sequence[Document], tokenizer: CachedTokenizer, *, block_wordpieces: int | None, language: str = "en"
+    documents: Sequence[Document], tokenizer: CachedTokenizer, *, block_wordpieces: int | None
 ) -> PassageBatch:
     """The passages of a batch of documents, wordpieces and offsets included.
 
@@ -151,7 +152,7 @@ def cut_passages(
     body = tokenizer.encode([document.text for document in documents])
     chars, bases = body.chars, body.bases.tolist()
     _cover_marks(documents, chars)
-    counts, sentence_chars, sentence_tokens = _sentences(documents, bases, chars, language)
+    counts, sentence_chars, sentence_tokens = _sentences(documents, bases, chars)
 
     passages = []
     first_row = 0
@@ -163,22 +164,12 @@ def cut_passages(
         for first, end in pack_sentences(lengths, len(title_ids[document.title]), room):
             low, high = rows.start + first, rows.start + end - 1
             start, stop = sentence_chars[low][0] - bases[index], sentence_chars[high][1] - bases[index]
-            passages.append(
-                Passage(
-                    document=index,
-                    chars=(start, stop),
-                    sentences=(low, high + 1),
-                    tokens=(sentence_tokens[low][0], sentence_tokens[high][1]),
-                    digest=passage_digest(document.title, document.text[start:stop]),
-                )
-            )
-    return PassageBatch(
-        passages=passages,
-        ids=body.ids,
-        chars=_relative(chars, passages, bases),
-        sentences=_relative_sentences(sentence_tokens, passages),
-        titles=[title_ids[document.title] for document in documents],
-    )
+            tokens = sentence_tokens[low][0], sentence_tokens[high][1]
+            digest = passage_digest(document.title, document.text[start:stop])
+            passages.append(Passage(index, (start, stop), (low, high + 1), tokens, digest))
+    sentences = _relative_sentences(sentence_tokens, passages)
+    titles_by_document = [title_ids[document.title] for document in documents]
+    return PassageBatch(passages, body.ids, _relative(chars, passages, bases), sentences, titles_by_document)
 
 
 def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:
@@ -197,14 +188,14 @@ def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> Non
 
 
 def _sentences(
-    documents: Sequence[Document], bases: Sequence[int], chars: NDArray[np.int64], language: str
+    documents: Sequence[Document], bases: Sequence[int], chars: NDArray[np.int64]
 ) -> tuple[list[int], list[tuple[int, int]], list[tuple[int, int]]]:
     """Sentences per document, and of each sentence its (start, end) characters and (first, end) wordpieces.
 
     A sentence without wordpieces (nothing but control characters) is left out; a border inside a wordpiece
     is none.
     """
-    bounds = [split_sentences(document.text, language) for document in documents]
+    bounds = [split_sentences(document.text) for document in documents]
     flat = np.array(
         [(start + base, end + base) for base, found in zip(bases, bounds, strict=True) for start, end in found],
         np.int64,
@@ -229,7 +220,7 @@ def _sentences(
 
 def _relative(chars: NDArray[np.int64], passages: Sequence[Passage], bases: Sequence[int]) -> Ints:
     """Characters [T, 2] counted from the start of each wordpiece's passage."""
-    lengths = [_length(passage.tokens) for passage in passages]
+    lengths = [length(passage.tokens) for passage in passages]
     assert sum(lengths) == len(chars), "a wordpiece lies outside all sentences"
     starts = np.asarray([bases[passage.document] + passage.chars[0] for passage in passages], np.int64)
     return (chars - np.repeat(starts, lengths)[:, None]).astype(np.int32)
@@ -237,7 +228,7 @@ def _relative(chars: NDArray[np.int64], passages: Sequence[Passage], bases: Sequ
 
 def _relative_sentences(sentence_tokens: Sequence[tuple[int, int]], passages: Sequence[Passage]) -> Ints:
     """Wordpieces [S, 2] of each sentence counted from the start of its passage."""
-    lengths = [_length(passage.sentences) for passage in passages]
+    lengths = [length(passage.sentences) for passage in passages]
     starts = np.repeat(np.asarray([passage.tokens[0] for passage in passages], np.int64), lengths)
     tokens = np.asarray(sentence_tokens, np.int64).reshape(-1, 2)
     return (tokens - starts[:, None]).astype(np.int32)

@@ -1,7 +1,5 @@
 """The vocabulary of a pre-trained encoder, and what its tokenizer does to capitals and accents."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

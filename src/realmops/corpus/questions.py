@@ -4,14 +4,12 @@
 the line.  Names that end in .gz or .bz2 are unpacked.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -73,7 +71,7 @@ class _Record:
     not_in: Any = ()
 
 
-def read_questions(paths: Iterable[Path], *, format: str, unanswerable: list[str] | None = None) -> list[Question]:
+def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str] | None = None) -> list[Question]:
     """The questions of files, in order.
 
     A question without an id gets one from its content: the same question has the same id in every file.
@@ -85,7 +83,6 @@ def read_questions(paths: Iterable[Path], *, format: str, unanswerable: list[str
     Raises ValueError that names file and line for damaged data, a question without text or answers, an expression
     that does not compile, an id that came before, and when there is no question at all.
     """
-    paths = list(paths)
     places: dict[str, str] = {}
     copies: Counter[str] = Counter()
     questions = []
@@ -157,14 +154,13 @@ def _question(record: _Record, copies: Counter[str]) -> Question:
     if record.is_regex:
         for answer in answers:
             check_expression(answer, f"{place}: question {given or text!r}")
-    gold = record.passage_id
     if not isinstance(record.not_in, list | tuple):
         raise ValueError(f"{place}: 'not_in' is {type(record.not_in).__name__}, wanted a list of passage ids")
     return Question(
         id=given or _id_of(text, answers, copies),
         question=text,
         answers=answers,
-        passage_id=None if gold is None else check_text(gold, "passage_id", place),
+        passage_id=None if record.passage_id is None else check_text(record.passage_id, "passage_id", place),
         is_regex=record.is_regex,
         not_in=tuple(check_text(name, "not_in", place) for name in record.not_in),
     )
@@ -207,9 +203,7 @@ def _json_lines(path: Path) -> Iterator[_Record]:
 
 def _webquestions(path: Path) -> Iterator[_Record]:
     """One JSON list, of {"qId", "qText", "answers"} (brmson) or {"utterance", "targetValue"} (Berant et al. 2013)."""
-    for number, record in enumerate(_list(_json(path), path, "the file"), 1):
-        place = f"{path}: question {number}"
-        record = _mapping(record, place)
+    for place, record in _each(_json(path), path, "the file", ": question"):
         if "utterance" in record:
             target = check_text(require(record, "targetValue", place), "targetValue", place)
             yield _Record(place, None, record["utterance"], _descriptions(target, place))
@@ -220,26 +214,17 @@ def _webquestions(path: Path) -> Iterator[_Record]:
 def _squad(path: Path) -> Iterator[_Record]:
     """{"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}."""
     data = require(_mapping(_json(path), f"{path}: the file"), "data", str(path))
-    for a, article in enumerate(_list(data, path, "'data'"), 1):
-        place = f"{path}: article {a}"
-        paragraphs = require(_mapping(article, place), "paragraphs", place)
-        for p, paragraph in enumerate(_list(paragraphs, place, "'paragraphs'"), 1):
-            inner = f"{place}, paragraph {p}"
-            questions = require(_mapping(paragraph, inner), "qas", inner)
-            for q, question in enumerate(_list(questions, inner, "'qas'"), 1):
-                yield _squad_question(question, f"{inner}, question {q}")
-
-
-def _squad_question(value: Any, place: str) -> _Record:
-    record = _mapping(value, place)
-    answers = _list(record.get("answers", []), place, "'answers'")
-    return _Record(
-        place,
-        record.get("id"),
-        require(record, "question", place),
-        [require(_mapping(answer, place), "text", place) for answer in answers],
-        unanswerable=record.get("is_impossible") is True,
-    )
+    for at, article in _each(data, path, "'data'", ": article"):
+        for within, paragraph in _each(require(article, "paragraphs", at), at, "'paragraphs'", ", paragraph"):
+            for place, record in _each(require(paragraph, "qas", within), within, "'qas'", ", question"):
+                answers = _list(record.get("answers", []), place, "'answers'")
+                yield _Record(
+                    place,
+                    record.get("id"),
+                    require(record, "question", place),
+                    [require(_mapping(answer, place), "text", place) for answer in answers],
+                    unanswerable=record.get("is_impossible") is True,
+                )
 
 
 def _curatedtrec(path: Path) -> Iterator[_Record]:
@@ -328,6 +313,13 @@ def _list(value: Any, place: str | Path, name: str) -> list[Any]:
     return value
 
 
+def _each(value: Any, place: str | Path, name: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, JSON object) of each item of a list; ``what`` comes between the list's place and the item's number."""
+    for number, item in enumerate(_list(value, place, name), 1):
+        inner = f"{place}{what} {number}"
+        yield inner, _mapping(item, inner)
+
+
 def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
     """(``file:line``, columns) of every line but blank ones."""
     for number, line in enumerate(_content(path).removeprefix(_BOM).split(b"\n"), 1):
@@ -338,10 +330,10 @@ def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str
             raise ValueError(
                 f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8"
             ) from None
-        columns = text.split("\t")
-        if text.strip() and len(columns) != count:
-            raise ValueError(f"{place}: {len(columns)} columns, wanted {count} with tabs between them ({names})")
         if text.strip():
+            columns = text.split("\t")
+            if len(columns) != count:
+                raise ValueError(f"{place}: {len(columns)} columns, wanted {count} with tabs between them ({names})")
             yield place, columns
 
 
@@ -353,16 +345,17 @@ def _unquoted(column: str) -> str:
 
 def _literal(text: str, place: str) -> list[Any]:
     """A Python list of strings; nothing is executed."""
-    problem = f"{place}: the answers are no Python list of strings such as ['Paris', 'Lyon']; correct this line"
     if len(text) > LARGEST_LITERAL:
         raise ValueError(f"{place}: the answers have {len(text)} characters; at most {LARGEST_LITERAL} are read")
     try:
         with warnings.catch_warnings(action="ignore"):  # of "\d" and the like
             value = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise ValueError(problem) from None
+        value = None
     if not isinstance(value, list):
-        raise ValueError(problem)
+        raise ValueError(
+            f"{place}: the answers are no Python list of strings such as ['Paris', 'Lyon']; correct this line"
+        )
     return value
 
 

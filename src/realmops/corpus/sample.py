@@ -10,7 +10,6 @@ words is not enough.
 from __future__ import annotations
 
 import gzip
-import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -41,16 +40,9 @@ _SHORT_WORDS = 19
 _SECOND_TRAIN_QUESTION = 0.3
 # Fewer parts make names more alike: one family name for every 12 subjects, and so on.
 _SUBJECTS_PER_PART = {
-    "town": 15,
-    "family": 12,
-    "brand": 20,
-    "landmark": 30,
-    "woman": 25,
-    "man": 25,
-    "adjective": 25,
-    "noun": 20,
+    "town": 15, "family": 12, "brand": 20, "landmark": 30, "woman": 25, "man": 25, "adjective": 25, "noun": 20,
     "ending": 50,
-}
+}  # fmt: skip
 _CHARTER_YEARS = (1150, 1700)
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
@@ -96,6 +88,11 @@ class Entity:
 
     def is_a(self, wanted: tuple[str, ...]) -> bool:
         return self.type in wanted or self.kind in wanted
+
+    def fits(self, relation: Relation, subject: Entity) -> bool:
+        """Whether it may be the relation's object for a subject, by what it is and by the years."""
+        low, high = relation.window or (self.year - subject.year,) * 2
+        return self is not subject and self.is_a(relation.objects) and low <= self.year - subject.year <= high
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,15 @@ def write_sample(
     parts of the subjects. The entity that a question names belongs to the question's split, and so does the fact's
     subject. Returns counts. Raises ValueError naming the parameter that is out of range.
     """
-    _check(subjects, warmup_worlds, test_share, dev_share)
+    if not SUBJECTS_MIN <= subjects <= SUBJECTS_MAX:
+        raise ValueError(f"sample.subjects is {subjects}; allowed are {SUBJECTS_MIN} to {SUBJECTS_MAX}")
+    if warmup_worlds < 0:
+        raise ValueError(f"sample.warmup_worlds is {warmup_worlds}; it must be 0 or more")
+    if test_share + dev_share >= 1:
+        raise ValueError(
+            f"sample.test_share + sample.dev_share is {test_share + dev_share}; "
+            "it must be below 1 so that subjects are left for training"
+        )
     used: set[str] = set()
 
     def world(names: set[str], *stream: int | str) -> World:
@@ -174,21 +179,6 @@ def write_sample(
         "questions": {split: len(asked) for split, asked in questions.items()},
         "ner_sentences": {part: len(sentences) for part, sentences in ner.items()},
     }
-
-
-def _check(subjects: int, warmup_worlds: int, test_share: float, dev_share: float) -> None:
-    if not SUBJECTS_MIN <= subjects <= SUBJECTS_MAX:
-        raise ValueError(f"sample.subjects is {subjects}; allowed are {SUBJECTS_MIN} to {SUBJECTS_MAX}")
-    if warmup_worlds < 0:
-        raise ValueError(f"sample.warmup_worlds is {warmup_worlds}; it must be 0 or more")
-    for key, share in (("test_share", test_share), ("dev_share", dev_share)):
-        if not 0 < share < 1:
-            raise ValueError(f"sample.{key} is {share}; it must lie between 0 and 1")
-    if test_share + dev_share >= 1:
-        raise ValueError(
-            f"sample.test_share + sample.dev_share is {test_share + dev_share}; "
-            "it must be below 1 so that subjects are left for training"
-        )
 
 
 def build_world(seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None) -> World:
@@ -226,8 +216,10 @@ class _Names:
     def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
         self._rng = rng
         self._used = used
-        self._pools: dict[str, Sequence[str]] = {
-            pool: parts.split() if isinstance(parts, str) else _joined(parts["heads"], parts["tails"])
+        self._pools: dict[str, list[str]] = {
+            pool: parts.split()
+            if isinstance(parts, str)
+            else [head + tail for head in parts["heads"].split() for tail in parts["tails"].split()]
             for pool, parts in _language()["name_parts"].items()
         }
         self._parts = {
@@ -236,8 +228,7 @@ class _Names:
         }
 
     def new(self, *forms: str) -> str:
-        """A name by one of the forms, such as "{woman} {family}"; where the world's own parts are used up, of
-        any others."""
+        """A name by one of the forms, such as "{woman} {family}"; of any parts where the world's own are used up."""
         for attempt in range(1000):
             form = _pick(self._rng, forms)
             parts = self._parts if attempt < 100 else self._pools
@@ -251,10 +242,6 @@ class _Names:
         )
 
 
-def _joined(heads: str, tails: str) -> list[str]:
-    return [head + tail for head in heads.split() for tail in tails.split()]
-
-
 def _entities(
     names: _Names, rng: np.random.Generator, subjects: int, test_share: float, dev_share: float
 ) -> list[Entity]:
@@ -264,7 +251,9 @@ def _entities(
     counts |= {"region": max(3, counts["city"] // 4), "lake": max(3, counts["landmark"] // 4)}
     entities: list[Entity] = []
     for type_, forms in _language()["entities"].items():
-        for number, split in enumerate(_splits(counts[type_], rng, test_share, dev_share)):
+        tests, devs = round(counts[type_] * test_share), round(counts[type_] * dev_share)
+        splits = ["test"] * tests + ["dev"] * devs + ["train"] * (counts[type_] - tests - devs)
+        for number, split in enumerate(_shuffled(rng, splits)):
             form = forms[number % len(forms)]
             kind = form["kinds"][number // len(forms) % len(form["kinds"])]
             name = names.new(*form["names"])
@@ -274,16 +263,10 @@ def _entities(
     return entities
 
 
-def _splits(count: int, rng: np.random.Generator, test_share: float, dev_share: float) -> list[str]:
-    tests, devs = round(count * test_share), round(count * dev_share)
-    splits = ["test"] * tests + ["dev"] * devs + ["train"] * (count - tests - devs)
-    return [splits[index] for index in rng.permutation(count)]
-
-
 def _facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
     facts: list[Fact] = []
     mentions: Counter[str] = Counter()
-    partners: dict[str, list[str]] = defaultdict(list)
+    partners: dict[str, set[str]] = defaultdict(set)
     for relation in relations():
         paired: set[str] = set()
         for subject in entities:
@@ -294,29 +277,18 @@ def _facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
                 continue
             if subject.name in paired:
                 continue
-            candidates = [
-                other
-                for other in entities
-                if other.is_a(relation.objects)
-                and other is not subject
-                and other.name not in paired
-                and other.name not in partners[subject.name]
-                and _in_window(relation, subject, other)
-            ]
+            taken = paired | partners[subject.name]
+            candidates = [other for other in entities if other.fits(relation, subject) and other.name not in taken]
             if not candidates:
                 continue
             chosen = _choose(candidates, subject.split, mentions, rng)
             mentions[chosen.name] += 1
-            partners[subject.name].append(chosen.name)
-            partners[chosen.name].append(subject.name)
+            partners[subject.name].add(chosen.name)
+            partners[chosen.name].add(subject.name)
             if relation.symmetric:
                 paired.update((subject.name, chosen.name))
             facts.append(Fact(relation, subject, chosen, (chosen.name,), 0))
     return facts
-
-
-def _in_window(relation: Relation, subject: Entity, other: Entity) -> bool:
-    return relation.window is None or relation.window[0] <= other.year - subject.year <= relation.window[1]
 
 
 def _choose(candidates: list[Entity], split: str, mentions: Counter[str], rng: np.random.Generator) -> Entity:
@@ -328,40 +300,35 @@ def _choose(candidates: list[Entity], split: str, mentions: Counter[str], rng: n
 
 
 def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> Fact:
-    (form,) = relation.objects
-    year = 0
-    if form == "population":
-        answers: tuple[str, ...] = (f"{10 * int(rng.integers(150, 9900)):,}",)
-    elif form == "height":
-        answers = (f"{int(rng.integers(1100, 4400)):,}",)
-    elif form == "charter_year":
-        year = int(rng.integers(*_CHARTER_YEARS))
-        answers = (str(year),)
-    elif form == "day":
-        year, month, day = subject.year, _pick(rng, _language()["months"]), int(rng.integers(1, 29))
-        answers = (f"{day} {month} {year}", f"{month} {day}, {year}")
-    else:
-        assert form == "year", form
-        assert relation.window is not None, relation.name
-        year = subject.year + int(rng.integers(relation.window[0], relation.window[1] + 1))
-        answers = (str(year),)
-    return Fact(relation, subject, None, answers, year)
+    match relation.objects:
+        case ("population",):
+            return Fact(relation, subject, None, (f"{10 * int(rng.integers(150, 9900)):,}",), 0)
+        case ("height",):
+            return Fact(relation, subject, None, (f"{int(rng.integers(1100, 4400)):,}",), 0)
+        case ("day",):
+            year, month, day = subject.year, _pick(rng, _language()["months"]), int(rng.integers(1, 29))
+            return Fact(relation, subject, None, (f"{day} {month} {year}", f"{month} {day}, {year}"), year)
+        case ("charter_year",):
+            year = int(rng.integers(*_CHARTER_YEARS))
+        case _:  # ("year",)
+            assert relation.window is not None, relation.name
+            year = subject.year + int(rng.integers(relation.window[0], relation.window[1] + 1))
+    return Fact(relation, subject, None, (str(year),), year)
 
 
 def _render(template: str, fact: Fact, number: int, rng: np.random.Generator) -> Sentence:
+    """A template with a fact's words in it, and where the entities are named."""
     values = _values(fact)
-    labels = {"s": fact.subject, "o": fact.object}
+    entities = {"s": fact.subject, "o": fact.object}
     text = ""
     spans = []
     for literal, key, _, _ in Formatter().parse(template):
         text += literal
-        if key is None:
-            continue
-        entity = labels.get(key)
-        if entity is not None:
+        if entity := entities.get(key or ""):
             start = len(text) + len(entity.article)
             spans.append((start, start + len(entity.name), entity.label))
-        text += _pick(rng, fact.answers) if key == "o" and fact.object is None else values[key]
+        if key:
+            text += _pick(rng, fact.answers) if key == "o" and fact.object is None else values[key]
     return Sentence(template, text[0].upper() + text[1:], tuple(spans), number, fact.subject.name)
 
 
@@ -407,8 +374,7 @@ class _Fillers:
                 self._queues[fact.subject.name].append((fact, str(template)))
 
     def next(self, subject: str) -> Sentence | None:
-        queue = self._queues[subject]
-        if not queue:
+        if not (queue := self._queues[subject]):
             return None
         fact, template = queue.pop(0)
         return _render(template, fact, -1, self._rng)
@@ -418,26 +384,24 @@ def _passages(entities: Sequence[Entity], facts: Sequence[Fact], rng: np.random.
     """Two sentences each, grouped by article (title), in the order of the entities."""
     own, visits, guests = _tellings(facts, rng)
     fillers = _Fillers(facts, rng)
-    articles: dict[str, list[Paragraph]] = {}
-    for entity in entities:
-        articles[entity.name] = [
-            Paragraph(entity.name, _lengthened(pair, fillers))
-            for pair in _visit_pairs(visits[entity.name], guests, fillers, rng)
-        ]
-    for entity in entities:
+    by_others = [
+        [_lengthened(pair, fillers) for pair in _visit_pairs(visits[entity.name], guests, fillers, rng)]
+        for entity in entities
+    ]
+    passages = []
+    for entity, told_by_others in zip(entities, by_others, strict=True):
         sentences = own[entity.name] + guests[entity.name]
         for _ in sentences:
             if rng.random() < _OWN_FILLER and (filler := fillers.next(entity.name)):
                 sentences.append(filler)
         if len(sentences) % 2 and (filler := fillers.next(entity.name)):
             sentences.append(filler)
-        about = []
         for pair in _distinct_pairs(sentences, fillers, rng):
             first, *rest = _lengthened(pair, fillers)
             rest = [_with_pronoun(later, entity) if rng.random() < _PRONOUN else later for later in rest]
-            about.append(Paragraph(entity.name, (first, *rest)))
-        articles[entity.name] = about + articles[entity.name]
-    return [passage for entity in entities for passage in articles[entity.name]]
+            passages.append(Paragraph(entity.name, (first, *rest)))
+        passages += [Paragraph(entity.name, told) for told in told_by_others]
+    return passages
 
 
 def _tellings(
@@ -449,12 +413,10 @@ def _tellings(
     guests: dict[str, list[Sentence]] = defaultdict(list)
     for number, fact in enumerate(facts):
         elsewhere = 1 + int(rng.random() < _FOURTH_TELLING)
-        templates = _shuffled(rng, fact.relation.forward)
-        tell = [_render(template, fact, number, rng) for template in templates]
-        name = fact.subject.name
-        own[name] += tell[:2]
+        told = [_render(template, fact, number, rng) for template in _shuffled(rng, fact.relation.forward)]
+        own[fact.subject.name] += told[:2]
         if fact.object is None:
-            guests[name] += tell[2 : 2 + elsewhere]
+            guests[fact.subject.name] += told[2 : 2 + elsewhere]
         else:
             for template in _shuffled(rng, fact.relation.inverse)[:elsewhere]:
                 visits[fact.object.name].append(_render(template, fact, number, rng))
@@ -480,9 +442,8 @@ def _visit_pairs(
 def _distinct_pairs(
     sentences: list[Sentence], fillers: _Fillers, rng: np.random.Generator
 ) -> list[tuple[Sentence, ...]]:
-    """Pairs in random order that never tell one fact twice, nor two in the same words; the odd one out gets a
-    filler."""
-    left = [sentences[index] for index in rng.permutation(len(sentences))]
+    """Pairs in random order, never of one fact twice, nor of two in the same words; the odd one out gets a filler."""
+    left = _shuffled(rng, sentences)
     pairs: list[tuple[Sentence, ...]] = []
     while left:
         first = left.pop(0)
@@ -503,7 +464,10 @@ def _lengthened(sentences: tuple[Sentence, ...], fillers: _Fillers) -> tuple[Sen
 
 def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
     """Forward questions on every fact, inverse ones where the answer is unique and of the same split."""
-    told = _words_told(world)
+    told: list[set[str]] = [set() for _ in world.facts]  # words, by fact
+    for sentence in (sentence for passage in world.passages for sentence in passage.sentences):
+        if sentence.fact >= 0:
+            told[sentence.fact].update(_stems(sentence.text))
     objects = Counter((fact.relation.name, fact.object.name) for fact in world.facts if fact.object)
     asked: dict[str, list[dict[str, Any]]] = {"train": [], "dev": [], "test": []}
 
@@ -529,15 +493,6 @@ def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[st
         split: [{"id": f"{split}-{number:04d}", **line} for number, line in enumerate(_shuffled(rng, lines))]
         for split, lines in asked.items()
     }
-
-
-def _words_told(world: World) -> list[set[str]]:
-    told: list[set[str]] = [set() for _ in world.facts]
-    for passage in world.passages:
-        for sentence in passage.sentences:
-            if sentence.fact >= 0:
-                told[sentence.fact].update(_stems(sentence.text))
-    return told
 
 
 def _hardest_first(wordings: Sequence[str], told: set[str], rng: np.random.Generator) -> list[str]:
@@ -577,11 +532,8 @@ def _conll(sentence: Sentence) -> str:
 
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Gzipped JSON lines whose bytes depend on the lines alone (no time, no file name in the header)."""
-    buffer = io.BytesIO()
-    with gzip.GzipFile(filename="", mode="wb", fileobj=buffer, mtime=0) as file:
-        for line in lines:
-            file.write(canonical_json(line) + b"\n")
-    path.write_bytes(buffer.getvalue())
+    with open(path, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
+        file.writelines(canonical_json(line) + b"\n" for line in lines)
 
 
 def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:

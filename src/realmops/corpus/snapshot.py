@@ -103,7 +103,6 @@ class Snapshot:
         return self._value("document_id", index)
 
     def title(self, index: int) -> str:
-        """The document's title."""
         return self._value("title", index)
 
     def text(self, index: int) -> str:
@@ -187,7 +186,6 @@ class Snapshot:
         return self.body(index) + FORM_STEP * self._forms(index)
 
     def title_tokens(self, index: int) -> NDArray[np.int64]:
-        """The title's wordpieces."""
         return self.title_flat[self.title_offsets[index] : self.title_offsets[index + 1]].astype(np.int64)
 
     def chars(self, index: int) -> Ints:
@@ -210,7 +208,6 @@ class Snapshot:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the snapshot."""
         return build_tokenizer(self.vocabulary, self.casing)
 
     def given_spans(self) -> Spans | None:

@@ -5,8 +5,6 @@ are kept in a temporary database on disk. Now and then the files are synced and 
 killed writer goes on from there. The same documents and settings give the same bytes whatever the number of workers.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools
@@ -20,7 +18,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -41,7 +39,7 @@ from realmops.corpus.documents import Document, Dropped, Outcome, Rejected, show
 from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
-from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages
+from realmops.corpus.passages import LANGUAGE, SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
 from realmops.corpus.snapshot import (
     GIVEN_SPANS,
     KIND,
@@ -84,7 +82,6 @@ def write_snapshot(
     casing: Casing = UNCASED,
     whole_documents: bool = False,
     drop_titles: bool = False,
-    language: str = "en",
     broken_share: float = 0.01,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
@@ -99,7 +96,6 @@ def write_snapshot(
         block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
         whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
         drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
-        language: code of the language for the sentence splitter.
         broken_share: of the records; so many may be broken and are left out.
         workers: processes that convert and tokenise; with 1 it happens in this process.
         progress: called with the number of bytes read of the sources' files since the last call.
@@ -118,12 +114,12 @@ def write_snapshot(
         "casing": asdict(casing),
         "whole_documents": whole_documents,
         "drop_titles": drop_titles,
-        "language": language,
+        "language": LANGUAGE,
     }
     try:
         with (
             closing(_Writer(work, vocabulary, sources, broken_share)) as writer,
-            workers_in_order(workers, sources, _Cutter, list(vocabulary), settings) as cut,
+            workers_in_order(workers, sources, _Cutter(vocabulary, settings)) as cut,
         ):
             advance = Progress(sources, progress)
             for batch, (outcomes, passages) in cut(batches(sources, writer.source, writer.counts.records)):
@@ -138,9 +134,10 @@ def write_snapshot(
 class _Cutter:
     """What a worker does: records to documents, and documents to passages."""
 
-    def __init__(self, vocabulary: list[str], settings: dict[str, Any]) -> None:
+    def __init__(self, vocabulary: Sequence[str], settings: dict[str, Any]) -> None:
         self._tokenizer = CachedTokenizer(build_tokenizer(vocabulary, Casing(**settings["casing"])))
-        self._settings = settings
+        self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"]
+        self._drop_titles = settings["drop_titles"]
 
     def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:
         """What became of each record, and the passages of those that are documents with wordpieces."""
@@ -153,17 +150,13 @@ class _Cutter:
             batch = self._cut(documents)
         used = [documents[index] for index in batch.documents()]
         if len(used) < len(documents):
-            kept = {id(document) for document in used}
-            for number, outcome in enumerate(outcomes):
-                if isinstance(outcome, Document) and id(outcome) not in kept:
-                    outcomes[number] = Dropped(outcome.place, "no_wordpieces")
+            empty = {id(document) for document in documents} - {id(document) for document in used}
+            outcomes = [Dropped(one.place, "no_wordpieces") if id(one) in empty else one for one in outcomes]
             batch = self._cut(used)
         return outcomes, batch
 
     def _cut(self, documents: Sequence[Document]) -> PassageBatch:
-        size = None if self._settings["whole_documents"] else self._settings["block_wordpieces"]
-        language = self._settings["language"]
-        return cut_passages(documents, self._tokenizer, block_wordpieces=size, language=language)
+        return cut_passages(documents, self._tokenizer, block_wordpieces=self._block_wordpieces)
 
     def _try(self, outcome: Outcome) -> Outcome:
         """The outcome, or Rejected where its passages cannot be cut."""
@@ -173,11 +166,8 @@ class _Cutter:
         return failed if isinstance(failed, Rejected) else outcome
 
     def _admit(self, outcome: Outcome) -> Outcome:
-        if isinstance(outcome, Document):
-            if self._settings["drop_titles"] and is_navigation_title(outcome.title):
-                return Dropped(outcome.place, "navigation_title")
-            if not outcome.text.strip():
-                return Dropped(outcome.place, "empty_text")
+        if self._drop_titles and isinstance(outcome, Document) and is_navigation_title(outcome.title):
+            return Dropped(outcome.place, "navigation_title")
         return outcome
 
 
@@ -192,7 +182,6 @@ class _Counts:
     dropped: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
-        """Count one record."""
         self.records += 1
         if isinstance(outcome, Dropped):
             self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
@@ -246,7 +235,7 @@ class _Writer:
                 self._texts.write(_SCHEMA.serialize())
             for rows in self._written() if state else ():
                 self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
-            self._opened = opened.pop_all()
+            self.close = opened.pop_all().close
         self._synced = time.monotonic()
 
     def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
@@ -267,12 +256,12 @@ class _Writer:
         self._check_rejects()
         passages, sentences, tokens = self._token_offsets.items, len(self._sentences), len(self._tokens)
         if passages == 0:
-            self._refuse_nothing()
+            raise ValueError(self._nothing())
         self._checkpoint()
         corpus = self._write_texts(folder)
         vocabulary = vocabulary_hash(self._vocabulary)
         (folder / "vocab.txt").write_bytes(vocabulary_bytes(self._vocabulary))
-        self.close()
+        self.close()  # every file, and the scratch database is removed
         for name in sorted(self._files.keys() - {_TEXTS}):
             link_or_copy(self._work / name, folder / name)
         if self._spans_given:
@@ -291,10 +280,6 @@ class _Writer:
             settings=settings,
             **asdict(self._total),
         )
-
-    def close(self) -> None:
-        """Close every file and remove the scratch database."""
-        self._opened.close()
 
     def _account(self, batch: Batch, outcomes: Iterator[Outcome]) -> set[int]:
         """Count outcomes by source; returns which of the documents have an id that was used before."""
@@ -343,17 +328,14 @@ class _Writer:
             f"{self._broken_share:g}: correct them, name the right snapshot.format, or raise snapshot.broken_share"
         )
 
-    def _refuse_nothing(self) -> NoReturn:
+    def _nothing(self) -> str:
+        """What is wrong with a corpus that gave no passage."""
         names = ", ".join(str(source.path) for source in self._sources[:3]) or "no file was given"
         if self._total.records == 0:
-            raise ValueError(
-                f"the corpus holds no documents ({names}): "
-                'give at least one line of the form {"title": "...", "text": "..."}, or another format'
-            )
-        raise ValueError(
-            f"no passage is left of {self._total.records} documents in {names} "
-            f"(dropped: {self._total.dropped}); give documents with text"
-        )
+            wanted = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
+            return f"the corpus holds no documents ({names}): {wanted}"
+        left_out = f"{names} (dropped: {self._total.dropped})"
+        return f"no passage is left of {self._total.records} documents in {left_out}; give documents with text"
 
     def _append_arrays(self, batch: PassageBatch) -> None:
         """The flat arrays and their offsets."""
@@ -364,8 +346,8 @@ class _Writer:
         earlier = self._total.documents - len(documents)  # each that was counted has a passage
         number = {document: earlier + place for place, document in enumerate(documents)}
         places = [(number[passage.document], passage.chars[0]) for passage in batch.passages]
-        sentences = [end - start for start, end in (p.sentences for p in batch.passages)]
-        self._token_offsets.append_lengths([end - start for start, end in (p.tokens for p in batch.passages)])
+        sentences = [length(passage.sentences) for passage in batch.passages]
+        self._token_offsets.append_lengths([length(passage.tokens) for passage in batch.passages])
         self._title_offsets.append_lengths([len(title) for title in titles])
         self._sentence_offsets.append_lengths(sentences)
         self._tokens.append(batch.ids)
@@ -375,19 +357,12 @@ class _Writer:
         self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
 
     def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:
-        """The rows of passages.parquet."""
         names = {index: document_name(documents[index]) for index in batch.documents()}
-        rows = [
-            (
-                self._seen.passage_id(passage.digest),
-                names[passage.document],
-                document.title,
-                document.text[slice(*passage.chars)],
-                document.extra,
-                document.place if document.id else "",
-            )
-            for passage, document in ((passage, documents[passage.document]) for passage in batch.passages)
-        ]
+        rows = []
+        for passage in batch.passages:
+            document, name = documents[passage.document], names[passage.document]
+            identifier, text = self._seen.passage_id(passage.digest), document.text[slice(*passage.chars)]
+            rows.append((identifier, name, document.title, text, document.extra, document.place if document.id else ""))
         if rows:
             columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
             self._texts.write(pa.record_batch(columns, _SCHEMA).serialize())
@@ -493,7 +468,6 @@ class _SeenIds:
         return digest if copies == 1 else f"{digest}-{copies}"
 
     def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
-        """Remember rows that were written before a kill."""
         for passage, document, place in zip(passages, documents, places, strict=True):
             self.passage_id(passage.partition("-")[0])
             if place:

@@ -6,8 +6,6 @@ tokenizer takes blanks away, makes punctuation a word of its own, and treats eve
 for accents, which stay in the chunk of their letter.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence
@@ -36,7 +34,6 @@ class Wordpieces:
     bases: Longs  # [N] where each text starts on it
 
     def by_text(self) -> list[list[int]]:
-        """The ids of each text."""
         borders = np.searchsorted(self.chars[:, 0], self.bases).tolist()
         return [self.ids[a:b].tolist() for a, b in itertools.pairwise([*borders, len(self.ids)])]
 

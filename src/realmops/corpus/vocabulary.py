@@ -5,8 +5,6 @@ neighbouring pieces (byte-pair encoding over characters, Sennrich et al. 2016) a
 code points: the order is total, so that the result depends on nothing but the word counts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 import random
@@ -84,7 +82,7 @@ def count_words(
     floor = 0
     advance = Progress(sources, progress)
     share = _SAMPLE_BYTES / max(sum(source.size for source in sources), 1)
-    with workers_in_order(workers, sources, _counter) as count:
+    with workers_in_order(workers, sources, _words_of) as count:
         for batch, words in count(batches(_sampled(sources, share))):
             counts.update(words)
             while len(counts) > distinct_limit:
@@ -107,10 +105,6 @@ def _sampled(sources: Sequence[Source], share: float) -> Sequence[Source]:
         replace(source, format=replace(source.format, records=partial(sampled, source.format.records)))
         for source in sources
     ]
-
-
-def _counter() -> Callable[[Records], Counter[str]]:
-    return _words_of
 
 
 def _words_of(records: Records) -> Counter[str]:
@@ -276,7 +270,6 @@ def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:
 
 
 def vocabulary_hash(vocabulary: Sequence[str]) -> str:
-    """The sha256 of the vocabulary's vocab.txt."""
     return hashlib.sha256(vocabulary_bytes(vocabulary)).hexdigest()
 
 

@@ -1,7 +1,5 @@
 """Runs of wordpieces inside passages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

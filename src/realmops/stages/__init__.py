@@ -1,7 +1,5 @@
 """The pipeline as data: which stages there are, what each reads, and the one way to run one."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -144,18 +142,22 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
     """
     found = {}
     for key in stage.files:
-        section, option = key.split(".")
-        if not values[section][option]:
+        name = option_of(values, key)
+        if not name:
             raise ValueError(f"{key} is empty: nothing cannot be read; check the path")
-        name = Path(values[section][option])
-        start = root if _made_here(name) else project
-        found[key] = name if values[section][option].startswith(HUB) else start / name
+        start = root if _made_here(Path(name)) else project
+        found[key] = Path(name) if name.startswith(HUB) else start / name
     return found
+
+
+def option_of(values: Mapping[str, Mapping[str, Any]], key: str) -> Any:
+    section, option = key.split(".")
+    return values[section][option]
 
 
 def _made_here(name: Path) -> bool:
     """Whether a file lies in a stage's folder, or among what was imported or made of the corpus."""
-    return not {Path(PUBLISHED), Path(CLOZE), *(Path(s.folder) for s in STAGES.values())}.isdisjoint(name.parents)
+    return any(Path(folder) in name.parents for folder in (PUBLISHED, CLOZE, *(s.folder for s in STAGES.values())))
 
 
 def _needless(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -182,11 +184,12 @@ def chain(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
 
 def outside_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:
     """The files that the chain reads and that nothing of ours makes, by section.key."""
-    found: dict[str, Path] = {}
-    for stage in STAGES.values():
-        found |= external_files(stage, values, project, project)
-    named = {key: Path(values[key.split(".")[0]][key.split(".")[1]]) for key in found}
-    return {key: path for key, path in found.items() if key not in _needless(values) and not _made_here(named[key])}
+    return {
+        key: path
+        for stage in STAGES.values()
+        for key, path in external_files(stage, values, project, project).items()
+        if key not in _needless(values) and not _made_here(Path(option_of(values, key)))
+    }
 
 
 def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> None:
@@ -197,8 +200,7 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
     needless = _needless(values)
     for name in names:
         for key, path in external_files(STAGES[name], values, project, root).items():
-            section, option = key.split(".")
-            value = values[section][option]
+            value = option_of(values, key)
             maker = next((one.name for one in STAGES.values() if Path(one.folder) in Path(value).parents), "")
             cloze = Path(CLOZE) in Path(value).parents
             if key in needless or value.startswith(HUB) or path.exists() or ("tag" if cloze else maker) in names:

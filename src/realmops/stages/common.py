@@ -1,7 +1,5 @@
 """What several stages do the same way."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -75,12 +73,10 @@ class StageTrainings:
 
 
 def open_snapshot(job: Job, name: str = "corpus") -> Snapshot:
-    """The snapshot of the corpus or of the warm-up text."""
     return Snapshot.open(job.inputs["snapshot"] / name, verify=False)  # the stage's manifest was checked whole
 
 
 def open_spans(job: Job, snapshot: Snapshot, name: str = "corpus") -> Spans:
-    """The salient spans of a snapshot."""
     spans = Spans.open(job.inputs["tag"] / name, verify=False, corpus_hash=snapshot.corpus_hash)
     if spans.vocabulary_hash != snapshot.vocabulary_hash:
         raise ValueError(

@@ -1,7 +1,5 @@
 """Stage ``evaluate``: exact match, F1, recall of all retrievers, ceilings, predictions with evidence, plots, report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

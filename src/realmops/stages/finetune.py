@@ -1,7 +1,5 @@
 """Stage ``finetune``: open-domain question answering over the frozen passages of the chosen retriever."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The retriever's part of ``finetune``: what it starts from, what it learns, and its index or ranker."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Stage ``ict``: warm starts of retriever and reader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions

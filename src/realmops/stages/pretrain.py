@@ -1,7 +1,5 @@
 """Stage ``pretrain``: REALM, with the index builder beside it over the exchange."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace

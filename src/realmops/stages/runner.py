@@ -1,7 +1,5 @@
 """Run one stage whole: inputs checked, work resumed, output and metrics committed together."""
 
-from __future__ import annotations
-
 import fcntl
 import math
 import os

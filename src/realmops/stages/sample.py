@@ -1,7 +1,5 @@
 """Stage ``sample``: the sample corpus."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from realmops.config import Sample

@@ -1,7 +1,5 @@
 """What stages have made of all passages in shards, by themselves and by index builders that help: spans, embeddings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Stage ``snapshot``: documents to passages, with one vocabulary for corpus and warm-up text."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice

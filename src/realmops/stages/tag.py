@@ -1,7 +1,5 @@
 """Stage ``tag``: salient spans of corpus and warm-up text."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,10 +83,7 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
     with SpansWriter(folder) as writer:
         for passage, found in enumerate(spans_of(job, tagger_files(tagger, options), snapshot)):
             writer.add(
-                found,
-                snapshot.chars(passage),
-                snapshot.sentences(passage),
-                int(snapshot.sentence_offsets[passage]),
+                found, snapshot.chars(passage), snapshot.sentences(passage), int(snapshot.sentence_offsets[passage])
             )
         manifest = writer.close(corpus_hash=snapshot.corpus_hash, vocabulary_hash=snapshot.vocabulary_hash)
     return {"spans": manifest["spans"], "spans_dropped": manifest["dropped"]["not_in_one_sentence"]}

@@ -1,7 +1,5 @@
 """The file formats that a corpus may come in: which files are there, in which format, and how each is read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Web pages: their encoding, title and main text (by trafilatura)."""
 
-from __future__ import annotations
-
 import logging
 import re
 from encodings import normalize_encoding
@@ -9,7 +7,7 @@ from encodings.aliases import aliases
 from functools import cache
 from typing import Any
 
-from realmops.corpus.documents import Dropped, Outcome, Rejected, outcome_of
+from realmops.corpus.documents import Dropped, Outcome, Rejected, document_or_dropped
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl itself cuts at 1 MiB
 TAG_LIMIT = 50_000  # the extractor does some 20,000 a second
@@ -67,7 +65,7 @@ def page_outcome(page: str, place: str, *, title: str = "", url: str | None = No
     known = {"url": url, "date": own_date or date}
     extra = {key: value for key, value in known.items() if value}
     record = {"title": own_title or title, "text": text, **extra}
-    return outcome_of(record, place)
+    return document_or_dropped(record, place)
 
 
 def _main_text(page: str, url: str | None) -> tuple[str, str, str | None]:

@@ -1,7 +1,5 @@
 """MediaWiki XML dumps and exports, plain, .bz2 or .gz: the last revision of each page as text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Any, BinaryIO
 from xml.etree.ElementTree import Element, ParseError, iterparse
 
 from realmops.corpus.compressed import DAMAGE, damage, open_compressed
-from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
 from realmops.corpus.formats.wikitext import plain_text
 
 PAGE_LIMIT = 2 << 20  # characters; MediaWiki itself allows as many bytes
@@ -77,7 +75,7 @@ def _page(page: Element, namespaces: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _convert(raw: Raw) -> Outcome:
+def _understand(raw: Raw) -> Outcome:
     page = raw.data
     text = page["text"] or ""
     if page["redirect"] or _REDIRECT.match(text):
@@ -87,12 +85,9 @@ def _convert(raw: Raw) -> Outcome:
     if page["model"] not in (None, "wikitext"):
         return Dropped(raw.place, "other_model")
     if len(text) > PAGE_LIMIT:
-        return Rejected(raw.place, f"the page is longer than {PAGE_LIMIT >> 20} Mi characters; leave it out")
-    try:
-        text = plain_text(text, page["hidden"])
-    except ValueError as error:
-        return Rejected(raw.place, str(error))
-    return outcome_of({"id": page["id"], "title": page["title"], "text": text}, raw.place)
+        raise ValueError(f"the page is longer than {PAGE_LIMIT >> 20} Mi characters; leave it out")
+    text = plain_text(text, page["hidden"])
+    return document_or_dropped({"id": page["id"], "title": page["title"], "text": text}, raw.place)
 
 
-MEDIAWIKI = Format("mediawiki", _records, _convert)
+MEDIAWIKI = Format("mediawiki", _records, _understand)

@@ -1,7 +1,5 @@
 """Tables with the columns title, text and id: Parquet files, and datasets of Hugging Face saved on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped
 
 _ROWS = 256
 _REQUIRED = ("title", "text")
@@ -151,7 +149,7 @@ def _without_times(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def _convert(raw: Raw) -> Outcome:
+def _understand(raw: Raw) -> Outcome:
     record = {key: value for key, value in raw.data.items() if key != "spans"}
     for key in _TEXTS:
         if isinstance(value := record.get(key), bytes):
@@ -159,11 +157,11 @@ def _convert(raw: Raw) -> Outcome:
                 record[key] = value.decode()
             except UnicodeDecodeError as error:
                 problem = f"{key!r} is invalid UTF-8 at byte {error.start}; write it as a column of text"
-                return Rejected(raw.place, problem)
+                raise ValueError(problem) from None
     if isinstance(text := record["text"], str) and len(text) > LINE_LIMIT:
-        return Rejected(raw.place, f"'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
-    return outcome_of(record, raw.place)
+        raise ValueError(f"'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
+    return document_or_dropped(record, raw.place)
 
 
-PARQUET = Format("parquet", _parquet_records, _convert)
-DATASET = Format("dataset", _dataset_records, _convert)
+PARQUET = Format("parquet", _parquet_records, _understand)
+DATASET = Format("dataset", _dataset_records, _understand)

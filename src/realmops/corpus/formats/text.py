@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from realmops.corpus.compressed import open_plain
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of, shown
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, shown
 from realmops.corpus.formats.html import decode_page, page_outcome
 
 if TYPE_CHECKING:
@@ -33,35 +33,25 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
         yield Raw(str(path), {"name": shown(path.name), "bytes": data}, len(data))
 
 
-def _convert(raw: Raw) -> Outcome:
-    name = PurePath(raw.data["name"])
+def _understand(raw: Raw) -> Outcome:
+    name, data = PurePath(raw.data["name"]), raw.data["bytes"]
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
-    try:
-        text = _decode(raw.data["bytes"], is_page=suffix in PAGES)
-    except ValueError as error:
-        return Rejected(raw.place, str(error))
     if suffix in PAGES:
-        return page_outcome(text, raw.place, title=stem)
+        return page_outcome(decode_page(data, None), raw.place, title=stem)
+    try:
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
     title = ""
     if suffix in MARKDOWN:
         if len(text) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(text)) > _MARK_LIMIT:
-            return Rejected(
-                raw.place,
+            raise ValueError(
                 f"the Markdown is longer than {_MARKDOWN_LIMIT >> 20} Mi characters or has more than "
-                f"{_MARK_LIMIT:,} marks; split it into documents",
+                f"{_MARK_LIMIT:,} marks; split it into documents"
             )
         title, text = _read_markdown(text)
-    return outcome_of({"title": title or stem, "text": text.strip()}, raw.place)
-
-
-def _decode(data: bytes, *, is_page: bool) -> str:
-    if is_page:
-        return decode_page(data, None)
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+    return document_or_dropped({"title": title or stem, "text": text.strip()}, raw.place)
 
 
 def _read_markdown(source: str) -> tuple[str, str]:
@@ -99,4 +89,4 @@ def _inline_text(node: SyntaxTreeNode) -> str:
     return node.content if node.type in ("text", "code_inline") else _BREAKS.get(node.type, "")
 
 
-TEXT = Format("text", _records, _convert)
+TEXT = Format("text", _records, _understand)

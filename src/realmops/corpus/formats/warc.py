@@ -5,8 +5,6 @@ gzip member for one record: a damaged record or member is rejected and the next 
 member may end anywhere.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import zlib
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from realmops.corpus.compressed import open_plain
-from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
 from realmops.corpus.formats.html import decode_page, page_outcome
 
 RECORD_LIMIT = 16 << 20
@@ -169,7 +167,7 @@ def _next_version(stream: BinaryIO) -> bytes | None:
             return line
 
 
-def _convert(raw: Raw) -> Outcome:
+def _understand(raw: Raw) -> Outcome:
     kind, record = raw.data["type"], raw.data["record"]
     if record is None:
         return Dropped(raw.place, "too_long" if kind in _KEPT else "record_type")
@@ -220,8 +218,8 @@ def _page(data: bytes, place: str) -> Outcome:
     url = record.rec_headers.get_header("WARC-Target-URI") or ""
     date = (record.rec_headers.get_header("WARC-Date") or "")[:10]
     if kind == "text/plain":
-        return outcome_of({"title": url, "text": text.strip(), "url": url, "date": date}, place)
+        return document_or_dropped({"title": url, "text": text.strip(), "url": url, "date": date}, place)
     return page_outcome(text, place, title=url, url=url or None, date=date)
 
 
-WARC = Format("warc", _records, _convert)
+WARC = Format("warc", _records, _understand)

@@ -1,14 +1,12 @@
 """What WikiExtractor writes: files of ``<doc id= url= title=>`` blocks, the title on the first line."""
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from realmops.corpus.compressed import DAMAGE, damage, open_compressed
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped
 from realmops.corpus.formats.wikitext import without_tags
 
 # A value may hold quotes itself: it ends where another attribute or the end of the line follows.
@@ -49,21 +47,21 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
             yield Rejected(f"{path}:{number + 1}", damage(error, path), ends_file=True)
 
 
-def _convert(raw: Raw) -> Outcome:
+def _understand(raw: Raw) -> Outcome:
     try:
         head, _, text = raw.data.decode().partition("\n")
     except UnicodeDecodeError as error:
-        return Rejected(raw.place, f"invalid UTF-8 at byte {error.start} of the block; extract the file again")
+        raise ValueError(f"invalid UTF-8 at byte {error.start} of the block; extract the file again") from None
     attributes = filter(None, map(_ATTRIBUTE.match, _END.split(head)))
     found = {one[1]: html.unescape(one[2]) for one in attributes}
     if not found.get("title") or not found.get("id"):
-        return Rejected(raw.place, f'found {head[:80]!r}, wanted <doc id="..." url="..." title="...">')
+        raise ValueError(f'found {head[:80]!r}, wanted <doc id="..." url="..." title="...">')
     text = html.unescape(text).strip()
     first, _, rest = text.partition("\n")
     if first.strip() == found["title"].strip():
         text = rest.strip()
     # What WikiExtractor did not understand it leaves as tags.
-    return outcome_of({**found, "text": without_tags(text).strip()}, raw.place)
+    return document_or_dropped({**found, "text": without_tags(text).strip()}, raw.place)
 
 
-WIKIEXTRACTOR = Format("wikiextractor", _records, _convert)
+WIKIEXTRACTOR = Format("wikiextractor", _records, _understand)

@@ -4,8 +4,6 @@ mwparserfromhell parses templates and links. It takes quadratic time or worse fo
 everything before it here runs in linear time and hands it well-nested brackets only, one section at a time.
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Collection, Iterable, Iterator
