@@ -4,9 +4,10 @@ import contextlib
 import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from realmops.corpus.conll import TaggedSentence, read_conll
+from realmops.corpus.conll import TaggedSentence, entity_scores, read_conll
 
 
 def write(path: Path, text: str) -> Path:
@@ -139,3 +140,21 @@ def test_columns_end_at_tabs_and_blanks_alone(tmp_path: Path) -> None:
     first, second = read_conll(write(tmp_path / "a", text))
     assert first == TaggedSentence(("Oslo", "10\u00a0000", "a\u0085b\u2028c"), ("B-LOC", "O", "B-MISC"))
     assert second.words == ("x",)
+
+
+def test_scores_are_those_of_seqeval() -> None:
+    """Strict IOB2, on tags drawn at random: whole entities, broken ones, kinds that only one side has."""
+    from seqeval.metrics import classification_report
+    from seqeval.scheme import IOB2
+
+    draw = np.random.default_rng(0)
+    tags = ["O", "O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-ORG"]
+    for n in range(200):
+        sides = [[list(draw.choice(tags[: 4 + n % 4], 12)) for _ in range(1 + n % 5)] for _ in range(2)]
+        report = classification_report(*sides, mode="strict", scheme=IOB2, output_dict=True, zero_division=0)
+        wanted = {f"f1_{name}": one["f1-score"] for name, one in report.items() if not name.endswith("avg")}
+        found = entity_scores(*sides)
+        assert found.pop("f1") == pytest.approx(report["micro avg"]["f1-score"])
+        assert {name: value for name, value in found.items() if value} == pytest.approx(
+            {name: float(value) for name, value in wanted.items() if value}
+        )

@@ -16,7 +16,10 @@ class TfIdf:
     """Scores by the inner product of log(1 + tf) log((P - n + .5) / (n + .5)), n the passages with the pair or word."""
 
     def __init__(self, texts: Sequence[str]) -> None:
-        from sklearn.feature_extraction.text import HashingVectorizer
+        try:
+            from sklearn.feature_extraction.text import HashingVectorizer
+        except ImportError:
+            raise ValueError("TF-IDF needs the package scikit-learn; pip install 'realmops[baselines]'") from None
 
         self._vectorizer = HashingVectorizer(
             stop_words="english", ngram_range=(1, 2), n_features=BUCKETS, norm=None, alternate_sign=False

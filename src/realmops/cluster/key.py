@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,8 @@ def _digest(path: Path, record: _KeyRecord | None) -> str | None:
 
 def _digest_here(path: Path, algorithm: str = "md5") -> str:
     """What ``dvc add`` would record of a file or a folder; of a folder without what .dvcignore names."""
+    if find_spec("dvc") is None:
+        raise ValueError("the key of a training wants DVC's digests; pip install 'realmops[cluster]'")
     from dvc.ignore import DvcIgnoreFilter
     from dvc_data.hashfile.build import IgnoreInCollectedDirError, build
     from dvc_data.hashfile.db import HashFileDB

@@ -82,3 +82,29 @@ def _iob2(tags: Sequence[str]) -> Iterator[str]:
     for tag in tags:
         yield "B-" + tag[2:] if tag.startswith("I-") and previous[2:] != tag[2:] else tag
         previous = tag
+
+
+def entities(tags: Sequence[str]) -> set[tuple[int, int, str]]:
+    """First word, end and kind of each entity in IOB2 tags, read strictly: it begins with B, and I goes on with it."""
+    found: set[tuple[int, int, str]] = set()
+    begun: int | None = None
+    for place, tag in enumerate([*tags, "O"]):
+        kind = tag[2:]
+        if begun is not None and tag != f"I-{tags[begun][2:]}":
+            found.add((begun, place, tags[begun][2:]))
+            begun = None
+        if tag == f"B-{kind}":
+            begun = place
+    return found
+
+
+def entity_scores(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, float]:
+    """``f1`` over all entities of sentences, and ``f1_KIND`` of each kind; both ends of an entity must be right."""
+    sides = [{(n, *one) for n, tags in enumerate(side) for one in entities(tags)} for side in (gold, predicted)]
+    kinds = sorted({one[3] for side in sides for one in side})
+
+    def f1(kind: str | None) -> float:
+        true, said = ({one for one in side if kind in (None, one[3])} for side in sides)
+        return 2 * len(true & said) / max(len(true) + len(said), 1)
+
+    return {"f1": f1(None), **{f"f1_{kind}": f1(kind) for kind in kinds}}

@@ -8,7 +8,7 @@ import torch
 
 from realmops.artifacts import seed_for
 from realmops.config import BertOptions, Optimiser, RunOptions, Tag
-from realmops.corpus.conll import read_conll
+from realmops.corpus.conll import entity_scores, read_conll
 from realmops.corpus.snapshot import GIVEN_SPANS, Snapshot
 from realmops.corpus.spans import Spans, SpansWriter
 from realmops.encoders.devices import device_and_dtype
@@ -55,16 +55,7 @@ def _train(job: Job, options: Tag) -> tuple[Tagger, dict[str, Any]]:
     if not surroundings.team.leads:
         return tagger, {}
     predicted = predict_words(tagger, held_out, snapshot.tokenizer, options, dtype)
-    return tagger, _scores([list(s.tags) for s in held_out], predicted)
-
-
-def _scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, Any]:
-    from seqeval.metrics import classification_report
-    from seqeval.scheme import IOB2
-
-    report = classification_report(gold, predicted, mode="strict", scheme=IOB2, output_dict=True, zero_division=0)
-    metrics = {f"f1_{name}": float(values["f1-score"]) for name, values in report.items() if not name.endswith("avg")}
-    return {"f1": float(report["micro avg"]["f1-score"]), **metrics}
+    return tagger, entity_scores([list(s.tags) for s in held_out], predicted)
 
 
 def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, folder: Path) -> dict[str, Any]:

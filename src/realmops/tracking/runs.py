@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -174,6 +175,9 @@ def tracked(
     """The tracker of a stage's run, begun; None where nothing is tracked."""
     options = values["tracking"]
     if not options["enabled"] or name in UNTRACKED:
+        return None
+    if find_spec("mlflow") is None:
+        warn("it is not installed (pip install 'realmops[tracking]')", journal.path.name)
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
