@@ -34,7 +34,7 @@ def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
         name: {
             "cmd": f"realmops run {name}",
             "deps": [*(STAGES[need].folder for need in one.needs), *(f"${{{key}}}" for key in one.files)],
-            "params": list(one.sections),
+            "params": ["presets", *one.sections],
             "outs": [{one.folder: {"persist": True}}],  # or DVC removes what realmops run has made
         }
         for name, one in STAGES.items()
@@ -45,7 +45,8 @@ def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
 
 def test_dvc_goes_on_with_what_realmops_run_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a stage whose options changed replaces its folder."""
-    write_project(tmp_path)
+    params = write_project(tmp_path)
+    params.write_text(f"presets: []\n{params.read_text()}")
     (tmp_path / "dvc.yaml").write_bytes((ROOT / "dvc.yaml").read_bytes())
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
@@ -104,9 +105,8 @@ def test_the_command_line_offers_the_stages_in_their_order() -> None:
 
 def test_params_yaml_has_the_sections_of_the_stages_each_key_with_a_comment() -> None:
     text = PARAMS.read_text()
-    assert yaml.safe_load(text).keys() == {section for one in STAGES.values() for section in one.sections} | {
-        *ALL_STAGES
-    }
+    sections = {section for one in STAGES.values() for section in one.sections}
+    assert yaml.safe_load(text).keys() == sections | {"presets", *ALL_STAGES}
     assert [line for line in text.splitlines() if re.match(r"  \w+:", line) and "  # " not in line] == []
 
 

@@ -131,9 +131,10 @@ def _end_with(problems: Sequence[str]) -> None:
 def main() -> None:
     """Train REALM: a retriever and a reader learn together from masked words, then answer questions.
 
-    Begin with "realmops run all", which runs every stage and skips those that are done ("dvc repro" does the same with
-    DVC). Then "realmops report" prints the results, "realmops explain" shows which passage each answer rests on, and
-    "realmops ask" and "realmops serve" answer your questions. docs/options.md has all options.
+    Begin with "realmops init" for documents of your own, then "realmops run all": it runs the stages sample, snapshot,
+    tag, ict, pretrain, finetune, evaluate and skips those that are done ("dvc repro" does the same with DVC). "realmops
+    search" finds passages, "realmops ask" and "realmops serve" answer your questions, "realmops report" prints the
+    results, and "realmops explain" shows which passage each answer rests on. docs/options.md has all options.
     """
     # Trainer and builder share the cores: a thread that waits must not spin while the other process wants to work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

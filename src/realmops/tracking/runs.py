@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -176,8 +177,7 @@ def tracked(
     options = values["tracking"]
     if not options["enabled"] or name in UNTRACKED:
         return None
-    if find_spec("mlflow") is None:
-        warn("it is not installed (pip install 'realmops[tracking]')", journal.path.name)
+    if not _has_mlflow():
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
@@ -195,6 +195,17 @@ def tracked(
         else_named=run_name(variant, seed, corpus_hash),
     )
     return stack.enter_context(Tracker(journal.path, name, run, tracking_folder(root)))
+
+
+@cache
+def _has_mlflow() -> bool:
+    """Whether MLflow is installed; says once that it is not."""
+    found = find_spec("mlflow") is not None
+    if not found:
+        advice = "pip install 'realmops[tracking]', or set tracking.enabled=false"
+        told = f"warning: MLflow is not installed: figures are in metrics.jsonl of the stages alone; {advice}"
+        print(told, file=sys.stderr, flush=True)
+    return found
 
 
 def run_name(variant: str, seed: int, corpus_hash: str) -> str:
