@@ -216,7 +216,7 @@ def test_a_changed_option_runs_again_what_it_touches(
 
 @contextlib.contextmanager
 def builder_beside(exchange: Path, corpus: Path) -> Iterator[None]:
-    thread = threading.Thread(target=run_index_builder, args=(exchange, corpus), kwargs={"watch_parent": None})
+    thread = threading.Thread(target=run_index_builder, args=(exchange, corpus), kwargs={"watch_parent": None, "works": {}})
     thread.start()
     try:
         yield
