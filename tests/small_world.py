@@ -80,9 +80,7 @@ def write_documents(path: Path, documents: tuple[tuple[str, str, tuple[str, ...]
 
 
 def build_world(
-    folder: Path,
-    documents: tuple[tuple[str, str, tuple[str, ...]], ...] = DOCUMENTS,
-    block_wordpieces: int = 48,
+    folder: Path, documents: tuple[tuple[str, str, tuple[str, ...]], ...] = DOCUMENTS, block_wordpieces: int = 48
 ) -> World:
     snapshot = build_snapshot(folder, write_documents(folder / "documents.jsonl", documents), block_wordpieces)
     write_bm25(folder / lexical.FOLDER, snapshot)

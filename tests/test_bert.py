@@ -193,11 +193,7 @@ def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPa
         assert len(hidden_TD) == 19
         assert len(score_S) == 3
         (hidden_TD.float().pow(3).sum() + 10 * score_S.sum()).backward()
-        return [
-            hidden_TD.detach().float(),
-            score_S.detach(),
-            *(p.grad for p in parameters),
-        ]
+        return [hidden_TD.detach().float(), score_S.detach(), *(p.grad for p in parameters)]
 
     even = values()
     monkeypatch.setattr("realmops.encoders.bert.even_rows", lambda x: x)

@@ -81,11 +81,7 @@ def test_an_index_says_what_it_was_made_of() -> None:
     assert builder_on(files, StillClock()).build_next()
     index = trainer.index_for(7)
     check_index(index)
-    assert {key: index.meta[key] for key in ("step", "rows", "recall")} == {
-        "step": 7,
-        "rows": 5,
-        "recall": 1.0,
-    }
+    assert {key: index.meta[key] for key in ("step", "rows", "recall")} == {"step": 7, "rows": 5, "recall": 1.0}
     assert index.meta["weights"] == digest
     assert not builder_on(files, StillClock()).build_next()
 

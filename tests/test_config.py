@@ -126,14 +126,8 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["tower=bag", "head=cosine", "document_vectors=2"],
-            r"vectors 2: a bag makes one .*document_vectors=1",
-        ),
-        (
-            ["pooling=cls", "document_vectors=2"],
-            r"vectors is 2, and .*pooling cls .* set retriever\.pooling=mean",
-        ),
+        (["tower=bag", "head=cosine", "document_vectors=2"], r"vectors 2: a bag makes one .*document_vectors=1"),
+        (["pooling=cls", "document_vectors=2"], r"vectors is 2, and .*pooling cls .* set retriever\.pooling=mean"),
         (["tower=bag"], r"retriever\.tower is bag and retriever\.head normalised: .* set retriever\.head=cosine"),
         (["tower=bag", "head=cosine", "embedding_width=0"], r"embedding_width 0: .* retriever\.embedding_width=384"),
         (["head=release", "pooling=mean"], r"retriever\.pooling mean .*set retriever\.pooling=cls and retriever\.proj"),

@@ -28,10 +28,7 @@ def dates(text: str) -> list[str]:
         ("the 1990s, the mid-1980s, the 1870's", ["1990s", "1980s", "1870's"]),
         ("the '90s, the 90s, the late 60s", ["'90s", "90s", "60s"]),
         ("19th century, the 5th century BC", ["19th century", "5th century BC"]),
-        (
-            "the 18th and 19th centuries, twentieth-century art",
-            ["18th and 19th centuries", "twentieth-century"],
-        ),
+        ("the 18th and 19th centuries, twentieth-century art", ["18th and 19th centuries", "twentieth-century"]),
         ("Caesar died in 44 BC, Pompeii in AD 79.", ["44 BC", "AD 79"]),
         ("It opened in 1888.", ["1888"]),
         ("Census (2001)", ["2001"]),

@@ -193,10 +193,7 @@ def rows_of(text: str, head: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("head", "known"),
-    [
-        ("| format | files | a document is |", list(formats.FORMATS)),
-        ("| format | file |", list(questions.FORMATS)),
-    ],
+    [("| format | files | a document is |", list(formats.FORMATS)), ("| format | file |", list(questions.FORMATS))],
 )
 def test_every_format_is_explained(head: str, known: list[str]) -> None:
     assert rows_of(DATA, head) == known

@@ -326,9 +326,7 @@ def test_i8_an_index_of_another_run_that_was_copied_in_is_never_adopted() -> Non
 def test_i5_a_wait_says_what_for_how_long_and_when_the_builder_was_last_alive() -> None:
     files, told = MemoryFiles(), []
     trainer = open_trainer(
-        files,
-        Policy(builder_timeout=4.0, poll=0.25),
-        on_wait=lambda message, seconds: told.append((seconds, message)),
+        files, Policy(builder_timeout=4.0, poll=0.25), on_wait=lambda message, seconds: told.append((seconds, message))
     )
     trainer.publish_weights(0, PARAMS, {})
     with pytest.raises(TimeoutError, match="waiting for the index of step 0 for 4 s; no builder has ever been seen"):

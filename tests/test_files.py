@@ -92,14 +92,7 @@ def test_no_other_module_of_the_exchange_touches_the_volume() -> None:
             if isinstance(node, ast.Name):
                 assert node.id not in ("open", "shutil"), f"{module}.py:{node.lineno} {node.id}"
             if isinstance(node, ast.Attribute):
-                assert node.attr not in (
-                    "write_bytes",
-                    "read_bytes",
-                    "write_text",
-                    "read_text",
-                    "exists",
-                    "glob",
-                )
+                assert node.attr not in ("write_bytes", "read_bytes", "write_text", "read_text", "exists", "glob")
 
 
 def attempt(files: Files, step: tuple[str, tuple[Any, ...]], top: Path) -> object:

@@ -74,10 +74,7 @@ def cases() -> dict[str, dict[str, Any]]:
         others = [component for component in COMPONENTS if component not in has and component not in ANSWERING]
         alone = [*subsets(others)]
         few = (alone[0], ("retrain-on-sync",), alone[-1])
-        for chosen in [
-            *alone,
-            *((*more, *some) for some in few for more in [*subsets(ANSWERING)][1:]),
-        ]:
+        for chosen in [*alone, *((*more, *some) for some in few for more in [*subsets(ANSWERING)][1:])]:
             namespace = "-".join(["on", Path(start).name, *("".join(re.findall(r"\b\w", one)) for one in chosen)])
             again = ["single-node"] if "single-node" in has and {*ANSWERING} & {*chosen} else []  # for what was added
             found[namespace] = {

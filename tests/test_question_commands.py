@@ -37,10 +37,7 @@ def test_questions_are_converted_and_split(tmp_path: Path, trec: Path) -> None:
         f"{train} written to {out / 'questions.train.jsonl'}",
         f"{dev} written to {out / 'questions.dev.jsonl'}",
     ]
-    assert read_manifest(out, "questions")["written"] == {
-        "questions.train.jsonl": train,
-        "questions.dev.jsonl": dev,
-    }
+    assert read_manifest(out, "questions")["written"] == {"questions.train.jsonl": train, "questions.dev.jsonl": dev}
 
 
 def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path: Path, trec: Path) -> None:

@@ -44,10 +44,7 @@ def test_questions_are_read_in_order(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl.gz"
     path.write_bytes(gzip.compress(f"{json.dumps(GOOD)}\n".encode()))
     more = write(tmp_path / "more.jsonl", {"id": 2, "question": "When?", "answers": ["1999"]})
-    assert read(path, more) == [
-        Question("q1", "Who?", ("Ann", "Anna"), "p7"),
-        Question("2", "When?", ("1999",)),
-    ]
+    assert read(path, more) == [Question("q1", "Who?", ("Ann", "Anna"), "p7"), Question("2", "When?", ("1999",))]
 
 
 @pytest.mark.parametrize(
@@ -237,10 +234,7 @@ def test_answers_are_all_expressions_or_none() -> None:
 
 
 def test_a_question_comes_back_from_its_line(tmp_path: Path) -> None:
-    questions = [
-        Question("a", "Où?", ("Besançon",), "p1"),
-        Question("b", "When?", (r"19\d\d", "never"), is_regex=True),
-    ]
+    questions = [Question("a", "Où?", ("Besançon",), "p1"), Question("b", "When?", (r"19\d\d", "never"), is_regex=True)]
     path = tmp_path / "questions.jsonl"
     path.write_bytes(b"".join(map(json_line, questions)))
     assert read(path) == questions

@@ -15,16 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import (
-    MemoryJournal,
-    OneIndex,
-    World,
-    build_world,
-    section,
-    tiny_context,
-    tiny_models,
-    tiny_optimiser,
-)
+from small_world import MemoryJournal, OneIndex, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
 from realmops.config import Pretrain

@@ -24,11 +24,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import is_navigation_title, write_snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, train_vocabulary, vocabulary_hash
 
-VOCABULARY = [
-    *SPECIAL_TOKENS,
-    *"abcdefghijklmnopqrstuvwxyz.0123456789",
-    *(f"##{c}" for c in "abcdefgh0123456789"),
-]
+VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.0123456789", *(f"##{c}" for c in "abcdefgh0123456789")]
 
 
 def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
@@ -174,11 +170,7 @@ def test_given_spans_pass_through(tmp_path: Path) -> None:
     spans = found.given_spans()
     assert len(spans) == len(found)
     first = texts.index("Ab cd ef.")
-    for passage, expected in (
-        (first, [("Ab", "X"), ("cd ef", "Y")]),
-        (first + 1, [("Gh", "X")]),
-        (first + 2, []),
-    ):
+    for passage, expected in ((first, [("Ab", "X"), ("cd ef", "Y")]), (first + 1, [("Gh", "X")]), (first + 2, [])):
         rows = spans.of(passage)
         assert [found.text(passage)[row[4] : row[5]] for row in rows] == [word for word, _ in expected]
         assert labels_of(spans, passage) == [label for _, label in expected]

@@ -129,12 +129,7 @@ def test_one_run_holds_every_stage(
 
     assert query(folder, "SELECT name, status FROM runs") == [("wild-card", "FINISHED")]
     points = query(folder, "SELECT key, step, value FROM metrics WHERE key LIKE '%/loss' ORDER BY key, step")
-    assert points == [
-        ("ict/loss", 1, 2.0),
-        ("ict/loss", 2, 1.0),
-        ("pretrain/loss", 1, 2.0),
-        ("pretrain/loss", 2, 1.0),
-    ]
+    assert points == [("ict/loss", 1, 2.0), ("ict/loss", 2, 1.0), ("pretrain/loss", 1, 2.0), ("pretrain/loss", 2, 1.0)]
     assert query(folder, "SELECT key, value FROM latest_metrics WHERE key NOT LIKE '%/%'") == [("em", 0.25)]
     params_found = query(folder, "SELECT key, value FROM params ORDER BY key")
     assert params_found == [("ict.batch", "32"), ("ict.lr", "0.0005"), ("pretrain.k", "8"), ("seed", "7")]

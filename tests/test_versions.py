@@ -23,16 +23,7 @@ from exchange_lab import FAULTS, Fault, Inode, Killed, MemoryFiles, StillClock
 from realmops.artifacts import canonical_json, digest_of
 from realmops.index import mapped
 from realmops.index.files import Files
-from realmops.index.versions import (
-    MANIFEST,
-    STALE_SECONDS,
-    Damaged,
-    Version,
-    Versions,
-    fence_of,
-    step_of,
-    version_name,
-)
+from realmops.index.versions import MANIFEST, STALE_SECONDS, Damaged, Version, Versions, fence_of, step_of, version_name
 
 RUN = {"corpus": "c0ffee", "dimensions": 4}
 OLD, NEW = version_name(1, 10), version_name(1, 20)
@@ -43,26 +34,14 @@ ROOT = Path("/x")
 def volume() -> MemoryFiles:
     """A volume with the folders of one kind, all of it durable."""
     files = MemoryFiles()
-    for folder in (
-        "/x",
-        "/x/kind",
-        "/x/pins",
-        "/x/pins/trainer",
-        "/x/pins/builder",
-        "/x/alive",
-        "/x/alive/trainer",
-    ):
+    for folder in ("/x", "/x/kind", "/x/pins", "/x/pins/trainer", "/x/pins/builder", "/x/alive", "/x/alive/trainer"):
         files.mkdir(Path(folder))
         files.sync_folder(Path(folder).parent)
     return files
 
 
 def store_on(
-    files: Files,
-    store: type[Versions] = Versions,
-    holder: str = "trainer",
-    root: Path = ROOT,
-    **settings: Any,
+    files: Files, store: type[Versions] = Versions, holder: str = "trainer", root: Path = ROOT, **settings: Any
 ) -> Versions:
     return store(root, "kind", RUN, holder, files, StillClock(), **{"grace": 0.0, **settings})
 

@@ -22,23 +22,7 @@ from realmops.corpus.vocabulary import (
     vocabulary_bytes,
 )
 
-PLAIN = [
-    *SPECIAL_TOKENS,
-    "a",
-    "##b",
-    "cafe",
-    "z",
-    "##r",
-    "##rich",
-    "10",
-    ".",
-    "5",
-    "[",
-    "]",
-    "mask",
-    "東",
-    "x",
-]
+PLAIN = [*SPECIAL_TOKENS, "a", "##b", "cafe", "z", "##r", "##rich", "10", ".", "5", "[", "]", "mask", "東", "x"]
 
 
 def corpus(path: Path, *texts: str) -> Path:
