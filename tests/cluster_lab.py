@@ -177,13 +177,9 @@ def write_kubeconfig(path: Path, cluster: dict[str, Any], user: dict[str, Any], 
     named = {"name": "lab"}
     context = {"cluster": "lab", "user": "lab", "namespace": namespace}
     content = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "lab",
-        "clusters": [{**named, "cluster": cluster}],
-        "users": [{**named, "user": user}],
-        "contexts": [{**named, "context": context}],
-    }
+        "apiVersion": "v1", "kind": "Config", "current-context": "lab", "clusters": [{**named, "cluster": cluster}],
+        "users": [{**named, "user": user}], "contexts": [{**named, "context": context}],
+    }  # fmt: skip
     path.write_text(yaml.safe_dump(content))
 
 

@@ -43,13 +43,9 @@ OPERATIONS: dict[Any, Callable[[Any, Any], bool]] = {
 }
 NUMBERS = {1: "EQUALS", 2: "NOT_EQUALS", 5: "GREATER_THAN_EQUALS", 8: "IN"}
 TYPES = {
-    "STRING": (str,),
-    "NUMBER_INTEGER": (int,),
-    "NUMBER_DOUBLE": (int, float),
-    "BOOLEAN": (bool,),
-    "LIST": (list,),
+    "STRING": (str,), "NUMBER_INTEGER": (int,), "NUMBER_DOUBLE": (int, float), "BOOLEAN": (bool,), "LIST": (list,),
     "STRUCT": (dict,),
-}
+}  # fmt: skip
 PHASES = {"Omitted": "SKIPPED", "Error": "FAILED"}  # of Argo's nodes, where the state is not the same word
 Object = dict[str, Any]
 

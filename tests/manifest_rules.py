@@ -470,15 +470,7 @@ def all_of_ours() -> list[Object]:
 
 
 RULES = (
-    pods_are_restricted,
-    temporary_files_have_a_place,
-    selectors_match,
-    resources_are_asked_for,
-    mounts_have_volumes,
-    probes_and_ports,
-    network_policies,
-    references,
-    environments,
-    files_lie_in_volumes,
+    pods_are_restricted, temporary_files_have_a_place, selectors_match, resources_are_asked_for,
+    mounts_have_volumes, probes_and_ports, network_policies, references, environments, files_lie_in_volumes,
     quota_has_room,
-)
+)  # fmt: skip

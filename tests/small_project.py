@@ -63,22 +63,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "retriever": {"embedding_width": 8},
     "ict": {"steps": 4, "batch_size": 4, "reader_steps": 4, "reader_batch_size": 4, "checkpoint_every": 3},
     "pretrain": {
-        "steps": 12,
-        "batch_size": 2,
-        "candidates": 3,
-        "retriever_delay": 2,
-        "refresh_every": 4,
-        "lag": 2,
-        "shard_rows": 5,
-        "staleness_queries": 4,
-        "builder_timeout": 120,
-        "masked_sentences": 6,
+        "steps": 12, "batch_size": 2, "candidates": 3, "retriever_delay": 2, "refresh_every": 4, "lag": 2,
+        "shard_rows": 5, "staleness_queries": 4, "builder_timeout": 120, "masked_sentences": 6,
     },
     "finetune": {"epochs": 2, "batch_size": 2, "retriever_candidates": 8, "span_width": 8, "checkpoint_every": 2},
     "optimiser": {"ramp_min": 1},
     "evaluate": {"bootstrap": 20},
     "tracking": {"enabled": False},
-}
+}  # fmt: skip
 Values = dict[str, dict[str, Any]]
 
 

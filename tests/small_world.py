@@ -228,14 +228,9 @@ def same_parameters(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 
 def tiny_context(**changes: Any) -> Context:
     values: dict[str, Any] = {
-        "stream": "test",
-        "seed": 0,
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "checkpoints": MemoryCheckpoints(),
-        "journal": MemoryJournal(),
-        "progress": lambda count: None,
-    }
+        "stream": "test", "seed": 0, "device": torch.device("cpu"), "dtype": torch.float32,
+        "checkpoints": MemoryCheckpoints(), "journal": MemoryJournal(), "progress": lambda count: None,
+    }  # fmt: skip
     return Context(**{**values, **changes})
 
 

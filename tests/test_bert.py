@@ -30,17 +30,10 @@ from realmops.encoders.packed import Packed, even_rows
 from realmops.model.reader import SpanHead
 
 SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
-    "max_position_embeddings": 16,
-    "type_vocab_size": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "hidden_act": "gelu",
-}
+    "vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40,
+    "max_position_embeddings": 16, "type_vocab_size": 2, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "hidden_act": "gelu",
+}  # fmt: skip
 LENGTHS = (7, 1, 16, 4)
 
 

@@ -61,16 +61,9 @@ MARKS = np.array([900, 901, 902, 903])
 
 def options(**changes: Any) -> ClosedBookOptions:
     values: dict[str, Any] = {
-        "init": "small",
-        "steps": 7,
-        "batch_size": 8,
-        "learning_rate": 1e-2,
-        "epochs": 60,
-        "passage_wordpieces": 48,
-        "question_wordpieces": 24,
-        "answer_wordpieces": 8,
-        "checkpoint_every": 100,
-    }
+        "init": "small", "steps": 7, "batch_size": 8, "learning_rate": 1e-2, "epochs": 60, "passage_wordpieces": 48,
+        "question_wordpieces": 24, "answer_wordpieces": 8, "checkpoint_every": 100,
+    }  # fmt: skip
     return ClosedBookOptions(**{**values, **changes})
 
 

@@ -30,17 +30,12 @@ from realmops.train.windows import lessons_of
 # the sentence. One span of each sentence; 1950 stands in a third passage, Maria Holm's sentences are too short without
 # her, 1931 stands once.
 MADE = {
-    ("Jon Vik built it in", "1950", (9,)),
-    ("Anna Berg was born in", "Oslo", (0,)),
-    ("It is set in", "Oslo", (1,)),
-    ("The Cold Sea is a novel by", "Anna Berg", (1,)),
-    ("He lived in Bergen until", "1950", (2, 3)),
-    ("Oslo is a city in", "Norway", (4,)),
-    ("The poet was born there", "Anna Berg", (4,)),
-    ("Jon Vik built ships in", "Bergen", (8,)),
-    ("He sold one to", "Karl Lund", (8,)),
+    ("Jon Vik built it in", "1950", (9,)), ("Anna Berg was born in", "Oslo", (0,)), ("It is set in", "Oslo", (1,)),
+    ("The Cold Sea is a novel by", "Anna Berg", (1,)), ("He lived in Bergen until", "1950", (2, 3)),
+    ("Oslo is a city in", "Norway", (4,)), ("The poet was born there", "Anna Berg", (4,)),
+    ("Jon Vik built ships in", "Bergen", (8,)), ("He sold one to", "Karl Lund", (8,)),
     ("Fjell is a town in", "Norway", (10,)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

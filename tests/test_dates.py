@@ -51,16 +51,11 @@ def test_dates_are_found(text: str, expected: list[str]) -> None:
         "call 555-1999 or +44 1632 960961 or (020) 1946 0958",
         "$1999, £ 1500, 1,999 men, 1999.5, 1500 dollars, USD 1500",
         "ISO 9001, ISO 1999, RFC 2045, page 1203, No. 1984",
-        "It has 1500 soldiers and 2000 m of pipe, about 1200 people.",
-        "10.12.2001.5 and 192.168.1999.1",
-        "may 5 people go, the march of 10",
-        "1999-13-45 and 13/13/2001",
-        "999 and 2101",
-        "in her 90s",
-        "model-A1999 x1999 1999x",
-        "at 19:45 on channel 12/13",
+        "It has 1500 soldiers and 2000 m of pipe, about 1200 people.", "10.12.2001.5 and 192.168.1999.1",
+        "may 5 people go, the march of 10", "1999-13-45 and 13/13/2001", "999 and 2101", "in her 90s",
+        "model-A1999 x1999 1999x", "at 19:45 on channel 12/13",
     ],
-)
+)  # fmt: skip
 def test_other_numbers_are_not(text: str) -> None:
     assert dates(text) == []
 

@@ -113,17 +113,13 @@ def test_the_volume_in_memory_behaves_like_a_real_one(tmp_path: Path) -> None:
     for number in range(1500):
         step: tuple[str, tuple[Any, ...]] = rng.choice(
             [
-                ("mkdir", (rng.choice(folders),)),
-                ("rmdir", (rng.choice(folders),)),
-                ("rename", tuple(rng.sample(folders, 2))),
-                ("write", (rng.choice(inside), b"%d" % number)),
-                ("replace", (rng.choice(inside), b"%d" % number)),
-                ("unlink", (rng.choice(inside),)),
-                ("listdir", (rng.choice(folders),)),
-                ("read", (rng.choice(inside), 100)),
+                ("mkdir", (rng.choice(folders),)), ("rmdir", (rng.choice(folders),)),
+                ("rename", tuple(rng.sample(folders, 2))), ("write", (rng.choice(inside), b"%d" % number)),
+                ("replace", (rng.choice(inside), b"%d" % number)), ("unlink", (rng.choice(inside),)),
+                ("listdir", (rng.choice(folders),)), ("read", (rng.choice(inside), 100)),
                 ("sync_folder", (rng.choice(folders),)),
             ]
-        )
+        )  # fmt: skip
         real = attempt(Files(), step, tmp_path)
         assert attempt(memory, step, Path("/top")) == real, (number, step)
         outcomes.add((step[0], real if isinstance(real, int) else 0))

@@ -49,29 +49,14 @@ SNAPSHOT = {
 }
 BERT = {"init": "small", "vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}
 ICT = {
-    "steps": STEPS,
-    "batch_size": 6,
-    "query_wordpieces": 64,
-    "removal": 0.9,
-    "neighbours": 2,
-    "reader_steps": STEPS,
-    "reader_batch_size": 6,
-    "reader_wordpieces": 96,
-    "reader_random_masks": 0.15,
-}
+    "steps": STEPS, "batch_size": 6, "query_wordpieces": 64, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,
+    "reader_batch_size": 6, "reader_wordpieces": 96, "reader_random_masks": 0.15,
+}  # fmt: skip
 PRETRAIN = {
-    "steps": STEPS,
-    "batch_size": 6,
-    "candidates": 3,
-    "query_wordpieces": 64,
-    "reader_wordpieces": 96,
-    "max_masks": 10,
-    "marginal": "joint",
-    "null_document": True,
-    "exclude_trivial": True,
-    "query_encoder": "snapshot",
-    "staleness_queries": 0,
-}
+    "steps": STEPS, "batch_size": 6, "candidates": 3, "query_wordpieces": 64, "reader_wordpieces": 96,
+    "max_masks": 10, "marginal": "joint", "null_document": True, "exclude_trivial": True,
+    "query_encoder": "snapshot", "staleness_queries": 0,
+}  # fmt: skip
 
 
 def digest(content: bytes) -> str:

@@ -139,13 +139,9 @@ def test_where_kubeflow_pipelines_runs_alone_its_namespace_is_left_as_it_is() ->
     found = {manifests.name(one) for one in render(K8S / "overlays" / "standalone")}
     assert not {"Namespace", "ResourceQuota", "LimitRange"} & {one.partition("/")[0] for one in found}
     assert found >= {
-        "PersistentVolumeClaim/realmops-data",
-        "ConfigMap/realmops-tracking",
-        BUILDER,
-        "Deployment/mlflow",
-        "Service/mlflow",
-        "Role/realmops-scaler",
-    }
+        "PersistentVolumeClaim/realmops-data", "ConfigMap/realmops-tracking", BUILDER, "Deployment/mlflow",
+        "Service/mlflow", "Role/realmops-scaler",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("overlay", ["local", "production"])
@@ -199,15 +195,11 @@ def test_claims_outlive_their_manifests(rendered: dict[str, list[Object]]) -> No
 @pytest.mark.parametrize(
     ("probe", "age", "healthy"),
     [
-        ("startupProbe", 0, True),
-        ("startupProbe", None, False),
-        ("readinessProbe", 60, True),
-        ("readinessProbe", 3600, False),
-        ("livenessProbe", 60, True),
-        ("livenessProbe", 3600, False),
+        ("startupProbe", 0, True), ("startupProbe", None, False), ("readinessProbe", 60, True),
+        ("readinessProbe", 3600, False), ("livenessProbe", 60, True), ("livenessProbe", 3600, False),
         ("livenessProbe", None, False),
     ],
-)
+)  # fmt: skip
 def test_probes_look_at_the_age_of_the_builders_sign_of_life(
     probe: str, age: int | None, healthy: bool, rendered: dict[str, list[Object]], tmp_path: Path
 ) -> None:

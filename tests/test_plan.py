@@ -18,24 +18,12 @@ from realmops.train.optimiser import BertAdamW, Group
 from realmops.train.realm import Realm
 
 MEASURED: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
-    "precision": "fp32",
-    "lengths": "assumed",
-    "passage_wordpieces": 100.0,
-    "documents_per_second": 100.0,
-    "batch_size": 8,
-    "measured_batch_size": 8,
-    "step_seconds": 1.0,
-    "search_seconds_per_million": 0.5,
-    "passage_bytes": 1000.0,
-    "embedding_width": 100,
-    "parameter_bytes": 1_000_000,
-    "trainer_bytes": 1_000_000_000,
-    "builder_bytes": 500_000_000,
-    "host_memory": 8_000_000_000,
-    "device_memory": 8_000_000_000,
-}
+    "device": "cpu", "threads": 1, "precision": "fp32", "lengths": "assumed", "passage_wordpieces": 100.0,
+    "documents_per_second": 100.0, "batch_size": 8, "measured_batch_size": 8, "step_seconds": 1.0,
+    "search_seconds_per_million": 0.5, "passage_bytes": 1000.0, "embedding_width": 100,
+    "parameter_bytes": 1_000_000, "trainer_bytes": 1_000_000_000, "builder_bytes": 500_000_000,
+    "host_memory": 8_000_000_000, "device_memory": 8_000_000_000,
+}  # fmt: skip
 GPU = MEASURED | {"device": "cuda"}
 
 

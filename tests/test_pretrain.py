@@ -386,14 +386,10 @@ def run(
     source, warnings = Source(world, chosen, {} if published is None else published), list[str]()
     surroundings = tiny_context(**context)
     pretrain(
-        surroundings,
-        Realm(retriever, reader, world.snapshot, chosen, FP32),
-        Examples(world.snapshot, world.spans, chosen),
-        tiny_optimiser(),
-        source,
-        evaluate=lambda index: {"recall_at_5": index.step / 100},
-        warn=warnings.append,
-    )
+        surroundings, Realm(retriever, reader, world.snapshot, chosen, FP32),
+        Examples(world.snapshot, world.spans, chosen), tiny_optimiser(), source,
+        evaluate=lambda index: {"recall_at_5": index.step / 100}, warn=warnings.append,
+    )  # fmt: skip
     return retriever, reader, surroundings.journal, source, warnings
 
 

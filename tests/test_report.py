@@ -39,18 +39,10 @@ METRICS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PREDICTION = replace(
-    ANSWERED,
-    question="Where did <Ada> live?",
-    prediction="Tor & Hollow",
-    em=False,
-    titles=("Ada <Vell>", "Tor"),
-    evidence="In Tor & Hollow, <b>north</b>.",
-    char_start=3,
-    char_end=15,
-    failed_at="not_in_corpus",
-    confidence=0.25,
-    abstained=True,
-)
+    ANSWERED, question="Where did <Ada> live?", prediction="Tor & Hollow", em=False, titles=("Ada <Vell>", "Tor"),
+    evidence="In Tor & Hollow, <b>north</b>.", char_start=3, char_end=15, failed_at="not_in_corpus",
+    confidence=0.25, abstained=True,
+)  # fmt: skip
 
 
 def journal(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -114,13 +106,9 @@ def test_plots_are_files_of_their_own(tmp_path: Path) -> None:
     write_report(tmp_path, journals=[journal(tmp_path / "metrics.jsonl", RECORDS)], metrics={})
     plots = tmp_path / "plots"
     assert sorted(path.name for path in plots.iterdir()) == [
-        "ict_loss.csv",
-        "ict_loss.svg",
-        "pretrain_loss.csv",
-        "pretrain_loss.svg",
-        "pretrain_recall_at_5.csv",
+        "ict_loss.csv", "ict_loss.svg", "pretrain_loss.csv", "pretrain_loss.svg", "pretrain_recall_at_5.csv",
         "recall.svg",
-    ]
+    ]  # fmt: skip
     assert (plots / "pretrain_loss.csv").read_text() == "step,loss\n0,4.0\n2,2.0\n"
     svg = ElementTree.parse(plots / "recall.svg").getroot()
     assert [line.text for line in svg.iter("{http://www.w3.org/2000/svg}title")][:2] == [

@@ -16,14 +16,9 @@ from realmops.corpus import sample
 from realmops.corpus.sample import build_world, relations, write_sample
 
 FILES = (
-    "corpus.jsonl.gz",
-    "ner.dev.conll",
-    "ner.train.conll",
-    "questions.dev.jsonl.gz",
-    "questions.test.jsonl.gz",
-    "questions.train.jsonl.gz",
-    "warmup.jsonl.gz",
-)
+    "corpus.jsonl.gz", "ner.dev.conll", "ner.train.conll", "questions.dev.jsonl.gz", "questions.test.jsonl.gz",
+    "questions.train.jsonl.gz", "warmup.jsonl.gz",
+)  # fmt: skip
 DEFAULTS: dict[str, Any] = {"seed": 0, "subjects": 300, "warmup_worlds": 1, "test_share": 0.37, "dev_share": 0.21}
 SMALL = {**DEFAULTS, "subjects": 60}
 TOKEN = re.compile(r"\w+|[^\w\s]")

@@ -97,15 +97,11 @@ PRETRAIN = {
     "crops, vectors": Kind(13, {"crop_weight": 0.5}, VECTORS, means=True),
 }
 FINETUNE = {
-    "as usual": Kind(8),
-    "all passages": Kind(8, {"retriever_candidates": 50}),
-    "hard EM": Kind(8, {"span_loss": "hard_em"}),
-    "per passage": Kind(9, {"span_loss": "per_passage"}),
-    "sources left out": Kind(9, not_in=(0,)),
-    "matches": Kind(8, model={"copying": {"matches": True}}),
-    "hybrid": Kind(11, hybrid=True),
-    "hybrid, vectors": Kind(11, model=VECTORS, hybrid=True, means=True),
-}
+    "as usual": Kind(8), "all passages": Kind(8, {"retriever_candidates": 50}),
+    "hard EM": Kind(8, {"span_loss": "hard_em"}), "per passage": Kind(9, {"span_loss": "per_passage"}),
+    "sources left out": Kind(9, not_in=(0,)), "matches": Kind(8, model={"copying": {"matches": True}}),
+    "hybrid": Kind(11, hybrid=True), "hybrid, vectors": Kind(11, model=VECTORS, hybrid=True, means=True),
+}  # fmt: skip
 
 
 def pretraining(world: World, kind: Kind, batch: int) -> list[Counts]:

@@ -283,14 +283,9 @@ def races_of_sweep_and_writer(store: type[Versions] = Versions) -> list[str]:
 
 
 CAMPAIGNS: dict[str, Callable[..., list[str]]] = {
-    "kills": killed_publishes,
-    "errors": publishes_with_one_error,
-    "power": power_cuts,
-    "order": order_of_writes,
-    "damage": damaged_loads,
-    "races": races_of_reader_and_collector,
-    "sweeps": races_of_sweep_and_writer,
-}
+    "kills": killed_publishes, "errors": publishes_with_one_error, "power": power_cuts, "order": order_of_writes,
+    "damage": damaged_loads, "races": races_of_reader_and_collector, "sweeps": races_of_sweep_and_writer,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
@@ -378,19 +373,12 @@ class NoSecondLook(Versions):
 
 
 MUTANTS = [
-    ("power", {"files_class": FilesNotSynced}),
-    ("power", {"files_class": FolderNotSynced}),
-    ("power", {"files_class": ParentNotSynced}),
-    ("order", {"store": ManifestFirst}),
-    ("kills", {"store": InPlace}),
-    ("errors", {"store": NoNonceCheck}),
-    ("errors", {"store": NoLookAfterAnError}),
-    ("damage", {"store": NoDigestCheck}),
-    ("damage", {"store": NoManifestDigest}),
-    ("races", {"store": NoSecondLook}),
-    ("races", {"store": NoPins}),
-    ("sweeps", {"store": NoClaim}),
-]
+    ("power", {"files_class": FilesNotSynced}), ("power", {"files_class": FolderNotSynced}),
+    ("power", {"files_class": ParentNotSynced}), ("order", {"store": ManifestFirst}), ("kills", {"store": InPlace}),
+    ("errors", {"store": NoNonceCheck}), ("errors", {"store": NoLookAfterAnError}),
+    ("damage", {"store": NoDigestCheck}), ("damage", {"store": NoManifestDigest}),
+    ("races", {"store": NoSecondLook}), ("races", {"store": NoPins}), ("sweeps", {"store": NoClaim}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("campaign", "mutant"), MUTANTS, ids=[next(iter(m.values())).__name__ for _, m in MUTANTS])
