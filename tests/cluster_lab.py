@@ -4,8 +4,6 @@ That is the scale of a Deployment, and reading of objects, pods and events, by K
 resource URIs, label and field selectors, 403 where a Role allows nothing, 404 for what is not there).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ a run in the state that a test wants. Each rule names what it follows in the sou
 backend/src; v2 means backend/src/v2.
 """
 
-from __future__ import annotations
-
 import base64
 import email
 import json

@@ -3,8 +3,6 @@
 Each rule takes all objects and yields what is wrong in words; ``RULES`` has them all, ``faults`` asks them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A server under test: a process of ``realmops serve`` on a free port, or the same in this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

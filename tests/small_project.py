@@ -1,7 +1,5 @@
 """A whole project, so small that a stage takes seconds: the documents of ``small_world`` with questions."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A world of twelve documents, small enough to follow by hand, and models to go with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

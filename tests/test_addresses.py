@@ -1,7 +1,5 @@
 """What is shown of an address."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

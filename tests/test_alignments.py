@@ -1,7 +1,5 @@
 """`realmops alignments`: each row against the explanation of the same sentence, and what is written when."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bad input through the command line: one message with file, line or key and what to do, code 2, nothing left."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The benchmarks' arithmetic, on timings made by hand; nothing is measured here."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil

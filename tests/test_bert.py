@@ -1,7 +1,5 @@
 """Our encoder against transformers' BERT on random weights, and its files and error messages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The builder's loop: what it builds next, what a restart keeps, when it ends, and several at once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The closed-book T5 on toy text: what span corruption hides, that it learns, and the folders it comes from."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Questions made from the corpus: their words, what is asked and where it counts; documents alone, end to end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

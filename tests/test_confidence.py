@@ -1,7 +1,5 @@
 """How certain answers are: the curve against scikit-learn's, its error and thresholds against slow ones, every edge."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

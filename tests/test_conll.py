@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import gzip
 from pathlib import Path

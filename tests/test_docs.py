@@ -1,7 +1,5 @@
 """Documentation that can fail: what the program offers and what the pages say are compared."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What ``doctor``, ``report`` and ``sync`` say: on nothing, while a stage runs, after it, on damage."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Encoders of others: what a folder must hold, weights in both forms, pickles that are none, and tokenizers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

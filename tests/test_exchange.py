@@ -4,8 +4,6 @@ The toy run of exchange_lab.py checks I1 and I2 at every adoption and its last p
 byte (I3).
 """
 
-from __future__ import annotations
-
 import errno
 import random
 import threading

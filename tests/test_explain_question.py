@@ -1,7 +1,5 @@
 """`realmops explain --question`: an answer of the fine-tuned model taken apart, ids, and a corpus before and after."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`realmops explain` over the answers under results/: which are shown, and what is said of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`realmops explain "sentence with [MASK]"`: the numbers against the definitions, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

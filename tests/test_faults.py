@@ -3,8 +3,6 @@
 ``make test`` runs it cut short, ``make faults`` at full length and ends with a table (tests/faults.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The file layer: what each operation does on a real folder, and that nothing goes round it."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os

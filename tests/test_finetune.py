@@ -1,7 +1,5 @@
 """Open-QA on twelve passages: what counts as correct, gold spans, answers cut from the text, the loss by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Each reader on small files of every kind: what is kept, what is dropped by which reason, what is rejected."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

@@ -3,8 +3,6 @@
 REALMOPS_FUZZ is the number of files for each reader; without it there are 100.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io

@@ -4,8 +4,6 @@ A change of any of them changes every figure that was published, so it is never 
 fixtures/golden.json again, and the reason goes into the commit.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

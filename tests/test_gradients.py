@@ -4,8 +4,6 @@ One that the loss cannot see, as a bias that adds the same to everything under a
 rounding.  Adam divides by its size and makes full steps of it, to another place on every processor.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Documents as people have them: whatever stands in one, it is cut or rejected by name, and the others go on."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import html

@@ -1,7 +1,5 @@
 """Question files as people have them at their worst, in every format: read right or refused by file and place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Records in batches, their progress, and what arbitrary files do to a snapshot."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """A stage's journal: written, resumed, read."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Claims: one of several processes at a time, the dead one's place is taken, a sleeper finds out that it was."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The BM25 index of a snapshot: whole or not at all, the same bytes whatever way they were made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Kubernetes manifests: what overlays and components render to, and rules that find what was planted."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

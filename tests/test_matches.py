@@ -1,7 +1,5 @@
 """``reader.matches``: classes of wordpieces by hand and by a slow version, forms of words, start, files, gradients."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

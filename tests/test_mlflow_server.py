@@ -1,7 +1,5 @@
 """MLflow's server as its manifests start it: who may ask it, a training that loses it, PostgreSQL and S3."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Retriever and reader: their heads by hand, embedding in batches, and the files they are handed on in."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

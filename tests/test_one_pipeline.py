@@ -1,7 +1,5 @@
 """One pipeline: the stages as data, dvc.yaml, params.yaml, the presets and the command line say the same."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """BERT's AdamW step by step. Numbers that stand here can be checked with a pocket calculator."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

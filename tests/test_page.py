@@ -1,7 +1,5 @@
 """The page of ``realmops serve``: over plain HTTP, and in a real browser where chromium and its driver are there."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import http.client

@@ -1,7 +1,5 @@
 """Several processes that train together, as torchrun starts them."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

@@ -1,7 +1,5 @@
 """The path retriever on twelve passages: its lessons by hand, its loss, and that it learns to follow a link."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ benchmarks/peer_fixture.py made tests/fixtures/peer_published: folders as the pe
 file forms), the passages as TensorFlow records, and what the peer computes from them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The whole chain on one machine: run, run again, changed, killed, and each option that takes another way."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """`realmops plan`: the arithmetic by hand, one step, and a calibration of a toy model with and without a snapshot."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The predictions' file, and what a question failed at."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

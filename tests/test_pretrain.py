@@ -1,7 +1,5 @@
 """REALM pre-training on twelve passages: examples, candidates, the whole loop; the loss itself is in test_reader.py."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

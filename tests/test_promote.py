@@ -1,7 +1,5 @@
 """The champion of a real local registry: which run becomes it, which does not and why, and how it answers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Public data sets are brought to where the presets look, from their homes or from a folder."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The commands about question sets: conversion, split, ceilings; and a whole evaluation with regular expressions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Question files in every format: what is read, what is complained about and where, and ORQA's split."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -4,8 +4,6 @@ Where it copies, p(y_j|z,x) = (1 - g) p_vocabulary(y_j) + g times the attention 
 Everything is in double precision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

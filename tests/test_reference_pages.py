@@ -1,7 +1,5 @@
 """The generated pages say what the program and params.yaml say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The report: charts, tables and answers in one page that needs no network."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

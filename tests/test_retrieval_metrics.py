@@ -1,7 +1,5 @@
 """Recall@k under each rule, on a corpus of four passages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from four_passages import QUESTIONS, TEXTS

@@ -1,7 +1,5 @@
 """The towers: pooling, projection, head and segments of an encoder, and the bag of word vectors; all by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 ``tests/test_encoder.py`` has the second encoder.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``realmops serve`` over real HTTP: records, limits, protocols by their own clients, and swaps of generations."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Clients that are slow on purpose, or many: they end, and others are answered."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import threading

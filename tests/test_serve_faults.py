@@ -3,8 +3,6 @@
 ``make test`` runs it cut short, ``make faults PART=serve`` at full length.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import math

@@ -1,7 +1,5 @@
 """Tagging and embedding in shards: one worker and eight make the same bytes, and what is committed is used again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

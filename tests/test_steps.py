@@ -5,8 +5,6 @@
 prints the counts of every kind of step (tests/elsewhere.py says what they are).
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """`realmops submit` and the first task of the pipeline, against a stand-in for Kubeflow Pipelines' server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The way of a journal to MLflow: a real local database, whose client fails on purpose."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

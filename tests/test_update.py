@@ -1,7 +1,5 @@
 """A changed corpus under a trained model: what is embedded, what is kept, what is told."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each campaign returns what it saw go wrong. It must be nothing for the store as 
 mutant, a store with one of its precautions switched off.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

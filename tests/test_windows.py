@@ -1,7 +1,5 @@
 """The reader learns in windows: where they lie, what is right in them, the loss against a slow version."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The workflows for GitHub: what they may do, what starts them, and that what they call is there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
