@@ -193,12 +193,9 @@ class KfpLab:
         text = part.get_payload(decode=True).decode()  # type: ignore[union-attr]
         assert all(isinstance(one, dict) for one in documents(text))
         version = {
-            "status": "CREATING",
-            "pipeline_id": query["pipelineid"],
-            "pipeline_version_id": str(uuid.uuid4()),
-            "name": query["name"],
-            "display_name": query["name"],
-        }
+            "status": "CREATING", "pipeline_id": query["pipelineid"], "pipeline_version_id": str(uuid.uuid4()),
+            "name": query["name"], "display_name": query["name"],
+        }  # fmt: skip
         made = self.add("versions", ("pipeline_id", "name"), version)
         self.specs[version["pipeline_version_id"]] = text
         time.sleep(self.creating_seconds)

@@ -36,12 +36,9 @@ ADDRESS = re.compile(r"https?://([a-z0-9-]+)(?:\.([a-z0-9-]+))?[a-z.]*:(\d+)")
 ANSWERS = {"mlflow": {"/health", "/version", "/metrics"}, "serve": {"/health/live", "/health/ready", "/metrics"}}
 OF_PODS = ("runAsNonRoot", "runAsUser", "runAsGroup", "seccompProfile")  # which a container has from its pod
 SECURE = {
-    "runAsNonRoot": True,
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
+    "runAsNonRoot": True, "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
 VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"  # DNS-1123
 OF_GITOPS = r"metadata\.annotations\.(argocd\.argoproj|kustomize\.toolkit\.fluxcd)\.io/"

@@ -27,16 +27,13 @@ from realmops.stages.runner import run_stage
 
 QUESTIONS = {
     "train": (
-        ("Where was the poet Anna Berg born?", "Oslo"),
-        ("Who wrote The Cold Sea?", "Anna Berg"),
-        ("When did Maria Holm die?", "1972"),
-        ("Until when did Karl Lund live in Bergen?", "1950"),
-        ("In which country is Fjell?", "Norway"),
-        ("Who sang in The Red Door?", "Maria Holm"),
+        ("Where was the poet Anna Berg born?", "Oslo"), ("Who wrote The Cold Sea?", "Anna Berg"),
+        ("When did Maria Holm die?", "1972"), ("Until when did Karl Lund live in Bergen?", "1950"),
+        ("In which country is Fjell?", "Norway"), ("Who sang in The Red Door?", "Maria Holm"),
     ),
     "dev": (("Who built The Star?", "Jon Vik"), ("What is the capital of Norway?", "Oslo")),
     "test": (("Where did Jon Vik build ships?", "Bergen"), ("Who wrote a novel?", "Anna Berg")),
-}
+}  # fmt: skip
 TAGGED = """Anna B-PER
 Berg I-PER
 was O

@@ -24,13 +24,10 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "k8s" / "README.md",
-        ROOT / "benchmarks" / "LOG.md",
+        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "k8s" / "README.md", ROOT / "benchmarks" / "LOG.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
-}
+}  # fmt: skip
 README, WALK, DATA, EXPERIMENTS = (
     PAGES[f"{name}.md"] for name in ("README", "docs/walk", "docs/data", "docs/experiments")
 )

@@ -123,12 +123,9 @@ def test_doctor_finds_the_exchange_of_builders_that_a_pipeline_has_raised(tmp_pa
     lines = doctor(tmp_path)
     assert lines[-6] == f"exchange {tmp_path / 'exchange' / '0123456789abcdef'}:"
     assert lines[-5:] == [
-        "  checkpoints: newest is not there yet",
-        "  weights: newest is not there yet",
-        "  indexes: newest is not there yet",
-        "  no trainer has ever been seen",
-        "  no builder has ever been seen",
-    ]
+        "  checkpoints: newest is not there yet", "  weights: newest is not there yet",
+        "  indexes: newest is not there yet", "  no trainer has ever been seen", "  no builder has ever been seen",
+    ]  # fmt: skip
 
 
 def test_report_without_results_says_what_to_run(tmp_path: Path) -> None:

@@ -413,13 +413,10 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path, to
 @pytest.mark.parametrize(
     "content",
     [
-        b"[" * 100_000,
-        b"[]",
-        b'{"exchange": 1, "snapshot": "s"}',
-        b'{"exchange": "a\\u0000", "snapshot": "s"}',
+        b"[" * 100_000, b"[]", b'{"exchange": 1, "snapshot": "s"}', b'{"exchange": "a\\u0000", "snapshot": "s"}',
         b"\x80\x04.",
     ],
-)
+)  # fmt: skip
 def test_an_assignment_that_nobody_of_ours_wrote_is_passed_over(tmp_path: Path, content: bytes) -> None:
     from realmops.index.builder_process import Follower
 

@@ -230,12 +230,9 @@ def test_text_files_take_their_title_from_heading_page_or_name(tmp_path: Path) -
     write(tmp_path / "e.html", "<html><title>Page</title><body><p>Short.</p></body></html>")
     write(tmp_path / "f.html", "<p>Only a piece</p>")
     assert kept(read(tmp_path)) == [
-        ("a b", "One line.\nTwo."),
-        ("The title", "Some bold link & code here.\n\nitem"),
-        ("Front", "Head\n\ntext"),
-        ("Page", "Short."),
-        ("f", "Only a piece"),
-    ]
+        ("a b", "One line.\nTwo."), ("The title", "Some bold link & code here.\n\nitem"), ("Front", "Head\n\ntext"),
+        ("Page", "Short."), ("f", "Only a piece"),
+    ]  # fmt: skip
 
 
 def test_text_files_that_hold_no_text(tmp_path: Path) -> None:
@@ -548,15 +545,12 @@ def http(body: str, status: str = "200 OK", media: str = "text/html") -> str:
 
 URL = {"WARC_Target_URI": "http://a.no/oslo", "WARC_Date": "2020-01-02T03:04:05Z"}
 WARC = [
-    record("software: none", "warcinfo"),
-    record("GET / HTTP/1.1\r\n\r\n", "request"),
-    record(http(HTML), **URL),
-    record(http(HTML, status="404 Not Found"), **URL),
-    record(http("%PDF", media="application/pdf"), **URL),
+    record("software: none", "warcinfo"), record("GET / HTTP/1.1\r\n\r\n", "request"), record(http(HTML), **URL),
+    record(http(HTML, status="404 Not Found"), **URL), record(http("%PDF", media="application/pdf"), **URL),
     record(http("<html><body></body></html>"), **URL),
     record(http("plain words", media="text/plain; charset=utf-8"), **URL),
     record(HTML, "resource", Content_Type="text/html", **URL),
-]
+]  # fmt: skip
 WARC_KINDS = ["record_type", "record_type", "kept", "status", "content_type", "no_main_text", "kept", "kept"]
 
 

@@ -39,12 +39,9 @@ SEED = 0
 STEPS = 2
 SAMPLE = {"seed": SEED, "subjects": 60, "warmup_worlds": 1, "test_share": 0.37, "dev_share": 0.21}
 SNAPSHOT = {
-    "documents": "data/sample/corpus.jsonl.gz",
-    "use_warmup": False,
-    "block_wordpieces": 48,
-    "wikipedia_titles": False,
-    "workers": 1,
-}
+    "documents": "data/sample/corpus.jsonl.gz", "use_warmup": False, "block_wordpieces": 48,
+    "wikipedia_titles": False, "workers": 1,
+}  # fmt: skip
 BERT = {"init": "small", "vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}
 ICT = {
     "steps": STEPS, "batch_size": 6, "query_wordpieces": 64, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,

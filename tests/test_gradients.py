@@ -198,15 +198,12 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     **{
         f"pretrain: {name}": (pretrain, realm, options)
         for name, options in {
-            "copies": {"copying": COPIES},
-            "copies, per_token": {"copying": COPIES, "marginal": "per_token"},
-            "apart": {"copying": APART},
-            "apart, per_token": {"copying": APART, "marginal": "per_token"},
+            "copies": {"copying": COPIES}, "copies, per_token": {"copying": COPIES, "marginal": "per_token"},
+            "apart": {"copying": APART}, "apart, per_token": {"copying": APART, "marginal": "per_token"},
             "crops": {"crop_weight": 0.5, "head": "cosine"},
             "crops, two towers": {"crop_weight": 0.5, "share_embedders": False},
             "apart, bag, crops": {"copying": APART, "crop_weight": 0.5, **BAG},
-            "apart, vectors, crops": {"copying": APART, "crop_weight": 0.5, **VECTORS},
-            "hybrid": {"hybrid": True},
+            "apart, vectors, crops": {"copying": APART, "crop_weight": 0.5, **VECTORS}, "hybrid": {"hybrid": True},
         }.items()
     },
     **{f"finetune: {name}": (finetune, answers, towers) for name, towers in TOWERS.items()},
@@ -226,7 +223,7 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     "path": (path, paths, {}),
     "closed_book: pretrain": (closed_book, t5, {"train": closed_book.pretrain}),
     "closed_book: finetune": (closed_book, t5, {"train": closed_book.finetune}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("training", TRAININGS)

@@ -58,11 +58,8 @@ def test_what_is_written_by_hand(tmp_path: Path) -> None:
     assert found == {"red": [(0, 2)], "ship": [(0, 2), (2, 1)], "sink": [(1, 1), (2, 3)]}
     assert index.count_N.dtype == np.uint8
     assert {name: manifest[name] for name in ("passages", "words", "postings", "tokens")} == {
-        "passages": 3,
-        "words": 3,
-        "postings": 5,
-        "tokens": 9,
-    }
+        "passages": 3, "words": 3, "postings": 5, "tokens": 9,
+    }  # fmt: skip
 
 
 def test_the_bytes_are_the_same_in_parts(world: World, parts: None, tmp_path: Path) -> None:

@@ -49,11 +49,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "masked_sentences": 0,
     },
     "finetune": {
-        "retriever_training": "passages",
-        "retriever_batch_size": 4,
-        "reader_training": "windows",
-        "freeze_words": True,
-        "batch_size": 4,
+        "retriever_training": "passages", "retriever_batch_size": 4, "reader_training": "windows",
+        "freeze_words": True, "batch_size": 4,
     },
     "optimiser": {"bias_correction": True},
 }  # fmt: skip

@@ -156,13 +156,10 @@ def test_lengths_are_those_of_the_snapshot(project: Path) -> None:
     assert found["scales"] == [scale(one["passages"], one["index_type"], 4, measured) for one in found["scales"]]
     assert sorted(p.name for p in project.iterdir()) == sorted(
         [
-            "documents.jsonl",
-            "params.yaml",
-            "root",
-            "tagged.conll",
+            "documents.jsonl", "params.yaml", "root", "tagged.conll",
             *(f"questions.{s}.jsonl" for s in small_project.QUESTIONS),
         ]
-    ), "nothing is written"
+    ), "nothing is written"  # fmt: skip
 
 
 def test_without_a_snapshot_the_lengths_are_assumed_and_said_to_be(project: Path) -> None:

@@ -264,15 +264,12 @@ def test_clients_that_hang_up_or_send_garbage(server: Served, told: Told) -> Non
         for _ in range(count):
             sent = rng.choice(
                 (
-                    whole,
-                    whole * rng.randrange(2, 5),
-                    whole[: rng.randrange(len(whole))],
-                    rng.randbytes(rng.randrange(1, 400)),
-                    whole[:20] + rng.randbytes(50) + whole[20:],
+                    whole, whole * rng.randrange(2, 5), whole[: rng.randrange(len(whole))],
+                    rng.randbytes(rng.randrange(1, 400)), whole[:20] + rng.randbytes(50) + whole[20:],
                     whole.replace(b"Content-Length: ", b"Content-Length: -"),
                     whole.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost"),
                 )
-            )
+            )  # fmt: skip
             with suppress(OSError), socket.create_connection((address.hostname, address.port), 30) as connection:
                 connection.sendall(sent)
                 if rng.random() < 0.3:  # a reset instead of an end

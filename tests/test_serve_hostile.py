@@ -172,11 +172,8 @@ def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypat
     events = asyncio.run(told())
     answerer.close()
     assert [one.split("\n")[0] for one in events] == [
-        "event: sources",
-        "event: error",
-        "event: sources",
-        "event: answer",
-    ]
+        "event: sources", "event: error", "event: sources", "event: answer",
+    ]  # fmt: skip
     error = json.loads(events[1].split("data: ")[1])
     assert (error["index"], "could not be answered" in error["error"]["message"]) == (0, True)
 

@@ -79,12 +79,9 @@ def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
     counts = {key: found.manifest[key] for key in ("passages", "records", "documents", "sentences", "tokens")}
     assert counts == {"passages": 4, "records": 3, "documents": 3, "sentences": 5, "tokens": 20}
     assert found.manifest["settings"] == {
-        "block_wordpieces": 13,
-        "casing": {"lowercase": True, "strip_accents": True},
-        "whole_documents": False,
-        "drop_titles": False,
-        "language": "en",
-    }
+        "block_wordpieces": 13, "casing": {"lowercase": True, "strip_accents": True}, "whole_documents": False,
+        "drop_titles": False, "language": "en",
+    }  # fmt: skip
     assert sum(told) == corpus.stat().st_size
     with pytest.raises(IndexError):
         found.text(4)
@@ -129,13 +126,10 @@ def test_a_passage_keeps_its_id_when_others_change(tmp_path: Path) -> None:
 
 def test_documents_are_dropped_and_counted_by_reason(tmp_path: Path) -> None:
     corpus = write_corpus(
-        tmp_path / "corpus.jsonl",
-        {"title": "List of cats", "text": "A."},
-        {"title": "Cat (disambiguation)", "text": "A."},
-        {"title": "Listing", "text": "A."},
-        {"title": "Empty", "text": " \n"},
-        {"title": "Zero", "text": "\u200b"},
-    )
+        tmp_path / "corpus.jsonl", {"title": "List of cats", "text": "A."},
+        {"title": "Cat (disambiguation)", "text": "A."}, {"title": "Listing", "text": "A."},
+        {"title": "Empty", "text": " \n"}, {"title": "Zero", "text": "\u200b"},
+    )  # fmt: skip
     kept = snapshot([corpus], tmp_path / "kept")
     assert [kept.title(i) for i in range(len(kept))] == ["List of cats", "Cat (disambiguation)", "Listing"]
     dropped = snapshot([corpus], tmp_path / "dropped", drop_titles=True)

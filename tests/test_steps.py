@@ -84,16 +84,13 @@ VECTORS = {"head": "cosine", "pooling": "mean", "document_vectors": 3}
 
 
 PRETRAIN = {
-    "as usual": Kind(10),
-    "per token": Kind(10, {"marginal": "per_token"}),
-    "without null": Kind(10, {"null_document": False}),
-    "fresh": Kind(10, {"query_encoder": "fresh"}),
-    "crops": Kind(12, {"crop_weight": 0.5}),
-    "copies": Kind(10, model={"copying": {"copies": True}}),
+    "as usual": Kind(10), "per token": Kind(10, {"marginal": "per_token"}),
+    "without null": Kind(10, {"null_document": False}), "fresh": Kind(10, {"query_encoder": "fresh"}),
+    "crops": Kind(12, {"crop_weight": 0.5}), "copies": Kind(10, model={"copying": {"copies": True}}),
     "matches": Kind(10, model={"copying": {"matches": True}}),
     "apart": Kind(11, model={"copying": {"copies": True, "apart": True}}),
     "crops, vectors": Kind(13, {"crop_weight": 0.5}, VECTORS, means=True),
-}
+}  # fmt: skip
 FINETUNE = {
     "as usual": Kind(8), "all passages": Kind(8, {"retriever_candidates": 50}),
     "hard EM": Kind(8, {"span_loss": "hard_em"}), "per passage": Kind(9, {"span_loss": "per_passage"}),

@@ -448,17 +448,14 @@ def forged(changes: Mapping[str, Any]) -> bytes:
     [
         ({"run": {**RUN, "corpus": "dead"}}, "corpus is 'dead' there and 'c0ffee' here"),
         ({"run": {"corpus": "c0ffee"}}, "dimensions is None there and 4 here"),
-        ({"schema": 2}, "schema other than 1"),
-        ({"surprise": 1}, "surprise"),
-        ({"kind": "weights"}, "describes weights"),
-        ({"name": NEW}, f"describes kind {NEW}"),
+        ({"schema": 2}, "schema other than 1"), ({"surprise": 1}, "surprise"),
+        ({"kind": "weights"}, "describes weights"), ({"name": NEW}, f"describes kind {NEW}"),
         ({"listing": {"../a": {"bytes": 1, "sha256": ""}}}, r"lists the file '\.\./a'"),
         ({"listing": {"a": {"bytes": "1", "sha256": ""}}}, "lists the file 'a'"),
         ({"listing": {"a": {"bytes": -1, "sha256": ""}}}, "lists the file 'a'"),
-        ({"listing": {"a": {"bytes": True, "sha256": ""}}}, "lists the file 'a'"),
-        ({"listing": [1]}, "items"),
+        ({"listing": {"a": {"bytes": True, "sha256": ""}}}, "lists the file 'a'"), ({"listing": [1]}, "items"),
     ],
-)
+)  # fmt: skip
 def test_i8_a_manifest_that_is_not_ours_is_refused(changes: dict[str, Any], message: str) -> None:
     files = volume()
     files.mkdir(ROOT / "kind" / OLD)

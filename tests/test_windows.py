@@ -253,12 +253,9 @@ def train(
 
 
 FIVE = [
-    BORN,
-    DIED,
-    Question("wrote", "Who wrote The Cold Sea?", ("Anna Berg",)),
-    Question("star", "Who built The Star?", ("Jon Vik",)),
-    Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
-]
+    BORN, DIED, Question("wrote", "Who wrote The Cold Sea?", ("Anna Berg",)),
+    Question("star", "Who built The Star?", ("Jon Vik",)), Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
+]  # fmt: skip
 
 
 def test_training_learns_and_negatives_come_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
