@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ from unittest import mock
 
 import yaml
 from click.testing import CliRunner, Result
-from exchange_lab import forked
 from small_world import DOCUMENTS, write_documents
 
 from realmops import artifacts
@@ -159,32 +157,6 @@ def stopped_at(step: int, look: Callable[[], None] = lambda: None) -> Iterator[N
     with mock.patch.object(ExchangeSource, "at_step", at_step), contextlib.suppress(Stopped):
         yield
         raise AssertionError("it went on")
-
-
-class Forked:
-    """A process as ``subprocess`` has it, forked from this one, which has loaded everything: it costs no start-up."""
-
-    def __init__(self, work: Callable[[], int]) -> None:
-        self.pid, self.code = forked(work), None
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if found else None
-        return self.code
-
-    def wait(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("forked", seconds)
-            time.sleep(0.002)
-
-    def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
 
 
 def trained_project(folder: Path) -> Path:

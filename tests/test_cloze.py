@@ -91,11 +91,6 @@ def test_numbers_outside_of_spans(tmp_path: Path) -> None:
     assert len(numbers(world.snapshot, rows[:0])) == 5
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
-
-
 def made(world: World, seed: int = 0, limit: int = 100) -> list[Question]:
     labels = [world.spans.labels[label] for label in world.spans.label_ids.tolist()]
     return cloze_questions(world.snapshot, SentencesWithSpans(world.snapshot, world.spans)[:], labels, seed, limit)

@@ -33,7 +33,6 @@ from realmops.encoders.folders import (
 from realmops.model.files import build_models
 from realmops.model.retriever import Embedder
 
-CONFIG = BertConfig(40, 8, 1, 2, 16, 512, 0.0)
 CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a", "in", "is", "##n", ".", "B", "b"]
 
 

@@ -17,6 +17,7 @@ from conftest import Told
 from exchange_lab import (
     FAULTS,
     IDENTITY,
+    PARAMS,
     ROOT,
     WORK,
     Fault,
@@ -27,6 +28,7 @@ from exchange_lab import (
     builder_on,
     check_index,
     life,
+    open_trainer,
     sound,
     undisturbed,
 )  # fmt: skip
@@ -35,7 +37,7 @@ from faults import times
 from realmops.index import versions
 from realmops.index.builder import DONE, MISCONFIGURED, Builder, run_builder
 from realmops.index.exchange import Exchange, Fenced
-from realmops.index.files import Clock, Files
+from realmops.index.files import Files
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Damaged, version_name
 
@@ -276,19 +278,11 @@ def test_the_schedules_notice_a_trainer_that_does_not_look_at_its_fence(monkeypa
 # The trainer's side in single steps
 
 
-def open_trainer(files: MemoryFiles, policy: Policy = PLAN.policy, clock: Clock | None = None, **more: Any) -> Trainer:
-    exchange = Exchange.open(ROOT, IDENTITY, files=files, clock=clock or StillClock(), grace=0.0)
-    return Trainer(exchange, policy, **more)
-
-
 def build(files: MemoryFiles, name: str = "0") -> bool:
     builder = builder_on(files, StillClock(), name)
     built = builder.build_next()
     builder.exchange.collect_indexes()
     return built
-
-
-PARAMS = {"params.bin": b"p" * 32}
 
 
 def test_i8_an_exchange_of_another_run_is_refused_with_the_field_and_both_values() -> None:
