@@ -142,20 +142,6 @@ def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.Monke
     assert batch.padded_rows == 23
 
 
-def test_packed_places() -> None:
-    """Sequences of 2, 1 and 3 wordpieces: rows, positions and the places when each is padded to 8."""
-    batch = Packed([np.array([7, 8]), np.array([9]), np.array([1, 2, 3])])
-    assert batch.tokens_T.tolist() == [7, 8, 9, 1, 2, 3]
-    assert batch.segments_T.tolist() == [0] * 6
-    assert batch.positions_T.tolist() == [0, 1, 0, 0, 1, 2]
-    assert batch.starts.tolist() == [0, 2, 3, 6]
-    assert batch.first_B.tolist() == [0, 2, 3]
-    assert batch.padded_row_T.tolist() == [0, 1, 8, 16, 17, 18]
-    (group,) = batch.groups
-    assert group.is_padding_GL.tolist() == [[False] * length + [True] * (8 - length) for length in (2, 1, 3)]
-    assert (len(batch), batch.longest, batch.padded_rows, batch.in_place) == (3, 3, 24, False)
-
-
 def test_few_numbers_of_rows_in_bf16() -> None:
     """A 16th more, or up to 16 rows, is enough for 16 numbers of rows from each power of two to the next."""
     assert len(even_rows(torch.ones(17, 2))) == 17

@@ -297,7 +297,7 @@ def test_a_page_in_utf16_keeps_its_title(tmp_path: Path, encoding: str, first: s
     assert kept(read(path)) == [("Ōsaka 大阪", "An old city: 大阪.")]
 
 
-def test_utf16_may_be_declared_by_the_server_and_not_by_the_page(tmp_path: Path) -> None:
+def test_utf16_may_be_declared_by_the_server_and_not_by_the_page() -> None:
     page = "\n" + UTF16
     assert decode_page(page.encode("utf-16-be"), "UTF-16BE") == page
     assert decode_page(page.encode(), "UTF-16") == page

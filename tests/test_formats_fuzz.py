@@ -92,7 +92,7 @@ VALID: dict[tuple[str, str], bytes] = {
 }
 
 
-INSERTED = (*b'< > [[ ]] {{ }} {| \0 \xff " & -1'.split(), b"\n", b"\r\n\r\n", b"9" * 20)
+INSERTED = (*b"< > [[ ]] {{ }} {| \0 \xff \" & -1 \\ ( ) ' : ,".split(), b"\t", b"\n", b"\r\n\r\n", b"9" * 20)
 
 
 def damage(valid: bytes, seed: int) -> bytes:

@@ -71,6 +71,7 @@ def check_sentences(text: str) -> None:
     bounds = split_sentences(text)
     assert all(start < end for start, end in bounds)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(bounds))
+    assert all(text[start:end] == text[start:end].strip() for start, end in bounds)
     covered = "".join(text[start:end] for start, end in bounds)
     assert "".join(covered.split()) == "".join(text.split())
 

@@ -25,7 +25,6 @@ from manifests import (
     Object,
     find,
     instructions,
-    quantity,
     read_all,
     render,
     render_all,
@@ -573,14 +572,6 @@ def test_a_mistake_is_found(which: str, path: str, value: Any, told: str, render
     plant(find(objects, f"{which}/{FULL}" if which == "Namespace" else which), path, value)
     found = faults(objects)
     assert any(told in fault for fault in found), found
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("500m", "0.5"), ("2", "2"), (1.5, "1.5"), ("2Gi", "2147483648"), ("3e2", "300"), ("1k", "1000")],
-)
-def test_quantities_are_numbers(text: object, number: str) -> None:
-    assert quantity(text) == manifests.Decimal(number)
 
 
 # The image

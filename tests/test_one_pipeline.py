@@ -108,13 +108,6 @@ def test_params_yaml_has_the_sections_of_the_stages_each_key_with_a_comment() ->
     assert [line for line in text.splitlines() if re.match(r"  \w+:", line) and "  # " not in line] == []
 
 
-def test_params_yaml_has_every_key_once_and_none_besides() -> None:
-    values = config.load(PARAMS)
-    assert list(values) == list(config.SECTIONS)
-    for name, section in config.SECTIONS.items():
-        assert list(values[name]) == [field.name for field in dataclasses.fields(section)], name
-
-
 def read_names() -> set[str]:
     """Every attribute that the code outside config.py reads, and every ``section.key`` in its texts."""
     names: set[str] = {key for one in STAGES.values() for key in one.files}

@@ -60,19 +60,6 @@ def test_what_the_splitter_loses_becomes_a_sentence(monkeypatch: pytest.MonkeyPa
     assert [text[start:end] for start, end in split_sentences(text)] == ["A.", "B.", "C.", "D.", "E.", "Gone."]
 
 
-@given(st.text())
-@settings(max_examples=300, deadline=None)
-def test_sentences_are_in_order_and_leave_out_only_blanks(text: str) -> None:
-    bounds = split_sentences(text)
-    end = 0
-    for start, stop in bounds:
-        assert end <= start < stop
-        assert not text[end:start].strip()
-        assert text[start:stop] == text[start:stop].strip()
-        end = stop
-    assert not text[end:].strip()
-
-
 @pytest.mark.parametrize(
     ("lengths", "title", "limit", "blocks"),
     [
