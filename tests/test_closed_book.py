@@ -23,7 +23,6 @@ from small_world import (
     build_world,
     killed_and_resumed,
     same_parameters,
-    section,
     tiny_context,
     tiny_optimiser,
     write_documents,
@@ -211,11 +210,6 @@ def test_special_names_in_a_text_are_text(world: World) -> None:
 
 
 # ---- learning and answering
-
-
-def test_options_tell_readers_of_passages_from_those_that_read_none() -> None:
-    assert section("finetune", reader="pretrain").reads_passages
-    assert not section("finetune", reader="t5").reads_passages
 
 
 def test_it_learns_questions_by_heart(learned: ClosedBook) -> None:

@@ -22,8 +22,8 @@ def explain(sentence: str, root: Path, *, answer: str | None = None) -> MaskedEx
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_project.trained_project(tmp_path_factory.mktemp("sentence")) / "root"
+def root(trained: Path) -> Path:
+    return trained / "root"
 
 
 @pytest.fixture(scope="module")

@@ -281,24 +281,6 @@ def test_no_candidate_at_all_is_an_error_that_says_what_to_do(world: World) -> N
         realm.loss([example(world, 0, 0)], [[]], retriever_learns=True)
 
 
-def test_the_gradient_of_the_retriever_is_r_of_z(world: World) -> None:
-    """By finite differences in a parameter of the retriever: the loss moves as the gradient says."""
-    retriever, reader = tiny_models(world)
-    realm = Realm(retriever, reader, world.snapshot, options(), FP32)
-    examples, candidates = [example(world, 0, 0), example(world, 6, 0)], [[4, 1, 5], [7, 2, 8]]
-    loss, _ = realm.loss(examples, candidates, retriever_learns=True)
-    loss.backward()
-    weight = retriever.query.projection.weight
-    direction = weight.grad / weight.grad.norm()
-    before = []
-    for sign in (1, -1):
-        with torch.no_grad():
-            weight.add_(sign * 1e-2 * direction)
-            before.append(realm.loss(examples, candidates, retriever_learns=False)[0].item())
-            weight.sub_(sign * 1e-2 * direction)
-    assert (before[0] - before[1]) / 2e-2 == pytest.approx(weight.grad.norm().item(), rel=0.02)
-
-
 def test_a_resting_retriever_gets_no_gradient(world: World) -> None:
     retriever, reader = tiny_models(world)
     realm = Realm(retriever, reader, world.snapshot, options(), FP32)
@@ -473,11 +455,3 @@ def test_who_searches(world: World, query_encoder: str, monkeypatch: pytest.Monk
     queries = query_sequences([join_query(e.x, world.special, chosen.query_wordpieces) for e in examples])
     old_BE = embed(source.published[0].retriever.query, queries, FP32)
     assert torch.equal(query_BE, old_BE) is (query_encoder == "snapshot")
-
-
-def test_a_collapsed_retriever_is_told_of(world: World) -> None:
-    """With the alarm at a share that everything exceeds: one warning, at step 49, and a mark in every line since."""
-    *_, journal, _, warnings = run(world, options(steps=52, refresh_every=100, batch_size=1, collapse_share=1e-6))
-    assert len(warnings) == 1
-    assert warnings[0].startswith("step 49: the retriever has collapsed")
-    assert journal.values("collapsed") == [0.0] * 49 + [1.0] * 3
