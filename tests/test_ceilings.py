@@ -35,9 +35,13 @@ def test_reader_can_answer_needs_a_short_span_in_the_passages_read() -> None:
     ranked = np.array([[2, 2, 2, 2, 1, 3], [2, 2, 2, 2, -1, 3], [2, 1, 0, 3, 0, 0]])
     for read, wordpieces, expected in ((5, 10, [1, 0, 0]), (6, 10, [1, 1, 0]), (6, 1, [0, 1, 0])):
         found = reader_can_answer(
-            QUESTIONS, ranked[:, :read], TEXTS.__getitem__, lambda i: np.array(words[i]), rule="token_boundary",
+            QUESTIONS,
+            ranked[:, :read],
+            TEXTS.__getitem__,
+            lambda i: np.array(words[i]),
+            rule="token_boundary",
             wordpieces=wordpieces,
-        )  # fmt: skip
+        )
         assert found.tolist() == expected, (read, wordpieces)
 
 

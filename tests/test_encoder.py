@@ -123,9 +123,13 @@ def models(world: World, folder: Path, **copying: bool) -> tuple[Retriever, Read
     shape = section("bert", init=str(folder), positions=64, dropout=0.1)
     vocabulary, told = len(world.snapshot.vocabulary), list[str]()
     made = build_models(
-        shape, section("retriever", embedding_width=8, share_embedders=False),
-        section("reader", **{**PAPERS_READER, **copying}), vocabulary, 0, told.append,
-    )  # fmt: skip
+        shape,
+        section("retriever", embedding_width=8, share_embedders=False),
+        section("reader", **{**PAPERS_READER, **copying}),
+        vocabulary,
+        0,
+        told.append,
+    )
     assert ["has no masked word head" in line for line in told] == [True]
     return made
 

@@ -83,9 +83,14 @@ def one_process(
 
     groups = [Group("inner", model.inner, 0.1, delay), Group("outer", model.outer, 0.05)]
     fit(
-        tiny_context(checkpoints=checkpoints, journal=journal, **context), groups, tiny_optimiser(), step_loss,
-        steps=STEPS, checkpoint_every=EVERY, at_step=at_step,
-    )  # fmt: skip
+        tiny_context(checkpoints=checkpoints, journal=journal, **context),
+        groups,
+        tiny_optimiser(),
+        step_loss,
+        steps=STEPS,
+        checkpoint_every=EVERY,
+        at_step=at_step,
+    )
     return model, adopted
 
 
@@ -212,9 +217,13 @@ def test_no_steps_leave_everything_as_it_is() -> None:
     journal.log(0, other=1.0)
     context = tiny_context(journal=journal, journal_start=journal.position())
     end = fit(
-        context, [Group("all", model, 0.1)], tiny_optimiser(), lambda step: (model.loss(step), {}), steps=0,
+        context,
+        [Group("all", model, 0.1)],
+        tiny_optimiser(),
+        lambda step: (model.loss(step), {}),
+        steps=0,
         checkpoint_every=1,
-    )  # fmt: skip
+    )
     assert end == journal.position()
     assert all(torch.equal(p, Trainee().get_parameter(name)) for name, p in model.named_parameters())
 
@@ -231,9 +240,13 @@ def trained(
     groups = [Group("all", model, rate)]
     with pytest.raises(ValueError, match="ict: crops, step 1") as raised:
         fit(
-            surroundings, groups, tiny_optimiser(), lambda step: (step_loss(model, step), {}), steps=STEPS,
+            surroundings,
+            groups,
+            tiny_optimiser(),
+            lambda step: (step_loss(model, step), {}),
+            steps=STEPS,
             checkpoint_every=every,
-        )  # fmt: skip
+        )
     assert "run.precision=fp32" in str(raised.value)
     return checkpoints.saved, str(raised.value)
 

@@ -102,9 +102,12 @@ def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: BertConfig) 
         places.append(n * longest + np.arange(len(at)))
     sequence_N = torch.arange(len(batch)).repeat_interleave(torch.tensor([len(at) for at in rows]))
     log_token_N = reader(peer, "encoder", config).log_token(
-        batch, torch.from_numpy(np.concatenate(rows)), torch.from_numpy(np.concatenate(targets)),
-        Bodies.of(batch.starts[:-1], batch.starts[1:]), sequence_N,
-    )  # fmt: skip
+        batch,
+        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate(targets)),
+        Bodies.of(batch.starts[:-1], batch.starts[1:]),
+        sequence_N,
+    )
     flat = torch.zeros(size * count * longest).index_copy(0, torch.from_numpy(np.concatenate(places)), log_token_N)
     per_token_B = likelihood.log_marginal_per_token(
         likelihood.log_prior(relevance_BK), flat.view(size, count, longest), is_mask_BM

@@ -281,6 +281,24 @@ def test_no_candidate_at_all_is_an_error_that_says_what_to_do(world: World) -> N
         realm.loss([example(world, 0, 0)], [[]], retriever_learns=True)
 
 
+def test_the_gradient_of_the_retriever_is_r_of_z(world: World) -> None:
+    """By finite differences in a parameter of the retriever: the loss moves as the gradient says."""
+    retriever, reader = tiny_models(world)
+    realm = Realm(retriever, reader, world.snapshot, options(), FP32)
+    examples, candidates = [example(world, 0, 0), example(world, 6, 0)], [[4, 1, 5], [7, 2, 8]]
+    loss, _ = realm.loss(examples, candidates, retriever_learns=True)
+    loss.backward()
+    weight = retriever.query.projection.weight
+    direction = weight.grad / weight.grad.norm()
+    before = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight.add_(sign * 1e-2 * direction)
+            before.append(realm.loss(examples, candidates, retriever_learns=False)[0].item())
+            weight.sub_(sign * 1e-2 * direction)
+    assert (before[0] - before[1]) / 2e-2 == pytest.approx(weight.grad.norm().item(), rel=0.02)
+
+
 def test_a_resting_retriever_gets_no_gradient(world: World) -> None:
     retriever, reader = tiny_models(world)
     realm = Realm(retriever, reader, world.snapshot, options(), FP32)
@@ -366,10 +384,14 @@ def run(
     source, warnings = Source(world, chosen, {} if published is None else published), list[str]()
     surroundings = tiny_context(**context)
     pretrain(
-        surroundings, Realm(retriever, reader, world.snapshot, chosen, FP32),
-        Examples(world.snapshot, world.spans, chosen), tiny_optimiser(), source,
-        evaluate=lambda index: {"recall_at_5": index.step / 100}, warn=warnings.append,
-    )  # fmt: skip
+        surroundings,
+        Realm(retriever, reader, world.snapshot, chosen, FP32),
+        Examples(world.snapshot, world.spans, chosen),
+        tiny_optimiser(),
+        source,
+        evaluate=lambda index: {"recall_at_5": index.step / 100},
+        warn=warnings.append,
+    )
     return retriever, reader, surroundings.journal, source, warnings
 
 

@@ -241,9 +241,12 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
 
     generation = generation_of_run(answering / "root")
     options = replace(
-        generation.model.options, reader_candidates=5, reader_wordpieces=wordpieces, answer_wordpieces=10,
+        generation.model.options,
+        reader_candidates=5,
+        reader_wordpieces=wordpieces,
+        answer_wordpieces=10,
         span_width=256,
-    )  # fmt: skip
+    )
     assert replace(generation, model=replace(generation.model, options=options)).together == together
 
 
