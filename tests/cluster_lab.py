@@ -4,8 +4,6 @@ That is the scale of a Deployment, and reading of objects, pods and events, by K
 resource URIs, label and field selectors, 403 where a Role allows nothing, 404 for what is not there).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -177,13 +175,9 @@ def write_kubeconfig(path: Path, cluster: dict[str, Any], user: dict[str, Any], 
     named = {"name": "lab"}
     context = {"cluster": "lab", "user": "lab", "namespace": namespace}
     content = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "current-context": "lab",
-        "clusters": [{**named, "cluster": cluster}],
-        "users": [{**named, "user": user}],
-        "contexts": [{**named, "context": context}],
-    }
+        "apiVersion": "v1", "kind": "Config", "current-context": "lab", "clusters": [{**named, "cluster": cluster}],
+        "users": [{**named, "user": user}], "contexts": [{**named, "context": context}],
+    }  # fmt: skip
     path.write_text(yaml.safe_dump(content))
 
 

@@ -1,7 +1,5 @@
 """The compiled pipelines of the project, and the options of the small project for them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -95,14 +95,22 @@ def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def answering(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small project with a fine-tuned model and its results, which nobody changes."""
-    from serving import answering_project
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small project whose stages are done up to pretrain, which took no step; nobody changes it."""
+    from small_project import trained_project
 
-    return answering_project(tmp_path_factory.mktemp("answering"))
+    return trained_project(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="session")
+def answering(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a fine-tuned model and its results, which nobody changes either."""
+    from serving import tuned
+
+    return tuned(Path(shutil.copytree(trained, tmp_path_factory.mktemp("answering") / "project")))
 
 
 @pytest.fixture
 def copy(answering: Path, tmp_path: Path) -> Path:
-    """The same, to change it."""
+    """A copy of that, to change it."""
     return Path(shutil.copytree(answering, tmp_path / "copy"))

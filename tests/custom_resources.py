@@ -3,8 +3,6 @@
 Where a definition holds a pod's spec the fixture says so, and Kubernetes' own schema is asked.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache

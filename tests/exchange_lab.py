@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -285,6 +285,12 @@ def check_index(index: Version) -> None:
 
 
 FIXED_LAG = Policy(builder_timeout=1e6)
+PARAMS = {"params.bin": b"p" * 32}
+
+
+def open_trainer(files: Files, policy: Policy = FIXED_LAG, clock: Clock | None = None, **more: Any) -> Trainer:
+    exchange = Exchange.open(ROOT, IDENTITY, files=files, clock=clock or StillClock(), grace=0.0)
+    return Trainer(exchange, policy, **more)
 
 
 @dataclass(frozen=True)
@@ -351,14 +357,6 @@ def undisturbed(plan: Plan) -> bytes:
 def builder_on(files: Files, clock: Clock, name: str = "0", root: Path = ROOT) -> Builder:
     exchange = Exchange.open(root, IDENTITY, f"builder-{name}", files=files, clock=clock, grace=0.0)
     return Builder(exchange, WORK, on_status=lambda message: None)
-
-
-def build_all(builder: Builder) -> Iterator[bool]:
-    """One round of a builder's loop at a time."""
-    while True:
-        built = builder.build_next()
-        builder.exchange.collect_indexes()
-        yield built
 
 
 def sound(files: Files, root: Path = ROOT) -> None:

@@ -10,9 +10,11 @@ import builtins
 import contextlib
 import errno
 import io
+import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,16 @@ CHANGES = ("fsync", "rename", "replace", "link", "mkdir")
 def times(short: int, long: int) -> int:
     """How often, in ``make test`` and in ``make faults``."""
     return long if CAMPAIGN else short
+
+
+def found_by(script: str, *words: object) -> dict[str, Any]:
+    """What a script beside the tests has found once it has ended, of which nothing is wrong."""
+    command = [sys.executable, Path(__file__).with_name(script), *map(str, words)]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    found: dict[str, Any] = json.loads(process.stdout)
+    assert found["wrong"] == [], process.stderr[-3000:]
+    return found
 
 
 class FailingDisk:

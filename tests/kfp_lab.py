@@ -5,8 +5,6 @@ a run in the state that a test wants. Each rule names what it follows in the sou
 backend/src; v2 means backend/src/v2.
 """
 
-from __future__ import annotations
-
 import base64
 import email
 import json
@@ -43,13 +41,9 @@ OPERATIONS: dict[Any, Callable[[Any, Any], bool]] = {
 }
 NUMBERS = {1: "EQUALS", 2: "NOT_EQUALS", 5: "GREATER_THAN_EQUALS", 8: "IN"}
 TYPES = {
-    "STRING": (str,),
-    "NUMBER_INTEGER": (int,),
-    "NUMBER_DOUBLE": (int, float),
-    "BOOLEAN": (bool,),
-    "LIST": (list,),
+    "STRING": (str,), "NUMBER_INTEGER": (int,), "NUMBER_DOUBLE": (int, float), "BOOLEAN": (bool,), "LIST": (list,),
     "STRUCT": (dict,),
-}
+}  # fmt: skip
 PHASES = {"Omitted": "SKIPPED", "Error": "FAILED"}  # of Argo's nodes, where the state is not the same word
 Object = dict[str, Any]
 
@@ -199,12 +193,9 @@ class KfpLab:
         text = part.get_payload(decode=True).decode()  # type: ignore[union-attr]
         assert all(isinstance(one, dict) for one in documents(text))
         version = {
-            "status": "CREATING",
-            "pipeline_id": query["pipelineid"],
-            "pipeline_version_id": str(uuid.uuid4()),
-            "name": query["name"],
-            "display_name": query["name"],
-        }
+            "status": "CREATING", "pipeline_id": query["pipelineid"], "pipeline_version_id": str(uuid.uuid4()),
+            "name": query["name"], "display_name": query["name"],
+        }  # fmt: skip
         made = self.add("versions", ("pipeline_id", "name"), version)
         self.specs[version["pipeline_version_id"]] = text
         time.sleep(self.creating_seconds)

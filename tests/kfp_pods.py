@@ -8,8 +8,6 @@ script here, which the init container puts where the real one is: it runs the co
 Argo's own containers, init and wait, are not there.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -8,8 +8,6 @@ then a second trainer is started beside the first; every clock is off, by up to 
 and what came out wrong. Processes are forked, so that a life costs no start-up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -9,8 +9,6 @@ life of every stage.  Processes are forked from this one, which has loaded every
 life costs no start-up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

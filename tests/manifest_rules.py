@@ -3,8 +3,6 @@
 Each rule takes all objects and yields what is wrong in words; ``RULES`` has them all, ``faults`` asks them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -38,12 +36,9 @@ ADDRESS = re.compile(r"https?://([a-z0-9-]+)(?:\.([a-z0-9-]+))?[a-z.]*:(\d+)")
 ANSWERS = {"mlflow": {"/health", "/version", "/metrics"}, "serve": {"/health/live", "/health/ready", "/metrics"}}
 OF_PODS = ("runAsNonRoot", "runAsUser", "runAsGroup", "seccompProfile")  # which a container has from its pod
 SECURE = {
-    "runAsNonRoot": True,
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
+    "runAsNonRoot": True, "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+}  # fmt: skip
 VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
 LABEL = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"  # DNS-1123
 OF_GITOPS = r"metadata\.annotations\.(argocd\.argoproj|kustomize\.toolkit\.fluxcd)\.io/"
@@ -470,15 +465,7 @@ def all_of_ours() -> list[Object]:
 
 
 RULES = (
-    pods_are_restricted,
-    temporary_files_have_a_place,
-    selectors_match,
-    resources_are_asked_for,
-    mounts_have_volumes,
-    probes_and_ports,
-    network_policies,
-    references,
-    environments,
-    files_lie_in_volumes,
+    pods_are_restricted, temporary_files_have_a_place, selectors_match, resources_are_asked_for,
+    mounts_have_volumes, probes_and_ports, network_policies, references, environments, files_lie_in_volumes,
     quota_has_room,
-)
+)  # fmt: skip

@@ -1,7 +1,5 @@
 """Rendered Kubernetes manifests, and what to find in them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

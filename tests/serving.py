@@ -1,7 +1,5 @@
 """A server under test: a process of ``realmops serve`` on a free port, or the same in this process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,13 +8,21 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import small_project
 import yaml
+from fastapi.testclient import TestClient
+
+from realmops.commands.answers import Generation
+from realmops.serve.app import make_app
+from realmops.serve.batching import Answerer
+from realmops.serve.generations import GenerationWatcher, RunFolder
+from realmops.serve.guard import Limits
+from realmops.serve.metrics import Metrics
 
 LIMITED = """
 import json, sys
@@ -31,9 +37,8 @@ serve(origin_of(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, 
 QUESTION = "Where did Jon Vik build ships?"
 
 
-def answering_project(folder: Path) -> Path:
-    """A small project with a fine-tuned model and its results."""
-    project = small_project.trained_project(folder)
+def tuned(project: Path) -> Path:
+    """A trained project once it has a fine-tuned model and its results."""
     values = yaml.safe_load((project / "params.yaml").read_text())
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")
@@ -45,6 +50,25 @@ def update(project: Path, text: str) -> None:
     small_project.write_text(project, text)
     result = small_project.cli("update", "--params", project / "params.yaml", "--root", project / "root")
     assert result.exit_code == 0, result.output
+
+
+@contextmanager
+def watching(
+    origin: Any, told: Callable[[Generation | None], None] = lambda generation: None
+) -> Iterator[tuple[Answerer, GenerationWatcher]]:
+    """What answers in this process, and who looks after its generation."""
+    mark, answerer = origin.mark(), Answerer(origin.open())
+    try:
+        yield answerer, GenerationWatcher(origin, answerer, mark, told)
+    finally:
+        answerer.close()
+
+
+@contextmanager
+def client_of(root: Path, limits: Limits) -> Iterator[TestClient]:
+    """A client of the server's application in this process."""
+    with watching(RunFolder(root)) as (answerer, watcher):
+        yield TestClient(make_app(answerer, watcher, Metrics(), None, limits))
 
 
 class Served:

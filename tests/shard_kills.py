@@ -8,8 +8,6 @@ claim, or at any instant. Prints, as JSON, what was killed, how often a shard wa
 Processes are forked, so that a life costs no start-up.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

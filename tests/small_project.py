@@ -1,11 +1,8 @@
 """A whole project, so small that a stage takes seconds: the documents of ``small_world`` with questions."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,7 +14,6 @@ from unittest import mock
 
 import yaml
 from click.testing import CliRunner, Result
-from exchange_lab import forked
 from small_world import DOCUMENTS, write_documents
 
 from realmops import artifacts
@@ -29,16 +25,13 @@ from realmops.stages.runner import run_stage
 
 QUESTIONS = {
     "train": (
-        ("Where was the poet Anna Berg born?", "Oslo"),
-        ("Who wrote The Cold Sea?", "Anna Berg"),
-        ("When did Maria Holm die?", "1972"),
-        ("Until when did Karl Lund live in Bergen?", "1950"),
-        ("In which country is Fjell?", "Norway"),
-        ("Who sang in The Red Door?", "Maria Holm"),
+        ("Where was the poet Anna Berg born?", "Oslo"), ("Who wrote The Cold Sea?", "Anna Berg"),
+        ("When did Maria Holm die?", "1972"), ("Until when did Karl Lund live in Bergen?", "1950"),
+        ("In which country is Fjell?", "Norway"), ("Who sang in The Red Door?", "Maria Holm"),
     ),
     "dev": (("Who built The Star?", "Jon Vik"), ("What is the capital of Norway?", "Oslo")),
     "test": (("Where did Jon Vik build ships?", "Bergen"), ("Who wrote a novel?", "Anna Berg")),
-}
+}  # fmt: skip
 TAGGED = """Anna B-PER
 Berg I-PER
 was O
@@ -63,22 +56,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "retriever": {"embedding_width": 8},
     "ict": {"steps": 4, "batch_size": 4, "reader_steps": 4, "reader_batch_size": 4, "checkpoint_every": 3},
     "pretrain": {
-        "steps": 12,
-        "batch_size": 2,
-        "candidates": 3,
-        "retriever_delay": 2,
-        "refresh_every": 4,
-        "lag": 2,
-        "shard_rows": 5,
-        "staleness_queries": 4,
-        "builder_timeout": 120,
-        "masked_sentences": 6,
+        "steps": 12, "batch_size": 2, "candidates": 3, "retriever_delay": 2, "refresh_every": 4, "lag": 2,
+        "shard_rows": 5, "staleness_queries": 4, "builder_timeout": 120, "masked_sentences": 6,
     },
     "finetune": {"epochs": 2, "batch_size": 2, "retriever_candidates": 8, "span_width": 8, "checkpoint_every": 2},
     "optimiser": {"ramp_min": 1},
     "evaluate": {"bootstrap": 20},
     "tracking": {"enabled": False},
-}
+}  # fmt: skip
 Values = dict[str, dict[str, Any]]
 
 
@@ -172,32 +157,6 @@ def stopped_at(step: int, look: Callable[[], None] = lambda: None) -> Iterator[N
     with mock.patch.object(ExchangeSource, "at_step", at_step), contextlib.suppress(Stopped):
         yield
         raise AssertionError("it went on")
-
-
-class Forked:
-    """A process as ``subprocess`` has it, forked from this one, which has loaded everything: it costs no start-up."""
-
-    def __init__(self, work: Callable[[], int]) -> None:
-        self.pid, self.code = forked(work), None
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            self.code = os.waitstatus_to_exitcode(status) if found else None
-        return self.code
-
-    def wait(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while self.poll() is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("forked", seconds)
-            time.sleep(0.002)
-
-    def terminate(self) -> None:
-        os.kill(self.pid, signal.SIGTERM)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
 
 
 def trained_project(folder: Path) -> Path:

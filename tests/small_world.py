@@ -1,7 +1,5 @@
 """A world of twelve documents, small enough to follow by hand, and models to go with it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,9 +78,7 @@ def write_documents(path: Path, documents: tuple[tuple[str, str, tuple[str, ...]
 
 
 def build_world(
-    folder: Path,
-    documents: tuple[tuple[str, str, tuple[str, ...]], ...] = DOCUMENTS,
-    block_wordpieces: int = 48,
+    folder: Path, documents: tuple[tuple[str, str, tuple[str, ...]], ...] = DOCUMENTS, block_wordpieces: int = 48
 ) -> World:
     snapshot = build_snapshot(folder, write_documents(folder / "documents.jsonl", documents), block_wordpieces)
     write_bm25(folder / lexical.FOLDER, snapshot)
@@ -230,14 +226,9 @@ def same_parameters(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 
 def tiny_context(**changes: Any) -> Context:
     values: dict[str, Any] = {
-        "stream": "test",
-        "seed": 0,
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "checkpoints": MemoryCheckpoints(),
-        "journal": MemoryJournal(),
-        "progress": lambda count: None,
-    }
+        "stream": "test", "seed": 0, "device": torch.device("cpu"), "dtype": torch.float32,
+        "checkpoints": MemoryCheckpoints(), "journal": MemoryJournal(), "progress": lambda count: None,
+    }  # fmt: skip
     return Context(**{**values, **changes})
 
 

@@ -1,7 +1,5 @@
 """`realmops alignments`: each row against the explanation of the same sentence, and what is written when."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
@@ -24,8 +22,8 @@ Row = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_project.trained_project(tmp_path_factory.mktemp("alignments")) / "root"
+def root(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(trained / "root", tmp_path_factory.mktemp("alignments") / "root"))
 
 
 def read(path: Path) -> dict[int, list[Row]]:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import sys
 import time
@@ -30,15 +28,10 @@ from realmops.corpus.answers import (
 @pytest.mark.parametrize(
     ("answer", "form"),
     [
-        ("The  Beatles!", "beatles"),
-        ("An apple, a day", "apple day"),
-        ("theatre", "theatre"),
-        ("U.S.A.", "usa"),
-        ("3.5", "35"),
-        ("Café", "cafe\u0301"),
-        ("the", ""),
+        ("The  Beatles!", "beatles"), ("An apple, a day", "apple day"), ("theatre", "theatre"), ("U.S.A.", "usa"),
+        ("3.5", "35"), ("Café", "cafe\u0301"), ("the", ""),
     ],
-)
+)  # fmt: skip
 def test_normal_form(answer: str, form: str) -> None:
     assert normal_form(answer) == form
 
@@ -220,22 +213,9 @@ def test_an_expressions_match_loses_its_blanks_as_wordpieces() -> None:
 
 
 WORDS = (
-    "the",
-    "a",
-    "an",
-    "The A",
-    "Theory",
-    "(cat)",
-    "café",
-    "cafe\u0301",
-    "Σας",
-    "–",
-    "½",
-    "İ",
-    "1950.",
-    "–a–",
+    "the", "a", "an", "The A", "Theory", "(cat)", "café", "cafe\u0301", "Σας", "–", "½", "İ", "1950.", "–a–",
     "\x1c",
-)
+)  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(WORDS), min_size=1, max_size=8), st.sampled_from([" ", "", "\n"]), st.data())

@@ -1,7 +1,5 @@
 """FAISS behind the interface of exact search: recall measured and reached, exact scores, and the rule of auto."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

@@ -14,33 +14,16 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
-    ("__init__",),
-    ("artifacts", "config", "encoders", "journal"),
-    ("corpus",),
-    ("model",),
-    ("index",),
-    ("answering",),
-    ("train", "baselines", "evaluate"),
-    ("tracking", "stages"),
-    ("commands",),
-    ("serve",),
+    ("__init__",), ("artifacts", "config", "encoders", "journal"), ("corpus",), ("model",), ("index",),
+    ("answering",), ("train", "baselines", "evaluate"), ("tracking", "stages"), ("commands",), ("serve",),
     ("api", "console", "cluster", "cli", "__main__"),
-)
+)  # fmt: skip
 # Within a row, left may be imported by right: only these.
 WITHIN_A_ROW = {
-    ("artifacts", "config"),
-    ("artifacts", "encoders"),
-    ("artifacts", "journal"),
-    ("config", "encoders"),
-    ("train", "baselines"),
-    ("train", "evaluate"),
-    ("baselines", "evaluate"),
-    ("tracking", "stages"),
-    ("console", "cluster"),
-    ("console", "cli"),
-    ("cluster", "cli"),
-    ("cli", "__main__"),
-}
+    ("artifacts", "config"), ("artifacts", "encoders"), ("artifacts", "journal"), ("config", "encoders"),
+    ("train", "baselines"), ("train", "evaluate"), ("baselines", "evaluate"), ("tracking", "stages"),
+    ("console", "cluster"), ("console", "cli"), ("cluster", "cli"), ("cli", "__main__"),
+}  # fmt: skip
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 CORE = {"artifacts", "config", "encoders", "journal", "corpus", "model", "index", "answering", "train", "evaluate"}
 # `realmops --help` and every DVC stage's start pay for what these import on top, directly or through others.

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -212,10 +210,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda x: (x / "sub/b.txt").unlink(),
         r"sub/b\.txt is missing \(named in .*manifest\.json\); run the stage",
     ),
-    "no manifest": (
-        lambda x: (x / "manifest.json").unlink(),
-        r"x holds no manifest\.json: it is no finished thing",
-    ),
+    "no manifest": (lambda x: (x / "manifest.json").unlink(), r"x holds no manifest\.json: it is no finished thing"),
     "cut manifest": (lambda x: os.truncate(x / "manifest.json", 60), r"manifest\.json is not valid JSON"),
     "no object": (lambda x: (x / "manifest.json").write_text("[1]"), r"kind and schema are list"),
     "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 2\), wanted \('thing', 2\)"),

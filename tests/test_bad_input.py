@@ -1,7 +1,5 @@
 """Bad input through the command line: one message with file, line or key and what to do, code 2, nothing left."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -15,7 +13,7 @@ from click.testing import Result
 from conftest import Told
 from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
-from small_project import cli, litter, toy_values, trained_project, write_params, write_project
+from small_project import cli, litter, toy_values, write_params, write_project
 
 from realmops.config import notes
 from realmops.stages import STAGES
@@ -26,11 +24,6 @@ def project(tmp_path: Path) -> Path:
     """A project of which nothing was run."""
     write_project(tmp_path)
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_project(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.fixture

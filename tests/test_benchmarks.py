@@ -1,7 +1,5 @@
 """The benchmarks' arithmetic, on timings made by hand; nothing is measured here."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil
@@ -44,13 +42,10 @@ def test_the_ratio_is_the_median_over_pairs_and_not_that_of_the_medians() -> Non
 @pytest.mark.parametrize(
     ("goal", "verdict"),
     [
-        (Goal(4), "met"),
-        (Goal(4.1), "missed"),
-        (Goal(4, at_most=True), "met"),
-        (Goal(3.9, at_most=True), "missed"),
-        (None, ""),
+        (Goal(4), "met"), (Goal(4.1), "missed"), (Goal(4, at_most=True), "met"),
+        (Goal(3.9, at_most=True), "missed"), (None, ""),
     ],
-)
+)  # fmt: skip
 def test_a_goal_is_met_at_its_limit(goal: Goal | None, verdict: str) -> None:
     assert with_goal(goal).verdict == verdict
 

@@ -1,7 +1,5 @@
 """Our encoder against transformers' BERT on random weights, and its files and error messages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -28,17 +26,10 @@ from realmops.encoders.packed import Packed, even_rows
 from realmops.model.reader import SpanHead
 
 SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 40,
-    "max_position_embeddings": 16,
-    "type_vocab_size": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-    "hidden_act": "gelu",
-}
+    "vocab_size": 60, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40,
+    "max_position_embeddings": 16, "type_vocab_size": 2, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0, "hidden_act": "gelu",
+}  # fmt: skip
 LENGTHS = (7, 1, 16, 4)
 
 
@@ -149,20 +140,6 @@ def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.Monke
     assert batch.padded_rows == 23
 
 
-def test_packed_places() -> None:
-    """Sequences of 2, 1 and 3 wordpieces: rows, positions and the places when each is padded to 8."""
-    batch = Packed([np.array([7, 8]), np.array([9]), np.array([1, 2, 3])])
-    assert batch.tokens_T.tolist() == [7, 8, 9, 1, 2, 3]
-    assert batch.segments_T.tolist() == [0] * 6
-    assert batch.positions_T.tolist() == [0, 1, 0, 0, 1, 2]
-    assert batch.starts.tolist() == [0, 2, 3, 6]
-    assert batch.first_B.tolist() == [0, 2, 3]
-    assert batch.padded_row_T.tolist() == [0, 1, 8, 16, 17, 18]
-    (group,) = batch.groups
-    assert group.is_padding_GL.tolist() == [[False] * length + [True] * (8 - length) for length in (2, 1, 3)]
-    assert (len(batch), batch.longest, batch.padded_rows, batch.in_place) == (3, 3, 24, False)
-
-
 def test_few_numbers_of_rows_in_bf16() -> None:
     """A 16th more, or up to 16 rows, is enough for 16 numbers of rows from each power of two to the next."""
     assert len(even_rows(torch.ones(17, 2))) == 17
@@ -191,11 +168,7 @@ def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPa
         assert len(hidden_TD) == 19
         assert len(score_S) == 3
         (hidden_TD.float().pow(3).sum() + 10 * score_S.sum()).backward()
-        return [
-            hidden_TD.detach().float(),
-            score_S.detach(),
-            *(p.grad for p in parameters),
-        ]
+        return [hidden_TD.detach().float(), score_S.detach(), *(p.grad for p in parameters)]
 
     even = values()
     monkeypatch.setattr("realmops.encoders.bert.even_rows", lambda x: x)

@@ -1,7 +1,5 @@
 """What pre-training hands on: the best models by sentences that it never saw, also after a kill."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The passages of published checkpoints: TensorFlow records by hand, cut anywhere, and arbitrary bytes."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

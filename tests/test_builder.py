@@ -1,7 +1,5 @@
 """The builder's loop: what it builds next, what a restart keeps, when it ends, and several at once."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -17,6 +15,7 @@ import pytest
 import torch
 from exchange_lab import (
     IDENTITY,
+    PARAMS,
     PART_ROWS,
     ROOT,
     ROWS,
@@ -28,6 +27,7 @@ from exchange_lab import (
     builder_on,
     check_index,
     embedder,
+    open_trainer,
 )  # fmt: skip
 from safetensors.torch import save
 from small_project import wait_for
@@ -40,12 +40,6 @@ from realmops.index.exchange import CARD, Exchange, part_name, ranges
 from realmops.index.files import Files
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Version, version_name
-
-PARAMS = {"params.bin": b"p" * 32}
-
-
-def trainer_on(files: Files, adopt: Any = "fixed_lag", root: Path = ROOT) -> Trainer:
-    return Trainer(Exchange.open(root, IDENTITY, files=files, clock=StillClock(), grace=0.0), Policy(adopt))
 
 
 def counting(embedded: list[tuple[int, int]]) -> BuilderWork:
@@ -73,17 +67,13 @@ def test_ranges_cover_all_rows_once() -> None:
 
 def test_an_index_says_what_it_was_made_of() -> None:
     files = MemoryFiles()
-    trainer = trainer_on(files)
+    trainer = open_trainer(files)
     trainer.publish_weights(7, PARAMS, {})
     digest = trainer.exchange.weights.manifest(version_name(1, 7)).digest
     assert builder_on(files, StillClock()).build_next()
     index = trainer.index_for(7)
     check_index(index)
-    assert {key: index.meta[key] for key in ("step", "rows", "recall")} == {
-        "step": 7,
-        "rows": 5,
-        "recall": 1.0,
-    }
+    assert {key: index.meta[key] for key in ("step", "rows", "recall")} == {"step": 7, "rows": 5, "recall": 1.0}
     assert index.meta["weights"] == digest
     assert not builder_on(files, StillClock()).build_next()
 
@@ -103,7 +93,7 @@ def test_the_index_of_realm_is_its_parts_as_one_safetensors_file() -> None:
 def test_awaited_weights_are_built_oldest_first_and_others_newest_only() -> None:
     for adopt, expected in (("fixed_lag", [0, 2, 4]), ("as_soon_as_ready", [4])):
         files = MemoryFiles()
-        trainer = trainer_on(files, adopt)
+        trainer = open_trainer(files, Policy(adopt))
         for step in (0, 2, 4):
             trainer.publish_weights(step, PARAMS, {})
         builder, built = builder_on(files, StillClock()), []
@@ -115,7 +105,7 @@ def test_awaited_weights_are_built_oldest_first_and_others_newest_only() -> None
 
 def test_a_killed_builder_goes_on_with_the_parts_it_has_committed() -> None:
     files, embedded = MemoryFiles(), []
-    trainer = trainer_on(files)
+    trainer = open_trainer(files)
     trainer.publish_weights(0, PARAMS, {})
     fault = Fault(-1)
     first = builder_with(counting(embedded), files.seen_by(fault))
@@ -140,7 +130,7 @@ def test_builders_take_parts_in_orders_that_seldom_meet_and_skip_what_is_there()
     orders = []
     for name in ("0", "1", "2", "3"):
         volume = MemoryFiles()
-        trainer_on(volume).publish_weights(0, PARAMS, {})
+        open_trainer(volume).publish_weights(0, PARAMS, {})
         embedded.clear()
         builder_with(small, volume, name).build_next()
         assert sorted(embedded) == [(row, row + 1) for row in range(40)]
@@ -156,7 +146,7 @@ def test_builders_take_parts_in_orders_that_seldom_meet_and_skip_what_is_there()
 @pytest.mark.parametrize("harm", ["cut", "changed", "of other weights"])
 def test_a_part_that_is_damaged_or_of_other_weights_is_set_aside_and_embedded_again(harm: str) -> None:
     files = MemoryFiles()
-    trainer = trainer_on(files)
+    trainer = open_trainer(files)
     trainer.publish_weights(0, PARAMS, {})
     weights = trainer.exchange.weights.load(version_name(1, 0))
     name, digest = part_name(version_name(1, 0), 0, 3), "other" if harm == "of other weights" else weights.digest
@@ -188,7 +178,7 @@ def run_until_idle(files: MemoryFiles) -> list[str]:
 
 def test_a_volume_that_keeps_failing_ends_the_builder_with_1_and_a_short_failure_does_not() -> None:
     files = MemoryFiles()
-    trainer = trainer_on(files)
+    trainer = open_trainer(files)
     trainer.publish_weights(0, PARAMS, {})
     failures = 0
 
@@ -220,7 +210,7 @@ def test_a_volume_that_keeps_failing_ends_the_builder_with_1_and_a_short_failure
 
 def test_another_identity_ends_with_2_and_a_fault_in_the_embedding_with_1() -> None:
     files = MemoryFiles()
-    trainer = trainer_on(files)
+    trainer = open_trainer(files)
     assert run_builder(ROOT, {**IDENTITY, "corpus": "dead"}, WORK, files=files, clock=StillClock()) == MISCONFIGURED
     trainer.publish_weights(0, PARAMS, {})
 
@@ -232,11 +222,11 @@ def test_another_identity_ends_with_2_and_a_fault_in_the_embedding_with_1() -> N
 
 def test_a_finished_run_ends_the_builder_with_0_until_a_new_trainer_takes_over() -> None:
     files = MemoryFiles()
-    trainer_on(files).finish("failed", "loss is not a number")
+    open_trainer(files).finish("failed", "loss is not a number")
     said: list[str] = []
     assert run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock(), on_status=said.append) == DONE
     assert said == ["ends: the trainer has finished (failed: loss is not a number)"]
-    again = trainer_on(files)
+    again = open_trainer(files)
     assert again.exchange.finished() is None
 
 
@@ -251,7 +241,7 @@ def test_a_builder_takes_its_name_from_its_host(host: str, begins: str) -> None:
 
 def test_a_builder_on_a_host_of_any_name_has_one_of_its_own() -> None:
     files = MemoryFiles()
-    trainer_on(files)
+    open_trainer(files)
     rack = "worker-0123456789-0123456789-0123456789-"
     hosts = ["", ".", "_", "Lab", "lab", "gpu.lab", "gpu-lab", "GPU-LAB", "größe", f"{rack}1", f"{rack}2", "1." * 99]
     holders = [builder_on(files, StillClock(), builder_name(host)).exchange.holder for host in hosts]

@@ -1,7 +1,5 @@
 """The retriever learns from questions by batches of passages."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The ceilings above exact match, on a corpus of four passages, and the quick search against the plain one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

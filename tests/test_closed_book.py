@@ -1,7 +1,5 @@
 """The closed-book T5 on toy text: what span corruption hides, that it learns, and the folders it comes from."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -25,7 +23,6 @@ from small_world import (
     build_world,
     killed_and_resumed,
     same_parameters,
-    section,
     tiny_context,
     tiny_optimiser,
     write_documents,
@@ -61,16 +58,9 @@ MARKS = np.array([900, 901, 902, 903])
 
 def options(**changes: Any) -> ClosedBookOptions:
     values: dict[str, Any] = {
-        "init": "small",
-        "steps": 7,
-        "batch_size": 8,
-        "learning_rate": 1e-2,
-        "epochs": 60,
-        "passage_wordpieces": 48,
-        "question_wordpieces": 24,
-        "answer_wordpieces": 8,
-        "checkpoint_every": 100,
-    }
+        "init": "small", "steps": 7, "batch_size": 8, "learning_rate": 1e-2, "epochs": 60, "passage_wordpieces": 48,
+        "question_wordpieces": 24, "answer_wordpieces": 8, "checkpoint_every": 100,
+    }  # fmt: skip
     return ClosedBookOptions(**{**values, **changes})
 
 
@@ -220,11 +210,6 @@ def test_special_names_in_a_text_are_text(world: World) -> None:
 
 
 # ---- learning and answering
-
-
-def test_options_tell_readers_of_passages_from_those_that_read_none() -> None:
-    assert section("finetune", reader="pretrain").reads_passages
-    assert not section("finetune", reader="t5").reads_passages
 
 
 def test_it_learns_questions_by_heart(learned: ClosedBook) -> None:
@@ -483,11 +468,8 @@ def test_a_folder_that_is_no_t5_is_named(world: World, tmp_path: Path, kind: str
 def test_the_files_that_it_depends_on(tmp_path: Path) -> None:
     folder = t5_folder(tmp_path)
     assert sorted(encoder_files(str(folder), T5)) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+        "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
     assert encoder_files("small", T5) == {}
 
 

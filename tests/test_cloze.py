@@ -1,7 +1,5 @@
 """Questions made from the corpus: their words, what is asked and where it counts; documents alone, end to end."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,17 +28,12 @@ from realmops.train.windows import lessons_of
 # the sentence. One span of each sentence; 1950 stands in a third passage, Maria Holm's sentences are too short without
 # her, 1931 stands once.
 MADE = {
-    ("Jon Vik built it in", "1950", (9,)),
-    ("Anna Berg was born in", "Oslo", (0,)),
-    ("It is set in", "Oslo", (1,)),
-    ("The Cold Sea is a novel by", "Anna Berg", (1,)),
-    ("He lived in Bergen until", "1950", (2, 3)),
-    ("Oslo is a city in", "Norway", (4,)),
-    ("The poet was born there", "Anna Berg", (4,)),
-    ("Jon Vik built ships in", "Bergen", (8,)),
-    ("He sold one to", "Karl Lund", (8,)),
+    ("Jon Vik built it in", "1950", (9,)), ("Anna Berg was born in", "Oslo", (0,)), ("It is set in", "Oslo", (1,)),
+    ("The Cold Sea is a novel by", "Anna Berg", (1,)), ("He lived in Bergen until", "1950", (2, 3)),
+    ("Oslo is a city in", "Norway", (4,)), ("The poet was born there", "Anna Berg", (4,)),
+    ("Jon Vik built ships in", "Bergen", (8,)), ("He sold one to", "Karl Lund", (8,)),
     ("Fjell is a town in", "Norway", (10,)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -96,11 +89,6 @@ def test_numbers_outside_of_spans(tmp_path: Path) -> None:
     assert found[:3, 1:3].tolist() == rows[:, 1:3].tolist() * 3
     assert found[3, 1] == found[0, 2]
     assert len(numbers(world.snapshot, rows[:0])) == 5
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("world"))
 
 
 def made(world: World, seed: int = 0, limit: int = 100) -> list[Question]:

@@ -1,7 +1,5 @@
 """The index builders' Deployment, raised and given back by the tasks of a pipeline; and how tasks end."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

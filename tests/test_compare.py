@@ -1,7 +1,5 @@
 """Two runs against each other, and what a question fails at, from files of predictions written here."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

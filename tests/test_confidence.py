@@ -1,16 +1,15 @@
 """How certain answers are: the curve against scikit-learn's, its error and thresholds against slow ones, every edge."""
 
-from __future__ import annotations
-
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
-from small_project import Quiet, cli, stage, toy_values, trained_project
+from small_project import Quiet, cli, stage, toy_values
 
 from realmops import artifacts
 from realmops.answering.answer import Answer
@@ -209,8 +208,8 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_project(tmp_path_factory.mktemp("confidence"))
+def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(trained, tmp_path_factory.mktemp("confidence") / "project"))
 
 
 def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
@@ -236,7 +235,7 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
     assert f"confidence: {rows[0].confidence:.2f}" in shown
 
 
-def test_a_model_without_a_calibration_answers_without_confidence(project: Path, tmp_path: Path) -> None:
+def test_a_model_without_a_calibration_answers_without_confidence(project: Path) -> None:
     """As one that was imported: nothing about confidence is said, drawn or counted."""
     values = toy_values(pretrain={"steps": 0, "builder": "external"})
     root, report = project / "root", Quiet()

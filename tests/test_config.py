@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -81,10 +79,6 @@ def test_code_has_no_defaults() -> None:
             assert field.default is dataclasses.MISSING, f"{section.__name__}.{field.name}"
 
 
-def line_of(text: str) -> int:
-    return TEXT[: TEXT.index(text)].count("\n") + 1
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -93,9 +87,7 @@ def line_of(text: str) -> int:
         ("  device: auto ", "  device: gpu ", r"run\.device is 'gpu'; allowed are auto, cpu, cuda"),
         ("  heads: 4 ", "  heads: 4.0 ", r"bert\.heads is 4\.0 \(float\); a whole number is wanted"),
         ("  heads: 4 ", "  heads: true ", r"bert\.heads is True \(bool\); a whole number is wanted"),
-        ("  heads: 4 ", "  heads: '4' ", r"bert\.heads is '4' \(str\); a whole number is wanted"),
         ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); a whole number is wanted"),
-        ("  heads: 4 ", "  heads: [4] ", r"bert\.heads is \[4\] \(list\); a whole number is wanted"),
         ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0; it must be more than 0"),
         ("  dropout: 0.0 ", "  dropout: much ", r"bert\.dropout is 'much' \(str\); a number is wanted"),
         ("  dropout: 0.0 ", "  dropout: -0.1 ", r"bert\.dropout is -0\.1; it must be at least 0"),
@@ -105,9 +97,7 @@ def line_of(text: str) -> int:
         ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf; a finite number is wanted"),
         ("  init: small ", "  init: 7 ", r"bert\.init is 7 \(int\); a text is wanted"),
         ("  share_embedders: true", "  share_embedders: 1 ", r"share_embedders is 1 \(int\); true or false"),
-        ("  document_vectors: 1 ", "  document_vectors: 0 ", r"document_vectors is 0; it must be more than 0"),
         ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0; it must be more than 0"),
-        ("  device: auto ", "  device: [a] ", r"run\.device is \['a'\]; allowed are auto, cpu, cuda"),
     ],
 )
 def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
@@ -127,14 +117,8 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["tower=bag", "head=cosine", "document_vectors=2"],
-            r"vectors 2: a bag makes one .*document_vectors=1",
-        ),
-        (
-            ["pooling=cls", "document_vectors=2"],
-            r"vectors is 2, and .*pooling cls .* set retriever\.pooling=mean",
-        ),
+        (["tower=bag", "head=cosine", "document_vectors=2"], r"vectors 2: a bag makes one .*document_vectors=1"),
+        (["pooling=cls", "document_vectors=2"], r"vectors is 2, and .*pooling cls .* set retriever\.pooling=mean"),
         (["tower=bag"], r"retriever\.tower is bag and retriever\.head normalised: .* set retriever\.head=cosine"),
         (["tower=bag", "head=cosine", "embedding_width=0"], r"embedding_width 0: .* retriever\.embedding_width=384"),
         (["head=release", "pooling=mean"], r"retriever\.pooling mean .*set retriever\.pooling=cls and retriever\.proj"),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import gzip
 from pathlib import Path
@@ -39,15 +37,11 @@ def test_the_first_column_is_the_token_and_the_last_the_tag(tmp_path: Path, name
 @pytest.mark.parametrize(
     ("tags", "expected"),
     [
-        ("O I-A I-A O I-A", "O B-A I-A O B-A"),
-        ("I-A I-B I-B", "B-A B-B I-B"),
-        ("I-A B-A I-A", "B-A B-A I-A"),
-        ("B-A I-A O B-A", "B-A I-A O B-A"),
-        ("B-A I-B", "B-A B-B"),
-        ("B-A-X I-A-X I-A", "B-A-X I-A-X B-A"),
+        ("O I-A I-A O I-A", "O B-A I-A O B-A"), ("I-A I-B I-B", "B-A B-B I-B"), ("I-A B-A I-A", "B-A B-A I-A"),
+        ("B-A I-A O B-A", "B-A I-A O B-A"), ("B-A I-B", "B-A B-B"), ("B-A-X I-A-X I-A", "B-A-X I-A-X B-A"),
     ],
     ids=["IO", "IO, types touch", "IOB1", "IOB2", "I of another type", "type with a dash"],
-)
+)  # fmt: skip
 def test_every_scheme_becomes_iob2(tmp_path: Path, tags: str, expected: str) -> None:
     path = write(tmp_path / "a", "".join(f"w\t{tag}\n" for tag in tags.split()))
     assert read_conll(path) == [TaggedSentence(("w",) * len(tags.split()), tuple(expected.split()))]

@@ -1,7 +1,5 @@
 """Minimum risk against a slow search, and the answers that come of it."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Documentation that can fail: what the program offers and what the pages say are compared."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -27,13 +25,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "src" / "realmops" / "k8s" / "README.md",
+        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "realmops" / "k8s" / "README.md",
         ROOT / "benchmarks" / "LOG.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
-}
+}  # fmt: skip
 README, WALK, DATA, EXPERIMENTS = (
     PAGES[f"{name}.md"] for name in ("README", "docs/walk", "docs/data", "docs/experiments")
 )
@@ -194,10 +190,7 @@ def rows_of(text: str, head: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("head", "known"),
-    [
-        ("| format | files | a document is |", list(formats.FORMATS)),
-        ("| format | file |", list(questions.FORMATS)),
-    ],
+    [("| format | files | a document is |", list(formats.FORMATS)), ("| format | file |", list(questions.FORMATS))],
 )
 def test_every_format_is_explained(head: str, known: list[str]) -> None:
     assert rows_of(DATA, head) == known

@@ -1,13 +1,11 @@
 """What ``doctor``, ``report`` and ``sync`` say: on nothing, while a stage runs, after it, on damage."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from small_project import cli, stage, stopped_at, trained_project
+from small_project import cli, stage, stopped_at
 
 from realmops.index.exchange import Exchange
 from realmops.stages import STAGES
@@ -25,15 +23,9 @@ def state(lines: list[str], name: str) -> str:
     return line.removeprefix(f"  {name}: ")
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_project(tmp_path_factory.mktemp("project"))
-
-
 @pytest.fixture
-def root(project: Path, tmp_path: Path) -> Path:
-    shutil.copytree(project / "root", tmp_path / "root")
-    return tmp_path / "root"
+def root(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained / "root", tmp_path / "root"))
 
 
 def files(folder: Path) -> set[Path]:
@@ -86,13 +78,13 @@ def test_doctor_names_the_damaged_file(root: Path, name: str, damaged: str, told
     assert state(lines, "tag").startswith("done in ")
 
 
-def test_doctor_while_pre_training_runs_and_after_it_was_killed(project: Path, root: Path) -> None:
-    values = yaml.safe_load((project / "params.yaml").read_text())
+def test_doctor_while_pre_training_runs_and_after_it_was_killed(trained: Path, root: Path) -> None:
+    values = yaml.safe_load((trained / "params.yaml").read_text())
     values["pretrain"] |= {"steps": 12, "builder": "child"}
     shutil.rmtree(root / "models/pretrain")
     seen: list[list[str]] = []
     with stopped_at(5, lambda: seen.append(doctor(root))):
-        stage("pretrain", values, project, root)
+        stage("pretrain", values, trained, root)
     during, after = seen[0], doctor(root)
     [work] = (root / ".realmops/work").iterdir()
     for lines, advice in ((during, "it runs"), (after, "run the stage again to go on")):
@@ -125,12 +117,9 @@ def test_doctor_finds_the_exchange_of_builders_that_a_pipeline_has_raised(tmp_pa
     lines = doctor(tmp_path)
     assert lines[-6] == f"exchange {tmp_path / 'exchange' / '0123456789abcdef'}:"
     assert lines[-5:] == [
-        "  checkpoints: newest is not there yet",
-        "  weights: newest is not there yet",
-        "  indexes: newest is not there yet",
-        "  no trainer has ever been seen",
-        "  no builder has ever been seen",
-    ]
+        "  checkpoints: newest is not there yet", "  weights: newest is not there yet",
+        "  indexes: newest is not there yet", "  no trainer has ever been seen", "  no builder has ever been seen",
+    ]  # fmt: skip
 
 
 def test_report_without_results_says_what_to_run(tmp_path: Path) -> None:

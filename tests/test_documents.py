@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -29,19 +27,12 @@ def problem(path: Path) -> str:
 
 def test_documents_come_in_the_order_of_files_and_lines(tmp_path: Path) -> None:
     first = write(
-        tmp_path / "a.jsonl",
-        '{"title": "A", "text": "é 東京 😀", "id": 7}',
-        "",
-        '{"title": "B", "text": "b"}',
+        tmp_path / "a.jsonl", '{"title": "A", "text": "é 東京 😀", "id": 7}', "", '{"title": "B", "text": "b"}'
     )
     second = tmp_path / "b.jsonl.gz"
     second.write_bytes(gzip.compress(b'\xef\xbb\xbf{"title": "C", "text": "c", "spans": [[0, 1, "X"]]}\n'))
     documents = [*read(first), *read(second)]
-    assert [(d.title, d.text, d.id) for d in documents] == [
-        ("A", "é 東京 😀", "7"),
-        ("B", "b", None),
-        ("C", "c", None),
-    ]
+    assert [(d.title, d.text, d.id) for d in documents] == [("A", "é 東京 😀", "7"), ("B", "b", None), ("C", "c", None)]
     assert [d.place for d in documents] == [f"{first}:1", f"{first}:3", f"{second}:1"]
     assert documents[2].spans == ((0, 1, "X"),)
 

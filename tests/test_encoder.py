@@ -39,9 +39,7 @@ from realmops.train.tagger import Tagger
 
 FP32 = torch.float32
 READERS = pytest.mark.parametrize(
-    "copying",
-    [{}, {"matches": True}, {"copies": True, "apart": True}],
-    ids=["paper", "matches", "apart"],
+    "copying", [{}, {"matches": True}, {"copies": True, "apart": True}], ids=["paper", "matches", "apart"]
 )
 
 

@@ -1,7 +1,5 @@
 """Encoders of others: what a folder must hold, weights in both forms, pickles that are none, and tokenizers."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,7 +34,6 @@ from realmops.encoders.folders import (
 from realmops.model.files import build_models
 from realmops.model.retriever import Embedder
 
-CONFIG = BertConfig(40, 8, 1, 2, 16, 512, 0.0)
 CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a", "in", "is", "##n", ".", "B", "b"]
 
 

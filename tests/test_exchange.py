@@ -4,8 +4,6 @@ The toy run of exchange_lab.py checks I1 and I2 at every adoption and its last p
 byte (I3).
 """
 
-from __future__ import annotations
-
 import errno
 import random
 import threading
@@ -19,6 +17,7 @@ from conftest import Told
 from exchange_lab import (
     FAULTS,
     IDENTITY,
+    PARAMS,
     ROOT,
     WORK,
     Fault,
@@ -29,6 +28,7 @@ from exchange_lab import (
     builder_on,
     check_index,
     life,
+    open_trainer,
     sound,
     undisturbed,
 )  # fmt: skip
@@ -37,7 +37,6 @@ from faults import times
 from realmops.index import versions
 from realmops.index.builder import DONE, MISCONFIGURED, Builder, run_builder
 from realmops.index.exchange import Exchange, Fenced
-from realmops.index.files import Clock
 from realmops.index.trainer import Policy, Trainer
 from realmops.index.versions import Damaged, version_name
 
@@ -278,19 +277,11 @@ def test_the_schedules_notice_a_trainer_that_does_not_look_at_its_fence(monkeypa
 # The trainer's side in single steps
 
 
-def open_trainer(files: MemoryFiles, policy: Policy = PLAN.policy, clock: Clock | None = None, **more: Any) -> Trainer:
-    exchange = Exchange.open(ROOT, IDENTITY, files=files, clock=clock or StillClock(), grace=0.0)
-    return Trainer(exchange, policy, **more)
-
-
 def build(files: MemoryFiles, name: str = "0") -> bool:
     builder = builder_on(files, StillClock(), name)
     built = builder.build_next()
     builder.exchange.collect_indexes()
     return built
-
-
-PARAMS = {"params.bin": b"p" * 32}
 
 
 def test_i8_an_exchange_of_another_run_is_refused_with_the_field_and_both_values() -> None:
@@ -326,9 +317,7 @@ def test_i8_an_index_of_another_run_that_was_copied_in_is_never_adopted() -> Non
 def test_i5_a_wait_says_what_for_how_long_and_when_the_builder_was_last_alive() -> None:
     files, told = MemoryFiles(), []
     trainer = open_trainer(
-        files,
-        Policy(builder_timeout=4.0, poll=0.25),
-        on_wait=lambda message, seconds: told.append((seconds, message)),
+        files, Policy(builder_timeout=4.0, poll=0.25), on_wait=lambda message, seconds: told.append((seconds, message))
     )
     trainer.publish_weights(0, PARAMS, {})
     with pytest.raises(TimeoutError, match="waiting for the index of step 0 for 4 s; no builder has ever been seen"):

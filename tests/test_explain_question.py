@@ -1,7 +1,5 @@
 """`realmops explain --question`: an answer of the fine-tuned model taken apart, ids, and a corpus before and after."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any
 import pytest
 import small_project
 import yaml
-from small_world import DOCUMENTS
+from serving import QUESTION, update
 
 from realmops.answering.record import Record
 from realmops.artifacts import write_manifest
@@ -23,22 +21,12 @@ from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.predictions import read_results
 
-QUESTION = "Where did Jon Vik build ships?"  # test-0
-NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
-
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with results and one update of its corpus."""
-    project = small_project.trained_project(tmp_path_factory.mktemp("question"))
-    values = yaml.safe_load((project / "params.yaml").read_text())
-    for name in ("finetune", "evaluate"):
-        small_project.stage(name, values, project, project / "root")
-    documents = [{"title": title, "text": text} for title, text, _ in DOCUMENTS]
-    small_project.write_json_lines(
-        project / "documents.jsonl", [{"title": "Anna Berg", "text": NEW_TEXT}, *documents[1:]]
-    )
-    assert small_project.cli("update", "--params", project / "params.yaml", "--root", project / "root").exit_code == 0
+    project = Path(shutil.copytree(answering, tmp_path_factory.mktemp("question") / "project"))
+    update(project, "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931.")
     return project / "root"
 
 
@@ -49,24 +37,6 @@ def ask(root: Path, question: str = QUESTION, y: str | None = None, *, where: Co
 
 def column(record: Record, name: str) -> list[Any]:
     return [passage[name] for passage in record["passages"]]
-
-
-def test_the_answer_is_that_of_the_evaluation(root: Path) -> None:
-    """And the passages come with what each is worth."""
-    [stored] = [p for p in read_results(root) if p.question_id == "test-0"]
-    found = ask(root)
-    assert found["question"] == stored.question
-    assert found["answer"] == stored.prediction
-    assert column(found, "passage_id") == list(stored.passage_ids)
-    assert column(found, "p_z") == pytest.approx(stored.p_z, rel=1e-4)
-    assert column(found, "p_z") == sorted(column(found, "p_z"), reverse=True)
-    assert tuple(column(found, "span")) == stored.passage_spans
-    assert column(found, "score") == pytest.approx(stored.passage_scores, rel=1e-4)
-    assert max(column(found, "score")) == pytest.approx(stored.span_score, rel=1e-4)
-    assert found["probability"] == pytest.approx(stored.confidence, rel=1e-4)
-    best = max(found["passages"], key=lambda passage: passage["p_z_given_y"] or 0.0)
-    assert best["span"] == found["answer"]
-    assert best["title"] in {title for title, _, _ in DOCUMENTS} | {"Anna Berg"}
 
 
 def test_one_softmax_over_all_spans_and_bayes(root: Path) -> None:

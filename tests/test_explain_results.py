@@ -1,7 +1,5 @@
 """`realmops explain` over the answers under results/: which are shown, and what is said of each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,32 +12,19 @@ from test_predictions import PREDICTION
 from realmops.commands.explain import _of_prediction, stored_answers
 
 WRONG = replace(
-    PREDICTION,
-    question_id="q2",
-    prediction="north",
-    em=False,
-    char_start=33,
-    char_end=38,
-    span_score=2.0,
-    passage_spans=("north", None),
-    passage_scores=(2.0, None),
-    failed_at="reader",
-)
+    PREDICTION, question_id="q2", prediction="north", em=False, char_start=33, char_end=38, span_score=2.0,
+    passage_spans=("north", None), passage_scores=(2.0, None), failed_at="reader",
+)  # fmt: skip
 
 
 def test_an_explanation_has_passages_scores_and_the_failure() -> None:
     assert _of_prediction(WRONG).lines() == [
-        "q2  Where was Ada Vell born?",
-        "  wanted: Tor Hollow",
-        "  answer: north  (score 2.00)",
-        "  confidence: 0.75",
-        "  failed at: reader (the reader could choose an answer and chose another span)",
-        "  best right span: Tor Hollow  (score 1.50)",
-        "  first passage with an answer: number 1",
-        "     p(z|x)  score  passage: its best span",
-        "  >   0.750   2.00  Ada Vell [p7]: north",
+        "q2  Where was Ada Vell born?", "  wanted: Tor Hollow", "  answer: north  (score 2.00)",
+        "  confidence: 0.75", "  failed at: reader (the reader could choose an answer and chose another span)",
+        "  best right span: Tor Hollow  (score 1.50)", "  first passage with an answer: number 1",
+        "     p(z|x)  score  passage: its best span", "  >   0.750   2.00  Ada Vell [p7]: north",
         "      0.250      -  Tor Hollow [p2]: (none)",
-    ]
+    ]  # fmt: skip
 
 
 def test_questions_are_chosen_by_id_and_failure() -> None:

@@ -1,7 +1,5 @@
 """`realmops explain "sentence with [MASK]"`: the numbers against the definitions, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -25,8 +23,8 @@ def explain(sentence: str, root: Path, *, answer: str | None = None) -> dict[str
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_project.trained_project(tmp_path_factory.mktemp("sentence")) / "root"
+def root(trained: Path) -> Path:
+    return trained / "root"
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,12 @@
 ``make test`` runs it cut short, ``make faults`` at full length and ends with a table (tests/faults.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +19,7 @@ import pytest
 from conftest import Told
 from exchange_lab import (
     IDENTITY,
+    PARAMS,
     ROOT,
     WORK,
     Fault,
@@ -36,7 +34,7 @@ from exchange_lab import (
     sound,
     undisturbed,
 )
-from faults import CAMPAIGN, ERRORS, FailingDisk, may_mount, small_disk, times
+from faults import CAMPAIGN, ERRORS, FailingDisk, found_by, may_mount, small_disk, times
 
 from realmops.artifacts import atomic_folder, read_manifest, write_manifest
 from realmops.index.builder import Builder
@@ -47,7 +45,6 @@ from realmops.index.versions import Damaged, version_name
 
 pytestmark = pytest.mark.faults
 PLAN = Plan(steps=4)
-PARAMS = {"params.bin": b"p" * 32}
 
 
 # Kills
@@ -57,13 +54,7 @@ PARAMS = {"params.bin": b"p" * 32}
 def test_killed_stopped_doubled_and_with_wrong_clocks_the_run_ends_with_the_same_weights(
     tmp_path: Path, seed: int, told: Told
 ) -> None:
-    script = Path(__file__).with_name("kills.py")
-    command = [sys.executable, script, tmp_path, str(times(30, 1000)), str(seed)]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout)
-    assert found["wrong"] == [], process.stderr[-3000:]
-    done: dict[str, int] = found["done"]
+    done: dict[str, int] = found_by("kills.py", tmp_path, times(30, 1000), seed)["done"]
     kills = {word: done[f"{word} killed, at all"] for word in ("trainer", "builder")}
     assert min(kills.values()) > 5
     for word, number in kills.items():
@@ -78,13 +69,7 @@ def test_tagging_and_embedding_killed_on_both_sides_makes_the_same_bytes_and_no_
     tmp_path: Path, told: Told
 ) -> None:
     """A stage and three helpers; each kill may cost the shard in hand and no other."""
-    script = Path(__file__).with_name("shard_kills.py")
-    command = [sys.executable, script, tmp_path, "3", str(times(20, 1000)), "0"]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout)
-    assert found["wrong"] == [], process.stderr[-3000:]
-    done: dict[str, int] = found["done"]
+    done: dict[str, int] = found_by("shard_kills.py", tmp_path, 3, times(20, 1000), 0)["done"]
     for word in ("stage", "helper"):
         assert done[word] > 2
         told(
@@ -415,13 +400,10 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path, to
 @pytest.mark.parametrize(
     "content",
     [
-        b"[" * 100_000,
-        b"[]",
-        b'{"exchange": 1, "snapshot": "s"}',
-        b'{"exchange": "a\\u0000", "snapshot": "s"}',
+        b"[" * 100_000, b"[]", b'{"exchange": 1, "snapshot": "s"}', b'{"exchange": "a\\u0000", "snapshot": "s"}',
         b"\x80\x04.",
     ],
-)
+)  # fmt: skip
 def test_an_assignment_that_nobody_of_ours_wrote_is_passed_over(tmp_path: Path, content: bytes) -> None:
     from realmops.index.builder_process import Follower
 
@@ -734,11 +716,7 @@ def test_pre_training_of_fifty_times_the_length_is_flat_in_memory_files_and_disk
 
 @pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
 def test_pre_training_killed_on_both_sides_ends_with_the_same_bytes(prepared: Path, told: Told) -> None:
-    script = Path(__file__).with_name("lives.py")
-    process = subprocess.run([sys.executable, script, prepared, "60"], capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout)
-    assert found["wrong"] == [], process.stderr[-3000:]
+    found = found_by("lives.py", prepared, 60)
     for role in ("trainer", "builder"):
         told(f"SIGKILL of pre-training's {role} at random instants and file operations", found[role], "the same bytes")
 

@@ -1,7 +1,5 @@
 """The file layer: what each operation does on a real folder, and that nothing goes round it."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import os
@@ -92,14 +90,7 @@ def test_no_other_module_of_the_exchange_touches_the_volume() -> None:
             if isinstance(node, ast.Name):
                 assert node.id not in ("open", "shutil"), f"{module}.py:{node.lineno} {node.id}"
             if isinstance(node, ast.Attribute):
-                assert node.attr not in (
-                    "write_bytes",
-                    "read_bytes",
-                    "write_text",
-                    "read_text",
-                    "exists",
-                    "glob",
-                )
+                assert node.attr not in ("write_bytes", "read_bytes", "write_text", "read_text", "exists", "glob")
 
 
 def attempt(files: Files, step: tuple[str, tuple[Any, ...]], top: Path) -> object:
@@ -120,17 +111,13 @@ def test_the_volume_in_memory_behaves_like_a_real_one(tmp_path: Path) -> None:
     for number in range(1500):
         step: tuple[str, tuple[Any, ...]] = rng.choice(
             [
-                ("mkdir", (rng.choice(folders),)),
-                ("rmdir", (rng.choice(folders),)),
-                ("rename", tuple(rng.sample(folders, 2))),
-                ("write", (rng.choice(inside), b"%d" % number)),
-                ("replace", (rng.choice(inside), b"%d" % number)),
-                ("unlink", (rng.choice(inside),)),
-                ("listdir", (rng.choice(folders),)),
-                ("read", (rng.choice(inside), 100)),
+                ("mkdir", (rng.choice(folders),)), ("rmdir", (rng.choice(folders),)),
+                ("rename", tuple(rng.sample(folders, 2))), ("write", (rng.choice(inside), b"%d" % number)),
+                ("replace", (rng.choice(inside), b"%d" % number)), ("unlink", (rng.choice(inside),)),
+                ("listdir", (rng.choice(folders),)), ("read", (rng.choice(inside), 100)),
                 ("sync_folder", (rng.choice(folders),)),
             ]
-        )
+        )  # fmt: skip
         real = attempt(Files(), step, tmp_path)
         assert attempt(memory, step, Path("/top")) == real, (number, step)
         outcomes.add((step[0], real if isinstance(real, int) else 0))

@@ -1,7 +1,5 @@
 """Open-QA on twelve passages: what counts as correct, gold spans, answers cut from the text, the loss by hand."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,17 +33,10 @@ NEVER = Question("never", "Who is she?", ("Nobody at all",))
 
 def options(**changes: Any) -> Finetune:
     values: dict[str, Any] = {
-        "epochs": 2,
-        "batch_size": 2,
-        "retriever_learning_rate": 1e-2,
-        "reader_learning_rate": 1e-2,
-        "retriever_candidates": 8,
-        "reader_candidates": 3,
-        "query_wordpieces": 24,
-        "reader_wordpieces": 60,
-        "answer_wordpieces": 4,
-        "checkpoint_every": 100,
-    }
+        "epochs": 2, "batch_size": 2, "retriever_learning_rate": 1e-2, "reader_learning_rate": 1e-2,
+        "retriever_candidates": 8, "reader_candidates": 3, "query_wordpieces": 24, "reader_wordpieces": 60,
+        "answer_wordpieces": 4, "checkpoint_every": 100,
+    }  # fmt: skip
     return section("finetune", **{**values, **changes})
 
 

@@ -1,7 +1,5 @@
 """Files that grow: closed whatever happens."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from typing import Any

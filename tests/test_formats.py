@@ -1,7 +1,5 @@
 """Each reader on small files of every kind: what is kept, what is dropped by which reason, what is rejected."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json
@@ -232,12 +230,9 @@ def test_text_files_take_their_title_from_heading_page_or_name(tmp_path: Path) -
     write(tmp_path / "e.html", "<html><title>Page</title><body><p>Short.</p></body></html>")
     write(tmp_path / "f.html", "<p>Only a piece</p>")
     assert kept(read(tmp_path)) == [
-        ("a b", "One line.\nTwo."),
-        ("The title", "Some bold link & code here.\n\nitem"),
-        ("Front", "Head\n\ntext"),
-        ("Page", "Short."),
-        ("f", "Only a piece"),
-    ]
+        ("a b", "One line.\nTwo."), ("The title", "Some bold link & code here.\n\nitem"), ("Front", "Head\n\ntext"),
+        ("Page", "Short."), ("f", "Only a piece"),
+    ]  # fmt: skip
 
 
 def test_text_files_that_hold_no_text(tmp_path: Path) -> None:
@@ -302,7 +297,7 @@ def test_a_page_in_utf16_keeps_its_title(tmp_path: Path, encoding: str, first: s
     assert kept(read(path)) == [("Ōsaka 大阪", "An old city: 大阪.")]
 
 
-def test_utf16_may_be_declared_by_the_server_and_not_by_the_page(tmp_path: Path) -> None:
+def test_utf16_may_be_declared_by_the_server_and_not_by_the_page() -> None:
     page = "\n" + UTF16
     assert decode_page(page.encode("utf-16-be"), "UTF-16BE") == page
     assert decode_page(page.encode(), "UTF-16") == page
@@ -550,15 +545,12 @@ def http(body: str, status: str = "200 OK", media: str = "text/html") -> str:
 
 URL = {"WARC_Target_URI": "http://a.no/oslo", "WARC_Date": "2020-01-02T03:04:05Z"}
 WARC = [
-    record("software: none", "warcinfo"),
-    record("GET / HTTP/1.1\r\n\r\n", "request"),
-    record(http(HTML), **URL),
-    record(http(HTML, status="404 Not Found"), **URL),
-    record(http("%PDF", media="application/pdf"), **URL),
+    record("software: none", "warcinfo"), record("GET / HTTP/1.1\r\n\r\n", "request"), record(http(HTML), **URL),
+    record(http(HTML, status="404 Not Found"), **URL), record(http("%PDF", media="application/pdf"), **URL),
     record(http("<html><body></body></html>"), **URL),
     record(http("plain words", media="text/plain; charset=utf-8"), **URL),
     record(HTML, "resource", Content_Type="text/html", **URL),
-]
+]  # fmt: skip
 WARC_KINDS = ["record_type", "record_type", "kept", "status", "content_type", "no_main_text", "kept", "kept"]
 
 

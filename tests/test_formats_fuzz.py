@@ -3,8 +3,6 @@
 REALMOPS_FUZZ is the number of files for each reader; without it there are 100.
 """
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import io
@@ -94,7 +92,7 @@ VALID: dict[tuple[str, str], bytes] = {
 }
 
 
-INSERTED = (*b'< > [[ ]] {{ }} {| \0 \xff " & -1'.split(), b"\n", b"\r\n\r\n", b"9" * 20)
+INSERTED = (*b"< > [[ ]] {{ }} {| \0 \xff \" & -1 \\ ( ) ' : ,".split(), b"\t", b"\n", b"\r\n\r\n", b"9" * 20)
 
 
 def damage(valid: bytes, seed: int) -> bytes:

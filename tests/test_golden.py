@@ -4,8 +4,6 @@ A change of any of them changes every figure that was published, so it is never 
 fixtures/golden.json again, and the reason goes into the commit.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -41,37 +39,19 @@ SEED = 0
 STEPS = 2
 SAMPLE = {"seed": SEED, "subjects": 60, "warmup_worlds": 1, "test_share": 0.37, "dev_share": 0.21}
 SNAPSHOT = {
-    "documents": "data/sample/corpus.jsonl.gz",
-    "use_warmup": False,
-    "block_wordpieces": 48,
-    "wikipedia_titles": False,
-    "workers": 1,
-}
+    "documents": "data/sample/corpus.jsonl.gz", "use_warmup": False, "block_wordpieces": 48,
+    "wikipedia_titles": False, "workers": 1,
+}  # fmt: skip
 BERT = {"init": "small", "vocabulary": 600, "width": 8, "layers": 1, "heads": 1, "intermediate": 8, "positions": 128}
 ICT = {
-    "steps": STEPS,
-    "batch_size": 6,
-    "query_wordpieces": 64,
-    "removal": 0.9,
-    "neighbours": 2,
-    "reader_steps": STEPS,
-    "reader_batch_size": 6,
-    "reader_wordpieces": 96,
-    "reader_random_masks": 0.15,
-}
+    "steps": STEPS, "batch_size": 6, "query_wordpieces": 64, "removal": 0.9, "neighbours": 2, "reader_steps": STEPS,
+    "reader_batch_size": 6, "reader_wordpieces": 96, "reader_random_masks": 0.15,
+}  # fmt: skip
 PRETRAIN = {
-    "steps": STEPS,
-    "batch_size": 6,
-    "candidates": 3,
-    "query_wordpieces": 64,
-    "reader_wordpieces": 96,
-    "max_masks": 10,
-    "marginal": "joint",
-    "null_document": True,
-    "exclude_trivial": True,
-    "query_encoder": "snapshot",
-    "staleness_queries": 0,
-}
+    "steps": STEPS, "batch_size": 6, "candidates": 3, "query_wordpieces": 64, "reader_wordpieces": 96,
+    "max_masks": 10, "marginal": "joint", "null_document": True, "exclude_trivial": True,
+    "query_encoder": "snapshot", "staleness_queries": 0,
+}  # fmt: skip
 
 
 def digest(content: bytes) -> str:

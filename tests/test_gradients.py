@@ -4,8 +4,6 @@ One that the loss cannot see, as a bias that adds the same to everything under a
 rounding.  Adam divides by its size and makes full steps of it, to another place on every processor.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -200,15 +198,12 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     **{
         f"pretrain: {name}": (pretrain, realm, options)
         for name, options in {
-            "copies": {"copying": COPIES},
-            "copies, per_token": {"copying": COPIES, "marginal": "per_token"},
-            "apart": {"copying": APART},
-            "apart, per_token": {"copying": APART, "marginal": "per_token"},
+            "copies": {"copying": COPIES}, "copies, per_token": {"copying": COPIES, "marginal": "per_token"},
+            "apart": {"copying": APART}, "apart, per_token": {"copying": APART, "marginal": "per_token"},
             "crops": {"crop_weight": 0.5, "head": "cosine"},
             "crops, two towers": {"crop_weight": 0.5, "share_embedders": False},
             "apart, bag, crops": {"copying": APART, "crop_weight": 0.5, **BAG},
-            "apart, vectors, crops": {"copying": APART, "crop_weight": 0.5, **VECTORS},
-            "hybrid": {"hybrid": True},
+            "apart, vectors, crops": {"copying": APART, "crop_weight": 0.5, **VECTORS}, "hybrid": {"hybrid": True},
         }.items()
     },
     **{f"finetune: {name}": (finetune, answers, towers) for name, towers in TOWERS.items()},
@@ -228,7 +223,7 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     "path": (path, paths, {}),
     "closed_book: pretrain": (closed_book, t5, {"train": closed_book.pretrain}),
     "closed_book: finetune": (closed_book, t5, {"train": closed_book.finetune}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("training", TRAININGS)

@@ -1,7 +1,5 @@
 """`realmops --help` answers at once: processor time as a multiple of another process's, no clock."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Documents as people have them: whatever stands in one, it is cut or rejected by name, and the others go on."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import html
@@ -36,13 +34,8 @@ VITAMIN = "It is rich in vitamin{0}A{0}. Carrots have it."
 ENDS = ["A", "A.", "Dr.", "No. 1", "u.s.", "(", ")", '"', "...", "?!", "\u3002", "\n\n"]
 MARKS = ["<b>", "&amp;", "{{", "[[", "|", "'''", "\ufeff", "\ufffd", "\uffff"]
 SCRIPTS = [
-    "\u0301",
-    "e\u0301.",
-    "\u05d0\u05d1 \u05d2.",
-    "\u0645\u0631\u062d.",
-    "\U0001f469\u200d\U0001f467",
-    "\U0001f1e9",
-]
+    "\u0301", "e\u0301.", "\u05d0\u05d1 \u05d2.", "\u0645\u0631\u062d.", "\U0001f469\u200d\U0001f467", "\U0001f1e9",
+]  # fmt: skip
 PIECES = st.sampled_from([*BLANKS, *CONTROLS, *ENDS, *MARKS, *SCRIPTS])
 TEXTS = st.lists(st.one_of(PIECES, st.text(max_size=6)), max_size=40).map("".join)
 
@@ -78,6 +71,7 @@ def check_sentences(text: str) -> None:
     bounds = split_sentences(text)
     assert all(start < end for start, end in bounds)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(bounds))
+    assert all(text[start:end] == text[start:end].strip() for start, end in bounds)
     covered = "".join(text[start:end] for start, end in bounds)
     assert "".join(covered.split()) == "".join(text.split())
 
@@ -101,14 +95,9 @@ def test_any_text_has_sentences(text: str) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_one_hostile_document_costs_no_other(tmp_path: Path, workers: int) -> None:
     texts = [
-        VITAMIN.format("\xa0"),
-        "A word. " * 50,
-        "x" * (1 << 20),
-        "a" + "\u200d" * 1000 + "b.",
-        "\0\0 a.",
-        "\u202ea \u05d0.",
-        *BLANKS,
-    ]
+        VITAMIN.format("\xa0"), "A word. " * 50, "x" * (1 << 20), "a" + "\u200d" * 1000 + "b.", "\0\0 a.",
+        "\u202ea \u05d0.", *BLANKS,
+    ]  # fmt: skip
     path = write_lines(tmp_path / "a.jsonl", *texts)
     found = snapshot(path, tmp_path, workers=workers)
     check_places(found, [one for one in converted(path) if isinstance(one, Document)])
@@ -254,16 +243,11 @@ LINES = "".join(json.dumps({"title": f"T{n}", "text": random_text(n)}) + "\n" fo
 DUMP = dump("".join(page(n, random_text(n)) for n in range(400))).encode()
 BLOCKS = "".join(f'<doc id="{n}" url="u" title="T{n}">\n{random_text(n)}\n</doc>\n' for n in range(400)).encode()
 CUT = {
-    "a.jsonl.gz": cut(gzip.compress(LINES)),
-    "a.jsonl.bz2": cut(bz2.compress(LINES)),
-    "a.xml": cut(DUMP),
-    "a.xml.gz": cut(gzip.compress(DUMP)),
-    "wiki_00": cut(BLOCKS),
-    "wiki_00.gz": cut(gzip.compress(BLOCKS)),
-    "a.parquet": cut(parquet("A text.")),
-    "a.warc": warc("Text. " * 40) + cut(warc("Text. " * 40)),
+    "a.jsonl.gz": cut(gzip.compress(LINES)), "a.jsonl.bz2": cut(bz2.compress(LINES)), "a.xml": cut(DUMP),
+    "a.xml.gz": cut(gzip.compress(DUMP)), "wiki_00": cut(BLOCKS), "wiki_00.gz": cut(gzip.compress(BLOCKS)),
+    "a.parquet": cut(parquet("A text.")), "a.warc": warc("Text. " * 40) + cut(warc("Text. " * 40)),
     "a.warc.gz": cut(gzip.compress(warc(random_text(1)) * 9)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -1,7 +1,5 @@
 """Question files as people have them at their worst, in every format: read right or refused by file and place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,12 +45,8 @@ def dpr(records: list[Record]) -> str:
 
 
 FORMATS: dict[str, Callable[[list[Record]], str]] = {
-    "jsonl": json_lines,
-    "squad": squad,
-    "webquestions": webquestions,
-    "curatedtrec": curatedtrec,
-    "dpr": dpr,
-}
+    "jsonl": json_lines, "squad": squad, "webquestions": webquestions, "curatedtrec": curatedtrec, "dpr": dpr,
+}  # fmt: skip
 AS_JSON = ("jsonl", "squad", "webquestions")
 
 
@@ -67,19 +61,9 @@ def read(*paths: Path, form: str) -> list[Question]:
 
 
 ODD_TEXTS = [
-    "",
-    " ",
-    "\u00a0\u3000",
-    "\0",
-    "\x1b[2J",
-    "\ud800",
-    "\u200b",
-    "\u202eabc",
-    "x" * 100_000,
-    "a\tb\nc",
-    "'\"\\",
+    "", " ", "\u00a0\u3000", "\0", "\x1b[2J", "\ud800", "\u200b", "\u202eabc", "x" * 100_000, "a\tb\nc", "'\"\\",
     "(a",
-]
+]  # fmt: skip
 odd = st.sampled_from([*ODD_TEXTS, "1", 1, 1.5, True, None, [], {}, 10**30]) | st.text(max_size=8)
 records = st.lists(st.tuples(odd, odd, st.lists(odd, max_size=3) | odd), max_size=4)
 

@@ -1,7 +1,5 @@
 """f(x, z) of words and embeddings together: by hand, against all passages, and its weights fitted."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

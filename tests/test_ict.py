@@ -1,7 +1,5 @@
 """Warm starts on twelve passages: what an inverse cloze example is, what a batch is, and that both trainings learn."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from itertools import pairwise

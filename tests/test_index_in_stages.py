@@ -1,7 +1,5 @@
 """An approximate index through the stages: pretrain (killed and not), finetune, evaluate, update and own questions."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict

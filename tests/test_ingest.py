@@ -1,7 +1,5 @@
 """Records in batches, their progress, and what arbitrary files do to a snapshot."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -45,10 +43,7 @@ def texts_of(found: list[ingest.Batch]) -> list[list[tuple[int, list[str]]]]:
 def test_batches_go_over_files_and_start_where_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 3)
     found = sources(corpus(tmp_path / "c", a=["1", "2"], b=[], c=["3", "4", "5"]), "auto")
-    assert texts_of(list(batches(found))) == [
-        [(0, ["1", "2"]), (1, []), (2, ["3"])],
-        [(2, ["4", "5"])],
-    ]
+    assert texts_of(list(batches(found))) == [[(0, ["1", "2"]), (1, []), (2, ["3"])], [(2, ["4", "5"])]]
     assert texts_of(list(batches(found, source=2, record=1))) == [[(2, ["4", "5"])]]
     assert list(batches(found, source=3)) == []
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_CHARACTERS", 1)

@@ -1,7 +1,5 @@
 """A stage's journal: written, resumed, read."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -55,10 +53,7 @@ def test_journal_cuts_off_the_unfinished_line_of_a_killed_process(tmp_path: Path
 
 
 def test_journal_shorter_than_its_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with (
-        Journal(tmp_path / "metrics.jsonl", "ict") as journal,
-        pytest.raises(ValueError, match=r"metrics.jsonl.*900"),
-    ):
+    with Journal(tmp_path / "metrics.jsonl", "ict") as journal, pytest.raises(ValueError, match=r"metrics.jsonl.*900"):
         journal.truncate(900)
 
 

@@ -1,7 +1,5 @@
 """The key of a training: what changes it and what does not."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

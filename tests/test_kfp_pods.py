@@ -3,8 +3,6 @@
 Wants a cluster (KUBECONFIG) whose nodes have the project's image; IMAGE names it, realmops:local without.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """BM25: its scores by hand and against bm25s', its search, its files."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

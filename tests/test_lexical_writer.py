@@ -1,7 +1,5 @@
 """The BM25 index of a snapshot: whole or not at all, the same bytes whatever way they were made."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -10,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_project import cli, trained_project
-from small_world import DOCUMENTS, World, build_snapshot, build_world, write_texts
+from small_project import cli
+from small_world import DOCUMENTS, World, build_snapshot, write_texts
 
 from realmops.artifacts import write_manifest
 from realmops.corpus.snapshot import Snapshot
@@ -29,11 +27,6 @@ def files(folder: Path) -> dict[str, bytes]:
 def corpus(folder: Path, texts: list[str]) -> Snapshot:
     folder.mkdir()
     return build_snapshot(folder, write_texts(folder / "documents.jsonl", texts))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("lexical_writer"))
 
 
 @pytest.fixture
@@ -60,11 +53,8 @@ def test_what_is_written_by_hand(tmp_path: Path) -> None:
     assert found == {"red": [(0, 2)], "ship": [(0, 2), (2, 1)], "sink": [(1, 1), (2, 3)]}
     assert index.count_N.dtype == np.uint8
     assert {name: manifest[name] for name in ("passages", "words", "postings", "tokens")} == {
-        "passages": 3,
-        "words": 3,
-        "postings": 5,
-        "tokens": 9,
-    }
+        "passages": 3, "words": 3, "postings": 5, "tokens": 9,
+    }  # fmt: skip
 
 
 def test_the_bytes_are_the_same_in_parts(world: World, parts: None, tmp_path: Path) -> None:
@@ -161,9 +151,9 @@ def test_parts_of_another_corpus_are_not_used(world: World, tmp_path: Path) -> N
     assert files(tmp_path / "l") == files(world.folder / lexical.FOLDER)
 
 
-def test_the_stage_writes_it_for_the_corpus_and_an_update_its_own(tmp_path: Path) -> None:
+def test_the_stage_writes_it_for_the_corpus_and_an_update_its_own(trained: Path, tmp_path: Path) -> None:
     """The last update is one of a snapshot that a version before has made, without it."""
-    trained_project(tmp_path)
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     root = tmp_path / "root"
     manifest = json.loads((root / "data/snapshot/manifest.json").read_text())
     assert "lexical/postings.npy" in manifest["files"]

@@ -4,8 +4,6 @@ The slow versions are loops over documents z and masked words j in probability s
 f(x, z), p(z|x), p(y_j|z, x), p(y|z, x), p(y|x), r(z). Shape suffixes as in model/likelihood.py.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Links between passages, and BM25's expansion over them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The loop that every training shares: killed anywhere and started again, it ends with the same bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Kubernetes manifests: what overlays and components render to, and rules that find what was planted."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -26,7 +24,6 @@ from manifests import (
     Object,
     find,
     instructions,
-    quantity,
     read_all,
     render,
     render_all,
@@ -74,10 +71,7 @@ def cases() -> dict[str, dict[str, Any]]:
         others = [component for component in COMPONENTS if component not in has and component not in ANSWERING]
         alone = [*subsets(others)]
         few = (alone[0], ("retrain-on-sync",), alone[-1])
-        for chosen in [
-            *alone,
-            *((*more, *some) for some in few for more in [*subsets(ANSWERING)][1:]),
-        ]:
+        for chosen in [*alone, *((*more, *some) for some in few for more in [*subsets(ANSWERING)][1:])]:
             namespace = "-".join(["on", Path(start).name, *("".join(re.findall(r"\b\w", one)) for one in chosen)])
             again = ["single-node"] if "single-node" in has and {*ANSWERING} & {*chosen} else []  # for what was added
             found[namespace] = {
@@ -142,13 +136,9 @@ def test_where_kubeflow_pipelines_runs_alone_its_namespace_is_left_as_it_is() ->
     found = {manifests.name(one) for one in render(K8S / "overlays" / "standalone")}
     assert not {"Namespace", "ResourceQuota", "LimitRange"} & {one.partition("/")[0] for one in found}
     assert found >= {
-        "PersistentVolumeClaim/realmops-data",
-        "ConfigMap/realmops-tracking",
-        BUILDER,
-        "Deployment/mlflow",
-        "Service/mlflow",
-        "Role/realmops-scaler",
-    }
+        "PersistentVolumeClaim/realmops-data", "ConfigMap/realmops-tracking", BUILDER, "Deployment/mlflow",
+        "Service/mlflow", "Role/realmops-scaler",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("overlay", ["local", "production"])
@@ -202,15 +192,11 @@ def test_claims_outlive_their_manifests(rendered: dict[str, list[Object]]) -> No
 @pytest.mark.parametrize(
     ("probe", "age", "healthy"),
     [
-        ("startupProbe", 0, True),
-        ("startupProbe", None, False),
-        ("readinessProbe", 60, True),
-        ("readinessProbe", 3600, False),
-        ("livenessProbe", 60, True),
-        ("livenessProbe", 3600, False),
+        ("startupProbe", 0, True), ("startupProbe", None, False), ("readinessProbe", 60, True),
+        ("readinessProbe", 3600, False), ("livenessProbe", 60, True), ("livenessProbe", 3600, False),
         ("livenessProbe", None, False),
     ],
-)
+)  # fmt: skip
 def test_probes_look_at_the_age_of_the_builders_sign_of_life(
     probe: str, age: int | None, healthy: bool, rendered: dict[str, list[Object]], tmp_path: Path
 ) -> None:
@@ -593,14 +579,6 @@ def test_a_mistake_is_found(which: str, path: str, value: Any, told: str, render
     plant(find(objects, f"{which}/{FULL}" if which == "Namespace" else which), path, value)
     found = faults(objects)
     assert any(told in fault for fault in found), found
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("500m", "0.5"), ("2", "2"), (1.5, "1.5"), ("2Gi", "2147483648"), ("3e2", "300"), ("1k", "1000")],
-)
-def test_quantities_are_numbers(text: object, number: str) -> None:
-    assert quantity(text) == manifests.Decimal(number)
 
 
 # The image

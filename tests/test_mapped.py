@@ -1,7 +1,5 @@
 """Large matrices in files without a name: what is written stays, and no memory is held."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``reader.matches``: classes of wordpieces by hand and by a slow version, forms of words, start, files, gradients."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 
@@ -134,20 +132,11 @@ def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
 @pytest.mark.parametrize(
     ("word", "form"),
     [
-        ("sea", Form.LOWER),
-        ("Sea", Form.CAPITAL),
-        ("A", Form.CAPITAL),
-        ("NATO", Form.CAPITALS),
-        ("iPod", Form.MIXED),
-        ("1931", Form.YEAR),
-        ("3100", Form.NUMBER),
-        ("20", Form.NUMBER),
-        ("20th", Form.DIGITS),
-        ("海", Form.LOWER),
-        ("Ås", Form.CAPITAL),
-        ("-", Form.MARK),
+        ("sea", Form.LOWER), ("Sea", Form.CAPITAL), ("A", Form.CAPITAL), ("NATO", Form.CAPITALS),
+        ("iPod", Form.MIXED), ("1931", Form.YEAR), ("3100", Form.NUMBER), ("20", Form.NUMBER),
+        ("20th", Form.DIGITS), ("海", Form.LOWER), ("Ås", Form.CAPITAL), ("-", Form.MARK),
     ],
-)
+)  # fmt: skip
 def test_the_form_of_a_word(word: str, form: Form) -> None:
     assert form_of(word, starts_sentence=False) is form
     if form is Form.CAPITAL:

@@ -1,7 +1,5 @@
 """What a refresh takes in memory at its most, in copies of the embeddings, and what a stage leaves behind."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The weights of embeddings, words and reading: f(x, z) of both by hand, and what is fitted to questions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

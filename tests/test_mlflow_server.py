@@ -1,7 +1,5 @@
 """MLflow's server as its manifests start it: who may ask it, a training that loses it, PostgreSQL and S3."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -103,18 +101,11 @@ def server(tmp_path_factory: pytest.TempPathFactory, mlflow_database: Path) -> I
 @pytest.mark.parametrize(
     ("host", "status"),
     [
-        ("mlflow", 200),
-        ("mlflow:5000", 200),
-        ("mlflow.realmops:5000", 200),
-        ("mlflow.realmops.svc", 200),
-        ("mlflow.realmops.svc.cluster.local:5000", 200),
-        ("10.0.0.7:5000", 200),
-        ("localhost", 200),
-        ("evil.example", 403),
-        ("mlflow.evil.example:5000", 403),
-        ("10.0.0.8:5000", 403),
+        ("mlflow", 200), ("mlflow:5000", 200), ("mlflow.realmops:5000", 200), ("mlflow.realmops.svc", 200),
+        ("mlflow.realmops.svc.cluster.local:5000", 200), ("10.0.0.7:5000", 200), ("localhost", 200),
+        ("evil.example", 403), ("mlflow.evil.example:5000", 403), ("10.0.0.8:5000", 403),
     ],
-)
+)  # fmt: skip
 def test_the_server_answers_to_the_names_of_its_service_and_to_no_other(server: Server, host: str, status: int) -> None:
     assert server.answer("POST", "/api/2.0/mlflow/experiments/search", host) == status
 

@@ -1,7 +1,5 @@
 """Retriever and reader: their heads by hand, embedding in batches, and the files they are handed on in."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -25,9 +23,8 @@ from realmops.model.files import (
     retriever_from_files,
     save_models,
 )
-from realmops.model.reader import SpanHead, enumerate_spans
+from realmops.model.reader import SpanHead
 from realmops.model.retriever import Embedder, Mixture
-from realmops.model.sequences import join_document
 
 FP32 = torch.float32
 
@@ -80,7 +77,7 @@ def test_towers_start_equal_and_are_one_or_two(world: World, share: bool) -> Non
     assert not torch.equal(retriever.query.bert.word.weight, reader.bert.word.weight), "the reader has its own"
 
 
-def test_models_depend_on_the_seed_alone(world: World) -> None:
+def test_models_depend_on_the_seed_alone() -> None:
     def weights(seed: int) -> Tensor:
         bert, options = section("bert", width=16, layers=1, heads=2), section("retriever", embedding_width=8)
         return build_models(bert, options, section("reader"), 150, seed)[0].query.projection.weight
@@ -148,14 +145,6 @@ def test_the_span_head_by_hand() -> None:
     assert score_S.tolist() == pytest.approx([5.0 - 7.0], abs=1e-4)
 
 
-def test_spans_are_enumerated_by_start_then_end() -> None:
-    start, end = enumerate_spans(10, 3, 2)
-    assert list(zip(start.tolist(), end.tolist(), strict=True)) == [(10, 10), (10, 11), (11, 11), (11, 12), (12, 12)]
-    assert [len(rows) for rows in enumerate_spans(10, 0, 2)] == [0, 0]
-    start, end = enumerate_spans(0, 20, 10)
-    assert len(start) == 11 * 10 + sum(range(1, 10)), "ten spans from each of 11 starts, then 9, 8 ... 1"
-
-
 # ---- embedding in batches
 
 
@@ -189,13 +178,6 @@ def test_batches_have_at_most_so_many_wordpieces(world: World, monkeypatch: pyte
     assert embed(retriever.query, query_sequences(queries), FP32).shape == (300, 8)
     assert max(sizes) <= BATCH_WORDPIECES["cpu"]
     assert len(sizes) < 16
-
-
-def test_documents_are_title_and_body(world: World) -> None:
-    [(tokens, segments)] = document_sequences(world.snapshot, [11])
-    assert world.words(tokens) == "[CLS] rain [SEP] it rains in bergen . [SEP]"
-    expected = join_document(world.snapshot.title_tokens(11), world.snapshot.body(11), world.special, 48)
-    assert (tokens.tolist(), segments.tolist()) == (expected[0].tolist(), expected[1].tolist())
 
 
 # ---- files

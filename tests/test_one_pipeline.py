@@ -1,7 +1,5 @@
 """One pipeline: the stages as data, dvc.yaml, params.yaml, the presets and the command line say the same."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import os
@@ -108,13 +106,6 @@ def test_params_yaml_has_the_sections_of_the_stages_each_key_with_a_comment() ->
     sections = {section for one in STAGES.values() for section in one.sections}
     assert yaml.safe_load(text).keys() == sections | {"presets", *ALL_STAGES}
     assert [line for line in text.splitlines() if re.match(r"  \w+:", line) and "  # " not in line] == []
-
-
-def test_params_yaml_has_every_key_once_and_none_besides() -> None:
-    values = config.load(PARAMS)
-    assert list(values) == list(config.SECTIONS)
-    for name, section in config.SECTIONS.items():
-        assert list(values[name]) == [field.name for field in dataclasses.fields(section)], name
 
 
 def read_names() -> set[str]:

@@ -1,7 +1,5 @@
 """Exact match, its intervals and the closed-book floor."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.stats import t

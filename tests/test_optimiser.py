@@ -1,7 +1,5 @@
 """BERT's AdamW step by step. Numbers that stand here can be checked with a pocket calculator."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -65,10 +63,7 @@ def moments(optimiser: BertAdamW) -> list[float]:
     return [optimiser.state()[f"m.{name}"].item() for name in optimiser.names]
 
 
-@pytest.mark.parametrize(
-    ("clip", "clipped"),
-    [(1.0, (0.6, 0.8)), (2.5, (1.5, 2.0)), (5.1, (3.0, 4.0))],
-)
+@pytest.mark.parametrize(("clip", "clipped"), [(1.0, (0.6, 0.8)), (2.5, (1.5, 2.0)), (5.1, (3.0, 4.0))])
 def test_the_norm_of_all_gradients_together_is_clipped(clip: float, clipped: tuple[float, float]) -> None:
     """(3, 4) has norm 5, over two parameters of two groups."""
     first, second = Values([[1.0]], [0.0]), Values([[1.0]], [0.0])

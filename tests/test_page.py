@@ -1,7 +1,5 @@
 """The page of ``realmops serve``: over plain HTTP, and in a real browser where chromium and its driver are there."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import http.client
@@ -18,10 +16,11 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
-from serving import QUESTION, Served, served
+from serving import QUESTION, Served, client_of, served, watching
 from small_project import QUESTIONS, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
+from realmops.serve.generations import RunFolder
 from realmops.serve.guard import COOKIE, Limits, Token
 from realmops.serve.page import percent, source_link
 
@@ -173,39 +172,23 @@ def test_before_and_after_an_update(project: Path, server: Served) -> None:
 
 
 def test_what_was_not_updated_has_no_before(project: Path) -> None:
-    from realmops.serve.batching import Answerer
-    from realmops.serve.generations import GenerationWatcher, RunFolder
-
-    told: list[Any] = []
     for name, updated in (("root", True), ("never_updated", False)):
         origin = RunFolder(project / name)
-        answerer = Answerer(origin.open())
-        watcher = GenerationWatcher(origin, answerer, None, told.append)
-        before = watcher.before()
-        assert (before is not None) is updated
-        assert watcher.before() is before, "opened once"
-        if before is not None:
-            assert (before.number, answerer.generation.number) == (0, 1)
-            answerer.swap(origin.open())
-            assert watcher.before() is not before, "another generation serves: its own is opened"
-        answerer.close()
+        with watching(origin) as (answerer, watcher):
+            before = watcher.before()
+            assert (before is not None) is updated
+            assert watcher.before() is before, "opened once"
+            if before is not None:
+                assert (before.number, answerer.generation.number) == (0, 1)
+                answerer.swap(origin.open())
+                assert watcher.before() is not before, "another generation serves: its own is opened"
 
 
 def test_documents_of_before_that_cannot_be_opened_cost_no_answer(project: Path, tmp_path: Path) -> None:
-    from fastapi.testclient import TestClient
-
-    from realmops.serve.app import make_app
-    from realmops.serve.batching import Answerer
-    from realmops.serve.generations import GenerationWatcher, RunFolder
-    from realmops.serve.metrics import Metrics
-
     shutil.copytree(project / "root", tmp_path / "root")
     (tmp_path / "root/data/snapshot/corpus/manifest.json").unlink()
-    origin = RunFolder(tmp_path / "root")
-    answerer = Answerer(origin.open())
-    app = make_app(answerer, GenerationWatcher(origin, answerer, None, print), Metrics(), None, Limits())
-    page = lxml.html.fromstring(TestClient(app).get(f"{ASKED}&before=1").text)
-    answerer.close()
+    with client_of(tmp_path / "root", Limits()) as client:
+        page = lxml.html.fromstring(client.get(f"{ASKED}&before=1").text)
     assert texts(shown(page, "answer"), ".//p[@class='given']")[0]
     assert texts(shown(page, "before"), ".//p") == [
         "The documents of before cannot be opened; the server's log says why."
@@ -220,8 +203,6 @@ def test_another_site_may_lead_here_and_not_ask(server: Served) -> None:
 
 
 def test_a_run_that_was_not_tested_has_no_examples(tmp_path: Path) -> None:
-    from realmops.serve.generations import RunFolder
-
     assert RunFolder(tmp_path).examples() == ()
 
 

@@ -1,7 +1,5 @@
 """Several processes that train together, as torchrun starts them."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os
@@ -49,23 +47,15 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "reader": {"copies": True, "apart": True},
     "ict": {"task": "crop", "batch_size": 4, "reader_batch_size": 3},
     "pretrain": {
-        "steps": 6,
-        "refresh_every": 3,
-        "lag": 1,
-        "batch_size": 3,
-        "masking": "recurring",
-        "crop_weight": 0.5,
+        "steps": 6, "refresh_every": 3, "lag": 1, "batch_size": 3, "masking": "recurring", "crop_weight": 0.5,
         "masked_sentences": 0,
     },
     "finetune": {
-        "retriever_training": "passages",
-        "retriever_batch_size": 4,
-        "reader_training": "windows",
-        "freeze_words": True,
-        "batch_size": 4,
+        "retriever_training": "passages", "retriever_batch_size": 4, "reader_training": "windows",
+        "freeze_words": True, "batch_size": 4,
     },
     "optimiser": {"bias_correction": True},
-}
+}  # fmt: skip
 # What holds torch and oneDNN to less than the processor has, by what torch calls that; least first. The options of
 # small_project.py hold the precision: run.precision=auto asks the processor, whatever these say.
 LESSER = {

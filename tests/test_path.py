@@ -1,7 +1,5 @@
 """The path retriever on twelve passages: its lessons by hand, its loss, and that it learns to follow a link."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +11,6 @@ import torch
 from small_world import (
     MemoryJournal,
     World,
-    build_world,
     killed_and_resumed,
     same_parameters,
     section,
@@ -33,11 +30,6 @@ FP32 = torch.float32
 DIRECT = Question("direct", "Where was Anna Berg born?", ("Oslo",))
 TWO_STEPS = Question("two", "Where did the builder of The Star build?", ("ships in Bergen",))
 NOWHERE = Question("nowhere", "Who wrote The Cold Sea?", ("Nobody",))
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("paths"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,6 @@ benchmarks/peer_fixture.py made the fixture. Embeddings and f(x, z) are held aga
 test_peer_published.py. Names of the other side are mapped here, nowhere else.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

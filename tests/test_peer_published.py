@@ -4,8 +4,6 @@ benchmarks/peer_fixture.py made tests/fixtures/peer_published: folders as the pe
 file forms), the passages as TensorFlow records, and what the peer computes from them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -41,13 +39,10 @@ def values(**changes: Any) -> Values:
         "bert": {"init": str(PEER / "openqa")},
         "snapshot": {"documents": "data/published/passages.jsonl.gz", "whole_documents": True},
         "finetune": {
-            "reader_wordpieces": READER_WORDPIECES,
-            "answer_wordpieces": LONGEST_SPAN,
-            "query_wordpieces": 16,
-            "span_width": 10,
-            "epochs": 1,
+            "reader_wordpieces": READER_WORDPIECES, "answer_wordpieces": LONGEST_SPAN, "query_wordpieces": 16,
+            "span_width": 10, "epochs": 1,
         },
-    }
+    }  # fmt: skip
     return toy_values(**{**given, **changes})
 
 

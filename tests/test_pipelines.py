@@ -1,7 +1,5 @@
 """The Kubeflow pipelines as files: components and compiled files say what the stages say."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math
@@ -115,7 +113,7 @@ def test_a_component_is_loaded_by_file_and_by_address_as_its_page_says(
     found: dict[str, Any] = {}
     address = f'address = "http://127.0.0.1:{server.server_port}"'
     text = re.sub('^address = "https://.*"', address, text, flags=re.MULTILINE)
-    exec(compile(text, page, "exec", dont_inherit=True), found)  # annotations are none of texts there
+    exec(compile(text, page, "exec"), found)
     server.shutdown()
     server.server_close()
     if page == "components":

@@ -1,7 +1,5 @@
 """The compiled pipelines, run here: tasks as processes, the Deployment's replica as a process that follows."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """`realmops plan`: the arithmetic by hand, one step, and a calibration of a toy model with and without a snapshot."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,24 +16,12 @@ from realmops.train.optimiser import BertAdamW, Group
 from realmops.train.realm import Realm
 
 MEASURED: dict[str, Any] = {
-    "device": "cpu",
-    "threads": 1,
-    "precision": "fp32",
-    "lengths": "assumed",
-    "passage_wordpieces": 100.0,
-    "documents_per_second": 100.0,
-    "batch_size": 8,
-    "measured_batch_size": 8,
-    "step_seconds": 1.0,
-    "search_seconds_per_million": 0.5,
-    "passage_bytes": 1000.0,
-    "embedding_width": 100,
-    "parameter_bytes": 1_000_000,
-    "trainer_bytes": 1_000_000_000,
-    "builder_bytes": 500_000_000,
-    "host_memory": 8_000_000_000,
-    "device_memory": 8_000_000_000,
-}
+    "device": "cpu", "threads": 1, "precision": "fp32", "lengths": "assumed", "passage_wordpieces": 100.0,
+    "documents_per_second": 100.0, "batch_size": 8, "measured_batch_size": 8, "step_seconds": 1.0,
+    "search_seconds_per_million": 0.5, "passage_bytes": 1000.0, "embedding_width": 100,
+    "parameter_bytes": 1_000_000, "trainer_bytes": 1_000_000_000, "builder_bytes": 500_000_000,
+    "host_memory": 8_000_000_000, "device_memory": 8_000_000_000,
+}  # fmt: skip
 GPU = MEASURED | {"device": "cuda"}
 
 
@@ -170,13 +156,10 @@ def test_lengths_are_those_of_the_snapshot(project: Path) -> None:
     assert found["scales"] == [scale(one["passages"], one["index_type"], 4, measured) for one in found["scales"]]
     assert sorted(p.name for p in project.iterdir()) == sorted(
         [
-            "documents.jsonl",
-            "params.yaml",
-            "root",
-            "tagged.conll",
+            "documents.jsonl", "params.yaml", "root", "tagged.conll",
             *(f"questions.{s}.jsonl" for s in small_project.QUESTIONS),
         ]
-    ), "nothing is written"
+    ), "nothing is written"  # fmt: skip
 
 
 def test_without_a_snapshot_the_lengths_are_assumed_and_said_to_be(project: Path) -> None:

@@ -1,7 +1,5 @@
 """The rendered index builder and a trainer as pods: what they may do, and that they outlive kill -9."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ The order is: the bytes, their fsync, the fsync of the folder that holds them, t
 the folder that holds the name. tests/power.py records it on real folders.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """The predictions' file, and what a question failed at."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,29 +21,12 @@ from realmops.evaluate.predictions import (
 )
 
 PREDICTION = Prediction(
-    question_id="q1",
-    question="Where was Ada Vell born?",
-    prediction="Tor Hollow",
-    answers=("Tor Hollow",),
-    em=True,
-    f1=1.0,
-    passage_ids=("p7", "p2"),
-    titles=("Ada Vell", "Tor Hollow"),
-    p_z=(0.75, 0.25),
-    evidence="Vell came from Tor Hollow in the north.",
-    evidence_rank=0,
-    char_start=15,
-    char_end=25,
-    span_score=1.5,
-    passage_spans=("Tor Hollow", None),
-    passage_scores=(1.5, None),
-    gold_span="Tor Hollow",
-    gold_score=1.5,
-    first_hit=0,
-    failed_at="correct",
-    confidence=0.75,
-    abstained=False,
-)
+    question_id="q1", question="Where was Ada Vell born?", prediction="Tor Hollow", answers=("Tor Hollow",),
+    em=True, f1=1.0, passage_ids=("p7", "p2"), titles=("Ada Vell", "Tor Hollow"), p_z=(0.75, 0.25),
+    evidence="Vell came from Tor Hollow in the north.", evidence_rank=0, char_start=15, char_end=25, span_score=1.5,
+    passage_spans=("Tor Hollow", None), passage_scores=(1.5, None), gold_span="Tor Hollow", gold_score=1.5,
+    first_hit=0, failed_at="correct", confidence=0.75, abstained=False,
+)  # fmt: skip
 
 
 def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """REALM pre-training on twelve passages: examples, candidates, the whole loop; the loss itself is in test_reader.py."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence
@@ -478,11 +476,3 @@ def test_who_searches(world: World, query_encoder: str, monkeypatch: pytest.Monk
     queries = query_sequences([join_query(e.x, world.special, chosen.query_wordpieces) for e in examples])
     old_BE = embed(source.published[0].retriever.query, queries, FP32)
     assert torch.equal(query_BE, old_BE) is (query_encoder == "snapshot")
-
-
-def test_a_collapsed_retriever_is_told_of(world: World) -> None:
-    """With the alarm at a share that everything exceeds: one warning, at step 49, and a mark in every line since."""
-    *_, journal, _, warnings = run(world, options(steps=52, refresh_every=100, batch_size=1, collapse_share=1e-6))
-    assert len(warnings) == 1
-    assert warnings[0].startswith("step 49: the retriever has collapsed")
-    assert journal.values("collapsed") == [0.0] * 49 + [1.0] * 3

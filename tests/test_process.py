@@ -1,7 +1,5 @@
 """Child processes: started again, ended, killed where they do not end; builders have theirs in test_builder.py."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

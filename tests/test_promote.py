@@ -1,7 +1,5 @@
 """The champion of a real local registry: which run becomes it, which does not and why, and how it answers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
@@ -13,7 +11,7 @@ import pytest
 import small_project
 import yaml
 from click.testing import Result
-from small_project import QUESTIONS, cli, trained_project, write_json_lines
+from small_project import QUESTIONS, cli, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import artifacts
@@ -34,9 +32,9 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with results, of which MLflow was sent the figures."""
-    folder = trained_project(tmp_path_factory.mktemp("promote"))
+    folder = Path(shutil.copytree(trained, tmp_path_factory.mktemp("promote") / "project"))
     values = yaml.safe_load((folder / "params.yaml").read_text())
     (folder / "params.yaml").write_text(yaml.safe_dump({**values, "tracking": {**values["tracking"], "enabled": True}}))
     write_json_lines(folder / "questions.test.jsonl", TEST)
@@ -469,9 +467,10 @@ def test_the_champion_is_served_with_its_version(project: Path, predictions: lis
 def test_another_champion_takes_over_and_a_bad_one_does_not(
     project: Path, another: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from serving import watching
+
     from realmops.commands.answers import Asked, Generation
-    from realmops.serve.batching import Answerer
-    from realmops.serve.generations import Champion, GenerationWatcher
+    from realmops.serve.generations import Champion
 
     with pytest.raises(ValueError, match="no version of moves is its champion: run 'realmops promote --name moves'"):
         Champion("models:/moves@champion", project / "root").mark()
@@ -479,29 +478,27 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
     assert promote(another, "moves").exit_code == 0
     origin = Champion("models:/moves@champion", another / "root")
     told: list[Generation | None] = []
-    mark, answerer = origin.mark(), Answerer(origin.open())
-    watcher = GenerationWatcher(origin, answerer, mark, told.append)
-    assert watcher.look() is False
-    [accepted] = answerer.ask([Asked("Who wrote a novel?")])
-    answered(another, 10)
-    assert promote(another, "moves").exit_code == 0
-    assert watcher.look() is True
-    assert answerer.generation.version == "models:/moves/2"
-    assert [one.version for one in told if one] == ["models:/moves/2"]
-    assert accepted.record.result(60)["model"]["version"] == "models:/moves/1"
-    client = mlflow_client(database(project))
-    files = Path(client.get_model_version_download_uri("moves", "1").removeprefix("file://"))
-    (files / "artifacts/manifest.json").write_text("{}")
-    client.set_registered_model_alias("moves", CHAMPION, "1")
-    assert watcher.look() is False
-    assert watcher.refused is not None
-    assert "is not the registered one" in watcher.refused["reason"]
-    assert told[-1] is None
-    assert "a new generation of moves is refused, the old one serves on" in caplog.text
-    monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))
-    assert watcher.look() is False
-    assert watcher.away == "away"
-    assert answerer.generation.version == "models:/moves/2"
-    [record] = [ticket.record.result(60) for ticket in answerer.ask([Asked("Who wrote a novel?")])]
-    assert record["model"]["version"] == "models:/moves/2"
-    answerer.close()
+    with watching(origin, told.append) as (answerer, watcher):
+        assert watcher.look() is False
+        [accepted] = answerer.ask([Asked("Who wrote a novel?")])
+        answered(another, 10)
+        assert promote(another, "moves").exit_code == 0
+        assert watcher.look() is True
+        assert answerer.generation.version == "models:/moves/2"
+        assert [one.version for one in told if one] == ["models:/moves/2"]
+        assert accepted.record.result(60)["model"]["version"] == "models:/moves/1"
+        client = mlflow_client(database(project))
+        files = Path(client.get_model_version_download_uri("moves", "1").removeprefix("file://"))
+        (files / "artifacts/manifest.json").write_text("{}")
+        client.set_registered_model_alias("moves", CHAMPION, "1")
+        assert watcher.look() is False
+        assert watcher.refused is not None
+        assert "is not the registered one" in watcher.refused["reason"]
+        assert told[-1] is None
+        assert "a new generation of moves is refused, the old one serves on" in caplog.text
+        monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))
+        assert watcher.look() is False
+        assert watcher.away == "away"
+        assert answerer.generation.version == "models:/moves/2"
+        [record] = [ticket.record.result(60) for ticket in answerer.ask([Asked("Who wrote a novel?")])]
+        assert record["model"]["version"] == "models:/moves/2"

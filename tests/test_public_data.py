@@ -1,7 +1,5 @@
 """Public data sets are brought to where the presets look, from their homes or from a folder."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io
@@ -93,11 +91,8 @@ def test_squad_becomes_passages_and_three_parts_of_questions(tmp_path: Path) -> 
     assert sum(map(len, parts.values())) == 41 * 15 + 6
     asked = {row["id"]: row for rows in parts.values() for row in rows}
     assert asked["sqt-003-002-q01"] == {
-        "id": "sqt-003-002-q01",
-        "question": "Which 1?",
-        "answers": ["Article_03"],
-        "passage_id": "sqt-003-002",
-    }
+        "id": "sqt-003-002-q01", "question": "Which 1?", "answers": ["Article_03"], "passage_id": "sqt-003-002",
+    }  # fmt: skip
     assert asked["sqt-041-001-q00"]["passage_id"] == "sqt-041-000"
     articles = {name: {row["passage_id"][:7] for row in rows} for name, rows in parts.items()}
     assert articles["dev"]

@@ -1,11 +1,10 @@
 """The commands about question sets: conversion, split, ceilings; and a whole evaluation with regular expressions."""
 
-from __future__ import annotations
-
+import shutil
 from pathlib import Path
 
 import pytest
-from small_project import Quiet, cli, stage, toy_values, trained_project, write_json_lines
+from small_project import Quiet, cli, stage, toy_values, write_json_lines
 
 from realmops.artifacts import read_manifest
 from realmops.config import merge
@@ -37,10 +36,7 @@ def test_questions_are_converted_and_split(tmp_path: Path, trec: Path) -> None:
         f"{train} written to {out / 'questions.train.jsonl'}",
         f"{dev} written to {out / 'questions.dev.jsonl'}",
     ]
-    assert read_manifest(out, "questions")["written"] == {
-        "questions.train.jsonl": train,
-        "questions.dev.jsonl": dev,
-    }
+    assert read_manifest(out, "questions")["written"] == {"questions.train.jsonl": train, "questions.dev.jsonl": dev}
 
 
 def test_an_earlier_result_is_replaced_and_nothing_else(tmp_path: Path, trec: Path) -> None:
@@ -84,8 +80,8 @@ def test_a_bad_file_leaves_nothing(tmp_path: Path, trec: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_project(tmp_path_factory.mktemp("trained"))
+def project(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(trained, tmp_path_factory.mktemp("questions") / "project"))
 
 
 def test_ceilings_need_no_model(project: Path) -> None:

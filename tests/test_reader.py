@@ -4,8 +4,6 @@ Where it copies, p(y_j|z,x) = (1 - g) p_vocabulary(y_j) + g times the attention 
 Everything is in double precision.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,23 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import (
-    MemoryJournal,
-    OneIndex,
-    World,
-    build_world,
-    section,
-    tiny_context,
-    tiny_models,
-    tiny_optimiser,
-)
+from small_world import MemoryJournal, OneIndex, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 from torch import Tensor
 
 from realmops.config import Pretrain
 from realmops.encoders.packed import Packed
 from realmops.model import likelihood
 from realmops.model.reader import READERS as CLASSES
-from realmops.model.reader import Bodies, Masked, Reader
+from realmops.model.reader import Masked, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_document, join_query, join_reader
 from realmops.train.candidates import Candidates
@@ -164,14 +153,6 @@ def test_passages_of_any_length_do_not_look_at_each_other(world: World) -> None:
             torch.testing.assert_close(one, alone, rtol=1e-12, atol=1e-12)
         cut = reader.log_masked_words(hidden(world, masked), [documents[1][: LIMIT - 3]])[0]
         torch.testing.assert_close(together[1], cut, rtol=1e-12, atol=1e-12)
-
-
-def test_bodies_by_hand() -> None:
-    """Rows 3 and 4, none, and row 9 of a packed batch."""
-    bodies = Bodies.of([3, 7, 9], [5, 7, 10])
-    assert bodies.rows_NL.tolist() == [[3, 4], [0, 0], [9, 0]]
-    assert bodies.there_NL.tolist() == [[True, True], [False, False], [True, False]]
-    assert Bodies.of([3], [3]).there_NL.tolist() == [[False]]
 
 
 # ---- the loss

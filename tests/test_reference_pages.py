@@ -1,7 +1,5 @@
 """The generated pages say what the program and params.yaml say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,7 @@ def test_a_generated_page_is_up_to_date(path: Path, text: str) -> None:
 
 def test_an_option_comes_with_its_value_its_comment_and_the_papers_value() -> None:
     page = reference_pages.options_page(
-        "# head\n\nict:  # of crops\n  removal: 0.5  # a|b; paper: 0.9 (words)\n  steps: 3\n",
-        {"ict": {"removal": 0.5}},
+        "# head\n\nict:  # of crops\n  removal: 0.5  # a|b; paper: 0.9 (words)\n  steps: 3\n", {"ict": {"removal": 0.5}}
     )
     assert "\n## `ict`\n\nof crops\n\n" in page
     assert "\n- `removal` (`0.5`, paper: 0.9 (words)): a|b\n- `steps` (`3`, expert)\n" in page

@@ -1,7 +1,5 @@
 """The report: charts, tables and answers in one page that needs no network."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
@@ -39,18 +37,10 @@ METRICS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PREDICTION = replace(
-    ANSWERED,
-    question="Where did <Ada> live?",
-    prediction="Tor & Hollow",
-    em=False,
-    titles=("Ada <Vell>", "Tor"),
-    evidence="In Tor & Hollow, <b>north</b>.",
-    char_start=3,
-    char_end=15,
-    failed_at="not_in_corpus",
-    confidence=0.25,
-    abstained=True,
-)
+    ANSWERED, question="Where did <Ada> live?", prediction="Tor & Hollow", em=False, titles=("Ada <Vell>", "Tor"),
+    evidence="In Tor & Hollow, <b>north</b>.", char_start=3, char_end=15, failed_at="not_in_corpus",
+    confidence=0.25, abstained=True,
+)  # fmt: skip
 
 
 def journal(path: Path, records: list[dict[str, Any]]) -> Path:

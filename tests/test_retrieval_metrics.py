@@ -1,18 +1,11 @@
 """Recall@k under each rule, on a corpus of four passages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from four_passages import QUESTIONS, TEXTS
 
 from realmops.corpus.questions import Question
-from realmops.evaluate.retrieval import (
-    first_hit_ranks,
-    hit_ranks_by_rule,
-    hits_at,
-    recall_metrics,
-)
+from realmops.evaluate.retrieval import first_hit_ranks, hit_ranks_by_rule, hits_at, recall_metrics
 
 RANKED = np.array([[3, 1, 0, 2], [0, 3, 1, 2], [2, 1, 0, 3]])
 

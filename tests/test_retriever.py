@@ -1,7 +1,5 @@
 """The towers: pooling, projection, head and segments of an encoder, and the bag of word vectors; all by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -127,7 +125,7 @@ def test_the_vector_of_cls_is_one_alone() -> None:
 # ---- projection
 
 
-def test_the_identity_has_no_projection(world: World) -> None:
+def test_the_identity_has_no_projection() -> None:
     tower = embedder(head="paper", pooling="mean")
     assert tower.projection is None
     assert tower.width == 16
@@ -306,7 +304,7 @@ def test_every_parameter_of_every_form_gets_a_gradient(world: World, form: dict[
         assert parameter.grad.any(), name
 
 
-def test_the_towers_start_equal_in_every_form(world: World) -> None:
+def test_the_towers_start_equal_in_every_form() -> None:
     for form in FORMS:
         options = section("retriever", **{"embedding_width": 8, **form, "share_embedders": False})
         shape = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64)

@@ -1,7 +1,5 @@
 """The rule without learning, on passages whose distances can be counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from realmops.baselines.rule import nearest_span

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -16,21 +14,10 @@ from realmops.corpus import sample
 from realmops.corpus.sample import build_world, relations, write_sample
 
 FILES = (
-    "corpus.jsonl.gz",
-    "ner.dev.conll",
-    "ner.train.conll",
-    "questions.dev.jsonl.gz",
-    "questions.test.jsonl.gz",
-    "questions.train.jsonl.gz",
-    "warmup.jsonl.gz",
-)
-DEFAULTS: dict[str, Any] = {
-    "seed": 0,
-    "subjects": 300,
-    "warmup_worlds": 1,
-    "test_share": 0.37,
-    "dev_share": 0.21,
-}
+    "corpus.jsonl.gz", "ner.dev.conll", "ner.train.conll", "questions.dev.jsonl.gz", "questions.test.jsonl.gz",
+    "questions.train.jsonl.gz", "warmup.jsonl.gz",
+)  # fmt: skip
+DEFAULTS: dict[str, Any] = {"seed": 0, "subjects": 300, "warmup_worlds": 1, "test_share": 0.37, "dev_share": 0.21}
 SMALL = {**DEFAULTS, "subjects": 60}
 TOKEN = re.compile(r"\w+|[^\w\s]")
 
@@ -158,12 +145,7 @@ def test_no_passage_stands_twice(folder: Path) -> None:
 
 def test_dates_are_written_in_several_orders(folder: Path) -> None:
     text = " ".join(document["text"] for document in lines(folder / "corpus.jsonl.gz"))
-    for form in (
-        r"\b\d{1,2} March 1[78]\d\d",
-        r"\bMarch \d{1,2}, 1[78]\d\d",
-        r"\bin 1[89]\d\d",
-        r"\bthe 18\d0s",
-    ):
+    for form in (r"\b\d{1,2} March 1[78]\d\d", r"\bMarch \d{1,2}, 1[78]\d\d", r"\bin 1[89]\d\d", r"\bthe 18\d0s"):
         assert len(re.findall(form, text)) >= 3, form
 
 
@@ -171,11 +153,7 @@ def test_splits_share_no_subject_and_no_question(folder: Path) -> None:
     asked = questions(folder)
     for one, other in (("train", "dev"), ("train", "test"), ("dev", "test")):
         for key in ("subject", "question", "id"):
-            assert not {line[key] for line in asked[one]} & {line[key] for line in asked[other]}, (
-                one,
-                other,
-                key,
-            )
+            assert not {line[key] for line in asked[one]} & {line[key] for line in asked[other]}, (one, other, key)
 
 
 def test_the_subjects_of_a_split_hold_the_facts_behind_its_questions(world: sample.World) -> None:

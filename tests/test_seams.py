@@ -3,8 +3,6 @@
 ``tests/test_encoder.py`` has the second encoder.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from small_world import World, build_world, section, tiny_models
+from small_world import World, section, tiny_models
 from test_finetune import options
 from torch import Tensor, nn
 
@@ -35,11 +33,6 @@ from realmops.model.reader import Reader
 from realmops.model.sequences import join_reader
 
 CPU, FP32 = torch.device("cpu"), torch.float32
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("seams"))
 
 
 class FewDimensions(Approximate):

@@ -1,7 +1,5 @@
 """A sentence encoder starts with its own vectors and ranking: held against the library sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

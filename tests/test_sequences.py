@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from small_world import World
@@ -61,8 +59,7 @@ def test_a_vocabulary_without_separator_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "expected"),
-    [(6, [CLS, 1, 2, 3, SEP]), (5, [CLS, 1, 2, 3, SEP]), (4, [CLS, 1, 2, SEP])],
+    ("limit", "expected"), [(6, [CLS, 1, 2, 3, SEP]), (5, [CLS, 1, 2, 3, SEP]), (4, [CLS, 1, 2, SEP])]
 )
 def test_query(limit: int, expected: list[int]) -> None:
     assert join_query(ids(1, 2, 3), SPECIAL, limit).tolist() == expected

@@ -1,7 +1,5 @@
 """``realmops serve`` over real HTTP: records, limits, protocols by their own clients, and swaps of generations."""
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil
@@ -489,7 +487,7 @@ def test_weights_that_are_not_numbers_do_not_serve(answering: Path) -> None:
         generation.probe()
 
 
-def test_what_cannot_be_served_is_told_at_the_start(answering: Path, copy: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_told_at_the_start(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     result = cli("serve", "--root", tmp_path / "empty", "--port", "0")
     assert (result.exit_code, "it is no finished finetune" in result.stderr) == (2, True), result.stderr

@@ -1,7 +1,5 @@
 """Clients that are slow on purpose, or many: they end, and others are answered."""
 
-from __future__ import annotations
-
 import resource
 import socket
 import threading
@@ -11,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from serving import Served, served
+from serving import Served, client_of, served
 from small_project import wait_for
 
 from realmops.serve.guard import Limits
@@ -137,19 +135,8 @@ def test_two_thousand_idle_connections_shut_nobody_out(patient: tuple[Served, in
 
 
 def test_probes_are_answered_when_no_more_requests_are(answering: Path) -> None:
-    from fastapi.testclient import TestClient
-
-    from realmops.serve.app import make_app
-    from realmops.serve.batching import Answerer
-    from realmops.serve.generations import GenerationWatcher, RunFolder
-    from realmops.serve.metrics import Metrics
-
-    origin = RunFolder(answering / "root")
-    answerer = Answerer(origin.open())
-    client = TestClient(
-        make_app(answerer, GenerationWatcher(origin, answerer, None, print), Metrics(), None, Limits(answering=0))
-    )
-    refused = client.post("/v1/answer", json={"question": "Who?"})
-    assert (refused.status_code, "ask again a little later" in refused.json()["error"]["message"]) == (503, True)
-    assert [client.get(path).status_code for path in ("/health/live", "/health/ready", "/v2/health/ready")] == [200] * 3
-    answerer.close()
+    probes = ("/health/live", "/health/ready", "/v2/health/ready")
+    with client_of(answering / "root", Limits(answering=0)) as client:
+        refused = client.post("/v1/answer", json={"question": "Who?"})
+        assert (refused.status_code, "ask again a little later" in refused.json()["error"]["message"]) == (503, True)
+        assert [client.get(path).status_code for path in probes] == [200] * 3

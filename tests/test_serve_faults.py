@@ -3,8 +3,6 @@
 ``make test`` runs it cut short, ``make faults PART=serve`` at full length.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import math
@@ -27,12 +25,14 @@ from urllib.parse import urlsplit
 import pytest
 from conftest import Told
 from faults import CAMPAIGN, FailingDisk, times
-from serving import QUESTION, Served, served
+from serving import QUESTION, Served, served, watching
 from small_project import QUESTIONS, cli, run_command, wait_for, write_text
 from small_world import DOCUMENTS
 from updates_killed import TEXTS
 
 from realmops.artifacts import read_json, sha256_file, write_manifest
+from realmops.commands.answers import Asked
+from realmops.serve.generations import RunFolder
 
 pytestmark = pytest.mark.faults
 LONG = pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
@@ -180,70 +180,56 @@ def flip(path: Path) -> None:
 
 
 def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path], told: Told) -> None:
-    from realmops.commands.answers import Asked
-    from realmops.serve.batching import Answerer
-    from realmops.serve.generations import GenerationWatcher, RunFolder
-
-    origin = RunFolder(copy / "root")
     (copy / "root" / "updates").mkdir()
     names = [path.relative_to(updates[0]) for path in sorted(updates[0].rglob("*")) if path.is_file()]
-    answerer = Answerer(origin.open())
-    watcher = GenerationWatcher(origin, answerer, origin.mark(), lambda generation: None)
-    first = answerer.generation
-    [wanted] = first.answer([Asked(QUESTION)])
     cases = [(name, damage) for name in names for damage in (cut, flip, Path.unlink)]
     done = 0
-    for number, (name, damage) in enumerate(cases[:: times(17, 1)], start=1):
-        if not (updates[0] / name).stat().st_size and damage is not Path.unlink:
-            continue
-        bad = put(copy / "root", updates[0], number, lambda stage, name=name, damage=damage: damage(stage / name))
-        assert not watcher.look(), name
-        if (name.name, damage) == ("manifest.json", Path.unlink) and len(name.parts) == 1:
-            assert watcher.refused is None, "a folder without a manifest is no update"
-        else:
-            assert watcher.refused is not None, (name, damage)
-            assert watcher.refused["reason"]
-        assert answerer.generation is first
-        assert answerer.ask([Asked(QUESTION)])[0].record.result(30) == wanted
-        shutil.rmtree(bad)
-        watcher.look()
-        assert watcher.refused is None
-        done += 1
-    put(copy / "root", updates[0], len(cases) + 1)
-    assert watcher.look()
-    answerer.close()
+    with watching(RunFolder(copy / "root")) as (answerer, watcher):
+        first = answerer.generation
+        [wanted] = first.answer([Asked(QUESTION)])
+        for number, (name, damage) in enumerate(cases[:: times(17, 1)], start=1):
+            if not (updates[0] / name).stat().st_size and damage is not Path.unlink:
+                continue
+            bad = put(copy / "root", updates[0], number, lambda stage, name=name, damage=damage: damage(stage / name))
+            assert not watcher.look(), name
+            if (name.name, damage) == ("manifest.json", Path.unlink) and len(name.parts) == 1:
+                assert watcher.refused is None, "a folder without a manifest is no update"
+            else:
+                assert watcher.refused is not None, (name, damage)
+                assert watcher.refused["reason"]
+            assert answerer.generation is first
+            assert answerer.ask([Asked(QUESTION)])[0].record.result(30) == wanted
+            shutil.rmtree(bad)
+            watcher.look()
+            assert watcher.refused is None
+            done += 1
+        put(copy / "root", updates[0], len(cases) + 1)
+        assert watcher.look()
     told("files of a new generation cut, with a flipped bit, or missing", done, "refused, the old one serves on")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the failed writer left open
 def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
-    from realmops.commands.answers import Asked
-    from realmops.serve.batching import Answerer
-    from realmops.serve.generations import GenerationWatcher, RunFolder
-
-    origin = RunFolder(copy / "root")
-    answerer = Answerer(origin.open())
-    watcher = GenerationWatcher(origin, answerer, origin.mark(), lambda generation: None)
-    write_text(copy, TEXTS[0])
     at, failed = times(5, 0), 0
-    while True:
-        with FailingDisk(at, "torn", lasting=True) as disk:
-            try:
-                update(copy)
-            except OSError:
-                assert disk.failed
-        if not disk.failed:
-            break
-        failed += 1
-        there = len(list((copy / "root/updates").glob("[!.]*")))  # only its answers were not written any more
-        another = there > answerer.generation.number
-        assert watcher.look() == another, at
-        assert watcher.refused is None
-        assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == there
-        at += times(60, 3)
-    watcher.look()
-    assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 1
-    answerer.close()
+    with watching(RunFolder(copy / "root")) as (answerer, watcher):
+        write_text(copy, TEXTS[0])
+        while True:
+            with FailingDisk(at, "torn", lasting=True) as disk:
+                try:
+                    update(copy)
+                except OSError:
+                    assert disk.failed
+            if not disk.failed:
+                break
+            failed += 1
+            there = len(list((copy / "root/updates").glob("[!.]*")))  # only its answers were not written any more
+            another = there > answerer.generation.number
+            assert watcher.look() == another, at
+            assert watcher.refused is None
+            assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == there
+            at += times(60, 3)
+        watcher.look()
+        assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 1
     told("a disk that is full, at a write of the updater", failed, "the old one serves on, then the new one")
 
 
@@ -266,15 +252,12 @@ def test_clients_that_hang_up_or_send_garbage(server: Served, told: Told) -> Non
         for _ in range(count):
             sent = rng.choice(
                 (
-                    whole,
-                    whole * rng.randrange(2, 5),
-                    whole[: rng.randrange(len(whole))],
-                    rng.randbytes(rng.randrange(1, 400)),
-                    whole[:20] + rng.randbytes(50) + whole[20:],
+                    whole, whole * rng.randrange(2, 5), whole[: rng.randrange(len(whole))],
+                    rng.randbytes(rng.randrange(1, 400)), whole[:20] + rng.randbytes(50) + whole[20:],
                     whole.replace(b"Content-Length: ", b"Content-Length: -"),
                     whole.replace(b"Host", b"Transfer-Encoding: chunked\r\nHost"),
                 )
-            )
+            )  # fmt: skip
             with suppress(OSError), socket.create_connection((address.hostname, address.port), 30) as connection:
                 connection.sendall(sent)
                 if rng.random() < 0.3:  # a reset instead of an end

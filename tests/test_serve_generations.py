@@ -1,7 +1,5 @@
 """What a generation is: everything that makes an answer, all of one moment, and taken over when any of it changes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

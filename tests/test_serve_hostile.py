@@ -29,17 +29,9 @@ BODIES: dict[str, Any] = {
     },
 }
 HOSTILE: dict[str, Any] = {
-    "lone high": "\ud800",
-    "lone low": "who \udfff wrote?",
-    "NUL": "\0",
-    "megabyte": "a" * 1_040_000,
-    "deep": "@deep",
-    "number": 7,
-    "true": True,
-    "null": None,
-    "list": ["a"],
-    "object": {"a": "b"},
-}
+    "lone high": "\ud800", "lone low": "who \udfff wrote?", "NUL": "\0", "megabyte": "a" * 1_040_000,
+    "deep": "@deep", "number": 7, "true": True, "null": None, "list": ["a"], "object": {"a": "b"},
+}  # fmt: skip
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -140,15 +132,10 @@ def test_no_name_in_an_address_and_no_header_brings_a_500(server: Served, text: 
 @pytest.mark.parametrize(
     ("form", "status"),
     [
-        (b"&".join(b"f%d=x" % n for n in range(17)), 422),
-        (b"token=%ED%A0%80", 401),
-        (b"token=%00", 401),
-        (b"token=" + b"a" * 1_000_000, 401),
-        (b"\xff\xfe", 401),
-        (b"", 401),
-        (b"&" * 1000, 422),
+        (b"&".join(b"f%d=x" % n for n in range(17)), 422), (b"token=%ED%A0%80", 401), (b"token=%00", 401),
+        (b"token=" + b"a" * 1_000_000, 401), (b"\xff\xfe", 401), (b"", 401), (b"&" * 1000, 422),
     ],
-)
+)  # fmt: skip
 def test_no_form_to_sign_in_with_brings_a_500(server: Served, form: bytes, status: int) -> None:
     found, reply = call(server, "/sign-in", form, Content_Type="application/x-www-form-urlencoded")
     assert found == status, reply
@@ -185,11 +172,8 @@ def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypat
     events = asyncio.run(told())
     answerer.close()
     assert [one.split("\n")[0] for one in events] == [
-        "event: sources",
-        "event: error",
-        "event: sources",
-        "event: answer",
-    ]
+        "event: sources", "event: error", "event: sources", "event: answer",
+    ]  # fmt: skip
     error = json.loads(events[1].split("data: ")[1])
     assert (error["index"], "could not be answered" in error["error"]["message"]) == (0, True)
 

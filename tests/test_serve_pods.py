@@ -19,8 +19,8 @@ from typing import Any
 import cluster_lab
 import pytest
 from manifests import render_all
-from serving import QUESTION, answering_project
-from small_project import cli, write_json_lines
+from serving import QUESTION, tuned
+from small_project import cli, trained_project, write_json_lines
 
 NAMESPACE = "realmops-test-serve"
 IMAGE = os.environ.get("IMAGE", "realmops:local")
@@ -54,7 +54,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.skip("not run: wants a cluster of yours, KUBECONFIG=FILE pytest -m cluster")
     volume = tmp_path_factory.mktemp("volume")
     volume.chmod(0o755)
-    project = answering_project(volume)
+    project = tuned(trained_project(volume))
     level = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/warn": "restricted"}
     k("create", "-f", "-", content=made("v1", "Namespace", NAMESPACE, labels=level))
     claim = {"name": "realmops-data", "namespace": NAMESPACE}

@@ -1,7 +1,5 @@
 """`make setup` lets uv install, from where the user's pip is told to look."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

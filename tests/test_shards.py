@@ -1,19 +1,15 @@
 """Tagging and embedding in shards: one worker and eight make the same bytes, and what is committed is used again."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import CAMPAIGN
+from faults import CAMPAIGN, found_by
 from shard_kills import PEOPLE, models, some_tagger
 from small_project import Quiet, command, stage, toy_values, wait_for, write_project
 from small_world import DOCUMENTS, World, build_world, section, tiny_models
@@ -36,11 +32,6 @@ from realmops.train.tagger import DATE, find_entities, spans_in, tagger_files, t
 CPU, FP32 = torch.device("cpu"), torch.float32
 ROWS = 5  # of a shard: 12 passages are three
 Files = Mapping[str, bytes]
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return build_world(tmp_path_factory.mktemp("shards"))
 
 
 @pytest.fixture(autouse=True)
@@ -81,22 +72,22 @@ def exchange_in(folder: Path) -> Path:
 
 
 def test_the_embeddings_are_those_of_the_whole_corpus(
-    small: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from realmops.index import embeddings
 
     monkeypatch.setattr(embeddings, "SHARD_ROWS", ROWS)
-    retriever = tiny_models(small)[0]
-    parts = in_shards(place(tmp_path), "embedding", embedding, small.snapshot, models(small)["embedding"])
+    retriever = tiny_models(world)[0]
+    parts = in_shards(place(tmp_path), "embedding", embedding, world.snapshot, models(world)["embedding"])
     found_PE = joined(parts, 12, retriever.document.width)
-    assert torch.equal(found_PE, embed_corpus(retriever, small.snapshot, FP32))
+    assert torch.equal(found_PE, embed_corpus(retriever, world.snapshot, FP32))
 
 
-def test_the_spans_are_the_taggers_and_dates_come_first(small: World, tmp_path: Path) -> None:
-    tagger, options = some_tagger(small), section("tag")
-    files = in_shards(place(tmp_path), "tagging", tagging, small.snapshot, tagger_files(tagger, options))
+def test_the_spans_are_the_taggers_and_dates_come_first(world: World, tmp_path: Path) -> None:
+    tagger, options = some_tagger(world), section("tag")
+    files = in_shards(place(tmp_path), "tagging", tagging, world.snapshot, tagger_files(tagger, options))
     found = [spans for part in files for spans in spans_in(part)]
-    entities = find_entities(tagger, small.snapshot, range(12), options.wordpieces, FP32)
+    entities = find_entities(tagger, world.snapshot, range(12), options.wordpieces, FP32)
     assert sum(map(len, entities.values())) > 12
     for passage, spans in enumerate(found):
         dates = [span for span in spans if span[2] == DATE]
@@ -104,9 +95,9 @@ def test_the_spans_are_the_taggers_and_dates_come_first(small: World, tmp_path: 
         assert spans == dates + others
         assert set(others) <= set(entities[passage])
         assert not any(a[0] < b[1] and b[0] < a[1] for a in dates for b in others)
-    text = small.snapshot.text(0)
+    text = world.snapshot.text(0)
     assert [text[start:end] for start, end, name in found[0] if name == DATE] == ["1931"]
-    without = in_shards(place(tmp_path), "tagging", tagging, small.snapshot, tagger_files(None, options))
+    without = in_shards(place(tmp_path), "tagging", tagging, world.snapshot, tagger_files(None, options))
     assert [spans for part in without for spans in spans_in(part)] == [
         [span for span in spans if span[2] == DATE] for spans in found
     ]
@@ -114,19 +105,14 @@ def test_the_spans_are_the_taggers_and_dates_come_first(small: World, tmp_path: 
 
 def test_one_worker_and_eight_make_the_same_bytes_once(tmp_path: Path) -> None:
     """The script compares with a stage alone, and counts how often a shard is begun."""
-    script = Path(__file__).with_name("shard_kills.py")
-    process = subprocess.run(
-        [sys.executable, script, tmp_path, "7", "0", "0"], capture_output=True, text=True, timeout=280
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    shard_count = 2 * len(PEOPLE) // 3
-    assert json.loads(process.stdout) == {"done": {"shards": shard_count, "begun again": 0}, "runs": 2, "wrong": []}
+    found = found_by("shard_kills.py", tmp_path, 7, 0, 0)
+    assert (found["done"], found["runs"]) == ({"shards": 2 * len(PEOPLE) // 3, "begun again": 0}, 2)
 
 
 # What is used again
 
 
-def test_committed_shards_are_used_again_and_the_others_are_made(small: World, tmp_path: Path) -> None:
+def test_committed_shards_are_used_again_and_the_others_are_made(world: World, tmp_path: Path) -> None:
     begun: list[int] = []
     usual = counting(begun)
 
@@ -142,33 +128,33 @@ def test_committed_shards_are_used_again_and_the_others_are_made(small: World, t
         return dying
 
     with pytest.raises(KeyboardInterrupt):
-        list(in_shards(place(tmp_path), "toy", killed_at_the_second, small.snapshot, {"model": b"a"}))
+        list(in_shards(place(tmp_path), "toy", killed_at_the_second, world.snapshot, {"model": b"a"}))
     assert not place(tmp_path).offer.exists()
     done: list[int] = []
-    again = in_shards(place(tmp_path), "toy", usual, small.snapshot, {"model": b"a"}, done.append)
+    again = in_shards(place(tmp_path), "toy", usual, world.snapshot, {"model": b"a"}, done.append)
     assert list(again) == rows_of(b"a")
     assert begun == [0, 5, 5, 10]
     assert sorted(done) == [2, 5, 5], "what was there is progress, too"
-    assert list(in_shards(place(tmp_path), "toy", usual, small.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert list(in_shards(place(tmp_path), "toy", usual, world.snapshot, {"model": b"a"})) == rows_of(b"a")
     assert begun == [0, 5, 5, 10]
 
 
-def test_another_model_makes_shards_of_its_own(small: World, tmp_path: Path) -> None:
+def test_another_model_makes_shards_of_its_own(world: World, tmp_path: Path) -> None:
     begun: list[int] = []
     for model in (b"a", b"b", b"a"):
-        made = in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": model})
+        made = in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": model})
         assert list(made) == rows_of(model)
     assert begun == [0, 5, 10] * 2
     other = ShardSettings(tmp_path / "shards", tmp_path / "offer", CPU, torch.bfloat16, 1, print)
-    list(in_shards(other, "toy", counting(begun), small.snapshot, {"model": b"a"}))
+    list(in_shards(other, "toy", counting(begun), world.snapshot, {"model": b"a"}))
     assert begun == [0, 5, 10] * 3, "numbers of another precision"
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone", "model"])
-def test_what_is_damaged_is_made_again(small: World, tmp_path: Path, harm: str) -> None:
+def test_what_is_damaged_is_made_again(world: World, tmp_path: Path, harm: str) -> None:
     """A shard; or the model, which is put there again, and all that it made."""
     begun: list[int] = []
-    list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"}))
+    list(in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"}))
     file = exchange_in(tmp_path) / "parts" / part_name(MODEL, 5, 10) / "rows"
     if harm == "model":
         file = exchange_in(tmp_path) / "weights" / MODEL / "model"
@@ -176,7 +162,7 @@ def test_what_is_damaged_is_made_again(small: World, tmp_path: Path, harm: str) 
     file.unlink()
     if harm != "gone":
         file.write_bytes(content[:-1] if harm == "cut" else bytes([content[0] ^ 1]) + content[1:])
-    assert list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert list(in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"})) == rows_of(b"a")
     assert begun == [0, 5, 10, *([0, 5, 10] if harm == "model" else [5])]
 
 
@@ -184,7 +170,7 @@ def test_what_is_damaged_is_made_again(small: World, tmp_path: Path, harm: str) 
 
 
 def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
-    small: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here a helper on another machine has the second shard, and commits it when the stage has said that it waits."""
     monkeypatch.setattr(shards, "SAID_SECONDS", 0.05)
@@ -196,7 +182,7 @@ def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
         if len(said) == 1:
             helper.parts.publish(part_name(MODEL, 5, 10), rows_of(b"a")[1], {"weights": model.digest})
 
-    list(in_shards(place(tmp_path), "toy", counting(begun), small.snapshot, {"model": b"a"}))
+    list(in_shards(place(tmp_path), "toy", counting(begun), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     shutil.rmtree(root / "parts" / part_name(MODEL, 5, 10))
     begun.clear()
@@ -207,12 +193,12 @@ def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
     sign = {"host": "pod-of-another-node", "pid": 1, "beat": 1, "done": False}
     (life / "sign.json").write_text(json.dumps(sign))
     somewhere = ShardSettings(tmp_path / "shards", tmp_path / "offer", CPU, FP32, 1, committed)
-    assert list(in_shards(somewhere, "toy", counting(begun), small.snapshot, {"model": b"a"})) == rows_of(b"a")
+    assert list(in_shards(somewhere, "toy", counting(begun), world.snapshot, {"model": b"a"})) == rows_of(b"a")
     assert begun == []
     assert said[0].startswith(f"waiting for 1 shards in {root}: ")
 
 
-def test_shards_are_offered_while_more_than_one_is_missing(small: World, tmp_path: Path) -> None:
+def test_shards_are_offered_while_more_than_one_is_missing(world: World, tmp_path: Path) -> None:
     offered: list[Any] = []
 
     def looking(snapshot: Snapshot, model: Files, device: torch.device, dtype: torch.dtype) -> shards.MakeShard:
@@ -222,42 +208,42 @@ def test_shards_are_offered_while_more_than_one_is_missing(small: World, tmp_pat
 
         return make
 
-    list(in_shards(place(tmp_path), "toy", looking, small.snapshot, {"model": b"a"}))
-    whole = {"exchange": str(exchange_in(tmp_path)), "snapshot": str(small.snapshot.folder)}
+    list(in_shards(place(tmp_path), "toy", looking, world.snapshot, {"model": b"a"}))
+    whole = {"exchange": str(exchange_in(tmp_path)), "snapshot": str(world.snapshot.folder)}
     assert offered == [whole] * 3
     assert not (tmp_path / "offer").exists()
     shutil.rmtree(exchange_in(tmp_path) / "parts" / part_name(MODEL, 0, 5))
-    list(in_shards(place(tmp_path), "toy", looking, small.snapshot, {"model": b"a"}))
+    list(in_shards(place(tmp_path), "toy", looking, world.snapshot, {"model": b"a"}))
     assert offered[3:] == [None]
 
 
 def test_a_helper_refuses_what_is_not_for_it(
-    small: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    list(in_shards(place(tmp_path), "toy", counting([]), small.snapshot, {"model": b"a"}))
+    list(in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
 
     def told(folder: Path, works: Mapping[str, shards.Work]) -> str:
         assert run_index_builder(root, folder, watch_parent=None, works=works) == MISCONFIGURED
         return capfd.readouterr().err
 
-    assert "wants 'toy', which this version of realmops does not know" in told(small.snapshot.folder, WORKS)
+    assert "wants 'toy', which this version of realmops does not know" in told(world.snapshot.folder, WORKS)
     (tmp_path / "other").mkdir()
     other = build_world(tmp_path / "other", DOCUMENTS[:5])
     assert "belongs to another run: corpus_hash is" in told(other.snapshot.folder, {"toy": counting([])})
     shutil.rmtree(root)
     on_gpu = ShardSettings(tmp_path / "shards", tmp_path / "offer", torch.device("cuda"), FP32, 1, print)
-    list(in_shards(on_gpu, "toy", counting([]), small.snapshot, {"model": b"a"}))
+    list(in_shards(on_gpu, "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch finds no GPU here" in told(small.snapshot.folder, {"toy": counting([])})
+    assert "torch finds no GPU here" in told(world.snapshot.folder, {"toy": counting([])})
 
 
-def test_a_helper_ends_when_all_is_done_and_when_the_exchange_is_gone(small: World, tmp_path: Path) -> None:
-    list(in_shards(place(tmp_path), "toy", counting([]), small.snapshot, {"model": b"a"}))
+def test_a_helper_ends_when_all_is_done_and_when_the_exchange_is_gone(world: World, tmp_path: Path) -> None:
+    list(in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     works = {"toy": counting([])}
-    assert run_index_builder(root, small.snapshot.folder, watch_parent=None, works=works) == DONE
+    assert run_index_builder(root, world.snapshot.folder, watch_parent=None, works=works) == DONE
     shutil.rmtree(root / "finished" / "v-000000")
     for first in (0, 5):
         shutil.rmtree(root / "parts" / part_name(MODEL, first, first + 5))
@@ -269,12 +255,12 @@ def test_a_helper_ends_when_all_is_done_and_when_the_exchange_is_gone(small: Wor
 
         return make
 
-    assert run_index_builder(root, small.snapshot.folder, watch_parent=None, works={"toy": leaving}) == DONE
+    assert run_index_builder(root, world.snapshot.folder, watch_parent=None, works={"toy": leaving}) == DONE
     assert not root.exists(), "nothing is left behind"
 
 
-def test_doctor_counts_shards(small: World, tmp_path: Path) -> None:
-    list(in_shards(place(tmp_path), "toy", counting([]), small.snapshot, {"model": b"a"}))
+def test_doctor_counts_shards(world: World, tmp_path: Path) -> None:
+    list(in_shards(place(tmp_path), "toy", counting([]), world.snapshot, {"model": b"a"}))
     root = exchange_in(tmp_path)
     shutil.rmtree(root / "parts" / part_name(MODEL, 5, 10))
     found = inspect(root)

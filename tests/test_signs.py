@@ -1,7 +1,5 @@
 """Signs of life: given not too often, judged by their change."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json
@@ -24,11 +22,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import is_navigation_title, write_snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, train_vocabulary, vocabulary_hash
 
-VOCABULARY = [
-    *SPECIAL_TOKENS,
-    *"abcdefghijklmnopqrstuvwxyz.0123456789",
-    *(f"##{c}" for c in "abcdefgh0123456789"),
-]
+VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.0123456789", *(f"##{c}" for c in "abcdefgh0123456789")]
 
 
 def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
@@ -85,12 +79,9 @@ def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
     counts = {key: found.manifest[key] for key in ("passages", "records", "documents", "sentences", "tokens")}
     assert counts == {"passages": 4, "records": 3, "documents": 3, "sentences": 5, "tokens": 20}
     assert found.manifest["settings"] == {
-        "block_wordpieces": 13,
-        "casing": {"lowercase": True, "strip_accents": True},
-        "whole_documents": False,
-        "drop_titles": False,
-        "language": "en",
-    }
+        "block_wordpieces": 13, "casing": {"lowercase": True, "strip_accents": True}, "whole_documents": False,
+        "drop_titles": False, "language": "en",
+    }  # fmt: skip
     assert sum(told) == corpus.stat().st_size
     with pytest.raises(IndexError):
         found.text(4)
@@ -135,13 +126,10 @@ def test_a_passage_keeps_its_id_when_others_change(tmp_path: Path) -> None:
 
 def test_documents_are_dropped_and_counted_by_reason(tmp_path: Path) -> None:
     corpus = write_corpus(
-        tmp_path / "corpus.jsonl",
-        {"title": "List of cats", "text": "A."},
-        {"title": "Cat (disambiguation)", "text": "A."},
-        {"title": "Listing", "text": "A."},
-        {"title": "Empty", "text": " \n"},
-        {"title": "Zero", "text": "\u200b"},
-    )
+        tmp_path / "corpus.jsonl", {"title": "List of cats", "text": "A."},
+        {"title": "Cat (disambiguation)", "text": "A."}, {"title": "Listing", "text": "A."},
+        {"title": "Empty", "text": " \n"}, {"title": "Zero", "text": "\u200b"},
+    )  # fmt: skip
     kept = snapshot([corpus], tmp_path / "kept")
     assert [kept.title(i) for i in range(len(kept))] == ["List of cats", "Cat (disambiguation)", "Listing"]
     dropped = snapshot([corpus], tmp_path / "dropped", drop_titles=True)
@@ -174,11 +162,7 @@ def test_given_spans_pass_through(tmp_path: Path) -> None:
     spans = found.given_spans()
     assert len(spans) == len(found)
     first = texts.index("Ab cd ef.")
-    for passage, expected in (
-        (first, [("Ab", "X"), ("cd ef", "Y")]),
-        (first + 1, [("Gh", "X")]),
-        (first + 2, []),
-    ):
+    for passage, expected in ((first, [("Ab", "X"), ("cd ef", "Y")]), (first + 1, [("Gh", "X")]), (first + 2, [])):
         rows = spans.of(passage)
         assert [found.text(passage)[row[4] : row[5]] for row in rows] == [word for word, _ in expected]
         assert labels_of(spans, passage) == [label for _, label in expected]

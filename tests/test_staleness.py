@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +12,7 @@ from realmops.index.trainer import Policy
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"),
-    [(0, 0), (49, 0), (50, 0), (74, 0), (75, 50), (76, 50), (124, 50), (125, 100), (399, 350)],
+    ("step", "expected"), [(0, 0), (49, 0), (50, 0), (74, 0), (75, 50), (76, 50), (124, 50), (125, 100), (399, 350)]
 )
 def test_an_index_is_adopted_lag_steps_after_its_weights(step: int, expected: int) -> None:
     """Weights of steps 0, 50, 100, ...; each index is in use from 25 steps later, until the next."""

@@ -1,7 +1,5 @@
 """Where towers start that are made from the passages: LSI and PCA against slow versions, and what they are good for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@
 prints the counts of every kind of step (tests/elsewhere.py says what they are).
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import tempfile
@@ -86,26 +84,19 @@ VECTORS = {"head": "cosine", "pooling": "mean", "document_vectors": 3}
 
 
 PRETRAIN = {
-    "as usual": Kind(10),
-    "per token": Kind(10, {"marginal": "per_token"}),
-    "without null": Kind(10, {"null_document": False}),
-    "fresh": Kind(10, {"query_encoder": "fresh"}),
-    "crops": Kind(12, {"crop_weight": 0.5}),
-    "copies": Kind(10, model={"copying": {"copies": True}}),
+    "as usual": Kind(10), "per token": Kind(10, {"marginal": "per_token"}),
+    "without null": Kind(10, {"null_document": False}), "fresh": Kind(10, {"query_encoder": "fresh"}),
+    "crops": Kind(12, {"crop_weight": 0.5}), "copies": Kind(10, model={"copying": {"copies": True}}),
     "matches": Kind(10, model={"copying": {"matches": True}}),
     "apart": Kind(11, model={"copying": {"copies": True, "apart": True}}),
     "crops, vectors": Kind(13, {"crop_weight": 0.5}, VECTORS, means=True),
-}
+}  # fmt: skip
 FINETUNE = {
-    "as usual": Kind(8),
-    "all passages": Kind(8, {"retriever_candidates": 50}),
-    "hard EM": Kind(8, {"span_loss": "hard_em"}),
-    "per passage": Kind(9, {"span_loss": "per_passage"}),
-    "sources left out": Kind(9, not_in=(0,)),
-    "matches": Kind(8, model={"copying": {"matches": True}}),
-    "hybrid": Kind(11, hybrid=True),
-    "hybrid, vectors": Kind(11, model=VECTORS, hybrid=True, means=True),
-}
+    "as usual": Kind(8), "all passages": Kind(8, {"retriever_candidates": 50}),
+    "hard EM": Kind(8, {"span_loss": "hard_em"}), "per passage": Kind(9, {"span_loss": "per_passage"}),
+    "sources left out": Kind(9, not_in=(0,)), "matches": Kind(8, model={"copying": {"matches": True}}),
+    "hybrid": Kind(11, hybrid=True), "hybrid, vectors": Kind(11, model=VECTORS, hybrid=True, means=True),
+}  # fmt: skip
 
 
 def pretraining(world: World, kind: Kind, batch: int) -> list[Counts]:

@@ -1,7 +1,5 @@
 """`realmops submit` and the first task of the pipeline, against a stand-in for Kubeflow Pipelines' server."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -385,14 +383,11 @@ def test_with_profiles_pods_are_in_that_of_the_profile(project: Path, lab: KfpLa
 @pytest.mark.parametrize(
     ("endpoint", "given", "namespace"),
     [
-        ("http://ml-pipeline.kfp:8888", "team", "kfp"),
-        ("http://ml-pipeline.kfp.svc:8888", None, "kfp"),
-        ("http://ml-pipeline.kfp.svc.cluster.local:8888", None, "kfp"),
-        ("http://localhost:8888", None, "kubeflow"),
-        ("https://example.org/pipeline", None, "kubeflow"),
-        ("http://localhost:8888", "kfp", "kfp"),
+        ("http://ml-pipeline.kfp:8888", "team", "kfp"), ("http://ml-pipeline.kfp.svc:8888", None, "kfp"),
+        ("http://ml-pipeline.kfp.svc.cluster.local:8888", None, "kfp"), ("http://localhost:8888", None, "kubeflow"),
+        ("https://example.org/pipeline", None, "kubeflow"), ("http://localhost:8888", "kfp", "kfp"),
     ],
-)
+)  # fmt: skip
 def test_the_servers_own_namespace_is_in_its_address(endpoint: str, given: str | None, namespace: str) -> None:
     assert place_of(endpoint, given, profiles=False).namespace == namespace
 
@@ -660,11 +655,8 @@ def test_wait_says_once_which_task_waits_for_its_pod_and_what_shows_why(
     said: list[str] = []
     assert submit.wait("1", {"ict"}, Looked(looks), said.append) == "SUCCEEDED"  # type: ignore[arg-type]
     assert [line.split(";")[0] for line in said] == [
-        "ict: RUNNING",
-        "ict: a pod waits, still PENDING after 0 s",
-        "ict: SUCCEEDED",
-        "the run r (1, SUCCEEDED)",
-    ]
+        "ict: RUNNING", "ict: a pod waits, still PENDING after 0 s", "ict: SUCCEEDED", "the run r (1, SUCCEEDED)",
+    ]  # fmt: skip
     assert "'kubectl -n kubeflow get pods -l pipeline/runid=1 --field-selector status.phase=Pending'" in said[1]
     assert "'kubectl -n kubeflow get events --field-selector type=Warning'" in said[1]
 

@@ -1,7 +1,5 @@
 """DrQA's TF-IDF by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

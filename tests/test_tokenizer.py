@@ -1,7 +1,5 @@
 """The tokenizer with a memory gives what the tokenizer without one gives."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

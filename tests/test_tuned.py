@@ -1,7 +1,5 @@
 """Fine-tuning as a stage with words beside embeddings, batches of passages and windows; killed in each of its parts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A changed corpus under a trained model: what is embedded, what is kept, what is told."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ import torch
 from click.testing import Result
 from rich.console import Console
 from safetensors.torch import load_file
-from small_project import cli, trained_project
+from small_project import cli
 from small_world import DOCUMENTS, World, tiny_models
 
 from realmops.artifacts import read_manifest, write_manifest
@@ -41,12 +39,8 @@ def rewrite(project: Path, documents: list[dict[str, str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project with results."""
-    folder = trained_project(tmp_path_factory.mktemp("update"))
-    for name in ("finetune", "evaluate"):
-        assert run(folder, "run", name).exit_code == 0
-    return folder
+def project(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(answering, tmp_path_factory.mktemp("update") / "project"))
 
 
 def run(project: Path, *words: str) -> Result:
@@ -279,8 +273,8 @@ def test_another_question_file_than_in_training_is_told_of(project: Path) -> Non
     assert "warning" not in cli(*words).stderr
 
 
-def test_an_update_needs_results(tmp_path: Path) -> None:
-    trained_project(tmp_path)
+def test_an_update_needs_results(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     result = run(tmp_path, "update")
     assert result.exit_code == 2
     assert "finetune" in result.stderr

@@ -1,7 +1,5 @@
 """Quotations stand where answers say: in every document format, and what is wrong is told."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import subprocess

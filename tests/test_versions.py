@@ -4,8 +4,6 @@ Each campaign returns what it saw go wrong. It must be nothing for the store as 
 mutant, a store with one of its precautions switched off.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -23,16 +21,7 @@ from exchange_lab import FAULTS, Fault, Inode, Killed, MemoryFiles, StillClock
 from realmops.artifacts import canonical_json, digest_of
 from realmops.index import mapped
 from realmops.index.files import Files
-from realmops.index.versions import (
-    MANIFEST,
-    STALE_SECONDS,
-    Damaged,
-    Version,
-    Versions,
-    fence_of,
-    step_of,
-    version_name,
-)
+from realmops.index.versions import MANIFEST, STALE_SECONDS, Damaged, Version, Versions, fence_of, step_of, version_name
 
 RUN = {"corpus": "c0ffee", "dimensions": 4}
 OLD, NEW = version_name(1, 10), version_name(1, 20)
@@ -43,26 +32,14 @@ ROOT = Path("/x")
 def volume() -> MemoryFiles:
     """A volume with the folders of one kind, all of it durable."""
     files = MemoryFiles()
-    for folder in (
-        "/x",
-        "/x/kind",
-        "/x/pins",
-        "/x/pins/trainer",
-        "/x/pins/builder",
-        "/x/alive",
-        "/x/alive/trainer",
-    ):
+    for folder in ("/x", "/x/kind", "/x/pins", "/x/pins/trainer", "/x/pins/builder", "/x/alive", "/x/alive/trainer"):
         files.mkdir(Path(folder))
         files.sync_folder(Path(folder).parent)
     return files
 
 
 def store_on(
-    files: Files,
-    store: type[Versions] = Versions,
-    holder: str = "trainer",
-    root: Path = ROOT,
-    **settings: Any,
+    files: Files, store: type[Versions] = Versions, holder: str = "trainer", root: Path = ROOT, **settings: Any
 ) -> Versions:
     return store(root, "kind", RUN, holder, files, StillClock(), **{"grace": 0.0, **settings})
 
@@ -304,14 +281,9 @@ def races_of_sweep_and_writer(store: type[Versions] = Versions) -> list[str]:
 
 
 CAMPAIGNS: dict[str, Callable[..., list[str]]] = {
-    "kills": killed_publishes,
-    "errors": publishes_with_one_error,
-    "power": power_cuts,
-    "order": order_of_writes,
-    "damage": damaged_loads,
-    "races": races_of_reader_and_collector,
-    "sweeps": races_of_sweep_and_writer,
-}
+    "kills": killed_publishes, "errors": publishes_with_one_error, "power": power_cuts, "order": order_of_writes,
+    "damage": damaged_loads, "races": races_of_reader_and_collector, "sweeps": races_of_sweep_and_writer,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
@@ -399,19 +371,12 @@ class NoSecondLook(Versions):
 
 
 MUTANTS = [
-    ("power", {"files_class": FilesNotSynced}),
-    ("power", {"files_class": FolderNotSynced}),
-    ("power", {"files_class": ParentNotSynced}),
-    ("order", {"store": ManifestFirst}),
-    ("kills", {"store": InPlace}),
-    ("errors", {"store": NoNonceCheck}),
-    ("errors", {"store": NoLookAfterAnError}),
-    ("damage", {"store": NoDigestCheck}),
-    ("damage", {"store": NoManifestDigest}),
-    ("races", {"store": NoSecondLook}),
-    ("races", {"store": NoPins}),
-    ("sweeps", {"store": NoClaim}),
-]
+    ("power", {"files_class": FilesNotSynced}), ("power", {"files_class": FolderNotSynced}),
+    ("power", {"files_class": ParentNotSynced}), ("order", {"store": ManifestFirst}), ("kills", {"store": InPlace}),
+    ("errors", {"store": NoNonceCheck}), ("errors", {"store": NoLookAfterAnError}),
+    ("damage", {"store": NoDigestCheck}), ("damage", {"store": NoManifestDigest}),
+    ("races", {"store": NoSecondLook}), ("races", {"store": NoPins}), ("sweeps", {"store": NoClaim}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("campaign", "mutant"), MUTANTS, ids=[next(iter(m.values())).__name__ for _, m in MUTANTS])
@@ -483,17 +448,14 @@ def forged(changes: Mapping[str, Any]) -> bytes:
     [
         ({"run": {**RUN, "corpus": "dead"}}, "corpus is 'dead' there and 'c0ffee' here"),
         ({"run": {"corpus": "c0ffee"}}, "dimensions is None there and 4 here"),
-        ({"schema": 2}, "schema other than 1"),
-        ({"surprise": 1}, "surprise"),
-        ({"kind": "weights"}, "describes weights"),
-        ({"name": NEW}, f"describes kind {NEW}"),
+        ({"schema": 2}, "schema other than 1"), ({"surprise": 1}, "surprise"),
+        ({"kind": "weights"}, "describes weights"), ({"name": NEW}, f"describes kind {NEW}"),
         ({"listing": {"../a": {"bytes": 1, "sha256": ""}}}, r"lists the file '\.\./a'"),
         ({"listing": {"a": {"bytes": "1", "sha256": ""}}}, "lists the file 'a'"),
         ({"listing": {"a": {"bytes": -1, "sha256": ""}}}, "lists the file 'a'"),
-        ({"listing": {"a": {"bytes": True, "sha256": ""}}}, "lists the file 'a'"),
-        ({"listing": [1]}, "items"),
+        ({"listing": {"a": {"bytes": True, "sha256": ""}}}, "lists the file 'a'"), ({"listing": [1]}, "items"),
     ],
-)
+)  # fmt: skip
 def test_i8_a_manifest_that_is_not_ours_is_refused(changes: dict[str, Any], message: str) -> None:
     files = volume()
     files.mkdir(ROOT / "kind" / OLD)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import pairwise
@@ -22,23 +20,7 @@ from realmops.corpus.vocabulary import (
     vocabulary_bytes,
 )
 
-PLAIN = [
-    *SPECIAL_TOKENS,
-    "a",
-    "##b",
-    "cafe",
-    "z",
-    "##r",
-    "##rich",
-    "10",
-    ".",
-    "5",
-    "[",
-    "]",
-    "mask",
-    "東",
-    "x",
-]
+PLAIN = [*SPECIAL_TOKENS, "a", "##b", "cafe", "z", "##r", "##rich", "10", ".", "5", "[", "]", "mask", "東", "x"]
 
 
 def corpus(path: Path, *texts: str) -> Path:

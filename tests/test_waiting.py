@@ -1,7 +1,5 @@
 """Waiting for what others do, by a clock that only sleeping moves."""
 
-from __future__ import annotations
-
 import pytest
 
 from realmops.cluster import waiting

@@ -1,7 +1,5 @@
 """The reader learns in windows: where they lie, what is right in them, the loss against a slow version."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -255,12 +253,9 @@ def train(
 
 
 FIVE = [
-    BORN,
-    DIED,
-    Question("wrote", "Who wrote The Cold Sea?", ("Anna Berg",)),
-    Question("star", "Who built The Star?", ("Jon Vik",)),
-    Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
-]
+    BORN, DIED, Question("wrote", "Who wrote The Cold Sea?", ("Anna Berg",)),
+    Question("star", "Who built The Star?", ("Jon Vik",)), Question("sang", "Who sang in Bergen?", ("Maria Holm",)),
+]  # fmt: skip
 
 
 def test_training_learns_and_negatives_come_late(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The workflows for GitHub: what they may do, what starts them, and that what they call is there."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -99,14 +97,11 @@ def test_what_is_not_there_is_seen() -> None:
 @pytest.mark.parametrize(
     ("changed", "starts"),
     [
-        ("params.yaml", True),
-        ("dvc.lock", True),
-        ("presets/ours.yaml", True),
-        ("corpora/wiki.jsonl.dvc", True),
+        ("params.yaml", True), ("dvc.lock", True), ("presets/ours.yaml", True), ("corpora/wiki.jsonl.dvc", True),
         ("README.md", False),
         ("src/realmops/cli.py", False),
     ],
-)
+)  # fmt: skip
 def test_a_push_to_main_retrains_when_what_is_trained_changed(changed: str, starts: bool) -> None:
     push = read(ROOT / ".github" / "workflows" / "retrain.yml")[True]["push"]  # YAML's "on" is true
     assert push["branches"] == ["main"]

@@ -7,8 +7,6 @@ instant; at last one comes to its end, and the documents change again. Lives are
 loaded everything and done nothing. Prints how many were killed and how many updates were made, as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
