@@ -335,4 +335,4 @@ def open_promoted(folder: Path, registered: Path) -> Generation:
     model = open_tuned(folder / FINETUNE, options, snapshot, device, dtype)
     assert isinstance(model, RetrieveAndRead), "read_run refuses what has no evidence"
     version, step = manifest["digest"][:12], manifest.get("weights_step")
-    return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE))
+    return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)
