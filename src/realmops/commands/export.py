@@ -28,7 +28,6 @@ from realmops.model.retriever import Embedder, Retriever
 
 KIND = "export"
 PASSAGES = "passages.parquet"
-FORMATS = ("sentence-transformers", "onnx", "parquet")
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of an ONNX file
 OUTPUT = "sentence_embedding"
 _NEEDED = ("sentence_transformers", "onnxscript")  # of --format onnx
@@ -83,11 +82,13 @@ def _refuse_others(folder: Path) -> None:
         return
     path = folder / artifacts.MANIFEST
     manifest = artifacts.read_json(path) if path.is_file() else {}
-    known = manifest.get("files", {}) if isinstance(manifest, dict) and manifest.get("kind") == KIND else {}
-    found = [one for one in sorted(folder.rglob("*")) if not one.is_dir() and (one != path or not known)]
-    for one in found if folder.is_dir() else [folder]:
-        entry = known.get(one.relative_to(folder).as_posix())
-        if entry is None or artifacts.sha256_file(one) != entry["sha256"]:
+    ours = isinstance(manifest, dict) and manifest.get("kind") == KIND and artifacts.is_sealed(manifest)
+    known = {name: entry["sha256"] for name, entry in manifest["files"].items()} if ours else {}
+    for one in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
+        written = known.get(one.relative_to(folder).as_posix())
+        if (one.is_dir() and not one.is_symlink()) or (ours and one == path):
+            continue
+        if written is None or written != artifacts.sha256_file(one):
             raise ValueError(f"{one} is there already, and 'realmops export' did not write it so: name another folder")
 
 
