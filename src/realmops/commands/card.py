@@ -76,7 +76,7 @@ def card(format: str, generation: Generation, retriever: Retriever, notes: Seque
     facts = {
         "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.words}",
         "embeddings": f"{retriever.query.width} numbers, compared by {similarity(retriever)}",
-        "f(x, z), of which p(z\\|x) is the softmax": f"{retriever.scale:.6g} times the inner product",
+        "f(x, z), of which p(z|x) is the softmax": f"{retriever.scale:.6g} times the inner product",
         "wordpieces": f"{model.options.query_wordpieces} of a query, {model.snapshot.block_wordpieces} of a passage",
         "numbers": f"fp32; the run itself computes in {str(model.dtype).removeprefix('torch.')}",
         "corpus": f"{len(model.snapshot)} passages, {model.snapshot.corpus_hash}, update {generation.number}",
@@ -127,4 +127,4 @@ def _filled(text: str, generation: Generation, retriever: Retriever) -> str:
 
 def _table(head: Sequence[str], rows: Any) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+    return "".join(f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in line)} |\n" for line in lines)

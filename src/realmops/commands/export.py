@@ -6,7 +6,9 @@ Shape suffixes: R passages of a row group, M vectors of a passage, E embedding w
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -190,7 +192,12 @@ def _write_route(path: Path, modules: list[Any]) -> None:
 
     example, mask = torch.tensor([[2, 1, 3, 1, 3], [2, 1, 3, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("wordpieces")}
-    torch.onnx.export(
-        Route().eval(), (example, mask, 0 * mask), str(path), input_names=INPUTS, output_names=[OUTPUT],
-        dynamic_shapes=(sizes,) * len(INPUTS), external_data=False, verbose=False,
-    )  # fmt: skip
+    logging.disable(logging.WARNING)  # that torchvision is not there
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the library's own calls
+            torch.onnx.export(
+                Route().eval(), (example, mask, 0 * mask), str(path), input_names=INPUTS, output_names=[OUTPUT],
+                dynamic_shapes=(sizes,) * len(INPUTS), external_data=False, verbose=False,
+            )  # fmt: skip
+    finally:
+        logging.disable(logging.NOTSET)
