@@ -219,3 +219,13 @@ def test_onnx_wants_its_packages(answering: Path, tmp_path: Path, monkeypatch: p
     result = cli("export", tmp_path / "out", "--format", "onnx", "--root", answering / "root")
     assert result.exit_code == 2
     assert "pip install 'realmops[export]'" in result.stderr
+
+
+def test_one_tower_is_one_onnx_file(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world, head="release", segments="one")
+    assert generation.model.retriever.shared
+    list(export(tmp_path / "out", "onnx", lambda: generation, None))
+    assert sorted(one.name for one in (tmp_path / "out").glob("*.onnx")) == ["encoder.onnx"]
+    document_PE = onnx_embeddings(tmp_path / "out/encoder.onnx", world.snapshot.block_wordpieces, passages(generation))
+    assert generation.model.passages is not None
+    np.testing.assert_allclose(document_PE, generation.model.passages.vectors(slice(None)), atol=1e-5)

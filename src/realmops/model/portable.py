@@ -3,14 +3,13 @@
 The library is not needed to write it. A tower becomes Transformer, Pooling, Dense, LayerNorm and Normalize, a bag
 StaticEmbedding and Normalize. Two towers become the routes ``query`` and ``document`` of a Router. A passage is the
 pair (title, text), which the tokenizer joins as ``join_document`` does.
-
-Shape suffixes: E embedding width, O outputs, I inputs.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor, nn
+from torch import Tensor
 
 from realmops.encoders.bert import Bert, export_state
 from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, TOKENIZER, TOKENIZER_CONFIG
@@ -110,14 +109,13 @@ def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
     pooling |= {f"pooling_mode_{name}": name.startswith(tower.pooling) for name in ("cls_token", "mean_tokens")}
     modules = [_transformer(tower, tokenizer, limit), _Module("Pooling", {CONFIG: _json(pooling)})]
     if tower.pooler is not None:
-        modules.append(_dense(tower.pooler.weight, tower.pooler.bias, _TANH))
+        modules.append(_dense(tower.pooler.state_dict(), _TANH))
     # A LayerNorm with another epsilon gives the same for inputs that are longer by the root of both's ratio.
     scale = 1.0 if tower.norm is None else math.sqrt(LAYER_NORM_EPS / tower.norm.eps)
     if tower.projection is not None:
-        bias = tower.projection.bias
-        modules.append(_dense(scale * tower.projection.weight, None if bias is None else scale * bias))
+        modules.append(_dense({name: scale * x for name, x in tower.projection.state_dict().items()}))
     elif scale != 1:
-        modules.append(_dense(scale * torch.eye(tower.width), None))
+        modules.append(_dense({"weight": scale * torch.eye(tower.width)}))
     if tower.norm is not None:
         weights = _tensors({f"norm.{name}": tensor for name, tensor in tower.norm.state_dict().items()})
         modules.append(_Module("LayerNorm", {CONFIG: _json({"dimension": tower.width}), SAFETENSORS[0]: weights}))
@@ -153,13 +151,11 @@ def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
     return _Module("Transformer", files)
 
 
-def _dense(weight_OI: Tensor, bias_O: nn.Parameter | Tensor | None, activation: str = _NO_ACTIVATION) -> _Module:
-    outputs, inputs = weight_OI.shape
-    about = {"in_features": inputs, "out_features": outputs, "bias": bias_O is not None}
-    tensors = {"linear.weight": weight_OI} | ({} if bias_O is None else {"linear.bias": bias_O})
-    return _Module(
-        "Dense", {CONFIG: _json(about | {"activation_function": activation}), SAFETENSORS[0]: _tensors(tensors)}
-    )
+def _dense(tensors: Mapping[str, Tensor], activation: str = _NO_ACTIVATION) -> _Module:
+    outputs, inputs = tensors["weight"].shape
+    about = {"in_features": inputs, "out_features": outputs, "bias": "bias" in tensors}
+    weights = _tensors({f"linear.{name}": tensor for name, tensor in tensors.items()})
+    return _Module("Dense", {CONFIG: _json(about | {"activation_function": activation}), SAFETENSORS[0]: weights})
 
 
 def _tensors(tensors: dict[str, Tensor]) -> bytes:
