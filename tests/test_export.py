@@ -22,6 +22,7 @@ from realmops import artifacts
 from realmops.answering.openqa import OpenQa
 from realmops.commands.answers import Generation, generation_of_run
 from realmops.commands.export import INPUTS, export
+from realmops.encoders.devices import freeze_products
 from realmops.index.embed import embed_documents
 from realmops.index.lexical import Bm25
 from realmops.index.mips import exact
@@ -229,3 +230,16 @@ def test_one_tower_is_one_onnx_file(world: World, tmp_path: Path) -> None:
     document_PE = onnx_embeddings(tmp_path / "out/encoder.onnx", world.snapshot.block_wordpieces, passages(generation))
     assert generation.model.passages is not None
     np.testing.assert_allclose(document_PE, generation.model.passages.vectors(slice(None)), atol=1e-5)
+
+
+def test_the_weights_are_whole_where_the_run_computes_in_bf16(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world)
+    model = generation.model
+    assert model.passages is not None
+    freeze_products(model.retriever, torch.bfloat16)
+    model.dtype = torch.bfloat16
+    _, *notes = export(tmp_path / "out", "sentence-transformers", lambda: generation, None)
+    assert [note[:10] for note in notes] == ["The reader"]  # the index counts as this tower's
+    library = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    document_PE = library.encode_document(passages(generation))
+    np.testing.assert_allclose(document_PE, model.passages.vectors(slice(None)), atol=1e-5)

@@ -12,15 +12,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from realmops import __version__, artifacts
 from realmops.commands.answers import Generation
 from realmops.commands.card import CARD, card
 from realmops.corpus.snapshot import ROWS_PER_GROUP, TEXT_COLUMNS
+from realmops.encoders.folders import TOKENIZER
 from realmops.index.embed import embed_documents
 from realmops.index.mapped import release
 from realmops.index.mips import PassageIndex
@@ -60,22 +62,18 @@ def export(folder: Path, format: str, opened: Callable[[], Generation], root: Pa
     # Not the networks that are open: where they compute in bf16, their weights are rounded.
     retriever, _ = load_models(generation.folder, model.snapshot.vocabulary_hash)
     notes = list(_notes(format, generation, model.passages))
+    take = retriever.eval(), model.snapshot.tokenizer, (model.options.query_wordpieces, model.snapshot.block_wordpieces)
     with artifacts.atomic_folder(folder) as out:
         if format == "parquet":
             _write_passages(out / PASSAGES, generation, model.passages)
         elif format == "onnx":
-            _write_onnx(out, generation, retriever.eval())
+            _write_onnx(out, *take)
         else:
-            write_retriever(out, retriever.eval(), model.snapshot.tokenizer, limits_of(generation))
+            write_retriever(out, *take)
         (out / CARD).write_text(card(format, generation, retriever, notes, root), encoding="utf-8")
         artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **generation.about)
     yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.words}"
     yield from notes
-
-
-def limits_of(generation: Generation) -> tuple[int, int]:
-    """The most wordpieces of a query and of a passage."""
-    return generation.model.options.query_wordpieces, generation.model.snapshot.block_wordpieces
 
 
 def _refuse_others(folder: Path) -> None:
@@ -159,7 +157,7 @@ def _write_passages(path: Path, generation: Generation, passages: PassageIndex) 
             release(part_RX)
 
 
-def _write_onnx(out: Path, generation: Generation, retriever: Retriever) -> None:
+def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
     """A file for each tower, from the modules of sentence-transformers, and the tokenizer."""
     from sentence_transformers import SentenceTransformer
 
@@ -168,36 +166,28 @@ def _write_onnx(out: Path, generation: Generation, retriever: Retriever) -> None
             "retriever.tower is bag, a table of word vectors without a network: take --format sentence-transformers, "
             "whose model.safetensors is that table"
         )
-    tokenizer = generation.model.snapshot.tokenizer
     with tempfile.TemporaryDirectory() as folder:
-        write_retriever(Path(folder), retriever, tokenizer, limits_of(generation))
+        write_retriever(Path(folder), retriever, tokenizer, limits)
         library = SentenceTransformer(folder, device="cpu", local_files_only=True).eval()
     routes = {"encoder": list(library)} if retriever.shared else {r: list(library[0].sub_modules[r]) for r in ROUTES}
-    for route, modules in routes.items():
-        _write_route(out / f"{route}.onnx", modules)
-    joining(tokenizer, retriever.query.segments).save(str(out / "tokenizer.json"))
-
-
-def _write_route(path: Path, modules: list[Any]) -> None:
-    class Route(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = torch.nn.ModuleList(modules)
-
-        def forward(self, input_ids: Any, attention_mask: Any, token_type_ids: Any) -> Any:
-            features = dict(zip(INPUTS, (input_ids, attention_mask, token_type_ids), strict=True))
-            for module in self.parts:
-                features = module(features)
-            return features[OUTPUT]
-
     example, mask = torch.tensor([[2, 1, 3, 1, 3], [2, 1, 3, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("wordpieces")}
-    logging.disable(logging.WARNING)  # that torchvision is not there
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the library's own calls
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nobody needs here
+    for route, modules in routes.items():
+        with warnings.catch_warnings(action="ignore"):  # of torch's own calls
             torch.onnx.export(
-                Route().eval(), (example, mask, 0 * mask), str(path), input_names=INPUTS, output_names=[OUTPUT],
-                dynamic_shapes=(sizes,) * len(INPUTS), external_data=False, verbose=False,
+                _Route(*modules).eval(), (example, mask, 0 * mask), str(out / f"{route}.onnx"), input_names=INPUTS,
+                output_names=[OUTPUT], dynamic_shapes=(sizes,) * len(INPUTS), external_data=False, verbose=False,
             )  # fmt: skip
-    finally:
-        logging.disable(logging.NOTSET)
+    joining(tokenizer, retriever.query.segments).save(str(out / TOKENIZER))
+
+
+class _Route(nn.Sequential):
+    """Modules of sentence-transformers, one behind the other, with tensors instead of a dictionary."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:  # type: ignore[override]
+        """Embeddings B x E."""
+        features = dict(zip(INPUTS, (input_ids, attention_mask, token_type_ids), strict=True))
+        for module in self:
+            features = module(features)
+        return features[OUTPUT]

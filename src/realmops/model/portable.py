@@ -27,6 +27,7 @@ from realmops.model.sequences import SpecialTokens
 
 ROUTES = ("query", "document")
 LAYER_NORM_EPS = 1e-5  # of the library's LayerNorm, which takes no other
+_TYPES = "sentence_transformers.models."  # all versions of the library know this name
 _NO_ACTIVATION, _TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
 
 
@@ -36,11 +37,6 @@ class _Module:
 
     kind: str
     files: dict[str, bytes] = field(default_factory=dict)
-
-    @property
-    def type(self) -> str:
-        """By a name that all versions of the library since 2 know."""
-        return f"sentence_transformers.models.{self.kind}"
 
 
 def write_retriever(folder: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
@@ -57,19 +53,19 @@ def write_retriever(folder: Path, retriever: Retriever, tokenizer: Tokenizer, li
     if retriever.shared:
         modules = _modules(retriever.query, tokenizer, max(limits))
         placed = {f"{n}_{module.kind}" if n else "": module for n, module in enumerate(modules)}
-        listed = [(path, module.type) for path, module in placed.items()]
+        listed = [(path, _TYPES + module.kind) for path, module in placed.items()]
     else:
         towers = zip(ROUTES, (retriever.query, retriever.document), limits, strict=True)
         routes = {route: _modules(tower, tokenizer, limit) for route, tower, limit in towers}
         structure = {r: {f"{r}_{n}_{one.kind}": one for n, one in enumerate(own)} for r, own in routes.items()}
         placed = structure["query"] | structure["document"]
         router = {
-            "types": {path: module.type for path, module in placed.items()},
+            "types": {path: _TYPES + module.kind for path, module in placed.items()},
             "structure": {route: [*own] for route, own in structure.items()},
             "parameters": {"default_route": "document", "allow_empty_key": True},
         }
         (folder / "router_config.json").write_bytes(_json(router))
-        listed = [("", _Module("Router").type)]
+        listed = [("", f"{_TYPES}Router")]
     for path, module in placed.items():
         (folder / path).mkdir(exist_ok=True)
         for name, content in module.files.items():
