@@ -448,8 +448,11 @@ def test_a_model_that_finds_by_words_takes_their_index_along(another: Path, serv
 
 
 @pytest.mark.parametrize("copy", [False, True])
-def test_the_champion_is_served_with_its_version(project: Path, predictions: list[Prediction], copy: bool) -> None:
+def test_the_champion_is_served_with_its_version(
+    project: Path, predictions: list[Prediction], copy: bool, tmp_path: Path
+) -> None:
     from realmops.commands.answers import Asked
+    from realmops.commands.export import export
     from realmops.serve.generations import Champion
 
     name = f"served-{copy}"
@@ -462,6 +465,8 @@ def test_the_champion_is_served_with_its_version(project: Path, predictions: lis
     assert record["model"]["version"] == f"models:/{name}/1"
     assert record["model"]["weights_step"] == 6
     assert origin.mark() == (1, read_run(project, project / "root").digest)
+    list(export(tmp_path / "out", "sentence-transformers", lambda: generation, None))
+    assert artifacts.read_manifest(tmp_path / "out", "export")["version"] == f"models:/{name}/1"
 
 
 def test_another_champion_takes_over_and_a_bad_one_does_not(

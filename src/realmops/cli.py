@@ -19,7 +19,7 @@ from realmops.stages import STAGES
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
     "Look": ("report", "explain", "alignments", "ceilings"),
-    "Serve": ("search", "ask", "serve", "mcp", "verify", "update"),
+    "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
     "Operate": ("plan", "submit", "index-builder", "sync", "doctor"),
 }
@@ -567,6 +567,32 @@ def verify(**given: Any) -> Iterator[str]:
         f"{len(verdict.problems)} wrong"
     )
     _end_with(verdict.problems[:20])
+
+
+@main.command()
+@click.argument("folder", type=_path)
+@click.option(
+    "--format",
+    type=click.Choice(["sentence-transformers", "onnx", "parquet"]),
+    default="sentence-transformers",
+    help="What to write.",
+)
+@_old_root
+@_model
+def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable[str]:
+    """Write the retriever, or its embeddings, for other programs.
+
+    sentence-transformers: a folder that SentenceTransformer(FOLDER) opens, with the same embeddings of questions and of
+    passages. onnx: the same as files for ONNX Runtime; needs the extra "export". parquet: every passage with its
+    embedding, its place in its document and what else came with that, for any vector store.
+
+    README.md in FOLDER is a model card: it tells how to use the files, what they come from, and what they are not. The
+    reader is not exported: no common form has its score of a span.
+    """
+    from realmops.commands.export import export
+    from realmops.serve.server import origin_of
+
+    return export(folder, format, origin_of(root, model).open, root if model is None else None)
 
 
 @main.command("index-builder")

@@ -52,6 +52,7 @@ class Generation:
     number: int
     confidence: Confidence | None  # None of a model that was imported: nothing is calibrated
     content: str = ""  # digest of every file that is read, for what has no version of a registry
+    folder: Path = Path()  # of the model's files
     held: Any = None  # what must live as long, as a folder of downloaded files
 
     @property
@@ -155,7 +156,7 @@ def _generation_of_run(root: Path, where: CorpusState | None) -> Generation:
     indexed = read_json(where.snapshot.parent / MANIFEST)["files"] if where.number else files
     index = [entry["sha256"] for name, entry in sorted(indexed.items()) if Path(name).name == INDEX]
     content = digest_of([version, model.snapshot.manifest["files"], index])
-    return Generation(model, version, tuned_steps(root), where.number, Confidence.load(tuned), content)
+    return Generation(model, version, tuned_steps(root), where.number, Confidence.load(tuned), content, tuned)
 
 
 def open_run(root: Path, where: CorpusState | None = None) -> RetrieveAndRead:

@@ -319,4 +319,4 @@ def open_promoted(folder: Path, registered: Path) -> Generation:
     run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
     model = open_reading(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
     version, step = manifest["digest"][:12], manifest.get("weights_step")
-    return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE))
+    return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)

@@ -1,0 +1,130 @@
+"""The card of an export: README.md with the front matter that the Hugging Face hub reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from realmops import __version__
+from realmops.commands.answers import Generation
+from realmops.commands.report import metrics_under
+from realmops.commands.trained import sections_of
+from realmops.evaluate.report import headline_rows
+from realmops.model.portable import similarity
+from realmops.model.retriever import Retriever
+
+CARD = "README.md"
+_USE = {  # by format
+    "sentence-transformers": """\
+```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("FOLDER")
+queries = model.encode_query(["Where was Anna Berg born?"])
+passages = model.encode_document([("Anna Berg", "Anna Berg was born in Oslo.")])
+model.similarity(queries, passages)
+```
+
+A passage is the pair of its title and its text; without a title it is `("", text)`.
+""",
+    "onnx": """\
+```python
+import numpy, onnxruntime, tokenizers
+
+tokenizer = tokenizers.Tokenizer.from_file("FOLDER/tokenizer.json")
+
+def embed(file, wordpieces, texts):
+    tokenizer.enable_truncation(wordpieces)
+    tokenizer.enable_padding(pad_id=PADDING)
+    found = tokenizer.encode_batch(texts)
+    inputs = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+    inputs = {name: numpy.array([getattr(one, of) for one in found]) for name, of in inputs.items()}
+    return onnxruntime.InferenceSession(f"FOLDER/{file}").run(None, inputs)[0]
+
+queries = embed("QUERY_FILE", QUERY_LIMIT, ["Where was Anna Berg born?"])
+passages = embed("DOCUMENT_FILE", DOCUMENT_LIMIT, [("Anna Berg", "Anna Berg was born in Oslo.")])
+```
+
+A passage is the pair of its title and its text; without a title it is `("", text)`.
+""",
+    "parquet": """\
+| column of passages.parquet | what it is |
+|---|---|
+| `passage_id`, `document_id`, `title`, `text` | the passage and its document |
+| `extra` | what else the document came with, as JSON, or empty |
+| `start`, `end` | the characters of the document's text at which the passage stands |
+| `vector`, `embedding` | the number of the vector, 0 where a passage has one, and the vector |
+
+Embeddings of questions come from `realmops export FOLDER --format sentence-transformers` or `onnx`.
+""",
+}
+
+
+def card(format: str, generation: Generation, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
+    """The card's text.
+
+    Args:
+        retriever: with the weights that are exported.
+        notes: what the export is not.
+        root: the run's folder, whose figures and encoder are told; None for a model of the registry.
+    """
+    model = generation.model
+    init = None if root is None else sections_of(root, "ict").get("bert", {}).get("init")
+    facts = {
+        "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.words}",
+        "embeddings": f"{retriever.query.width} numbers, compared by {similarity(retriever)}",
+        "f(x, z), of which p(z|x) is the softmax": f"{retriever.scale:.6g} times the inner product",
+        "wordpieces": f"{model.options.query_wordpieces} of a query, {model.snapshot.block_wordpieces} of a passage",
+        "numbers": f"fp32; the run itself computes in {str(model.dtype).removeprefix('torch.')}",
+        "corpus": f"{len(model.snapshot)} passages, {model.snapshot.corpus_hash}, update {generation.number}",
+        "vocabulary": model.snapshot.vocabulary_hash,
+        "model": f"{generation.version}, fine-tuned for {generation.weights_step} steps",
+        "the training began with": {None: "what is not known here", "small": "an encoder from scratch"}.get(init, init),
+        "realmops": __version__,
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(_front_matter(format, init))}---\n",
+        f"# {'Passages with embeddings' if format == 'parquet' else 'A retriever'} of REALM\n",
+        "The retriever learned from masked words (Guu et al. 2020); realmops trained and exported it.\n",
+        _filled(_USE[format], generation, retriever),
+        *(f"**Note.** {note}\n" for note in notes),
+        "## What it comes from\n",
+        _table(("what", "value"), facts.items()),
+        "`manifest.json` has the sha256 of every file.\n",
+        "## Licence\n",
+        "realmops does not know it. It follows from the encoder that the training began with and from the documents: "
+        "write it into the first lines of this file before you publish it.\n",
+    ]
+    if root is not None and (figures := headline_rows(metrics_under(root))):
+        parts += ["## Figures of the run\n", _table(("measure", "value", "95 % interval"), figures)]
+    return "\n".join(parts)
+
+
+def _front_matter(format: str, init: str | None) -> dict[str, Any]:
+    about: dict[str, Any] = {"license": "unknown", "tags": ["feature-extraction", "realm", "realmops", format]}
+    if format == "parquet":
+        return about | {"configs": [{"config_name": "default", "data_files": "passages.parquet"}]}
+    if init and init.count("/") == 1 and not Path(init).exists():  # a name on the hub
+        about["base_model"] = init
+    return about | {"library_name": format, "pipeline_tag": "sentence-similarity"}
+
+
+def _filled(text: str, generation: Generation, retriever: Retriever) -> str:
+    values = {
+        "PADDING": generation.model.special.padding,
+        "QUERY_LIMIT": generation.model.options.query_wordpieces,
+        "DOCUMENT_LIMIT": generation.model.snapshot.block_wordpieces,
+        "QUERY_FILE": "encoder.onnx" if retriever.shared else "query.onnx",
+        "DOCUMENT_FILE": "encoder.onnx" if retriever.shared else "document.onnx",
+    }
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    return text
+
+
+def _table(head: Sequence[str], rows: Any) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(str(cell).replace('|', '&#124;') for cell in line)} |\n" for line in lines)

@@ -1,0 +1,193 @@
+"""``realmops export``: the retriever and its embeddings in forms that other programs read.
+
+Shape suffixes: R passages of a row group, M vectors of a passage, E embedding width.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from realmops import __version__, artifacts
+from realmops.commands.answers import Generation
+from realmops.commands.card import CARD, card
+from realmops.corpus.snapshot import ROWS_PER_GROUP, TEXT_COLUMNS
+from realmops.encoders.folders import TOKENIZER
+from realmops.index.embed import embed_documents
+from realmops.index.mapped import release
+from realmops.index.mips import PassageIndex
+from realmops.model.files import load_models
+from realmops.model.portable import ROUTES, joining, similarity, write_retriever
+from realmops.model.retriever import Embedder, Retriever
+
+KIND = "export"
+PASSAGES = "passages.parquet"
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of an ONNX file
+OUTPUT = "sentence_embedding"
+_NEEDED = ("sentence_transformers", "onnxscript")  # of --format onnx
+_CHECKED = 8  # passages whose embeddings are made again
+_FAR = 0.05  # of a vector's length; numbers in bf16 are nearer
+
+
+def export(folder: Path, format: str, opened: Callable[[], Generation], root: Path | None) -> Iterator[str]:
+    """Write a generation's retriever or embeddings into a folder, with a card; says what it is, and what it is not.
+
+    Args:
+        opened: gives the generation.
+        root: the folder of its run, None for a model of the registry.
+
+    Raises ValueError for a folder with files that this command did not write, a model without embeddings, an encoder or
+    tower that the format has no form for, and where a package is missing.
+    """
+    _refuse_others(folder)
+    if format == "onnx" and not all(map(find_spec, _NEEDED)):
+        raise ValueError("--format onnx needs more packages: pip install 'realmops[export]'")
+    generation = opened()
+    model = generation.model
+    if model.passages is None:
+        raise ValueError(
+            f"finetune.retriever is {model.options.retriever}, which finds passages without embeddings: there is "
+            "nothing to export; fine-tune with finetune.retriever=pretrain or ict"
+        )
+    # Not the networks that are open: where they compute in bf16, their weights are rounded.
+    retriever, _ = load_models(generation.folder, model.snapshot.vocabulary_hash)
+    notes = list(_notes(format, generation, model.passages))
+    take = retriever.eval(), model.snapshot.tokenizer, (model.options.query_wordpieces, model.snapshot.block_wordpieces)
+    with artifacts.atomic_folder(folder) as out:
+        if format == "parquet":
+            _write_passages(out / PASSAGES, generation, model.passages)
+        elif format == "onnx":
+            _write_onnx(out, *take)
+        else:
+            write_retriever(out, *take)
+        (out / CARD).write_text(card(format, generation, retriever, notes, root), encoding="utf-8")
+        artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **generation.about)
+    yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.words}"
+    yield from notes
+
+
+def _refuse_others(folder: Path) -> None:
+    """ValueError where something stands that an earlier export did not write, or that was changed since."""
+    if not folder.exists():
+        return
+    path = folder / artifacts.MANIFEST
+    manifest = artifacts.read_json(path) if path.is_file() else {}
+    ours = isinstance(manifest, dict) and manifest.get("kind") == KIND and artifacts.is_sealed(manifest)
+    known = {name: entry["sha256"] for name, entry in manifest["files"].items()} if ours else {}
+    for one in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
+        written = known.get(one.relative_to(folder).as_posix())
+        if (one.is_dir() and not one.is_symlink()) or (ours and one == path):
+            continue
+        if written is None or written != artifacts.sha256_file(one):
+            raise ValueError(f"{one} is there already, and 'realmops export' did not write it so: name another folder")
+
+
+def _notes(format: str, generation: Generation, passages: PassageIndex) -> Iterator[str]:
+    """What an export is not, in sentences for the card and for the terminal."""
+    model, retriever = generation.model, generation.model.retriever
+    if retriever.vectors > 1 and format == "parquet":
+        yield (
+            f"A passage has {retriever.vectors} rows, one for each of its vectors (column `vector`): the largest inner "
+            "product among them counts. Group what a search finds by `passage_id`."
+        )
+    elif retriever.vectors > 1:
+        yield (
+            f"An approximation: in this run a passage has {retriever.vectors} vectors, of which the nearest counts. "
+            "Here it has one, of the mean over its whole text. Queries are exact; --format parquet has them all."
+        )
+    if model.hybrid:
+        mixture = retriever.mixture
+        yield (
+            f"In part: in this run f(x, z) is {mixture.dense:.4g} times the scaled inner product and "
+            f"{mixture.lexical:.4g} times BM25, over that of the best passage. Embeddings have no BM25."
+        )
+    if format == "parquet":
+        return
+    rows = np.unique(np.linspace(0, len(model.snapshot) - 1, _CHECKED).astype(int)).tolist()
+    made_RX = embed_documents(retriever, model.snapshot, rows, model.dtype)
+    known_RX = passages.vectors(torch.tensor(rows)).float().cpu()
+    if (made_RX - known_RX).norm() > _FAR * known_RX.norm():
+        yield (
+            "The passages' tower is not the one that made this run's index, as after 'realmops import' without "
+            "--pretrained: search the embeddings of --format parquet, with queries from here."
+        )
+    if model.reader.spans is not None:
+        yield (
+            "The reader is not in it: it scores a span by an MLP over its start and end together, "
+            "w . LayerNorm(ReLU(W_s h_start + W_e h_end)), and AutoModelForQuestionAnswering adds a score of the start "
+            "to one of the end. 'realmops serve' answers."
+        )
+
+
+def _write_passages(path: Path, generation: Generation, passages: PassageIndex) -> None:
+    """Every passage with its embedding, a row group in memory at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    snapshot, retriever = generation.model.snapshot, generation.model.retriever
+    vectors, width = retriever.vectors, retriever.document.width
+    texts = [(name, pa.string()) for name in TEXT_COLUMNS]
+    places = [("start", pa.int64()), ("end", pa.int64()), ("vector", pa.int32())]
+    about = generation.about | {"scale": retriever.scale, "similarity": similarity(retriever), "realmops": __version__}
+    schema = pa.schema(
+        [*texts, *places, ("embedding", pa.list_(pa.float32(), width))], {"realmops": json.dumps(about, sort_keys=True)}
+    )
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+        for first in range(0, len(snapshot), ROWS_PER_GROUP):
+            rows = np.arange(first, min(first + ROWS_PER_GROUP, len(snapshot)))
+            columns = [np.array(one, object) for one in zip(*snapshot.rows(rows, *TEXT_COLUMNS), strict=True)]
+            start = snapshot.places[rows, 1] if snapshot.has_places else np.full(len(rows), None)
+            columns += [start, start + [len(text) for text in columns[3]] if snapshot.has_places else start]
+            each = [pa.array(np.repeat(one, vectors), of.type) for one, of in zip(columns, schema, strict=False)]
+            part_RX = passages.vectors(slice(first, first + len(rows)))
+            flat = pa.array(part_RX.float().cpu().numpy().reshape(-1))
+            number = pa.array(np.tile(np.arange(vectors, dtype=np.int32), len(rows)))
+            embedding = pa.FixedSizeListArray.from_arrays(flat, width)
+            writer.write_table(pa.Table.from_arrays([*each, number, embedding], schema=schema))
+            release(part_RX)
+
+
+def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
+    """A file for each tower, from the modules of sentence-transformers, and the tokenizer."""
+    from sentence_transformers import SentenceTransformer
+
+    if not isinstance(retriever.query, Embedder):
+        raise ValueError(
+            "retriever.tower is bag, a table of word vectors without a network: take --format sentence-transformers, "
+            "whose model.safetensors is that table"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        write_retriever(Path(folder), retriever, tokenizer, limits)
+        library = SentenceTransformer(folder, device="cpu", local_files_only=True).eval()
+    routes = {"encoder": list(library)} if retriever.shared else {r: list(library[0].sub_modules[r]) for r in ROUTES}
+    example, mask = torch.tensor([[2, 1, 3, 1, 3], [2, 1, 3, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("wordpieces")}
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nobody needs here
+    for route, modules in routes.items():
+        with warnings.catch_warnings(action="ignore"):  # of torch's own calls
+            torch.onnx.export(
+                _Route(*modules).eval(), (example, mask, 0 * mask), str(out / f"{route}.onnx"), input_names=INPUTS,
+                output_names=[OUTPUT], dynamic_shapes=(sizes,) * len(INPUTS), external_data=False, verbose=False,
+            )  # fmt: skip
+    joining(tokenizer, retriever.query.segments).save(str(out / TOKENIZER))
+
+
+class _Route(nn.Sequential):
+    """Modules of sentence-transformers, one behind the other, with tensors instead of a dictionary."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:  # type: ignore[override]
+        """Embeddings B x E."""
+        features = dict(zip(INPUTS, (input_ids, attention_mask, token_type_ids), strict=True))
+        for module in self:
+            features = module(features)
+        return features[OUTPUT]

@@ -1,0 +1,163 @@
+"""A retriever as a folder of the library sentence-transformers, made of that library's own modules alone.
+
+The library is not needed to write it. A tower becomes Transformer, Pooling, Dense, LayerNorm and Normalize, a bag
+StaticEmbedding and Normalize. Two towers become the routes ``query`` and ``document`` of a Router. A passage is the
+pair (title, text), which the tokenizer joins as ``join_document`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save as save_tensors
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+
+from realmops.encoders.bert import Bert, export_state
+from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, TOKENIZER, TOKENIZER_CONFIG
+from realmops.model.retriever import Bag, Embedder, Retriever, Tower
+from realmops.model.sequences import SpecialTokens
+
+ROUTES = ("query", "document")
+LAYER_NORM_EPS = 1e-5  # of the library's LayerNorm, which takes no other
+_TYPES = "sentence_transformers.models."  # all versions of the library know this name
+_NO_ACTIVATION, _TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module: its class in the library, and its files by their names."""
+
+    kind: str
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def write_retriever(folder: Path, retriever: Retriever, tokenizer: Tokenizer, limits: tuple[int, int]) -> None:
+    """Write the retriever into a folder that ``SentenceTransformer(folder)`` opens.
+
+    A passage of several vectors gets one, that of its whole text.
+
+    Args:
+        tokenizer: the snapshot's.
+        limits: the most wordpieces of a query and of a passage.
+
+    Raises ValueError for an encoder that has no form in the library.
+    """
+    if retriever.shared:
+        modules = _modules(retriever.query, tokenizer, max(limits))
+        placed = {f"{n}_{module.kind}" if n else "": module for n, module in enumerate(modules)}
+        listed = [(path, _TYPES + module.kind) for path, module in placed.items()]
+    else:
+        towers = zip(ROUTES, (retriever.query, retriever.document), limits, strict=True)
+        routes = {route: _modules(tower, tokenizer, limit) for route, tower, limit in towers}
+        structure = {r: {f"{r}_{n}_{one.kind}": one for n, one in enumerate(own)} for r, own in routes.items()}
+        placed = structure["query"] | structure["document"]
+        router = {
+            "types": {path: _TYPES + module.kind for path, module in placed.items()},
+            "structure": {route: [*own] for route, own in structure.items()},
+            "parameters": {"default_route": "document", "allow_empty_key": True},
+        }
+        (folder / "router_config.json").write_bytes(_json(router))
+        listed = [("", f"{_TYPES}Router")]
+    for path, module in placed.items():
+        (folder / path).mkdir(exist_ok=True)
+        for name, content in module.files.items():
+            (folder / path / name).write_bytes(content)
+    rows = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(listed)]
+    (folder / MODULES).write_bytes(_json(rows))
+    about = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever), "prompts": {}}
+    (folder / "config_sentence_transformers.json").write_bytes(_json(about))
+
+
+def similarity(retriever: Retriever) -> str:
+    """What compares its embeddings, as the library calls it."""
+    return "cosine" if retriever.query.head == "cosine" else "dot"
+
+
+def joining(tokenizer: Tokenizer, segments: str = "two") -> Tokenizer:
+    """A tokenizer that makes ``join_query`` of a text and ``join_document`` of a pair of title and text."""
+    special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
+    begin, end = (tokenizer.id_to_token(number) for number in (special.cls, special.sep))
+    of_text = 0 if segments == "one" else 1
+    other.post_processor = TemplateProcessing(
+        single=f"{begin} $A {end}",
+        pair=f"{begin} $A {end} $B:{of_text} {end}:{of_text}",
+        special_tokens=[(begin, special.cls), (end, special.sep)],
+    )
+    return other
+
+
+def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
+    if isinstance(tower, Bag):
+        # Of the library's mean and the bag's sum the direction is the same.
+        weights = _tensors({"embedding.weight": tower.word.weight * tower.counts_V[:, None]})
+        tokens = joining(tokenizer).to_str().encode()
+        return [_Module("StaticEmbedding", {SAFETENSORS[0]: weights, TOKENIZER: tokens}), _Module("Normalize")]
+    assert isinstance(tower, Embedder)
+    pooling = {"word_embedding_dimension": tower.encoder.width}
+    pooling |= {f"pooling_mode_{name}": name.startswith(tower.pooling) for name in ("cls_token", "mean_tokens")}
+    modules = [_transformer(tower, tokenizer, limit), _Module("Pooling", {CONFIG: _json(pooling)})]
+    if tower.pooler is not None:
+        modules.append(_dense(tower.pooler.state_dict(), _TANH))
+    # A LayerNorm with another epsilon gives the same for inputs that are longer by the root of both's ratio.
+    scale = 1.0 if tower.norm is None else math.sqrt(LAYER_NORM_EPS / tower.norm.eps)
+    if tower.projection is not None:
+        modules.append(_dense({name: scale * x for name, x in tower.projection.state_dict().items()}))
+    elif scale != 1:
+        modules.append(_dense({"weight": scale * torch.eye(tower.width)}))
+    if tower.norm is not None:
+        weights = _tensors({f"norm.{name}": tensor for name, tensor in tower.norm.state_dict().items()})
+        modules.append(_Module("LayerNorm", {CONFIG: _json({"dimension": tower.width}), SAFETENSORS[0]: weights}))
+    if tower.head == "cosine":
+        modules.append(_Module("Normalize"))
+    return modules
+
+
+def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
+    encoder = tower.encoder
+    if not isinstance(encoder, Bert):
+        raise ValueError(
+            f"the encoder is {encoder.words}, which sentence-transformers does not know: take its embeddings by "
+            "--format parquet, or train with a BERT (bert.init)"
+        )
+    limit, special = min(limit, encoder.positions), SpecialTokens.of(tokenizer)
+    names = {"cls_token": special.cls, "sep_token": special.sep, "unk_token": special.unknown}
+    names |= {"pad_token": special.padding, "mask_token": special.mask}
+    about_tokenizer = {name: tokenizer.id_to_token(number) for name, number in names.items()} | {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": limit,
+        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "split_special_tokens": True,  # "[MASK]" in a text is three words
+    }
+    about = {"max_seq_length": limit, "do_lower_case": False, "model_args": {"add_pooling_layer": False}}
+    files = {
+        CONFIG: _json({"architectures": ["BertModel"], "pad_token_id": special.padding} | encoder.describe()),
+        SAFETENSORS[0]: _tensors({name.removeprefix("bert."): x for name, x in export_state(encoder).items()}),
+        "sentence_bert_config.json": _json(about),
+        TOKENIZER: joining(tokenizer, tower.segments).to_str().encode(),
+        TOKENIZER_CONFIG: _json(about_tokenizer),
+    }
+    return _Module("Transformer", files)
+
+
+def _dense(tensors: Mapping[str, Tensor], activation: str = _NO_ACTIVATION) -> _Module:
+    outputs, inputs = tensors["weight"].shape
+    about = {"in_features": inputs, "out_features": outputs, "bias": "bias" in tensors}
+    weights = _tensors({f"linear.{name}": tensor for name, tensor in tensors.items()})
+    return _Module("Dense", {CONFIG: _json(about | {"activation_function": activation}), SAFETENSORS[0]: weights})
+
+
+def _tensors(tensors: dict[str, Tensor]) -> bytes:
+    there = {name: tensor.detach().float().cpu().contiguous() for name, tensor in tensors.items()}
+    return save_tensors(there, {"format": "pt"})
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()

@@ -1,0 +1,245 @@
+"""``realmops export``: what other programs make of it is what the run itself finds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+import onnxruntime
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from sentence_transformers import SentenceTransformer
+from small_project import QUESTIONS, cli
+from small_world import World, section, tiny_models
+from tokenizers import Tokenizer
+
+from realmops import artifacts
+from realmops.answering.openqa import OpenQa
+from realmops.commands.answers import Generation, generation_of_run
+from realmops.commands.export import INPUTS, export
+from realmops.encoders.devices import freeze_products
+from realmops.index.embed import embed_documents
+from realmops.index.lexical import Bm25
+from realmops.index.mips import exact
+from realmops.model.files import add_spans, save_models
+from realmops.model.retriever import Mixture, Retriever
+
+ASKED = [question for split in QUESTIONS.values() for question, _ in split]
+FIRST, FP32 = 10, torch.float32
+
+
+@pytest.fixture(scope="module")
+def generation(answering: Path) -> Generation:
+    return generation_of_run(answering / "root")
+
+
+@pytest.fixture(scope="module")
+def exported(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One export of each format, by the command."""
+    folders = {name: tmp_path_factory.mktemp("exports") / name for name in ("sentence-transformers", "onnx", "parquet")}
+    for name, folder in folders.items():
+        result = cli("export", folder, "--format", name, "--root", answering / "root")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith(f"{folder}: {name} of 12 passages, "), result.stdout
+    return folders
+
+
+def first_ten(generation: Generation) -> tuple[np.ndarray, np.ndarray]:
+    """What the run's own exact search finds for each question, and f(x, z)."""
+    relevance_BK, id_BK = generation.model.relevance(ASKED, FIRST)
+    return id_BK.numpy(), relevance_BK.detach().numpy()
+
+
+def passages(generation: Generation) -> list[tuple[str, str]]:
+    snapshot = generation.model.snapshot
+    return [(snapshot.title(i), snapshot.text(i)) for i in range(len(snapshot))]
+
+
+def check_finds_the_same(query_QE: np.ndarray, document_PE: np.ndarray, generation: Generation) -> None:
+    """faiss over others' embeddings finds the passages that the run finds, with the same f(x, z)."""
+    assert not generation.model.hybrid
+    index = faiss.IndexFlatIP(document_PE.shape[1])
+    index.add(np.ascontiguousarray(document_PE, np.float32))
+    score_QK, found_QK = index.search(np.ascontiguousarray(query_QE, np.float32), FIRST)
+    id_QK, relevance_QK = first_ten(generation)
+    np.testing.assert_array_equal(found_QK, id_QK)
+    np.testing.assert_allclose(generation.model.retriever.scale * score_QK, relevance_QK, atol=1e-4, rtol=1e-4)
+
+
+def test_sentence_transformers_find_what_the_run_finds(exported: dict[str, Path], generation: Generation) -> None:
+    library = SentenceTransformer(str(exported["sentence-transformers"]), device="cpu", local_files_only=True)
+    query_QE, document_PE = library.encode_query(ASKED), library.encode_document(passages(generation))
+    assert generation.model.passages is not None
+    np.testing.assert_allclose(document_PE, generation.model.passages.vectors(slice(None)), atol=1e-5)
+    check_finds_the_same(query_QE, document_PE, generation)
+
+
+def onnx_embeddings(file: Path, limit: int, texts: list[Any]) -> np.ndarray:
+    """As the card does it."""
+    tokenizer = Tokenizer.from_file(str(file.parent / "tokenizer.json"))
+    tokenizer.enable_truncation(limit)
+    tokenizer.enable_padding()
+    found = tokenizer.encode_batch(texts)
+    columns = [[one.ids for one in found], [one.attention_mask for one in found], [one.type_ids for one in found]]
+    inputs = dict(zip(INPUTS, map(np.array, columns), strict=True))
+    return np.asarray(onnxruntime.InferenceSession(str(file)).run(None, inputs)[0])
+
+
+def test_onnx_runtime_finds_what_the_run_finds(exported: dict[str, Path], generation: Generation) -> None:
+    folder = exported["onnx"]
+    files = [folder / name for name in ("encoder.onnx", "query.onnx", "document.onnx") if (folder / name).is_file()]
+    assert len(files) == (1 if generation.model.retriever.shared else 2)
+    query_QE = onnx_embeddings(files[0], generation.model.options.query_wordpieces, ASKED)
+    pairs = passages(generation)
+    document_PE = onnx_embeddings(files[-1], generation.model.snapshot.block_wordpieces, pairs)
+    [alone_E] = onnx_embeddings(files[0], 64, ASKED[:1])  # another size of batch
+    np.testing.assert_allclose(alone_E, query_QE[0], atol=1e-5)
+    check_finds_the_same(query_QE, document_PE, generation)
+
+
+def test_parquet_holds_every_passage_with_its_place(exported: dict[str, Path], generation: Generation) -> None:
+    table = pq.read_table(exported["parquet"] / "passages.parquet")
+    model = generation.model
+    assert model.passages is not None
+    embedding_PE = np.stack(table["embedding"].to_numpy(zero_copy_only=False))
+    np.testing.assert_array_equal(embedding_PE, model.passages.vectors(slice(None)))
+    rows = table.drop(["embedding"]).to_pylist()
+    assert [row["passage_id"] for row in rows] == model.snapshot.column("passage_id")
+    for row, (title, text) in zip(rows, passages(generation), strict=True):
+        assert (row["title"], row["text"], row["vector"], row["end"] - row["start"]) == (title, text, 0, len(text))
+        assert row["start"] == 0  # each document is one passage
+    about = json.loads(table.schema.metadata[b"realmops"])
+    assert about["scale"] == model.retriever.scale
+    assert about["snapshot"] == model.snapshot.corpus_hash
+
+
+@pytest.mark.parametrize("format", ["sentence-transformers", "onnx", "parquet"])
+def test_the_card_says_what_it_is(format: str, exported: dict[str, Path], generation: Generation) -> None:
+    _, front, text = (exported[format] / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front)["license"] == "unknown"
+    assert generation.model.snapshot.corpus_hash in text
+    assert "| EM (test questions) |" in text
+    assert ("The reader is not in it" in text) == (format != "parquet")
+    manifest = artifacts.read_manifest(exported[format], "export")
+    assert manifest["format"] == format
+    assert not [one for one in manifest["files"] if one.endswith((".bin", ".pt", ".pkl"))]
+
+
+def test_a_folder_with_files_of_others_is_left_alone(answering: Path, tmp_path: Path) -> None:
+    folder, root = tmp_path / "out", answering / "root"
+    options = ("export", folder, "--format", "parquet", "--root", root)
+    assert cli(*options).exit_code == 0
+    assert cli(*options).exit_code == 0  # its own is replaced
+    for name, content in (("README.md", "mine"), (".git", "mine")):
+        (folder / name).write_text(content)
+        result = cli(*options)
+        assert result.exit_code == 2
+        assert f"{folder / name} is there already" in result.stderr
+        assert (folder / name).read_text() == content
+        (folder / name).unlink()
+    other = tmp_path / "file"
+    other.write_text("mine")
+    assert "name another folder" in cli("export", other, "--root", root).stderr
+    assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".")] == []
+
+
+# ---- what other runs have
+
+
+def other_generation(folder: Path, world: World, **changes: Any) -> Generation:
+    """A run with another retriever, not trained, and its index."""
+    folder.mkdir()
+    retriever, reader = tiny_models(world, **changes)
+    add_spans(reader, 8, 0)
+    document_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32)
+    save_models(folder, retriever, reader, world.snapshot.vocabulary_hash)
+    index = exact(document_PX, retriever.vectors)
+    model = OpenQa(retriever.eval(), reader.eval(), world.snapshot, index, section("finetune"), FP32)
+    return Generation(model, "of the test", 0, 0, None, folder=folder)
+
+
+def test_of_several_vectors_parquet_has_all_and_the_library_one(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world, document_vectors=3, pooling="mean", head="paper")
+    model = generation.model
+    assert model.passages is not None
+    notes = list(export(tmp_path / "rows", "parquet", lambda: generation, None))
+    assert "A passage has 3 rows" in notes[1]
+    table = pq.read_table(tmp_path / "rows/passages.parquet", columns=["passage_id", "vector", "embedding"])
+    assert table["vector"].to_pylist() == [0, 1, 2] * len(world.snapshot)
+    assert table["passage_id"].to_pylist()[::3] == world.snapshot.column("passage_id")
+    flat_NE = np.stack(table["embedding"].to_numpy(zero_copy_only=False))
+    np.testing.assert_array_equal(flat_NE, model.passages.vectors(slice(None)).reshape(-1, 8))
+
+    notes = list(export(tmp_path / "model", "sentence-transformers", lambda: generation, None))
+    assert "An approximation" in notes[1]
+    library = SentenceTransformer(str(tmp_path / "model"), device="cpu", local_files_only=True)
+    whole_PE = embed_documents(Retriever(model.retriever.query, model.retriever.document), world.snapshot, [3, 5], FP32)
+    np.testing.assert_allclose(library.encode_document([passages(generation)[i] for i in (3, 5)]), whole_PE, atol=1e-5)
+
+
+def test_a_hybrid_says_what_is_missing(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world)
+    generation.model.words = Bm25.of(world.snapshot)
+    generation.model.retriever.mixture = Mixture(2.0, 8.0)
+    notes = list(export(tmp_path / "out", "parquet", lambda: generation, None))
+    assert "2 times the scaled inner product and 8 times BM25" in notes[1]
+    assert notes[1] in (tmp_path / "out/README.md").read_text()
+
+
+def test_an_index_of_another_tower_is_told(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world)
+    vectors_PE = torch.randn(len(world.snapshot), 8, generator=torch.Generator().manual_seed(0))
+    generation.model.passages = exact(vectors_PE, 1)
+    notes = list(export(tmp_path / "out", "sentence-transformers", lambda: generation, None))
+    assert "not the one that made this run's index" in notes[1]
+
+
+def test_a_run_without_embeddings_is_refused(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world)
+    generation.model.passages = None
+    with pytest.raises(ValueError, match="finds passages without embeddings"):
+        list(export(tmp_path / "out", "parquet", lambda: generation, None))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bag_has_no_network_for_onnx(world: World, tmp_path: Path) -> None:
+    bag = {"tower": "bag", "head": "cosine", "pooling": "auto", "projection": "orthogonal"}
+    generation = other_generation(tmp_path / "run", world, **bag)
+    with pytest.raises(ValueError, match="take --format sentence-transformers"):
+        list(export(tmp_path / "out", "onnx", lambda: generation, None))
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
+def test_onnx_wants_its_packages(answering: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.commands.export.find_spec", lambda name: None)
+    result = cli("export", tmp_path / "out", "--format", "onnx", "--root", answering / "root")
+    assert result.exit_code == 2
+    assert "pip install 'realmops[export]'" in result.stderr
+
+
+def test_one_tower_is_one_onnx_file(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world, head="release", segments="one")
+    assert generation.model.retriever.shared
+    list(export(tmp_path / "out", "onnx", lambda: generation, None))
+    assert sorted(one.name for one in (tmp_path / "out").glob("*.onnx")) == ["encoder.onnx"]
+    document_PE = onnx_embeddings(tmp_path / "out/encoder.onnx", world.snapshot.block_wordpieces, passages(generation))
+    assert generation.model.passages is not None
+    np.testing.assert_allclose(document_PE, generation.model.passages.vectors(slice(None)), atol=1e-5)
+
+
+def test_the_weights_are_whole_where_the_run_computes_in_bf16(world: World, tmp_path: Path) -> None:
+    generation = other_generation(tmp_path / "run", world)
+    model = generation.model
+    assert model.passages is not None
+    freeze_products(model.retriever, torch.bfloat16)
+    model.dtype = torch.bfloat16
+    _, *notes = export(tmp_path / "out", "sentence-transformers", lambda: generation, None)
+    assert [note[:10] for note in notes] == ["The reader"]  # the index counts as this tower's
+    library = SentenceTransformer(str(tmp_path / "out"), device="cpu", local_files_only=True)
+    document_PE = library.encode_document(passages(generation))
+    np.testing.assert_allclose(document_PE, model.passages.vectors(slice(None)), atol=1e-5)

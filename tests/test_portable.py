@@ -1,0 +1,80 @@
+"""A retriever as a folder of sentence-transformers: the real library makes the embeddings that the towers make."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from small_project import QUESTIONS
+from small_world import World
+from test_retriever import embedder
+
+from realmops.index.embed import embed, embed_documents, query_sequences, text_queries
+from realmops.model.portable import write_retriever
+from realmops.model.retriever import Bag, Retriever, Tower
+
+FP32 = torch.float32
+QUERY_LIMIT = 24
+ASKED = [question for split in QUESTIONS.values() for question, _ in split]
+ASKED += ["", "[MASK] was born in [SEP] Oslo", "Café Ærø \u4e2d\u6587 x" + "y" * 120, "Oslo " * 60]
+FORMS: dict[str, dict[str, Any]] = {
+    "paper": {"head": "paper", "projection": "orthogonal", "width": 8},
+    "paper, nothing behind the mean": {"head": "paper", "pooling": "mean"},
+    "release": {"head": "release", "projection": "orthogonal", "width": 8},
+    "normalised": {"head": "normalised", "projection": "random", "width": 8, "pooling": "mean"},
+    "normalised, no projection": {"head": "normalised", "segments": "one"},
+    "cosine": {"head": "cosine", "projection": "pca", "width": 8, "pooling": "mean", "segments": "one"},
+}
+
+
+def moved(tower: Tower, seed: int) -> Tower:
+    """Another tower of the same shape, whose biases are not 0 either."""
+    other, generator = copy.deepcopy(tower), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return other.eval()
+
+
+def passages(world: World) -> list[tuple[str, str]]:
+    snapshot = world.snapshot
+    return [(snapshot.title(i), snapshot.text(i)) for i in range(len(snapshot))]
+
+
+def check_same(folder: Path, retriever: Retriever, world: World) -> SentenceTransformer:
+    """The library, which trusts no code, gives the towers' own embeddings."""
+    snapshot = world.snapshot
+    write_retriever(folder, retriever, snapshot.tokenizer, (QUERY_LIMIT, snapshot.block_wordpieces))
+    library = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    queries = text_queries(
+        snapshot, ASKED, max(QUERY_LIMIT, snapshot.block_wordpieces) if retriever.shared else QUERY_LIMIT
+    )
+    query_QE = embed(retriever.query, query_sequences(queries), FP32)
+    document_PE = embed_documents(retriever, snapshot, range(len(snapshot)), FP32)
+    np.testing.assert_allclose(library.encode_query(ASKED, batch_size=5), query_QE, atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(library.encode_document(passages(world)), document_PE, atol=1e-5, rtol=1e-5)
+    assert document_PE.std(0).min() > 1e-3  # they are not all the same
+    assert library.similarity_fn_name == ("cosine" if retriever.query.head == "cosine" else "dot")
+    assert library.get_embedding_dimension() == retriever.query.width
+    return library
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one tower", "two towers"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_library_makes_the_same_embeddings(
+    form: dict[str, Any], shared: bool, world: World, tmp_path: Path
+) -> None:
+    query = moved(embedder(**form), 1)
+    check_same(tmp_path, Retriever(query, query if shared else moved(query, 2)), world)
+
+
+def test_a_bag_is_a_table_of_the_library(world: World, tmp_path: Path) -> None:
+    bag = Bag(len(world.snapshot.vocabulary), 8, 0.05)
+    bag.counts_V[world.special.ids] = 0
+    bag.counts_V[20:30] = 0.5
+    check_same(tmp_path, Retriever(bag, bag), world)
