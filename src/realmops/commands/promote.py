@@ -54,7 +54,7 @@ _NO_NUMBER, _NO_PLACE = {"type": "double", "required": False}, {"type": "long", 
 _NO_TEXT = {"type": "string", "required": False}
 _PLACE = {
     **dict.fromkeys(("uri", "document_id", "passage_id", "title"), _TEXT),
-    **dict.fromkeys(("start", "end"), _NO_PLACE),
+    **dict.fromkeys(("start", "end", "page"), _NO_PLACE),
     "p_z": _NUMBER,
     "p_z_given_y": _NO_NUMBER,
 }

@@ -19,7 +19,8 @@ from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 
 LINE_LIMIT = 16 << 20
 _BOM = b"\xef\xbb\xbf"
-_OWN_KEYS = {"title", "text", "id", "spans"}
+PAGES = "realmops_pages"  # column of a passage: [page, the character of the passage at which it begins]
+_OWN_KEYS = {"title", "text", "id", "spans", PAGES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Document:
     """One document; ``id`` is None when the corpus gives none, ``place`` says where it stood.
 
     ``spans`` are (character start, character end, label) in ``text``; ``extra`` is a canonical JSON object of
-    the record's other columns, "" where there are none.
+    the record's other columns, "" where there are none. ``pages`` are the characters at which its pages begin.
     """
 
     title: str
@@ -36,14 +37,15 @@ class Document:
     spans: tuple[tuple[int, int, str], ...]
     place: str
     extra: str = ""
+    pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
     """A record as cut from its file, not yet understood.
 
-    ``data`` is bytes, str or a dict of plain values; ``position`` counts the bytes of the file consumed so
-    far (compressed bytes where it is compressed).
+    ``data`` is bytes, str, a dict of plain values, or the path of a file to be read whole; ``position`` counts the
+    bytes of the file consumed so far (compressed bytes where it is compressed).
     """
 
     place: str
@@ -64,11 +66,13 @@ class Rejected:
     """A broken record; ``problem`` says what was found, what is allowed and what to do, without the place.
 
     With ``ends_file`` nothing behind it can be read, however much that is: it is no matter of one record.
+    ``kind`` is one word for a whole file that cannot be read: such files are counted by it, not as broken records.
     """
 
     place: str
     problem: str
     ends_file: bool = False
+    kind: str = ""
 
 
 Outcome = Document | Dropped | Rejected
@@ -79,12 +83,15 @@ class Format:
     """A file format: ``records`` streams a file in flat memory, ``convert`` understands one record.
 
     Both give ``Rejected`` for broken data and never raise for it; one that ends a file early has ``ends_file``.
-    ValueError from ``records`` means that the file cannot be read at all.
+    ValueError from ``records`` means that the file cannot be read at all. Of some formats a file ``is_document``, one;
+    ``needs`` names a module of the extra ``documents``.
     """
 
     name: str
     records: Callable[[Path], Iterator[Raw | Rejected]]
     convert: Callable[[Raw], Outcome]
+    is_document: bool = False
+    needs: str = ""
 
 
 def shown(name: str | Path) -> str:

@@ -15,9 +15,10 @@ import os
 import shutil
 import sqlite3
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -37,7 +38,7 @@ from realmops.artifacts import (
     write_json,
     write_manifest,
 )
-from realmops.corpus.documents import Document, Dropped, Outcome, Rejected, shown
+from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejected, shown
 from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
@@ -52,6 +53,7 @@ from realmops.corpus.snapshot import (
     TEXT_COLUMNS,
     TEXTS,
     document_name,
+    rejects,
 )
 from realmops.corpus.spans import SpansWriter
 from realmops.corpus.tokenizer import CachedTokenizer
@@ -183,13 +185,17 @@ class _Cutter:
 
 @dataclass(slots=True)
 class _Counts:
-    """What became of records; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text."""
+    """What became of records; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text.
+
+    ``unread`` are the files that could not be read, by kind.
+    """
 
     records: int = 0
     documents: int = 0
     replaced: int = 0
     rejected: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
         """Count one record."""
@@ -199,7 +205,10 @@ class _Counts:
         if isinstance(outcome, Document):
             self.documents += 1
             self.replaced += "\ufffd" in outcome.title or "\ufffd" in outcome.text
-        self.rejected += isinstance(outcome, Rejected)
+        if isinstance(outcome, Rejected) and outcome.kind:
+            self.unread[outcome.kind] = self.unread.get(outcome.kind, 0) + 1
+        else:
+            self.rejected += isinstance(outcome, Rejected)
 
 
 class _Writer:
@@ -309,10 +318,15 @@ class _Writer:
                     if problem:
                         used_ids.add(number)
                         outcome = Rejected(outcome.place, problem)
+                one = self._sources[source]
+                if isinstance(outcome, Rejected) and one.format.is_document and not outcome.kind:
+                    outcome = replace(outcome, kind=one.broken)
                 for counts in (self.counts, self._total):
                     counts.add(outcome)
                 if isinstance(outcome, Rejected):
                     line = {"place": outcome.place, "problem": outcome.problem}
+                    if outcome.kind:
+                        line["kind"] = outcome.kind
                     self._rejects.write(canonical_json(line) + b"\n")
                 if self._total.records % _RECORDS_BETWEEN_CHECKS == 0:
                     self._check_rejects()
@@ -335,8 +349,7 @@ class _Writer:
         if rejected <= self._broken_share * records:
             return
         self._rejects.sync()
-        with open(self._work / REJECTS, "rb") as file:
-            first = [json.loads(line) for line in itertools.islice(file, _REJECTS_SHOWN)]
+        first = list(itertools.islice(rejects(self._work), _REJECTS_SHOWN))
         raise ValueError(
             "\n  ".join(f"{one['place']}: {one['problem']}" for one in first)
             + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
@@ -350,9 +363,12 @@ class _Writer:
                 f"the corpus holds no documents ({names}): "
                 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
             )
+        self._rejects.sync()
+        unread = itertools.islice(rejects(self._work, unread=True), _REJECTS_SHOWN)
         raise ValueError(
             f"no passage is left of {self._total.records} documents in {names} "
             f"(dropped: {self._total.dropped}); give documents with text"
+            + "".join(f"\n  {one['place']}: {one['problem']}" for one in unread)
         )
 
     def _append_arrays(self, batch: PassageBatch) -> None:
@@ -383,7 +399,7 @@ class _Writer:
                 names[passage.document],
                 document.title,
                 document.text[slice(*passage.chars)],
-                document.extra,
+                _extra(document, passage.chars),
                 document.place if document.id else "",
             )
             for passage, document in ((passage, documents[passage.document]) for passage in batch.passages)
@@ -447,6 +463,16 @@ class _Writer:
             if rest.num_rows:
                 out.write_table(rest.combine_chunks(), ROWS_PER_GROUP)
         return digest.hexdigest()
+
+
+def _extra(document: Document, chars: tuple[int, int]) -> str:
+    """The document's other columns; of one with pages also those of a passage, for ``Snapshot.page``."""
+    if not document.pages:
+        return document.extra
+    first, end = bisect_right(document.pages, chars[0]), bisect_left(document.pages, chars[1])
+    begins = [[first, 0], *([page + 1, document.pages[page] - chars[0]] for page in range(first, end))]
+    own = json.loads(document.extra) if document.extra else {}
+    return canonical_json({**own, PAGES: begins}).decode()
 
 
 def _restored(work: Path) -> dict[str, Any]:

@@ -24,7 +24,8 @@ _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MUL
 _FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
-def _records(path: Path) -> Iterator[Raw | Rejected]:
+def whole_file(path: Path) -> Iterator[Raw | Rejected]:
+    """The file as one record: its name and its bytes."""
     with open_plain(path) as file:
         data = file.read(LINE_LIMIT + 1)
     if len(data) > LINE_LIMIT:
@@ -38,7 +39,7 @@ def _convert(raw: Raw) -> Outcome:
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
     try:
-        text = _decode(raw.data["bytes"], is_page=suffix in PAGES)
+        text = decode(raw.data["bytes"], is_page=suffix in PAGES)
     except ValueError as error:
         return Rejected(raw.place, str(error))
     if suffix in PAGES:
@@ -55,7 +56,8 @@ def _convert(raw: Raw) -> Outcome:
     return outcome_of({"title": title or stem, "text": text.strip()}, raw.place)
 
 
-def _decode(data: bytes, *, is_page: bool) -> str:
+def decode(data: bytes, *, is_page: bool) -> str:
+    """The text of a file in UTF-8, or of a page as it declares; ValueError for other bytes."""
     if is_page:
         return decode_page(data, None)
     try:
@@ -99,4 +101,4 @@ def _inline_text(node: SyntaxTreeNode) -> str:
     return node.content if node.type in ("text", "code_inline") else _BREAKS.get(node.type, "")
 
 
-TEXT = Format("text", _records, _convert)
+TEXT = Format("text", whole_file, _convert, is_document=True)

@@ -1,0 +1,64 @@
+"""reStructuredText by docutils, which opens no other file; what only Sphinx knows is read as plain text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePath
+
+from realmops.corpus.documents import Format, Outcome, Raw, Rejected, outcome_of
+from realmops.corpus.formats.text import decode, whole_file
+
+_LIMIT = 1 << 20  # characters
+_ROLE = re.compile(r":[A-Za-z][\w:+.-]*:`[~!]?([^`<]+?)(?:\s*<[^`>]*>)?`")
+_DIRECTIVE = re.compile(r"^([ \t]*)\.\.[ \t]+([A-Za-z][\w:+.-]*)::(.*)$", re.MULTILINE)
+_SETTINGS = {
+    "_disable_config": True,
+    "file_insertion_enabled": False,
+    "raw_enabled": False,
+    "halt_level": 5,  # never
+    "report_level": 5,  # nothing
+    "syntax_highlight": "none",
+}
+
+
+def _convert(raw: Raw) -> Outcome:
+    try:
+        source = decode(raw.data["bytes"], is_page=False)
+    except ValueError as error:
+        return Rejected(raw.place, str(error))
+    if len(source) > _LIMIT:
+        return Rejected(raw.place, f"the text is longer than {_LIMIT >> 20} Mi characters; split it into documents")
+    title, text = _read(source)
+    return outcome_of({"title": title or PurePath(raw.data["name"]).stem.replace("_", " "), "text": text}, raw.place)
+
+
+def _read(source: str) -> tuple[str, str]:
+    """(title, text): the first heading, and the text without marks, comments and field lists."""
+    from docutils import nodes
+    from docutils.core import publish_doctree
+    from docutils.parsers.rst.languages import en
+
+    def plain(found: re.Match[str]) -> str:
+        """A directive of Sphinx: its argument, and what stands indented below it; but no list of other files."""
+        indent, name, argument = found.groups()
+        return found[0] if name in en.directives or name == "toctree" else f"{indent}{argument.strip()}\n"
+
+    source = _DIRECTIVE.sub(plain, _ROLE.sub(r"\1", source))
+    left_out = (nodes.comment, nodes.system_message, nodes.field_list, nodes.raw, nodes.substitution_definition)
+    blocks = []
+    title = ""
+    for node in publish_doctree(source, settings_overrides=_SETTINGS).findall(nodes.TextElement):
+        above = node
+        while above is not None and not isinstance(above, left_out):
+            above = above.parent
+        if above is not None or isinstance(node, nodes.Inline):
+            continue
+        text = node.astext().strip()
+        if not title and isinstance(node, nodes.title):
+            title = " ".join(text.split())
+        elif text:
+            blocks.append(text)
+    return title, "\n\n".join(blocks)
+
+
+RST = Format("rst", whole_file, _convert, is_document=True, needs="docutils")
