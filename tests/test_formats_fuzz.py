@@ -87,7 +87,7 @@ VALID: dict[tuple[str, str], bytes] = {
     (
         "rst",
         "a.rst",
-    ): b"A\n=\n\n*b* :c:`d <e>`\n\n.. note:: f\n\n== ==\nA  B\n== ==\n\n.. image:: g\n\n- h_\n\n.. _h: i\n",
+    ): b"A\n=\n\n*b* :c:`d <e>`\n\n.. note:: f\n\n== ==\nA  B\n== ==\n\n- h_\n\n.. _h: i\n",
     ("pdf", "a.pdf"): pdf("Oslo is a city.", "Bergen too.", title="A"),
     ("docx", "a.docx"): docx("Oslo is a city.", cells=["a", "b"]),
     ("pptx", "a.pptx"): pptx("Oslo is a city.", "Bergen too.", notes="a"),

@@ -205,7 +205,7 @@ WRITERS: dict[str, Callable[[str], bytes]] = {
     "a.md": lambda text: f"# T\n\n{valid(text)}".encode(),
     "a.html": lambda text: f"<html><title>T</title><p>{html.escape(valid(text))}</p></html>".encode(),
     "a.parquet": parquet,
-    "a.csv": lambda text: f'title,text\nT,"{valid(text).replace('"', '""')}"'.encode(),
+    "a.csv": lambda text: 'title,text\nT,"{}"'.format(valid(text).replace('"', '""')).encode(),
     "a.rst": lambda text: valid(text).encode(),
     "a.pdf": lambda text: pdf("x", title=text.encode("cp1252", "ignore").decode("cp1252").translate(_BRACKETS)),
     "a.docx": lambda text: docx(xml(text)),

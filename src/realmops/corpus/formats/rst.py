@@ -8,7 +8,7 @@ from pathlib import PurePath
 from realmops.corpus.documents import Format, Outcome, Raw, Rejected, outcome_of
 from realmops.corpus.formats.text import decode, whole_file
 
-_LIMIT = 1 << 20  # characters
+_LIMIT = 1 << 18  # characters; docutils reads some 50,000 a second
 _ROLE = re.compile(r":[A-Za-z][\w:+.-]*:`[~!]?([^`<]+?)(?:\s*<[^`>]*>)?`")
 _DIRECTIVE = re.compile(r"^([ \t]*)\.\.[ \t]+([A-Za-z][\w:+.-]*)::(.*)$", re.MULTILINE)
 _SETTINGS = {
@@ -16,6 +16,7 @@ _SETTINGS = {
     "file_insertion_enabled": False,
     "raw_enabled": False,
     "halt_level": 5,  # never
+    "line_length_limit": _LIMIT,
     "report_level": 5,  # nothing
     "syntax_highlight": "none",
 }
@@ -27,8 +28,11 @@ def _convert(raw: Raw) -> Outcome:
     except ValueError as error:
         return Rejected(raw.place, str(error))
     if len(source) > _LIMIT:
-        return Rejected(raw.place, f"the text is longer than {_LIMIT >> 20} Mi characters; split it into documents")
-    title, text = _read(source)
+        return Rejected(raw.place, f"the text is longer than {_LIMIT >> 10} Ki characters; split it into documents")
+    try:
+        title, text = _read(source)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        return Rejected(raw.place, f"docutils cannot read it ({type(error).__name__}); correct the file")
     return outcome_of({"title": title or PurePath(raw.data["name"]).stem.replace("_", " "), "text": text}, raw.place)
 
 
@@ -44,7 +48,14 @@ def _read(source: str) -> tuple[str, str]:
         return found[0] if name in en.directives or name == "toctree" else f"{indent}{argument.strip()}\n"
 
     source = _DIRECTIVE.sub(plain, _ROLE.sub(r"\1", source))
-    left_out = (nodes.comment, nodes.system_message, nodes.field_list, nodes.raw, nodes.substitution_definition)
+    left_out = (
+        nodes.comment,
+        nodes.docinfo,
+        nodes.field_list,
+        nodes.raw,
+        nodes.substitution_definition,
+        nodes.system_message,
+    )
     blocks = []
     title = ""
     for node in publish_doctree(source, settings_overrides=_SETTINGS).findall(nodes.TextElement):
