@@ -251,7 +251,15 @@ A   B
     assert kept(read(path)) == [("The Title", "\n\n".join([*blocks, "A", "B"]))]
     assert kept(read(write(tmp_path / "no_title.rst", "words"))) == [("no title", "words")]
     assert kinds(read(write(tmp_path / "b.rst", b"caf\xe9"))) == ["rejected"]
-    assert kinds(read(write(tmp_path / "c.rst", "a " * (1 << 19) + "b"))) == ["rejected"]
+    for hostile in (
+        "a b\n" * (1 << 17),
+        ":aaaa" * 9000,
+        "*a `b\n" * 20_000,
+        "".join(" " * n + "- a\n\n" for n in range(400)),
+    ):
+        assert kinds(read(write(tmp_path / "c.rst", hostile))) == ["rejected"]
+    ends = write(tmp_path / "d.rst", "\n\n".join(":aaaa" * 1900 for _ in range(9)))
+    assert kinds(read(ends)) == ["kept"]
 
 
 def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:

@@ -9,14 +9,17 @@ from realmops.corpus.documents import Format, Outcome, Raw, Rejected, outcome_of
 from realmops.corpus.formats.text import decode, whole_file
 
 _LIMIT = 1 << 18  # characters; docutils reads some 50,000 a second
-_ROLE = re.compile(r":[A-Za-z][\w:+.-]*:`[~!]?([^`<]+?)(?:\s*<[^`>]*>)?`")
+_MARKS = re.compile(r"[*`|_]")
+_MARK_LIMIT = 20_000  # docutils takes quadratic time for marks that never close, and for long lines
+_LINE_LIMIT = 10_000
+_ROLE = re.compile(r":[A-Za-z][\w:+.-]{0,40}:`[~!]?([^`<]{1,200}?)(?:\s{0,9}<[^`>]{0,200}>)?`")
 _DIRECTIVE = re.compile(r"^([ \t]*)\.\.[ \t]+([A-Za-z][\w:+.-]*)::(.*)$", re.MULTILINE)
 _SETTINGS = {
     "_disable_config": True,
     "file_insertion_enabled": False,
     "raw_enabled": False,
     "halt_level": 5,  # never
-    "line_length_limit": _LIMIT,
+    "line_length_limit": _LINE_LIMIT,
     "report_level": 5,  # nothing
     "syntax_highlight": "none",
 }
@@ -27,8 +30,13 @@ def _convert(raw: Raw) -> Outcome:
         source = decode(raw.data["bytes"], is_page=False)
     except ValueError as error:
         return Rejected(raw.place, str(error))
-    if len(source) > _LIMIT:
-        return Rejected(raw.place, f"the text is longer than {_LIMIT >> 10} Ki characters; split it into documents")
+    longest = max(map(len, source.splitlines()), default=0)
+    if len(source) > _LIMIT or longest > _LINE_LIMIT or sum(1 for _ in _MARKS.finditer(source)) > _MARK_LIMIT:
+        return Rejected(
+            raw.place,
+            f"the text is longer than {_LIMIT >> 10} Ki characters, has a line of more than {_LINE_LIMIT:,}, or has "
+            f"more than {_MARK_LIMIT:,} marks; split it",
+        )
     try:
         title, text = _read(source)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
