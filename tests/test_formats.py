@@ -209,7 +209,7 @@ The *Title*
 
 :author: nobody
 
-Of *emphasis*, ``code``, `a link <http://x>`_, :class:`~a.B` and :ref:`a part <x>`.
+Of *emphasis*, ``code``, `a link <http://x>`_, _`a place`, :class:`~a.B` and :ref:`a part <x>`.
 
 .. note:: Take note.
 
@@ -240,7 +240,7 @@ A   B
 """
     path = write(tmp_path / "a.rst", source)
     blocks = [
-        "Of emphasis, code, a link, a.B and a part.",
+        "Of emphasis, code, a link, a place, a.B and a part.",
         "Take note.",
         "foo(x)",
         "Does foo.",

@@ -16,12 +16,13 @@ from small_project import Quiet, stage, write_project
 from small_world import build_snapshot
 from yaml import safe_load
 
-from realmops.answering.record import cited
+from realmops.answering.record import cited, short
 from realmops.artifacts import sha256_file
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import sources
 from realmops.corpus.ingest import batches, convert
 from realmops.corpus.snapshot import REJECTS, SOURCES, rejects
+from realmops.serve.page import _passages
 
 WORDS = (
     "Anna Berg was born in Oslo. She wrote The Cold\nSea in 1931.",
@@ -95,6 +96,18 @@ def test_a_citation_names_the_page_of_its_quotation(tmp_path: Path, form: str) -
     short = build_snapshot(tmp_path / "short", path, block_wordpieces=16)
     assert [short.page(p, 0) for p in range(len(short))] == [1, 1, 2]
     assert json.loads(snapshot.column("extra")[0]) == {"realmops_pages": [[1, 0], [2, snapshot.text(0).index("It r")]]}
+
+
+def test_people_read_the_page(tmp_path: Path) -> None:
+    snapshot = build_snapshot(tmp_path, written(tmp_path / "a.pdf", pdf(*WORDS)), block_wordpieces=200)
+    start = snapshot.text(0).index("Bergen")
+    citation = {**cited(snapshot, 0, (start, start + 6)), "p_z": 0.5}
+    passage = {**cited(snapshot, 0, (0, len(snapshot.text(0)))), "text": snapshot.text(0)}
+    record = {"question": "", "answer": "Bergen", "probability": 0.5, "abstained": False, "threshold": None}
+    lines = short({**record, "citations": [citation], "passages": [passage]})
+    assert lines[2] == f"    a.pdf, page 2, characters {start} to {start + 6}, p(z|x) 0.50"
+    [shown] = _passages({"question": "", "passages": [passage]}, {passage["passage_id"]: citation}, ())
+    assert (passage["page"], shown.record["page"], shown.quoted) == (1, 2, "Bergen")
 
 
 # Office

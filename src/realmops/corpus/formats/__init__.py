@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from realmops.corpus.compressed import DAMAGE, open_compressed, open_plain
-from realmops.corpus.documents import Format, Rejected, cut_lines, json_object
+from realmops.corpus.documents import Format, Raw, Rejected, cut_lines, json_object
 from realmops.corpus.formats import tables, text
 from realmops.corpus.formats.delimited import CSV
 from realmops.corpus.formats.jsonl import JSONL
@@ -180,12 +181,10 @@ def _of_folder(path: Path, name: str | None, is_mixed: bool) -> Source:
 def _holds_documents(path: Path) -> bool:
     """Whether the first line is a document, or at least a broken line in a file whose name promises lines."""
     for line in cut_lines(path):
-        if isinstance(line, Rejected):
-            break
-        try:
-            return json_object(line.data, line.place).keys() >= _COLUMNS
-        except ValueError:
-            break
+        with suppress(ValueError):
+            if isinstance(line, Raw):
+                return json_object(line.data, line.place).keys() >= _COLUMNS
+        break
     return ".json" not in path.suffixes
 
 

@@ -200,13 +200,8 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-def _format(name: str, module: str, read: Callable[[bytes], Pages]) -> Format:
-    return Format(name, _records, partial(_convert, name, read), is_document=True, needs=module)
-
-
-PAGED = (
-    _format("pdf", "pypdfium2", _pdf),
-    _format("docx", "docx", _docx),
-    _format("pptx", "pptx", _pptx),
-    _format("xlsx", "openpyxl", _xlsx),
+_READERS = {"pypdfium2": ("pdf", _pdf), "docx": ("docx", _docx), "pptx": ("pptx", _pptx), "openpyxl": ("xlsx", _xlsx)}
+PAGED = tuple(
+    Format(name, _records, partial(_convert, name, read), is_document=True, needs=module)
+    for module, (name, read) in _READERS.items()
 )

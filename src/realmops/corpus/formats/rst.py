@@ -56,28 +56,14 @@ def _read(source: str) -> tuple[str, str]:
         return found[0] if name in en.directives or name == "toctree" else f"{indent}{argument.strip()}\n"
 
     source = _DIRECTIVE.sub(plain, _ROLE.sub(r"\1", source))
-    left_out = (
-        nodes.comment,
-        nodes.docinfo,
-        nodes.field_list,
-        nodes.raw,
-        nodes.substitution_definition,
-        nodes.system_message,
-    )
-    blocks = []
-    title = ""
-    for node in publish_doctree(source, settings_overrides=_SETTINGS).findall(nodes.TextElement):
-        above = node
-        while above is not None and not isinstance(above, left_out):
-            above = above.parent
-        if above is not None or isinstance(node, nodes.Inline):
-            continue
-        text = node.astext().strip()
-        if not title and isinstance(node, nodes.title):
-            title = " ".join(text.split())
-        elif text:
-            blocks.append(text)
-    return title, "\n\n".join(blocks)
+    tree = publish_doctree(source, settings_overrides=_SETTINGS)
+    left_out = nodes.Invisible, nodes.docinfo, nodes.field_list, nodes.raw, nodes.system_message
+    for node in [node for node in tree.findall() if isinstance(node, left_out) and not isinstance(node, nodes.target)]:
+        node.parent.remove(node)
+    blocks = [node for node in tree.findall(nodes.TextElement) if not isinstance(node, nodes.Inline)]
+    title = next((node for node in blocks if isinstance(node, nodes.title)), None)
+    text = "\n\n".join(filter(None, (node.astext().strip() for node in blocks if node is not title)))
+    return " ".join(title.astext().split()) if title else "", text
 
 
 RST = Format("rst", whole_file, _convert, is_document=True, needs="docutils")
