@@ -19,7 +19,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     esac \
     && python -m venv --without-pip /opt/realmops \
     && python -m pip --python /opt/realmops/bin/python install --no-cache-dir --constraint constraints.txt \
-        ".[baselines,cluster,server,t5,$search]"
+        ".[baselines,cluster,documents,server,t5,$search]"
 
 FROM ${BASE}
 ARG VARIANT=cpu

@@ -87,12 +87,13 @@ def build_world(
     return World(folder, snapshot, spans)
 
 
-def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48) -> Snapshot:
+def build_snapshot(folder: Path, documents: Path, block_wordpieces: int = 48, workers: int = 1) -> Snapshot:
     """The snapshot of a file of documents, in the folder ``snapshot``."""
     corpus = sources(documents, "auto")
     with atomic_folder(folder / "snapshot") as stage:
-        vocabulary = train_vocabulary(corpus, size=150, min_count=1)
-        write_snapshot(corpus, stage, work=folder / "work", vocabulary=vocabulary, block_wordpieces=block_wordpieces)
+        vocabulary = train_vocabulary(corpus, size=150, min_count=1, workers=workers)
+        options: Any = {"block_wordpieces": block_wordpieces, "workers": workers}
+        write_snapshot(corpus, stage, work=folder / "work", vocabulary=vocabulary, **options)
     return Snapshot.open(folder / "snapshot")
 
 

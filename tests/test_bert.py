@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from bert_files import export_state, save_bert
+from bert_files import save_bert
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from realmops.encoders.bert import (
     Bert,
     BertConfig,
     MaskedWordHead,
+    export_state,
     import_pooler,
     import_state,
     initialise_small,

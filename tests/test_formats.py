@@ -99,28 +99,51 @@ def test_a_folder_gives_its_files_in_sorted_order(tmp_path: Path) -> None:
     assert found == ["a.md", "c.html", "b/10.txt", "b/2.txt"]
 
 
-def test_a_folder_of_several_formats_needs_a_choice(tmp_path: Path) -> None:
+def test_a_folder_of_several_formats_is_read_each_by_its_own_or_by_choice(tmp_path: Path) -> None:
     write(tmp_path / "README.md", "about")
     lines = write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')
-    with pytest.raises(ValueError, match=r"mixes formats: jsonl \(.*a\.jsonl\), text \(.*README\.md\)"):
-        sources(tmp_path, "auto")
-    assert [one.path for one in sources(tmp_path, "jsonl")] == [lines]
+    found = [(one.path.name, one.format.name, one.broken) for one in sources(tmp_path, "auto")]
+    assert found == [("README.md", "text", "broken_text"), ("a.jsonl", "jsonl", "broken_jsonl")]
+    assert [(one.path, one.broken) for one in sources(tmp_path, "jsonl")] == [(lines, "")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("a.jsonl", '{"title": "A", "text": "a"}', ""),
+        ("a.jsonl", "broken", ""),  # one broken line of many, perhaps
+        ("a.json", '\n{"title": "A", "text": "a"}', ""),
+        ("a.json.gz", "{", "gz"),
+        ("a.json", '[{"title": "A", "text": "a"}]', "json"),
+        ("a.ndjson", '{"name": "A"}', "ndjson"),
+        ("noname", '{"name": "A"}', "other"),
+        ("a.j@", "a", "other"),
+    ],
+)
+def test_json_that_holds_no_documents_is_left_out_of_mixed_files(
+    tmp_path: Path, name: str, content: str, kind: str
+) -> None:
+    write(tmp_path / "README.md", "about")
+    path = write(tmp_path / name, content)
+    [source] = [one for one in sources(tmp_path, "auto") if one.path == path]
+    found = [one.kind for one in source.format.records(path) if isinstance(one, Rejected)]
+    assert found == ([kind] if kind else [])
 
 
 def test_what_is_unknown_or_absent_is_named(tmp_path: Path) -> None:
-    odd = write(tmp_path / "a.docx", b"PK\x03\x04")
+    odd = write(tmp_path / "a.odt", b"PK\x03\x04")
     for asked in (odd, tmp_path):
-        with pytest.raises(ValueError, match=r"a\.docx.*jsonl, parquet, text, mediawiki, wikiextractor, warc, dataset"):
+        with pytest.raises(ValueError, match=r"a\.odt.*jsonl, parquet, csv, text, rst, pdf, docx, pptx, xlsx, med"):
             sources(asked, "auto")
     with pytest.raises(ValueError, match="no file of the format warc"):
         sources(tmp_path, "warc")
-    with pytest.raises(ValueError, match="'docx' is none of auto, jsonl"):
-        sources(odd, "docx")
+    with pytest.raises(ValueError, match="'odt' is none of auto, jsonl"):
+        sources(odd, "odt")
     with pytest.raises(ValueError, match="no such file"):
         sources(tmp_path / "absent", "auto")
 
 
-# JSON lines
+# JSON lines, CSV, reStructuredText
 
 
 def test_json_lines_keep_their_other_columns(tmp_path: Path) -> None:
@@ -136,6 +159,105 @@ def test_json_lines_keep_their_other_columns(tmp_path: Path) -> None:
     assert first.extra == '{"big":null,"domain":"en.wikinews.org","tags":["x",{"k":1.5}],"url":null}'
     assert outcomes[2].place == f"{path}:4"
     assert problem(outcomes[2]).startswith("the key 'text' is missing")
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t"])
+def test_tables_as_text_name_their_columns(tmp_path: Path, sign: str) -> None:
+    rows = [
+        ["id", "title", "text", "n"],
+        ["7", "A", f'"a{sign} ""b""\r\nc"', "1"],
+        ["", "", "d", ""],
+        ["", "e", " ", ""],
+    ]
+    lines = "\ufeff" + "".join(sign.join(row) + "\n" for row in [*rows, ["x", "y"], [], ["", "\xe9", "z", ""]])
+    path = write(tmp_path / "a.csv", lines.encode() + sign.join(["", "f", "caf", ""]).encode() + b"\xe9")
+    found = read(path)
+    assert kept(found) == [("A", f'a{sign} "b"\r\nc'), ("", "d"), ("\xe9", "z")]
+    assert kinds(found) == ["kept", "kept", "empty_text", "rejected", "kept", "rejected"]
+    first, second = (one for one in found[:2] if isinstance(one, Document))
+    assert (first.id, first.extra, second.id) == ("7", '{"n":"1"}', None)
+    assert [one.place.rpartition(":")[2] for one in found] == ["2", "4", "5", "6", "8", "9"]
+    assert "2 columns where the first line names 4" in problem(found[3])
+    assert "'n' is invalid UTF-8" in problem(found[5])
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("", "must name the columns"),
+        ("name,age\nA,1\n", "found: name,age"),
+        ("title,text,text\nA,b,c\n", "each once"),
+        ('title,text\nA,"b"c\nB,c\n', "no valid CSV"),
+        ('title,text\nA,b\nB,"c\n', "no valid CSV"),
+    ],
+)
+def test_a_table_as_text_that_cannot_be_read_ends_its_file(tmp_path: Path, content: str, told: str) -> None:
+    last = read(write(tmp_path / "a.csv.gz", content))[-1]
+    assert isinstance(last, Rejected)
+    assert (last.ends_file, told in last.problem) == (True, True), last.problem
+
+
+def test_restructured_text_is_what_a_reader_sees(tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", "SECRET")
+    source = f"""
+.. comment
+
+The *Title*
+===========
+
+:author: nobody
+
+Of *emphasis*, ``code``, `a link <http://x>`_, _`a place`, :class:`~a.B` and :ref:`a part <x>`.
+
+.. note:: Take note.
+
+.. function:: foo(x)
+
+   Does foo.
+
+.. toctree::
+
+   other
+
+.. include:: {secret}
+.. raw:: html
+   :file: {secret}
+
+.. code-block:: python
+
+   print(1)
+
+Part
+----
+
+- one
+
+=== ===
+A   B
+=== ===
+"""
+    path = write(tmp_path / "a.rst", source)
+    blocks = [
+        "Of emphasis, code, a link, a place, a.B and a part.",
+        "Take note.",
+        "foo(x)",
+        "Does foo.",
+        "print(1)",
+        "Part",
+        "one",
+    ]
+    assert kept(read(path)) == [("The Title", "\n\n".join([*blocks, "A", "B"]))]
+    assert kept(read(write(tmp_path / "no_title.rst", "words"))) == [("no title", "words")]
+    assert kinds(read(write(tmp_path / "b.rst", b"caf\xe9"))) == ["rejected"]
+    for hostile in (
+        "a b\n" * (1 << 17),
+        ":aaaa" * 9000,
+        "*a `b\n" * 20_000,
+        "".join(" " * n + "- a\n\n" for n in range(400)),
+    ):
+        assert kinds(read(write(tmp_path / "c.rst", hostile))) == ["rejected"]
+    ends = write(tmp_path / "d.rst", "\n\n".join(":aaaa" * 1900 for _ in range(9)))
+    assert kinds(read(ends)) == ["kept"]
 
 
 def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from random import Random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paged_files import docx, pdf, pptx, xlsx
 
 from realmops.corpus.documents import Document, Dropped, Raw, Rejected
 from realmops.corpus.formats import FORMATS, sources
@@ -80,6 +81,15 @@ VALID: dict[tuple[str, str], bytes] = {
     ("jsonl", "a.jsonl"): LINES.encode(),
     ("jsonl", "a.jsonl.gz"): gzip.compress(LINES.encode(), mtime=0),
     ("parquet", "a.parquet"): parquet(),
+    ("csv", "a.csv"): 'id,title,text,n\n1,A,"é ""b"", c",2\n,B,d,\n'.encode(),
+    (
+        "rst",
+        "a.rst",
+    ): b"A\n=\n\n*b* :c:`d <e>`\n\n.. note:: f\n\n== ==\nA  B\n== ==\n\n- h_\n\n.. _h: i\n",
+    ("pdf", "a.pdf"): pdf("Oslo is a city.", "Bergen too.", title="A"),
+    ("docx", "a.docx"): docx("Oslo is a city.", cells=["a", "b"]),
+    ("pptx", "a.pptx"): pptx("Oslo is a city.", "Bergen too.", notes="a"),
+    ("xlsx", "a.xlsx"): xlsx({"A": [["Oslo", 1.5]], "B": [[None, True]]}),
     ("text", "a.txt"): "Oslo is a city é.\r\n".encode(),
     ("text", "a.md"): MARKDOWN.encode(),
     ("text", "a.html"): PAGE.encode(),

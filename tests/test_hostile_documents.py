@@ -17,13 +17,14 @@ import pytest
 import sentencex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from paged_files import docx, pdf, pptx, xlsx
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus.documents import Document, Rejected
 from realmops.corpus.formats import FORMATS, sources
 from realmops.corpus.ingest import batches, convert
 from realmops.corpus.passages import split_sentences
-from realmops.corpus.snapshot import REJECTS, Snapshot
+from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS
 
@@ -186,12 +187,19 @@ def parquet(text: str) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+_BRACKETS = dict.fromkeys(map(ord, "()\\"))
 WRITERS: dict[str, Callable[[str], bytes]] = {
     "a.jsonl": lambda text: json.dumps({"title": "T", "text": text, "more": text}).encode(),
     "a.txt": lambda text: valid(text).encode(),
     "a.md": lambda text: f"# T\n\n{valid(text)}".encode(),
     "a.html": lambda text: f"<html><title>T</title><p>{html.escape(valid(text))}</p></html>".encode(),
     "a.parquet": parquet,
+    "a.csv": lambda text: 'title,text\nT,"{}"'.format(valid(text).replace('"', '""')).encode(),
+    "a.rst": lambda text: valid(text).encode(),
+    "a.pdf": lambda text: pdf("x", title=text.encode("cp1252", "ignore").decode("cp1252").translate(_BRACKETS)),
+    "a.docx": lambda text: docx(xml(text)),
+    "a.pptx": lambda text: pptx(xml(text)),
+    "a.xlsx": lambda text: xlsx({"A": [["x", "".join(c for c in xml(text) if c >= " ")]]}),
     "a.xml": lambda text: dump(page(1, xml(text))).encode(),
     "wiki_00": lambda text: f'<doc id="1" url="u" title="T">\nT\n\n{html.escape(valid(text))}\n</doc>\n'.encode(),
     "a.warc": warc,
@@ -260,12 +268,17 @@ def test_a_cut_file_ends_the_stage_whatever_share_may_be_broken(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.xml.gz", "a.warc.gz", "wiki_00.gz"])
-def test_a_download_that_never_came_ends_the_stage(tmp_path: Path, name: str) -> None:
+def test_a_download_that_never_came_ends_the_stage_or_is_named_among_mixed_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()
     write_lines(tmp_path / "in/whole.jsonl", "a b.")
     (tmp_path / "in" / name).touch()
-    with pytest.raises(ValueError, match=rf"{name}: the file is empty"):
-        snapshot(tmp_path / "in", tmp_path, broken_share=1.0)
+    if "jsonl" in name:
+        with pytest.raises(ValueError, match=rf"{name}: the file is empty"):
+            snapshot(tmp_path / "in", tmp_path, broken_share=1.0)
+        return
+    [told] = rejects(snapshot(tmp_path / "in", tmp_path, broken_share=0.0).folder, unread=True)
+    assert told["place"].endswith(name)
+    assert "the file is empty" in told["problem"]
 
 
 # Names of columns, files and folders

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bert_files import export_state, save_bert
+from bert_files import save_bert
 from safetensors.torch import load_file, save_file
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead
+from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, export_state
 from realmops.encoders.packed import BATCH_WORDPIECES, Packed
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.model.files import (

@@ -1,5 +1,6 @@
 """Quotations stand where answers say: in every document format, and what is wrong is told."""
 
+import csv
 import gzip
 import json
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from paged_files import docx, pdf, pptx, xlsx
 from small_project import cli, write_json_lines
 from small_world import build_snapshot
 
@@ -108,7 +110,27 @@ def silent(label: str, total: int, unit: str) -> Callable[[int], None]:
     return lambda done: None
 
 
-FORMATS = (jsonl, packed_jsonl, parquet, dataset, text, mediawiki, wikiextractor, warc)
+def csv_and_rst(folder: Path) -> Path:
+    files = folder / "tables"
+    files.mkdir()
+    with open(files / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["title", "text"], *([one["title"], one["text"]] for one in RECORDS)])
+    (files / "b.rst").write_text(f"Title\n=====\n\n{TEXTS[1]} *Emphasis* of words.\n\n- one\n")
+    return files
+
+
+def paged(folder: Path) -> Path:
+    files = folder / "paged"
+    files.mkdir()
+    pages = "Anna Berg wrote The Cold\nSea. It rained in Oslo.", "A café owner from Bergen sang of it."
+    (files / "a.pdf").write_bytes(pdf(*pages))
+    (files / "b.docx").write_bytes(docx(*TEXTS, cells=pages))
+    (files / "c.pptx").write_bytes(pptx(*TEXTS, notes=pages[0]))
+    (files / "d.xlsx").write_bytes(xlsx({"A": [[*pages]], "B": [[1.5, *pages]]}))
+    return files
+
+
+FORMATS = (jsonl, packed_jsonl, parquet, dataset, text, mediawiki, wikiextractor, warc, csv_and_rst, paged)
 
 
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)

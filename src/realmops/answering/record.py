@@ -82,7 +82,7 @@ def _passage(snapshot: Snapshot, passage: int, p_z: float) -> Record:
 def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
     """Where a part of a passage stands: document, passage, and characters of the document's text as it was read.
 
-    ``start`` and ``end`` are None for a corpus of a version before.
+    ``start`` and ``end`` are None for a corpus of a version before, ``page`` of a document without pages.
     """
     first = snapshot.start(passage) if snapshot.has_places else None
     start, end = characters
@@ -93,6 +93,7 @@ def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Reco
         "title": snapshot.title(passage),
         "start": None if first is None else first + start,
         "end": None if first is None else first + end,
+        "page": snapshot.page(passage, start),
         "quote": snapshot.text(passage)[start:end],
     }
 
@@ -109,8 +110,9 @@ def short(record: Record) -> list[str]:
         start, end = one["start"] - passage["start"], one["end"] - passage["start"]
         before, after = passage["text"][max(0, start - _AROUND) : start], passage["text"][end : end + _AROUND]
         shown = " ".join(f"{before}[{one['quote']}]{after}".split())
+        page = f", page {one['page']}" if one["page"] else ""
         lines += [
             f"  {one['title'] or one['document_id']}: {shown}",
-            f"    {one['uri']}, characters {one['start']} to {one['end']}, p(z|x) {one['p_z']:.2f}",
+            f"    {one['uri']}{page}, characters {one['start']} to {one['end']}, p(z|x) {one['p_z']:.2f}",
         ]
     return lines

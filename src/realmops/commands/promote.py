@@ -49,7 +49,7 @@ COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifa
 
 # The record of ``answering.record`` in MLflow's types; a figure with "?" may be missing, a list holds such objects.
 _PLACE = dict.fromkeys(("uri", "document_id", "passage_id", "title"), "string")
-_PLACE |= {"start": "long?", "end": "long?", "p_z": "double", "p_z_given_y": "double?"}
+_PLACE |= {"start": "long?", "end": "long?", "page": "long?", "p_z": "double", "p_z_given_y": "double?"}
 _RECORD = {
     "question": "string",
     "answer": "string",

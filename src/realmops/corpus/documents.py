@@ -17,7 +17,8 @@ from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 
 LINE_LIMIT = 16 << 20
 _BOM = b"\xef\xbb\xbf"
-_OWN_KEYS = {"title", "text", "id", "spans"}
+PAGES = "realmops_pages"  # column of a passage: [page, the character of the passage at which it begins]
+_OWN_KEYS = {"title", "text", "id", "spans", PAGES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Document:
     """One document; ``id`` is None when the corpus gives none, ``place`` says where it stood.
 
     ``spans`` are (character start, character end, label) in ``text``; ``extra`` is a canonical JSON object of
-    the record's other columns, "" where there are none.
+    the record's other columns, "" where there are none. ``pages`` are the characters at which its pages begin.
     """
 
     title: str
@@ -34,14 +35,15 @@ class Document:
     spans: tuple[tuple[int, int, str], ...]
     place: str
     extra: str = ""
+    pages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
     """A record as cut from its file, not yet understood.
 
-    ``data`` is bytes, str or a dict of plain values; ``position`` counts the bytes of the file consumed so
-    far (compressed bytes where it is compressed).
+    ``data`` is bytes, str, a dict of plain values, or the path of a file to be read whole; ``position`` counts the
+    bytes of the file consumed so far (compressed bytes where it is compressed).
     """
 
     place: str
@@ -62,11 +64,13 @@ class Rejected:
     """A broken record; ``problem`` says what was found, what is allowed and what to do, without the place.
 
     With ``ends_file`` nothing behind it can be read, however much that is: it is no matter of one record.
+    ``kind`` is one word for a whole file that cannot be read: such files are counted by it, not as broken records.
     """
 
     place: str
     problem: str
     ends_file: bool = False
+    kind: str = ""
 
 
 Outcome = Document | Dropped | Rejected
@@ -78,11 +82,14 @@ class Format:
 
     For broken data ``records`` gives ``Rejected``, with ``ends_file`` where it ends a file early, and ``understand``
     raises ValueError or gives it too. ValueError from ``records`` means that the file cannot be read at all.
+    Of some formats a file ``is_document``, one; ``needs`` names a module of the extra ``documents``.
     """
 
     name: str
     records: Callable[[Path], Iterator[Raw | Rejected]]
     understand: Callable[[Raw], Outcome]
+    is_document: bool = False
+    needs: str = ""
 
     def convert(self, raw: Raw) -> Outcome:
         """What a record is; Rejected where it is broken."""

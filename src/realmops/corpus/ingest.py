@@ -12,6 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from realmops.corpus.documents import Outcome, Raw, Rejected, shown
@@ -36,7 +37,8 @@ class Batch:
 def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:
     """The records of all sources in batches, from a record of a source on.
 
-    Raises ValueError for a file that cannot be read to its end: however many records that are, nobody could say.
+    Raises ValueError for a file that cannot be read to its end: however many records that are, nobody could say. Where
+    the source may be ``broken`` it is counted as such instead.
     """
     runs: list[tuple[int, list[Raw | Rejected]]] = []
     weight = count = 0
@@ -46,7 +48,9 @@ def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iter
         found = sources[number].format.records(sources[number].path)
         first = record if number == source else 0
         for read, item in enumerate(itertools.islice(found, first, None), start=first):
-            if isinstance(item, Rejected) and item.ends_file:
+            if isinstance(item, Rejected) and item.ends_file and sources[number].broken:
+                item = replace(item, kind=sources[number].broken)
+            elif isinstance(item, Rejected) and item.ends_file:
                 raise ValueError(
                     f"{shown(item.place)}: {item.problem} ({read} records of the file were read before); "
                     "or take the file out of the documents"
@@ -68,6 +72,8 @@ def _weight(item: Raw | Rejected) -> int:
     """Characters or bytes of a record, about."""
     if isinstance(item, Rejected):
         return len(item.problem)
+    if isinstance(item.data, Path):
+        return item.position
     if isinstance(item.data, dict):
         return sum(len(value) for value in item.data.values() if isinstance(value, str | bytes))
     return len(item.data)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from realmops.artifacts import digest_of, read_manifest
-from realmops.corpus.documents import Document
+from realmops.corpus.documents import PAGES, Document
 from realmops.corpus.flat import load_flat
 from realmops.corpus.forms import forms_of
 from realmops.corpus.spans import Spans
@@ -47,6 +47,12 @@ def document_name(document: Document) -> str:
     return document.id or f"document-{digest_of([document.title, document.text])[:32]}"
 
 
+def rejects(folder: Path, *, unread: bool = False) -> Iterator[dict[str, str]]:
+    """The broken records of a snapshot, or the files that could not be read."""
+    with open(folder / REJECTS, "rb") as file:
+        yield from (one for one in map(json.loads, file) if ("kind" in one) == unread)
+
+
 class Snapshot:
     """A snapshot folder, memory-mapped; passages go by their number 0 .. P-1.
 
@@ -60,7 +66,7 @@ class Snapshot:
         places.npy: int64 [P, 2], the number of the passage's document in the corpus, and the character of that
             document's text at which the passage begins. Versions before wrote none.
         vocab.txt: the wordpieces.
-        rejects.jsonl: {"place", "problem"} of every broken record.
+        rejects.jsonl: {"place", "problem"} of every broken record; of a file that could not be read also its "kind".
         sources.jsonl: for each file of the corpus, how many records it had and what became of them.
         given_spans/: a spans folder, when documents carry spans of their own.
     """
@@ -140,6 +146,12 @@ class Snapshot:
             return url
         names, ends = self.sources
         return names[int(bisect_right(ends, self.places[index, 0]))]
+
+    def page(self, index: int, character: int) -> int | None:
+        """The page, from 1, on which a character of the passage stands; None of a document without pages."""
+        extra = self._value("extra", index)
+        begins: list[tuple[int, int]] = json.loads(extra).get(PAGES, []) if extra else []
+        return max((page for page, begin in begins if begin <= character), default=None)
 
     @cached_property
     def sources(self) -> tuple[list[str], list[int]]:

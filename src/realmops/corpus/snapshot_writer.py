@@ -13,9 +13,10 @@ import os
 import shutil
 import sqlite3
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ from realmops.artifacts import (
     write_json,
     write_manifest,
 )
-from realmops.corpus.documents import Document, Dropped, Outcome, Rejected, shown
+from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejected, shown
 from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
@@ -50,6 +51,7 @@ from realmops.corpus.snapshot import (
     TEXT_COLUMNS,
     TEXTS,
     document_name,
+    rejects,
 )
 from realmops.corpus.spans import SpansWriter
 from realmops.corpus.tokenizer import CachedTokenizer
@@ -173,13 +175,17 @@ class _Cutter:
 
 @dataclass(slots=True)
 class _Counts:
-    """What became of records; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text."""
+    """What became of records; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text.
+
+    ``unread`` are the files that could not be read, by kind.
+    """
 
     records: int = 0
     documents: int = 0
     replaced: int = 0
     rejected: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
         self.records += 1
@@ -188,7 +194,10 @@ class _Counts:
         if isinstance(outcome, Document):
             self.documents += 1
             self.replaced += "\ufffd" in outcome.title or "\ufffd" in outcome.text
-        self.rejected += isinstance(outcome, Rejected)
+        if isinstance(outcome, Rejected) and outcome.kind:
+            self.unread[outcome.kind] = self.unread.get(outcome.kind, 0) + 1
+        else:
+            self.rejected += isinstance(outcome, Rejected)
 
 
 class _Writer:
@@ -294,10 +303,15 @@ class _Writer:
                     if problem:
                         used_ids.add(number)
                         outcome = Rejected(outcome.place, problem)
+                one = self._sources[source]
+                if isinstance(outcome, Rejected) and one.format.is_document and not outcome.kind:
+                    outcome = replace(outcome, kind=one.broken)
                 for counts in (self.counts, self._total):
                     counts.add(outcome)
                 if isinstance(outcome, Rejected):
                     line = {"place": outcome.place, "problem": outcome.problem}
+                    if outcome.kind:
+                        line["kind"] = outcome.kind
                     self._rejects.write(canonical_json(line) + b"\n")
                 if self._total.records % _RECORDS_BETWEEN_CHECKS == 0:
                     self._check_rejects()
@@ -320,8 +334,7 @@ class _Writer:
         if rejected <= self._broken_share * records:
             return
         self._rejects.sync()
-        with open(self._work / REJECTS, "rb") as file:
-            first = [json.loads(line) for line in itertools.islice(file, _REJECTS_SHOWN)]
+        first = list(itertools.islice(rejects(self._work), _REJECTS_SHOWN))
         raise ValueError(
             "\n  ".join(f"{one['place']}: {one['problem']}" for one in first)
             + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
@@ -334,8 +347,13 @@ class _Writer:
         if self._total.records == 0:
             wanted = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
             return f"the corpus holds no documents ({names}): {wanted}"
+        self._rejects.sync()
+        unread = itertools.islice(rejects(self._work, unread=True), _REJECTS_SHOWN)
         left_out = f"{names} (dropped: {self._total.dropped})"
-        return f"no passage is left of {self._total.records} documents in {left_out}; give documents with text"
+        return (
+            f"no passage is left of {self._total.records} documents in {left_out}; give documents with text"
+            + "".join(f"\n  {one['place']}: {one['problem']}" for one in unread)
+        )
 
     def _append_arrays(self, batch: PassageBatch) -> None:
         """The flat arrays and their offsets."""
@@ -362,7 +380,8 @@ class _Writer:
         for passage in batch.passages:
             document, name = documents[passage.document], names[passage.document]
             identifier, text = self._seen.passage_id(passage.digest), document.text[slice(*passage.chars)]
-            rows.append((identifier, name, document.title, text, document.extra, document.place if document.id else ""))
+            extra, place = _extra(document, passage.chars), document.place if document.id else ""
+            rows.append((identifier, name, document.title, text, extra, place))
         if rows:
             columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
             self._texts.write(pa.record_batch(columns, _SCHEMA).serialize())
@@ -422,6 +441,16 @@ class _Writer:
             if rest.num_rows:
                 out.write_table(rest.combine_chunks(), ROWS_PER_GROUP)
         return digest.hexdigest()
+
+
+def _extra(document: Document, chars: tuple[int, int]) -> str:
+    """The document's other columns; of one with pages also those of a passage, for ``Snapshot.page``."""
+    if not document.pages:
+        return document.extra
+    first, end = bisect_right(document.pages, chars[0]), bisect_left(document.pages, chars[1])
+    begins = [[first, 0], *([page + 1, document.pages[page] - chars[0]] for page in range(first, end))]
+    own = json.loads(document.extra) if document.extra else {}
+    return canonical_json({**own, PAGES: begins}).decode()
 
 
 def _restored(work: Path) -> dict[str, Any]:

@@ -290,6 +290,22 @@ def their_names(ours: str) -> list[str]:
     return [name.replace("qkv", part) for part in ("query", "key", "value")] if "qkv" in name else [name]
 
 
+def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Tensor]:
+    """The parameters under Hugging Face's names (``bert.`` in front, ``cls.predictions.`` for the head).
+
+    Hugging Face's keys have a bias, which changes nothing: it is written as zeros.
+    """
+    out: dict[str, Tensor] = {}
+    for ours, tensor in bert.state_dict().items():
+        theirs = their_names(ours)
+        out |= {f"bert.{name}": part for name, part in zip(theirs, tensor.chunk(len(theirs)), strict=True)}
+    for name in [name for name in out if name.endswith("query.bias")]:
+        out[name.replace("query", "key")] = torch.zeros_like(out[name])
+    if head is not None:
+        out |= {theirs: head.state_dict()[ours] for ours, theirs in HEAD_NAMES.items()}
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in out.items()}
+
+
 def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: MaskedWordHead | None = None) -> bool:
     """Fill an encoder (and the head, where the file has one) from Hugging Face's names.
 

@@ -44,7 +44,8 @@ class Prediction:
     span of each and its score, as ``gold_span`` and ``gold_score`` of those that match an answer (None without
     one). ``first_hit`` is the rank from 0 of the first retrieved passage with an answer, -1 without one, and
     ``failed_at`` a key of ``FAILED_AT``. ``confidence`` is the calibrated probability that the answer is right, and
-    ``abstained`` says that it is better held back; None of a model without a calibration.
+    ``abstained`` says that it is better held back; None of a model without a calibration. ``page`` is where the answer
+    stands in a document with pages.
     """
 
     question_id: str
@@ -69,6 +70,7 @@ class Prediction:
     failed_at: str
     confidence: float | None
     abstained: bool | None
+    page: int | None = None
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
@@ -133,6 +135,7 @@ def predictions_of(
             ),
             confidence=confidence.probability(answer) if confidence else None,
             abstained=confidence.abstains(answer) if confidence else None,
+            page=snapshot.page(best.passage, best.characters[0]) if best else None,
         )
         predictions.append(prediction)
     return predictions

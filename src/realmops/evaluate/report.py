@@ -285,6 +285,7 @@ def _certainty(row: Prediction) -> str:
 def _answer(row: Prediction) -> str:
     verdict = '<span class="right">&#10003; right</span>' if row.em else '<span class="wrong">&#10007; wrong</span>'
     source = f"; the answer is from number {row.evidence_rank + 1}" if row.evidence_rank >= 0 else ""
+    source += f", page {row.page}" if row.page else ""
     before, after = row.evidence[: row.char_start], row.evidence[row.char_end :]
     candidates = "".join(
         f'<tr><td>{p:.3f}</td><td><span class="bar" style="width: {130 * min(p, 1):.0f}px"></span></td>'

@@ -193,6 +193,7 @@ def _passages(record: Record, cited: dict[str, Record], without: Sequence[str]) 
         start = end = len(text)
         if found is not None:
             start, end = found["start"] - one["start"], found["end"] - one["start"]
+            one = {**one, "page": found["page"]}
         gone = address(record["question"], [*without, one["passage_id"]])
         yield ShownPassage(one, text[:start], text[start:end], text[end:], gone)
 

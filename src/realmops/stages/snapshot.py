@@ -1,6 +1,6 @@
 """Stage ``snapshot``: documents to passages, with one vocabulary for corpus and warm-up text."""
 
-import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.pretrained import read_encoder_vocabulary
-from realmops.corpus.snapshot import REJECTS, Snapshot
+from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
 from realmops.encoders.folders import encoder_folder
@@ -19,7 +19,7 @@ from realmops.index.lexical_writer import write_bm25
 from realmops.stages import STAGES, Job, Report
 
 VOCABULARY = "vocab.txt"
-_SHOWN = 3  # broken records
+_SHOWN = 3  # broken records, and files of each kind that could not be read
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -77,22 +77,36 @@ def _write(
 
 
 def tell_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Path, where: str) -> None:
-    """Warn of the broken records of a snapshot in ``folder``, with the first of them and ``where`` all will be."""
+    """Warn of the broken records of a snapshot in ``folder``, with the first of them and ``where`` all will be.
+
+    The files that could not be read are told by kind, with the first of each.
+    """
     if manifest["rejected"]:
-        with open(folder / REJECTS, "rb") as file:
-            first = [json.loads(line) for line in islice(file, _SHOWN)]
+        first = islice(rejects(folder), _SHOWN)
         told = "".join(f"\n  {one['place']}: {one['problem']}" for one in first)
         report.warn(
             f"{manifest['rejected']} of {manifest['records']} records of {name} are broken and left out; "
             f"{where} names all, the first are{told}"
+        )
+    if unread := manifest["unread"]:
+        names: dict[str, list[str]] = defaultdict(list)
+        for one in rejects(folder, unread=True):
+            if len(names[one["kind"]]) < _SHOWN:
+                names[one["kind"]].append(Path(one["place"]).name)
+        kinds = sorted(unread, key=lambda kind: (-unread[kind], kind))
+        told = "; ".join(f"{unread[kind]} {kind} ({', '.join(names[kind])})" for kind in kinds)
+        report.warn(
+            f"{sum(unread.values())} files of {name} could not be read and are left out: {told}. "
+            f"{where} says of each why"
         )
 
 
 def counts(manifest: dict[str, Any]) -> dict[str, int]:
     """How many records a snapshot's files had, what became of them, and what it holds."""
     dropped = {f"dropped_{reason}": count for reason, count in manifest["dropped"].items()}
+    unread = {f"unread_{kind}": count for kind, count in manifest["unread"].items()}
     names = ("records", "documents", "replaced", "rejected", "passages", "sentences", "tokens")
-    return {**{name: manifest[name] for name in names}, **dropped}
+    return {**{name: manifest[name] for name in names}, **dropped, **unread}
 
 
 def _vocabulary(job: Job, found: Sequence[Source]) -> tuple[list[str], Casing]:

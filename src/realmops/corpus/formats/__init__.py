@@ -1,39 +1,61 @@
 """The file formats that a corpus may come in: which files are there, in which format, and how each is read."""
 
 import os
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from realmops.corpus.compressed import DAMAGE, open_compressed
-from realmops.corpus.documents import Format
+from realmops.corpus.compressed import DAMAGE, open_compressed, open_plain
+from realmops.corpus.documents import Format, Raw, Rejected, cut_lines, json_object
 from realmops.corpus.formats import tables, text
+from realmops.corpus.formats.delimited import CSV
 from realmops.corpus.formats.jsonl import JSONL
 from realmops.corpus.formats.mediawiki import MEDIAWIKI
+from realmops.corpus.formats.paged import PAGED
+from realmops.corpus.formats.rst import RST
 from realmops.corpus.formats.tables import DATASET, PARQUET
 from realmops.corpus.formats.text import TEXT
 from realmops.corpus.formats.warc import WARC
 from realmops.corpus.formats.wikiextractor import WIKIEXTRACTOR
 
-FORMATS: dict[str, Format] = {one.name: one for one in (JSONL, PARQUET, TEXT, MEDIAWIKI, WIKIEXTRACTOR, WARC, DATASET)}
+_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WIKIEXTRACTOR, WARC, DATASET)
+FORMATS: dict[str, Format] = {one.name: one for one in _FORMATS}
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
     **dict.fromkeys((*text.PLAIN, *text.MARKDOWN, *text.PAGES), "text"),
     ".parquet": "parquet",
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    ".rst": "rst",
+    **{f".{one.name}": one.name for one in PAGED},
     ".xml": "mediawiki",
     ".warc": "warc",
 }
-_BY_FIRST_BYTES = {b"PAR1": "parquet", b"WARC/": "warc", b"<mediawiki": "mediawiki", b"<doc ": "wikiextractor"}
+_BY_FIRST_BYTES = {
+    b"PAR1": "parquet",
+    b"WARC/": "warc",
+    b"<mediawiki": "mediawiki",
+    b"<doc ": "wikiextractor",
+    b"%PDF-": "pdf",
+}
 _HEAD = 1024
+_COLUMNS = {"title", "text"}
+_KIND = re.compile(r"[a-z0-9]{1,10}")  # of a file that is no document, by its name
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a corpus (or split of a dataset); ``size`` is in bytes."""
+    """One file of a corpus (or split of a dataset); ``size`` is in bytes.
+
+    One that is broken ends the stage, unless ``broken`` is the kind that it is then counted under.
+    """
 
     path: Path
     format: Format
     size: int
+    broken: str = ""
 
 
 def sources(documents: Path, format: str) -> list[Source]:
@@ -44,9 +66,21 @@ def sources(documents: Path, format: str) -> list[Source]:
         format: a name of ``FORMATS``, or "auto" for what content and name say. A name given for a folder picks
             the files of that format; given for a file it holds whatever the file looks like.
 
-    Raises ValueError for a file of no known format, for a folder that mixes formats when ``format`` is "auto",
-    and when nothing is found.
+    Of a folder with files of several formats each is read by its own when ``format`` is "auto"; a file of no known
+    format becomes a source of one ``Rejected`` with its kind. Raises ValueError when there is nothing else, and where
+    the package that a format needs is not installed.
     """
+    found = _sources(documents, format)
+    for one in found:
+        if one.format.needs and find_spec(one.format.needs) is None:
+            raise ValueError(
+                f"{one.path}: reading {one.format.name} needs the package {one.format.needs}; "
+                "pip install 'realmops[documents]', or name a format to read only files of that"
+            )
+    return found
+
+
+def _sources(documents: Path, format: str) -> list[Source]:
     if format != "auto" and format not in FORMATS:
         raise ValueError(f"the format {format!r} is none of auto, {', '.join(FORMATS)}")
     if str(documents).startswith(tables.HUB):
@@ -62,14 +96,17 @@ def sources(documents: Path, format: str) -> list[Source]:
         name = _format_of(documents) if format == "auto" else format
         return [Source(documents, FORMATS[_known(documents, name)], _size(documents))]
     found = {path: _format_of(path) for path in _files(documents)}
-    if format == "auto":
-        _check_one_format(documents, found)
-    else:
+    if format != "auto":
         found = {path: name for path, name in found.items() if name == format}
     if not found:
         wanted = "" if format == "auto" else f" of the format {format}"
         raise ValueError(f"{documents}: the folder holds no file{wanted}; check the path")
-    return [Source(path, FORMATS[_known(path, name)], _size(path)) for path, name in found.items()]
+    if not any(found.values()):
+        _known(*next(iter(found.items())))
+    if format != "auto":
+        return [Source(path, FORMATS[format], _size(path)) for path in found]
+    is_mixed = len(set(found.values())) > 1
+    return [_of_folder(path, name, is_mixed) for path, name in found.items()]
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -119,13 +156,34 @@ def _known(path: Path, name: str | None) -> str:
     return name
 
 
-def _check_one_format(folder: Path, found: dict[Path, str | None]) -> None:
-    examples = {_known(path, name): path for path, name in reversed(found.items())}
-    if len(examples) > 1:
-        listed = ", ".join(f"{name} ({examples[name]})" for name in sorted(examples))
-        raise ValueError(
-            f"{folder}: the folder mixes formats: {listed}; name the one to read, or put them into folders of their own"
-        )
+def _of_folder(path: Path, name: str | None, is_mixed: bool) -> Source:
+    """A file of a folder. A broken one ends the stage only where all files are tables or dumps of one format."""
+    if name is not None and not is_mixed and not FORMATS[name].is_document:
+        return Source(path, FORMATS[name], _size(path))
+    suffix = path.suffix[1:].lower()
+    kind = suffix if _KIND.fullmatch(suffix) else "other"
+    problem = "neither its name nor its first bytes tell a format that is read"
+    try:
+        open_plain(path).close()
+        if name == "jsonl" and not _holds_documents(path):
+            problem = "its first line is no JSON object with a title and a text"
+        elif name is not None:
+            return Source(path, FORMATS[name], _size(path), f"broken_{name}")
+    except ValueError as error:
+        problem = str(error).removeprefix(f"{path}: ")
+        kind = f"broken_{name}" if name else kind
+    rejected = Rejected(str(path), problem, kind=kind)
+    return Source(path, replace(TEXT, name="unread", records=lambda _: iter([rejected])), 0)
+
+
+def _holds_documents(path: Path) -> bool:
+    """Whether the first line is a document, or at least a broken line in a file whose name promises lines."""
+    for line in cut_lines(path):
+        with suppress(ValueError):
+            if isinstance(line, Raw):
+                return json_object(line.data, line.place).keys() >= _COLUMNS
+        break
+    return ".json" not in path.suffixes
 
 
 def _format_of(path: Path) -> str | None:
@@ -133,7 +191,7 @@ def _format_of(path: Path) -> str | None:
     try:
         with open_compressed(path) as (file, _):
             head = file.read(_HEAD)
-    except DAMAGE:  # the reader will say what is wrong
+    except (*DAMAGE, ValueError):  # the reader will say what is wrong
         head = b""
     bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if bare.startswith(b"<?xml"):

@@ -24,7 +24,8 @@ _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MUL
 _FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
-def _records(path: Path) -> Iterator[Raw | Rejected]:
+def whole_file(path: Path) -> Iterator[Raw | Rejected]:
+    """The file as one record: its name and its bytes."""
     with open_plain(path) as file:
         data = file.read(LINE_LIMIT + 1)
     if len(data) > LINE_LIMIT:
@@ -37,12 +38,9 @@ def _understand(raw: Raw) -> Outcome:
     name, data = PurePath(raw.data["name"]), raw.data["bytes"]
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
+    text = decode(data, is_page=suffix in PAGES)
     if suffix in PAGES:
-        return page_outcome(decode_page(data, None), raw.place, title=stem)
-    try:
-        text = data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+        return page_outcome(text, raw.place, title=stem)
     title = ""
     if suffix in MARKDOWN:
         if len(text) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(text)) > _MARK_LIMIT:
@@ -52,6 +50,16 @@ def _understand(raw: Raw) -> Outcome:
             )
         title, text = _read_markdown(text)
     return document_or_dropped({"title": title or stem, "text": text.strip()}, raw.place)
+
+
+def decode(data: bytes, *, is_page: bool) -> str:
+    """The text of a file in UTF-8, or of a page as it declares; ValueError for other bytes."""
+    if is_page:
+        return decode_page(data, None)
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
 
 
 def _read_markdown(source: str) -> tuple[str, str]:
@@ -89,4 +97,4 @@ def _inline_text(node: SyntaxTreeNode) -> str:
     return node.content if node.type in ("text", "code_inline") else _BREAKS.get(node.type, "")
 
 
-TEXT = Format("text", _records, _understand)
+TEXT = Format("text", whole_file, _understand, is_document=True)

@@ -1,0 +1,64 @@
+"""CSV and TSV: a table whose first line names its columns, title, text and id among them as in Parquet."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from functools import partial
+from io import TextIOWrapper
+from pathlib import Path
+
+from realmops.corpus.compressed import DAMAGE, damage, open_compressed
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped
+
+_REQUIRED = ("title", "text")
+_DELIMITERS = (",", "\t", ";")  # the last is what Excel writes where the comma stands in numbers
+
+
+def _records(path: Path) -> Iterator[Raw | Rejected]:
+    csv.field_size_limit(LINE_LIMIT)  # for all of this process; the default is 128 KiB
+    line = 0
+    with open_compressed(path) as (file, position):
+        text = TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+        try:
+            head = text.readline(LINE_LIMIT)
+            heads = [next(csv.reader([head], delimiter=one), []) for one in _DELIMITERS]
+            columns = next((names for names in heads if set(_REQUIRED) <= set(names)), None)
+            if columns is None or len(set(columns)) < len(columns):
+                found = head.strip()[:200].encode(errors="backslashreplace").decode()
+                yield Rejected(
+                    str(path),
+                    f"the first line must name the columns, title and text among them and each once (found: {found}); "
+                    "correct it",
+                    ends_file=True,
+                )
+                return
+            lines = iter(partial(text.readline, LINE_LIMIT), "")
+            rows = csv.reader(lines, delimiter=_DELIMITERS[heads.index(columns)], strict=True)
+            for row in rows:
+                place, line = f"{path}:{line + 2}", rows.line_num
+                if len(row) == len(columns):
+                    yield Raw(place, dict(zip(columns, row, strict=True)), position())
+                elif row:
+                    yield Rejected(place, f"the row has {len(row)} columns where the first line names {len(columns)}")
+        except csv.Error as error:
+            yield Rejected(
+                f"{path}:{line + 2}",
+                f"no valid CSV ({error}), so that the rest of the file cannot be read; write it with quotes around "
+                "values that hold quotes, delimiters or line ends",
+                ends_file=True,
+            )
+        except DAMAGE as error:
+            yield Rejected(f"{path}:{line + 2}", damage(error, path), ends_file=True)
+
+
+def _convert(raw: Raw) -> Outcome:
+    for name, value in raw.data.items():
+        if not value.isascii() and any("\udc80" <= sign <= "\udcff" for sign in value):
+            name = name.encode(errors="backslashreplace").decode()
+            return Rejected(raw.place, f"{name!r} is invalid UTF-8; save the file as UTF-8")
+    record = {name: value for name, value in raw.data.items() if name != "spans" and (value or name != "id")}
+    return document_or_dropped(record, raw.place)
+
+
+CSV = Format("csv", _records, _convert)

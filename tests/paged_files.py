@@ -1,0 +1,85 @@
+"""Small files with pages, for tests: PDF written by hand, Office files by the libraries that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+PASSWORD = b"/Encrypt << /Filter /Standard /V 1 /R 2 /P -4 /O <%s> /U <%s> >> /ID [<00> <00>]" % (
+    b"11" * 32,
+    b"22" * 32,
+)
+
+
+def pdf(*pages: str, title: str = "", trailer: bytes = b"") -> bytes:
+    """A PDF with these pages, each line of text (without brackets) on a line; an empty page holds a grey square.
+
+    ``trailer`` may be ``PASSWORD``: then it opens with no password that anybody knows.
+    """
+    font = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", font, b"<< /Title (%s) >>" % title.encode("cp1252")]
+    kids = []
+    for page in pages:
+        lines = [b"(%s) Tj T*" % line.encode("cp1252") for line in page.split("\n")]
+        drawn = b"BT /F 12 Tf 72 720 Td 14 TL %s ET" % b" ".join(lines) if page else b"0.5 g 72 72 400 400 re f"
+        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(drawn), drawn))
+        place = b"/MediaBox [0 0 612 792] /Resources << /Font << /F 3 0 R >> >>"
+        objects.append(b"<< /Type /Page /Parent 2 0 R %s /Contents %d 0 R >>" % (place, len(objects)))
+        kids.append(b"%d 0 R" % len(objects))
+    objects[1] = b"<< /Type /Pages /Count %d /Kids [%s] >>" % (len(kids), b" ".join(kids))
+    file, places = bytearray(b"%PDF-1.4\n"), []
+    for number, one in enumerate(objects, start=1):
+        places.append(b"%010d 00000 n \n" % len(file))
+        file += b"%d 0 obj\n%s\nendobj\n" % (number, one)
+    size, start = len(objects) + 1, len(file)
+    file += b"xref\n0 %d\n0000000000 65535 f \n%s" % (size, b"".join(places))
+    file += b"trailer << /Size %d /Root 1 0 R /Info 4 0 R %s >>\nstartxref\n%d\n%%%%EOF\n" % (size, trailer, start)
+    return bytes(file)
+
+
+def docx(*paragraphs: str, cells: Sequence[str] = (), title: str = "") -> bytes:
+    """A Word document; ``cells`` is a row of a table below the paragraphs."""
+    from docx import Document
+
+    document = Document()
+    document.core_properties.title = title
+    for paragraph in paragraphs:
+        document.add_paragraph(paragraph)
+    if cells:
+        table = document.add_table(1, len(cells))
+        for cell, text in zip(table.rows[0].cells, cells, strict=True):
+            cell.text = text
+    return _saved(document)
+
+
+def pptx(*slides: str, notes: str = "") -> bytes:
+    """A presentation with a text box on each slide, and ``notes`` on the last."""
+    from pptx import Presentation
+
+    presentation = Presentation()
+    for text in slides:
+        slide = presentation.slides.add_slide(presentation.slide_layouts[6])
+        slide.shapes.add_textbox(0, 0, 1000, 1000).text_frame.text = text
+    if notes:
+        slide.notes_slide.notes_text_frame.text = notes
+    return _saved(presentation)
+
+
+def xlsx(sheets: Mapping[str, Sequence[Sequence[Any]]]) -> bytes:
+    """A workbook: the rows of each sheet by its name."""
+    from openpyxl import Workbook
+
+    book = Workbook()
+    book.remove(book.active)
+    for name, rows in sheets.items():
+        sheet = book.create_sheet(name)
+        for row in rows:
+            sheet.append(row)
+    return _saved(book)
+
+
+def _saved(document: Any) -> bytes:
+    file = BytesIO()
+    document.save(file)
+    return file.getvalue()
