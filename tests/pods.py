@@ -16,7 +16,7 @@ from types import TracebackType
 
 from manifests import K8S, Object, instructions
 
-ROOT = K8S.parent
+ROOT = K8S.parents[2]
 IMAGE = "realmops:local"  # what the overlay for one machine asks for
 COMMIT = "c0ffee" * 6 + "c0de"
 NEEDED = ("podman", "crun", "catatonit", "unshare", "nsenter")

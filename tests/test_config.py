@@ -391,6 +391,15 @@ def test_numbers_and_truth_values_are_those_of_yaml_1_2(text: str, value: Any) -
     assert parse_setting(f"a.b={text}") == {"a": {"b": value}}
 
 
+@pytest.mark.parametrize("value", [1e-5, 2.5e-7, 0.1, 1e20, 3.0])
+def test_a_number_that_is_written_is_one_to_every_reader(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(rewritten(PARAMS, [], [f"ict.learning_rate={value!r}"])[0], encoding="utf-8")
+    others = yaml.safe_load(path.read_text(encoding="utf-8")), YAML(typ="safe").load(path)
+    assert [found["ict"]["learning_rate"] for found in others] == [value] * 2
+    assert load(path)["ict"]["learning_rate"] == value
+
+
 @pytest.mark.parametrize("name", ["no", "on", "1:30", "010", "null", "~", "1e5", "a: b", "#x", "-", "é", "2020-01-01"])
 def test_a_text_that_is_written_is_the_same_to_every_reader(tmp_path: Path, name: str) -> None:
     path = tmp_path / "params.yaml"

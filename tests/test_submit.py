@@ -33,7 +33,7 @@ from realmops.cluster.submit import Pipeline
 from realmops.config import load
 
 COMPILED = file_of("train")
-ROOT = COMPILED.parents[1]
+ROOT = COMPILED.parents[3]
 EIGHT = """
 import multiprocessing, sys
 import kfp_server_api
@@ -156,7 +156,11 @@ def test_run_name_experiment_and_folder_may_be_named(project: Path, lab: KfpLab)
         ("--argument volume=", 2, "--argument volume=: Kubeflow Pipelines takes no "),
         ("--argument settings=", 2, "--argument settings=: Kubeflow Pipelines takes no "),
         ("--argument secret=", 2, "--argument secret=: Kubeflow Pipelines takes no "),
-        ("--pipeline nowhere.yaml", 2, "nowhere.yaml does not exist: name a compiled pipeline with --pipeline"),
+        (
+            "--pipeline nowhere.yaml",
+            2,
+            "nowhere.yaml does not exist: --pipeline wants train, ablations, refresh or a compiled file",
+        ),
         ("--pipeline PROJECT/params.yaml", 2, "params.yaml is no compiled pipeline"),
         ("--endpoint ", 2, "name one that starts with http:// or https:// with --endpoint or KF_PIPELINES_ENDPOINT"),
         ("--endpoint ml-pipeline:8888", 2, "'ml-pipeline:8888': name one that starts with http"),
@@ -467,10 +471,9 @@ def test_all_pods_of_a_run_can_be_told_to_go_to_the_node_that_has_the_label(proj
     [term] = given["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     [wanted] = term["matchExpressions"]
     page = (ROOT / "docs" / "operate.md").read_text()
-    assert f"kubectl label node NODE {wanted['key']}={wanted['values'][0]} " in page
-    assert (
-        'nodes=$(cat k8s/components/single-node/affinity.json)\nrealmops submit --argument affinity="$nodes" ' in page
-    )
+    assert f"kubectl label node NODE {wanted['key']}={wanted['values'][0]}\n" in page
+    file = "src/realmops/k8s/components/single-node/affinity.json"
+    assert f'nodes=$(cat {file})\nrealmops submit --argument affinity="$nodes"\n' in page
 
 
 def config_of(spec: str) -> Any:

@@ -414,6 +414,7 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
     editor = YAML()
     editor.preserve_quotes = True
     editor.width = 1 << 16
+    editor.representer.add_representer(float, _written_float)
     document: Any = editor.load(path.read_text(encoding="utf-8")) or CommentedMap()
     changes = [f"presets: {', '.join(named) or 'none'} -> {', '.join(names)}"] if names != named else []
     if changes:
@@ -436,6 +437,14 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
     text = StringIO()
     editor.dump(document, text)
     return text.getvalue(), changes
+
+
+def _written_float(representer: Any, value: float) -> Any:
+    """With a point: without one YAML 1.1, which other readers know alone, takes 1e-05 for a text."""
+    text = repr(value)
+    mantissa, e, exponent = text.partition("e")
+    point = ".0" if e and "." not in mantissa else ""
+    return representer.represent_scalar("tag:yaml.org,2002:float", f"{mantissa}{point}{e}{exponent}")
 
 
 def check_together(values: Values) -> None:

@@ -272,12 +272,14 @@ def _ablation(variants: list[str], options: str, presets: str, settings: str, se
 
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}, at least 1 is wanted")
-    params = Path(out) / "params.yaml"  # JSON is YAML; all pods of an ablation write the same
-    artifacts.write_json(params, _parsed(options))
+    values, chosen, given = _parsed(options), _names("presets", presets), _names("overrides", settings)
+    artifacts.make_folder(Path(out))
+    params = Path(out) / "params.yaml"
+    artifacts.write_json(params, values)  # JSON is YAML; all pods of an ablation write the same
     return Ablation(
         params,
-        presets=_names("presets", presets),
-        settings=_names("overrides", settings),
+        presets=chosen,
+        settings=given,
         variants=list(dict.fromkeys(variants)),
         seeds=range(seeds),
         out=Path(out),
