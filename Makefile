@@ -1,5 +1,5 @@
-# `make` alone lists the targets. Each target that needs the environment makes it first. Once it is made, only podman, audit
-# and bench use the network; test calls podman, once.
+# `make` alone lists the targets. Each target that needs the environment makes it first. Once it is made, only podman, audit,
+# bench and wheel use the network; test calls podman, once.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -15,7 +15,7 @@ STAMP := $(VENV)/setup.stamp
 STARTED := $(VENV)/setup.started
 ACTIVATE := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
 
-.PHONY: help setup run test lint audit faults manifests podman bench golden docs
+.PHONY: help setup run test lint wheel audit faults manifests podman bench golden docs
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r target text; do
@@ -109,6 +109,22 @@ lint: setup  ## ruff (rules and format) and mypy only
 	ruff check .
 	ruff format --check .
 	mypy
+
+wheel: setup  ## build the wheel, install it into an environment of its own, and run a small sample chain in an empty folder
+	@$(ACTIVATE)
+	rm -rf build/wheel
+	uv build --quiet --wheel --out-dir build/wheel
+	uv venv --quiet --python "$(PYTHON)" build/wheel/venv
+	uv pip install --quiet --python build/wheel/venv/bin/python build/wheel/*.whl
+	export PATH="$$PWD/build/wheel/venv/bin:$$PATH"
+	mkdir build/wheel/project
+	cd build/wheel/project
+	realmops init
+	realmops params --write --set sample.subjects=60 --set tag.steps=40 --set ict.steps=20 --set ict.reader_steps=40 \
+		--set pretrain.steps=40 --set pretrain.refresh_every=20 --set pretrain.lag=5 --set evaluate.bootstrap=100
+	realmops run all
+	realmops search "Who was born there?" -k 3
+	realmops report
 
 audit: setup  ## known vulnerabilities of the packages in constraints.txt; asks PyPI for each of them
 	@$(MAKE) setup EXTRAS=dev,audit STAMP=$(VENV)/audit.stamp
