@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,9 @@ def summary(root: Path) -> Iterator[Table | str]:
     page = page_under(root)
     if page.is_file():
         yield f"The report, which opens without a network:  {page}"
-    yield f"Compare runs in the browser:  {browser_command(root)}"
-    yield f"and there, with their figures:  {view_address('realmops-runs')}"
+    if find_spec("mlflow") is not None:
+        yield f"Compare runs in the browser:  {browser_command(root)}"
+        yield f"and there, with their figures:  {view_address('realmops-runs')}"
     yield from how_to_ask(root)
 
 
