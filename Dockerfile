@@ -31,6 +31,7 @@ LABEL org.opencontainers.image.title="realmops" \
 COPY --from=build /opt/realmops /opt/realmops
 # A project's params.yaml is mounted here, from a ConfigMap: another option is another commit and no other image.
 WORKDIR /app
+COPY LICENSE ./
 # The user has no name of its own, and the root is read-only.
 ENV PATH=/opt/realmops/bin:$PATH HOME=/tmp TMPDIR=/tmp USER=realmops PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     REALMOPS_COMMIT=${COMMIT}
