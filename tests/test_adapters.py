@@ -1,7 +1,5 @@
 """The retrievers for LangChain, LlamaIndex and Haystack, each inside its own framework, compared with the Searcher."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys
