@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported first
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HAYSTACK_TELEMETRY_ENABLED"] = "false"
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,21 @@ def answering(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from serving import tuned
 
     return tuned(Path(shutil.copytree(trained, tmp_path_factory.mktemp("answering") / "project")))
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with all its stages over documents that have a field, ``team``; nobody changes it."""
+    import small_project
+
+    folder = tmp_path_factory.mktemp("finished")
+    params = small_project.write_project(folder)
+    documents = [json.loads(line) for line in (folder / "documents.jsonl").read_text().splitlines()]
+    small_project.write_json_lines(
+        folder / "documents.jsonl", [{**one, "team": "ab"[n % 2]} for n, one in enumerate(documents)]
+    )
+    assert small_project.cli("run", "all", "--params", params, "--root", folder).exit_code == 0
+    return folder
 
 
 @pytest.fixture

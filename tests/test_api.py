@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,22 +15,23 @@ import numpy as np
 import pytest
 import small_project
 from mcp import Client, StdioServerParameters
+from serving import served
 from small_project import cli, wait_for
 
 import realmops
-from realmops import Answerer, Citation, Passage, Searcher
+from realmops import Answerer, Citation, Passage, Searcher, api
 from realmops.commands.search import search_of_run
 from realmops.serve.mcp import server_of
 
 QUESTION = "Where was the poet Anna Berg born?"
+SERVE = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", SERVE, re.MULTILINE | re.DOTALL)
+SERVER = "127.0.0.1:8080"
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("asked")
-    small_project.write_project(folder)
-    assert cli("run", "all", "--params", folder / "params.yaml", "--root", folder).exit_code == 0
-    return folder
+@pytest.fixture
+def root(finished: Path) -> Path:
+    return finished
 
 
 def test_a_program_searches_and_asks(root: Path) -> None:
@@ -76,6 +78,53 @@ def test_importing_realmops_loads_nothing_heavy() -> None:
     assert sorted(realmops.__all__) == sorted(name for name in realmops.__all__ if hasattr(realmops, name))
     with pytest.raises(AttributeError, match="no attribute 'Sercher'"):
         realmops.Sercher  # noqa: B018
+
+
+# Examples that people copy
+
+
+def printed(example: str, capsys: pytest.CaptureFixture[str], **words: str | Path) -> str:
+    """What an example prints, with these words in the place of its own."""
+    for old, new in words.items():
+        assert old in example, f"{example}\nhas no {old}"
+        example = example.replace(old, str(new))
+    capsys.readouterr()
+    exec(compile(example, "an example", "exec"), {"__name__": "__main__"})
+    return capsys.readouterr().out
+
+
+def test_the_example_of_the_module(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(api.__doc__).split("\n", 1)[1]
+    *passages, answer = printed(example, capsys, **{"runs/mine": root}).splitlines()
+    found_3 = Searcher.open(root).search("who built the bridge", k=3)
+    assert passages == [f"{one.title} {one.start} {one.text}" for one in found_3]
+    found = Answerer.open(root).answer("Who built the bridge?")
+    assert answer == f"{found.text} {found.probability} {[one.quote for one in found.citations]}"
+
+
+@pytest.mark.parametrize("example", [one for one in EXAMPLES if SERVER not in one])
+def test_an_example_of_the_page(root: Path, example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "Answerer" in example:
+        found = Answerer.open(root).answer(QUESTION)
+        words = {"FOLDER": root, "QUERY": QUESTION, "QUESTION": QUESTION}
+        wanted = f"{found.text} {found.probability} {[one.quote for one in found.citations]}\n"
+    else:
+        options: dict[str, Any] = {"filters": {"team": "a"}} if "filters" in example else {}
+        options |= {"by": "words"} if "by=" in example else {}
+        words = {"FOLDER": root, "QUERY": QUESTION}
+        passages = Searcher.open(root).search(QUESTION, 5, **options)
+        wanted = "".join(f"{one.title} {one.score} {one.text}\n" for one in passages)
+    assert printed(example, capsys, **words) == wanted
+
+
+def test_the_examples_that_ask_a_server(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Answerer.open(root).answer(QUESTION)
+    with served(root) as server:
+        words = {SERVER: server.url.removeprefix("http://"), "QUESTION": QUESTION}
+        outs = [printed(one, capsys, **words) for one in EXAMPLES if SERVER in one]
+    assert len(outs) == 2
+    assert answer.text
+    assert all(answer.text in out for out in outs), outs
 
 
 # The Model Context Protocol

@@ -189,6 +189,23 @@ def test_true_is_not_one_and_a_text_is_no_number(tmp_path: Path) -> None:
     assert passing({"gte": ""}) == ["d2"]
 
 
+class Shared(dict[bytes, Any]):
+    """A memory of filters to which another thread adds while this one goes through it."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        steps = super().__iter__()
+        self[b"of another thread"] = None
+        return steps
+
+
+def test_threads_share_the_memory_of_filters(searching: Search) -> None:
+    filters = Filters(searching.snapshot)
+    filters._known = Shared()
+    for n in range(3 * 40):  # more than are remembered
+        [passage] = filters.passages([{"year": {"gte": 1950 + n % 40, "lt": 1950 + n % 40 + 1 / (1 + n)}}])
+        assert searching.snapshot.document_id(int(passage)) == f"d{n % 40}"
+
+
 def test_highlights_are_of_stems() -> None:
     text = "Builders built a building; rivers flow."
     shown = [text[start:end] for start, end in highlights(text, set(stems(["building", "river"])))]

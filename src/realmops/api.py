@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from realmops.answering.search import Search
     from realmops.commands.answers import Generation
 
+By = Literal["run", "embeddings", "words"]
 T = TypeVar("T")
 
 
@@ -110,7 +111,7 @@ class Searcher:
         k: int = 10,
         *,
         filters: Mapping[str, Any] | None = None,
-        by: Literal["run", "embeddings", "words"] = "run",
+        by: By = "run",
     ) -> list[Passage]:
         """The best ``k`` passages, best first.
 

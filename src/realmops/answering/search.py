@@ -59,16 +59,18 @@ class Filters:
         before let through: these may say what somebody is allowed to know of.
         """
         key = canonical_json(list(filters))
-        if key not in self._known:
+        found = self._known.get(key)
+        if found is None:
             there_P = np.ones(len(self._code_P), bool)
             for where in filters:
                 self._check(where, there_P)
                 for field, condition in where.items():
                     there_P = there_P & self._matching(field, condition)
+            found = np.flatnonzero(there_P)
             if len(self._known) >= _FILTERS:
-                self._known.pop(next(iter(self._known)))
-            self._known[key] = np.flatnonzero(there_P)
-        return self._known[key]
+                self._known.clear()  # in one step, because other threads ask at the same time
+            self._known[key] = found
+        return found
 
     def _check(self, where: Where, there_P: NDArray[np.bool_]) -> None:
         fields = {ID, *(name for code in np.unique(self._code_P[there_P]) for name in self._fields_U[code])}
