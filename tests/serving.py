@@ -32,9 +32,11 @@ QUESTION = "Where did Jon Vik build ships?"
 
 
 def answering_project(folder: Path) -> Path:
-    """A small project with a fine-tuned model and its results."""
+    """A small project with a fine-tuned model, which holds no answer back, and its results."""
     project = small_project.trained_project(folder)
     values = yaml.safe_load((project / "params.yaml").read_text())
+    values["finetune"]["wanted_precision"] = 0.0
+    small_project.write_params(project / "params.yaml", values)
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")
     return project

@@ -18,9 +18,13 @@ from realmops import artifacts
 from realmops.answering.record import Record
 from realmops.commands.answers import Generation, generation_of_run, manifests_of
 from realmops.commands.promote import COPIED_TAG, DIGEST_TAG, STEPS_TAG, open_promoted
+from realmops.commands.trained import sections_of
 from realmops.commands.update import of_pipeline
+from realmops.corpus.cloze import CLOZE_ID
+from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.predictions import read_results
 from realmops.serve.batching import Answerer
+from realmops.stages import CLOZE
 from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
@@ -73,11 +77,19 @@ class RunFolder:
         return found if found.version == generation.version else None
 
     def examples(self) -> Sequence[str]:
-        """Some of the questions that the run was tested with, from all over their file."""
+        """Some of the test questions that are answered and answered rightly, from all over their file.
+
+        None that was made from the corpus: such questions are words in disorder.
+        """
         try:
-            questions = list(dict.fromkeys(one.question for one in read_results(self.root)))
+            asked = Path(sections_of(self.root, "evaluate").get("questions", {}).get("test", ""))
+            rows = [] if Path(CLOZE) in asked.parents else read_results(self.root)
+            confidence = Confidence.load(of_pipeline(self.root).finetune)
         except (OSError, ValueError):  # it was not tested
             return ()
+        least = confidence.threshold if confidence else 0.0  # of now: results may be older
+        right = [one for one in rows if one.em and not one.abstained and (one.confidence or 0.0) >= least]
+        questions = list(dict.fromkeys(one.question for one in right if not one.question_id.startswith(CLOZE_ID)))
         return questions[:: max(1, len(questions) // EXAMPLES)][:EXAMPLES]
 
 
