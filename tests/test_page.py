@@ -25,6 +25,7 @@ from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import artifacts
+from realmops.answering.feedback import feedback_file, read_feedback
 from realmops.evaluate.confidence import HOLDS_ALL, Confidence
 from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.serve.guard import COOKIE, Limits, Token
@@ -582,6 +583,27 @@ def test_what_is_held_back_is_small_and_comes_last(browser: webdriver.Chrome, un
     assert browser.execute_script(size, guess) < browser.execute_script(size, passage)
     assert guess.location["y"] > passage.location["y"]
     assert browser.title.startswith("No sure answer: ")
+
+
+def test_a_thumb_is_kept_without_leaving_the_page(at: webdriver.Chrome, server: Served, project: Path) -> None:
+    at.get(f"{server.url}{ASKED}")
+    at.execute_script("window.stays = 1")
+    at.find_element(By.CSS_SELECTOR, ".feedback summary").click()
+    at.find_element(By.ID, "correct").send_keys("Bergen")
+    at.find_element(By.CSS_SELECTOR, ".thumb[value='no']").click()
+    wait_for(lambda: said(at) == "Noted, thank you.", 60)
+    assert at.execute_script("return [window.stays, document.activeElement.textContent]") == [1, "Noted, thank you."]
+    assert not at.find_elements(By.CSS_SELECTOR, ".feedback")
+    record, [kept] = server.ask(), read_feedback(feedback_file(project / "root"))
+    assert (kept.question, kept.answer, kept.right, kept.correct_answer) == (
+        QUESTION,
+        record["answer"],
+        False,
+        "Bergen",
+    )
+    assert kept.passage_id == record["citations"][0]["passage_id"]
+    at.get(f"{server.url}{ASKED}&noted=1")
+    assert "Noted, thank you." in at.find_element(By.ID, "result").text, "as without a script"
 
 
 def pages(server: Served, guarded: Served, unsure: Served) -> Iterator[str]:

@@ -41,6 +41,10 @@ class Origin(Protocol):
     def name(self) -> str:
         """The model, as clients call it."""
 
+    @property
+    def root(self) -> Path:
+        """The folder in whose work folder feedback is kept."""
+
     def mark(self) -> Hashable:
         """What changes when there is another generation; cheap. ConnectionError when it cannot be told now."""
 
@@ -105,7 +109,7 @@ class Champion:
         found = _ALIAS.fullmatch(uri)
         if not found:
             raise ValueError(f"--model is {uri!r}, wanted models:/NAME@{CHAMPION}, as 'realmops promote' registers it")
-        self.name = found[1]
+        self.name, self.root = found[1], root
         self._registry = Registry(self.name, tracking_folder(root), "realmops")
 
     def mark(self) -> Hashable:

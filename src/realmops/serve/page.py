@@ -104,6 +104,7 @@ async def ask(request: Request) -> HTMLResponse:
         "gone": [],
         "before": None,
         "before_closed": False,
+        "noted": "noted" in given,
         "error": "",
         "status": 200,
         "wants_before": "before" in given,
@@ -230,6 +231,12 @@ def address(question: str, without: Sequence[str] = ()) -> str:
     return "?" + urlencode([("q", question), *(("without", one) for one in without)])
 
 
+def feedback_address(record: Record) -> str:
+    """Where the page sends what somebody says of an answer."""
+    passage = record["citations"][0]["passage_id"] if record["citations"] else ""
+    return "feedback?" + urlencode({"q": record["question"], "answer": record["answer"], "passage": passage})
+
+
 def percent(share: float) -> str:
     """A probability as people say it; none is said to be certain or impossible that is not."""
     if 0 < share < 0.005:
@@ -259,6 +266,7 @@ def _templates() -> tuple[Environment, dict[str, str]]:
         "script": Markup(script),
         "source_link": source_link,
         "holds_all": holds_all,
+        "feedback_address": feedback_address,
     }
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; connect-src 'self'; "
