@@ -38,8 +38,10 @@ QUESTION = "Where did Jon Vik build ships?"
 
 
 def tuned(project: Path) -> Path:
-    """A trained project once it has a fine-tuned model and its results."""
+    """A trained project once it has a fine-tuned model, which holds no answer back, and its results."""
     values = yaml.safe_load((project / "params.yaml").read_text())
+    values["finetune"]["wanted_precision"] = 0.0
+    small_project.write_params(project / "params.yaml", values)
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")
     return project

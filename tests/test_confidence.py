@@ -16,6 +16,7 @@ from realmops.answering.answer import Answer
 from realmops.evaluate.confidence import (
     BINS,
     FILE,
+    HOLDS_ALL,
     Confidence,
     calibration_error,
     chance_error,
@@ -72,8 +73,10 @@ def test_where_all_are_right_or_wrong_every_answer_gets_platts_share() -> None:
         assert not any(map(right.abstains, [*sure, answer(1e-9)]))
         wrong = Confidence.fit(sure, np.zeros(count, bool), 0.8)
         assert [wrong.probability(one) for one in sure] == pytest.approx([1 / (count + 2)] * count, abs=1e-4)
-        assert wrong.threshold is None
-        assert not any(map(wrong.abstains, sure))
+        assert wrong.threshold == HOLDS_ALL
+        assert all(map(wrong.abstains, [*sure, answer(1.0)])), "no threshold reaches what is wanted"
+        assert wrong.holds_all
+        assert not right.holds_all
 
 
 def test_answers_that_are_equally_sure_are_equally_right() -> None:
@@ -82,7 +85,7 @@ def test_answers_that_are_equally_sure_are_equally_right() -> None:
     found = Confidence.fit(alike, correct, 0.5)
     assert [found.probability(one) for one in alike] == pytest.approx([0.5] * 4, abs=1e-4)
     assert found.threshold == 0.0
-    assert Confidence.fit(alike, correct, 0.6).threshold is None
+    assert Confidence.fit(alike, correct, 0.6).holds_all
 
 
 def test_a_model_that_is_surest_where_it_is_wrong_is_no_guide() -> None:
@@ -101,9 +104,9 @@ def test_certain_answers_and_none_at_all_break_nothing() -> None:
     assert probabilities == sorted(probabilities, reverse=True)
     assert probabilities[-1] == 0.0 < probabilities[-2]
     assert found.abstains(answer(0.0, ""))
-    assert replace(found, threshold=None).abstains(answer(0.0, ""))
+    assert replace(found, threshold=0.0).abstains(answer(0.0, ""))
     only_silent = Confidence.fit(answers[-1:], np.array([False]), 0.8)
-    assert (only_silent.probability(answers[-1]), only_silent.threshold) == (0.0, None)
+    assert (only_silent.probability(answers[-1]), only_silent.holds_all) == (0.0, True)
 
 
 def test_the_answer_at_the_threshold_is_given() -> None:
@@ -124,7 +127,7 @@ def test_the_threshold_is_the_slow_one() -> None:
         fitting = [t for t in set(probability) if correct[probability >= t].mean() >= 0.7]
         found = threshold_for(probability, correct, 0.7)
         if not fitting:
-            assert found is None
+            assert found == HOLDS_ALL > probability.max()
         else:
             assert (probability >= found).tolist() == (probability >= min(fitting)).tolist()
         reached += bool(fitting)
@@ -194,10 +197,14 @@ def test_what_answers_nothing_has_no_precision() -> None:
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
     assert Confidence.load(tmp_path) is None
-    for threshold in (0.5, None):
+    for threshold in (0.5, HOLDS_ALL):
         saved = Confidence(0.1 + 0.2, -1 / 3, threshold, 0.8, 308)
         saved.save(tmp_path)
         assert Confidence.load(tmp_path) == saved
+    stored = json.loads((tmp_path / FILE).read_text())
+    assert stored["threshold"] > 1
+    (tmp_path / FILE).write_text(json.dumps({**stored, "threshold": None}))  # as 0.1.0 wrote it
+    assert Confidence.load(tmp_path) == saved
     for damage in ('{"slope": 1}', "[1]", "{"):
         (tmp_path / FILE).write_text(damage)
         with pytest.raises(ValueError, match=FILE):
@@ -221,15 +228,16 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
     [said] = [line for line in report.said if "wanted_precision" in line]
     stored = json.loads((root / f"models/finetune/{FILE}").read_text())
     assert (stored["questions"], stored["wanted_precision"]) == (2, 0.8)
-    assert ("no answer is held back" in said) == (stored["threshold"] is None)
+    assert ("every answer is held back" in said) == (stored["threshold"] == HOLDS_ALL)
     assert FILE in artifacts.read_json(root / "models/finetune/manifest.json")["files"]
     measured = stage("evaluate", values, project, root)
     rows = read_predictions(root / "results/predictions.parquet")
     assert all(row.confidence is not None and 0 < row.confidence < 1 for row in rows)
-    assert [row.abstained for row in rows] == [(row.confidence or 0) < (stored["threshold"] or 0) for row in rows]
+    assert [row.abstained for row in rows] == [(row.confidence or 0) < stored["threshold"] for row in rows]
     for name in ("ece", "ece_uncalibrated", "ece_if_perfect", "precision_at_30", "precision_at_30_low", "answered"):
         assert 0 <= measured[name] <= 1
     page = (root / "results/report.html").read_text()
+    assert ("Every answer is held back" in page) == all(row.abstained for row in rows)
     assert "How certain it is, and how often it is right" in page
     shown = cli("explain", "--root", root).stdout
     assert f"confidence: {rows[0].confidence:.2f}" in shown

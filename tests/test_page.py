@@ -6,6 +6,8 @@ import http.client
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urljoin, urlsplit
@@ -17,16 +19,22 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from serving import QUESTION, Served, client_of, served, watching
-from small_project import QUESTIONS, cli, wait_for, write_json_lines
+from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
+from realmops import artifacts
+from realmops.answering.feedback import feedback_file, read_feedback
+from realmops.evaluate.confidence import HOLDS_ALL, Confidence
+from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.serve.generations import RunFolder
 from realmops.serve.guard import COOKIE, Limits, Token
 from realmops.serve.page import percent, source_link
 
 EVIL = '<script>window.owned=1</script><img src=x onerror="window.owned=1">'
 TOKEN = "s3cret"
+TUNED = "models/finetune"
 ASKED = "/?" + urlencode({"q": QUESTION})
+WORDS = "Is there a ship, a play or rain in Bergen, Oslo or Norway?"  # each document has one of them
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +49,7 @@ def project(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_json_lines(project / "documents.jsonl", documents)
     result = cli("update", "--params", project / "params.yaml", "--root", project / "root")
     assert result.exit_code == 0, result.output
+    answered(project / "root/results", len(QUESTIONS["test"]))  # as if all were right
     return project
 
 
@@ -53,6 +62,34 @@ def server(project: Path) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def guarded(project: Path) -> Iterator[Served]:
     with served(project / "never_updated", REALMOPS_TOKEN=TOKEN) as one:
+        yield one
+
+
+@contextmanager
+def held_back(project: Path, threshold: float) -> Iterator[Any]:
+    """A client of the page where answers below a threshold are held back."""
+    from fastapi.testclient import TestClient
+
+    from realmops.serve.app import make_app
+    from realmops.serve.batching import Answerer
+    from realmops.serve.generations import GenerationWatcher, RunFolder
+    from realmops.serve.metrics import Metrics
+
+    origin = RunFolder(project / "root")
+    answerer = Answerer(replace(origin.open(), confidence=Confidence(1.0, 0.0, threshold, 0.8, 2)))
+    app = make_app(answerer, GenerationWatcher(origin, answerer, None, print), Metrics(), None, Limits())
+    yield TestClient(app)
+    answerer.close()
+
+
+@pytest.fixture(scope="module")
+def unsure(project: Path) -> Iterator[Served]:
+    """A server that holds every answer back."""
+    root = Path(shutil.copytree(project / "root", project / "unsure"))
+    replace(Confidence.load(root / TUNED), threshold=HOLDS_ALL).save(root / TUNED)
+    made = artifacts.read_json(root / TUNED / "manifest.json")
+    artifacts.write_manifest(root / TUNED, "finetune", **{k: made[k] for k in ("fingerprint", "sections")})
+    with served(root) as one:
         yield one
 
 
@@ -111,9 +148,36 @@ def test_the_answer_is_that_of_the_api_with_its_quotation_in_its_passage(server:
     assert len(before) == first["start"] - passage["start"]
     assert f"characters {first['start']} to {first['end']}" in texts(answer, ".//figcaption")[0]
     assert f"It is right with probability {percent(record['probability'])}" in texts(answer, ".//p[@class='sure']")[0]
-    assert ("better held back" in answer.text_content()) is record["abstained"]
+    assert not record["abstained"]
     assert page.findtext(".//title").startswith(f"{record['answer']}: ")
     assert f"Answer: {record['answer']}. Probability " in page.get_element_by_id("said").text
+
+
+@pytest.mark.parametrize(
+    ("threshold", "reason"),
+    [(HOLDS_ALL, "the model was never sure enough"), (0.9995, "Too many answers below above 99% are wrong.")],
+)
+def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold: float, reason: str) -> None:
+    """The first three with the words of the question marked; what was held back stands small below them."""
+    with held_back(project, threshold) as client:
+        page = lxml.html.fromstring(client.get("/?" + urlencode({"q": WORDS})).text)
+        record = client.post("/v1/answer", json={"question": WORDS}).json()
+    assert record["abstained"]
+    answer = shown(page, "answer")
+    assert texts(answer, ".//h2") == ["What was found"]
+    assert not answer.xpath(".//p[@class='given']"), "nothing in large type"
+    found = answer.xpath(".//blockquote/p")
+    assert [one.text_content() for one in found] == [one["text"] for one in record["passages"][:3]]
+    marked = [re.findall(r"Bergen|Oslo|Norway|ships?\b|play|rains", one.text_content()) for one in found]
+    assert [one.xpath("./mark/text()") for one in found] == marked
+    assert any(marked)
+    [small] = texts(answer, ".//p[@class='sure']")
+    assert small.startswith(f"Held back: {record['answer']}, right with probability {percent(record['probability'])}.")
+    assert reason in small
+    assert page.findtext(".//title").startswith("No sure answer: ")
+    assert page.get_element_by_id("said").text.startswith("No answer is sure enough.")
+    assert EVIL in page.text_content()
+    assert len(page.xpath("//script")) == 1
 
 
 def test_each_passage_has_its_bars(server: Served) -> None:
@@ -202,8 +266,28 @@ def test_another_site_may_lead_here_and_not_ask(server: Served) -> None:
     assert visit(server, ASKED, **{"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Dest": "empty"}).status == 200
 
 
-def test_a_run_that_was_not_tested_has_no_examples(tmp_path: Path) -> None:
+def test_only_questions_that_are_answered_rightly_are_examples(project: Path, tmp_path: Path) -> None:
+    """None that is held back now, is wrong, or was made from the corpus, and none without results."""
     assert RunFolder(tmp_path).examples() == ()
+    root = Path(shutil.copytree(project / "root", tmp_path / "root"))
+    file, (first, second) = root / "results/predictions.parquet", read_results(root)
+    changed = {
+        (first.question,): [first, replace(second, em=False)],
+        (second.question,): [replace(first, question_id="cloze-7"), second],
+        (): [replace(first, abstained=True), replace(second, em=False)],
+    }
+    for examples, rows in changed.items():
+        write_predictions(file, rows)
+        assert RunFolder(root).examples() == list(examples)
+    write_predictions(file, [first, second])
+    manifest = artifacts.read_json(root / "results/manifest.json")
+    manifest["sections"]["questions"]["test"] = "data/cloze/questions.test.jsonl"
+    artifacts.write_json(root / "results/manifest.json", manifest)
+    assert RunFolder(root).examples() == []
+    shutil.copy(project / "root/results/manifest.json", root / "results")
+    assert len(RunFolder(root).examples()) == 2
+    replace(Confidence.load(root / TUNED), threshold=HOLDS_ALL).save(root / TUNED)
+    assert RunFolder(root).examples() == [], "the model was calibrated again since"
 
 
 @pytest.mark.parametrize(
@@ -466,22 +550,62 @@ def test_a_passage_is_taken_away_and_the_way_back_leads_back(at: webdriver.Chrom
     assert at.find_element(By.ID, "q").get_attribute("value") == QUESTION
 
 
-def pages(server: Served, guarded: Served) -> Iterator[str]:
+def test_what_is_held_back_is_small_and_comes_last(browser: webdriver.Chrome, unsure: Served) -> None:
+    browser.get(f"{unsure.url}/")
+    assert not browser.find_elements(By.CSS_SELECTOR, ".examples"), "nothing is answered"
+    browser.find_element(By.ID, "q").send_keys(WORDS, Keys.ENTER)
+    wait_for(lambda: said(browser).startswith("No answer is sure enough."), 60)
+    record = unsure.ask(WORDS)
+    answer = browser.find_element(By.CSS_SELECTOR, "section[aria-labelledby='answer']")
+    guess, marks = (answer.find_element(By.CSS_SELECTOR, name) for name in (".guess", "blockquote mark"))
+    assert (guess.text.strip('"“”'), marks.text.lower()[:4] in WORDS.lower()) == (record["answer"], True)
+    size = "return parseFloat(getComputedStyle(arguments[0]).fontSize)"
+    passage = answer.find_elements(By.CSS_SELECTOR, "blockquote")[-1]
+    assert browser.execute_script(size, guess) < browser.execute_script(size, passage)
+    assert guess.location["y"] > passage.location["y"]
+    assert browser.title.startswith("No sure answer: ")
+
+
+def test_a_thumb_is_kept_without_leaving_the_page(at: webdriver.Chrome, server: Served, project: Path) -> None:
+    at.get(f"{server.url}{ASKED}")
+    at.execute_script("window.stays = 1")
+    at.find_element(By.CSS_SELECTOR, ".feedback summary").click()
+    at.find_element(By.ID, "correct").send_keys("Bergen")
+    at.find_element(By.CSS_SELECTOR, ".thumb[value='no']").click()
+    wait_for(lambda: said(at) == "Noted, thank you.", 60)
+    assert at.execute_script("return [window.stays, document.activeElement.textContent]") == [1, "Noted, thank you."]
+    assert not at.find_elements(By.CSS_SELECTOR, ".feedback")
+    record, [kept] = server.ask(), read_feedback(feedback_file(project / "root"))
+    assert (kept.question, kept.answer, kept.right, kept.correct_answer) == (
+        QUESTION,
+        record["answer"],
+        False,
+        "Bergen",
+    )
+    assert kept.passage_id == record["citations"][0]["passage_id"]
+    at.get(f"{server.url}{ASKED}&noted=1")
+    assert "Noted, thank you." in at.find_element(By.ID, "result").text, "as without a script"
+
+
+def pages(server: Served, guarded: Served, unsure: Served) -> Iterator[str]:
     gone = server.ask()["passages"][0]["passage_id"]
     queries = ("", f"{ASKED[1:]}&before=1&without={gone}", "?" + urlencode({"q": "x" * 2001}))
     yield from (f"{server.url}/{query}" for query in queries)
     yield f"{guarded.url}/sign-in?q=a"
+    yield f"{unsure.url}{ASKED}"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everybody_can_read_it(browser: webdriver.Chrome, server: Served, guarded: Served, scheme: str) -> None:
+def test_everybody_can_read_it(
+    browser: webdriver.Chrome, server: Served, guarded: Served, unsure: Served, scheme: str
+) -> None:
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     narrow = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     try:
         grounds = set()
-        for place in pages(server, guarded):
+        for place in pages(server, guarded, unsure):
             browser.get(place)
             assert browser.execute_script(FAULTS) == [], place
             seen, low = browser.execute_script(LOW_CONTRAST)

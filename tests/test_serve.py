@@ -107,20 +107,23 @@ def test_an_unsure_answer_is_marked_and_no_text_for_chat_clients(answering: Path
 
     from realmops.answering.record import short
     from realmops.commands.answers import Asked, generation_of_run
-    from realmops.evaluate.confidence import Confidence
+    from realmops.evaluate.confidence import HOLDS_ALL, Confidence
     from realmops.serve.responses import NO_ANSWER, _annotations, _text
 
     generation = generation_of_run(answering / "root")
     [found] = generation.find([Asked(QUESTION)])
     records = {}
-    for threshold in (0.0, 1.0, None):
+    for threshold in (0.0, 1.0, HOLDS_ALL):
         curve = Confidence(1.0, 0.0, threshold, 0.8, 2)
         [records[threshold]] = replace(generation, confidence=curve).read([found])
-    assert [record["abstained"] for record in records.values()] == [False, True, False]
+    assert [record["abstained"] for record in records.values()] == [False, True, True]
     assert len({record["answer"] for record in records.values()}) == 1
     assert (_text(records[1.0]), _annotations(records[1.0])) == (NO_ANSWER, [])
-    assert _text(records[None]) == records[None]["answer"]
+    assert _text(records[0.0]) == records[0.0]["answer"]
+    assert _text(records[HOLDS_ALL]) == NO_ANSWER
+    assert "held back" not in short(records[0.0])[0]
     assert "held back below 1)" in short(records[1.0])[0]
+    assert "held back as every answer is" in short(records[HOLDS_ALL])[0]
     [plain] = replace(generation, confidence=None).read([found])
     assert (plain["probability"], plain["abstained"]) == (plain["p_y"], False)
 

@@ -357,20 +357,26 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 
 
 @main.command()
-@_question_files
+@click.argument("files", nargs=-1, type=_path)
 @_format
 @_file("--out", required=True, help="The folder to write.")
+@_flag("--from-feedback", help="Make dev questions of answers that people confirmed or corrected; without FILES.")
+@_old_root
 @_flag("--orqa-split", help="Split into train and dev as ORQA did, by FarmHash.")
 @_repeated("--drop-id-prefix", "drop", "TEXT", "Leave out questions whose id starts with TEXT.")
-def questions(**given: Any) -> Iterable[str]:
+def questions(from_feedback: bool, root: Path, **given: Any) -> Iterable[str]:
     """Convert question files, to train and evaluate with them.
 
     FILES hold questions with their answers, in one of the published formats. They become JSON lines, whose files can be
     named in the section "questions" of params.yaml. NQ-Open and EfficientQA have the format jsonl; webquestions is the
     original or brmson's.
     """
-    from realmops.commands.questions import convert_questions
+    from realmops.commands.questions import convert_questions, questions_from_feedback
 
+    if from_feedback == bool(given["files"]):
+        raise click.UsageError("give either FILES or --from-feedback")
+    if from_feedback:
+        return questions_from_feedback(root, given["out"])
     return convert_questions(**given)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from realmops.answering.answer import Answer, Found
@@ -15,8 +16,8 @@ class Calibration(Protocol):
     """What makes of p(y|x) the probability of being right (``evaluate.confidence.Confidence``)."""
 
     @property
-    def threshold(self) -> float | None:
-        """Answers below it are held back; None holds none back."""
+    def threshold(self) -> float:
+        """Answers below it are held back; above 1 it holds back every answer."""
 
     def probability(self, answer: Answer) -> float:
         """How probable it is that an answer is right."""
@@ -98,12 +99,26 @@ def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Reco
     }
 
 
+def holds_all(record: Mapping[str, Any]) -> bool:
+    """Whether the model holds back every answer: none was sure enough on the dev questions."""
+    return record["threshold"] is not None and record["threshold"] > 1
+
+
+def sureness(record: Mapping[str, Any]) -> str:
+    """How sure an answer is, and why it is held back, if it is."""
+    said = f"p = {record['probability']:.3g}"
+    if not record["answer"] or not record["abstained"]:
+        return said
+    if holds_all(record):
+        return f"{said}, held back as every answer is: none reached finetune.wanted_precision on the dev questions"
+    return f"{said}, held back below {record['threshold']:.3g}"
+
+
 def short(record: Record) -> list[str]:
     """A record in a few lines: the answer, how sure it is, and each source with the quotation marked."""
     if not record["answer"]:
         return ["no answer"]
-    unsure = f", held back below {record['threshold']:.3g}" if record["abstained"] else ""
-    lines = [f"{record['answer']}  (p = {record['probability']:.3g}{unsure})"]
+    lines = [f"{record['answer']}  ({sureness(record)})"]
     texts = {passage["passage_id"]: passage for passage in record["passages"]}
     for one in record["citations"]:
         passage: Record = texts[one["passage_id"]]

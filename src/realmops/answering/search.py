@@ -174,8 +174,7 @@ class Search:
         ids, score, dense = self._best(query, k, allowed, by)
         bm25 = self.words.score_of(query, ids).tolist()
         shown = [
-            self._shown(*each, wanted=set(_stemmed(query)))
-            for each in zip(ids.tolist(), score, dense, bm25, strict=True)
+            self._shown(*each, wanted=stems_of(query)) for each in zip(ids.tolist(), score, dense, bm25, strict=True)
         ]
         return {"query": query, "passages": shown, "model": self.about}
 
@@ -244,5 +243,6 @@ def highlights(text: str, wanted: set[str]) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-def _stemmed(query: str) -> list[str]:
-    return stems([word for word in split_words(query) if word not in STOP_WORDS])
+def stems_of(query: str) -> set[str]:
+    """The stems of a query's words, without words that stand everywhere: what ``highlights`` marks."""
+    return set(stems([word for word in split_words(query) if word not in STOP_WORDS]))

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from realmops.answering.record import sureness
 from realmops.artifacts import write_bytes
 from realmops.commands.answers import Asked, generation_of_run
 from realmops.commands.masked import explain_sentence
@@ -115,10 +116,9 @@ def _passage(z: Mapping[str, Any]) -> str:
 
 
 def _of_question(record: Mapping[str, Any]) -> Sheet:
-    unsure = f", held back below {record['threshold']:.3g}" if record["answer"] and record["abstained"] else ""
     about = record["model"]
     said = (
-        f"answer: {record['answer'] or '(none)'}  (p = {record['probability']:.3g}{unsure})",
+        f"answer: {record['answer'] or '(none)'}  ({sureness(record)})",
         f"y = {record.get('y', record['answer'])}: p(y|x) = {record['p_y']:.3g}",
         f"model: {about['version']}, corpus {about['snapshot'][:_ID_SHOWN]}, index {about['index_generation']}",
     )

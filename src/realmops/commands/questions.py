@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
+from realmops.answering.feedback import feedback_file, questions_of, read_feedback
 from realmops.config import Finetune
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
 from realmops.corpus.cloze import cloze_questions, split
@@ -50,6 +51,22 @@ def convert_questions(
     lines += [f"{len(impossible)} dropped: marked as impossible"] if impossible else []
     lines += [f"{len(found) - len(kept)} dropped: the id starts with {' or '.join(drop)}"] if drop else []
     return lines + _write(out, parts, read=len(found) + len(impossible))
+
+
+def questions_from_feedback(root: Path, out: Path) -> list[str]:
+    """Write the questions whose answers people confirmed or corrected, as dev questions into a folder; in words.
+
+    Args:
+        root: of the run whose answers they are.
+    """
+    _check_replaceable(out)
+    path = feedback_file(root)
+    found = list(read_feedback(path))
+    kept = questions_of(found)
+    if not kept:
+        raise ValueError(f"{path}: no answer of {len(found)} was confirmed or corrected yet")
+    line = f"{len(found)} judgements read"
+    return [line, *_write(out, {"questions.dev.jsonl": kept}, read=len(found))]
 
 
 def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[str]:

@@ -33,6 +33,7 @@ MOVED = 3.0  # places that a word may come nearer to the end
 HELD_OUT = 0.05  # share of the passages whose questions are for dev, and for test
 MOST_HELD_OUT = 500
 PARTS = ("train", "dev", "test")
+CLOZE_ID = "cloze-"  # what their ids begin with
 _MARKS, _SENTENCE_ENDS = ',;:()"', ".!? "
 _NUMBER, _YEAR = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?![\w-])"), re.compile(r"\d{4}")
 _CLAUSE_ENDS = re.compile(r"[;:()]|,(?=\s)")
@@ -132,7 +133,7 @@ def cloze_questions(
         answer = text[chars[start, 0] : chars[stop - 1, 1]]
         question = " ".join([question_word(labels[row], answer, rng), *noisy(*parts, rng)]) + "?"
         not_in = tuple(dict.fromkeys(snapshot.passage_id(p) for p in sources))
-        questions.append(Question(f"cloze-{len(questions)}", question, (answer,), not_in=not_in))
+        questions.append(Question(f"{CLOZE_ID}{len(questions)}", question, (answer,), not_in=not_in))
         if len(questions) == limit:
             break
     return questions

@@ -28,6 +28,7 @@ FILE = "confidence.json"
 BINS = 10  # of equal width, for the expected calibration error
 CERTAIN = 0.3  # share of the questions: the most certain ones
 LARGEST_LOG_P = -1e-13  # a probability of 1 has no log odds
+HOLDS_ALL = 2.0  # a threshold above every probability: where none reaches the wanted precision
 DRAWS = 200  # of right and wrong answers, to say what chance does to the calibration error
 
 Floats = npt.NDArray[np.float64]
@@ -39,12 +40,13 @@ class Confidence:
     """The calibration of one model: sigmoid(slope * log odds of p(y|x) + intercept) is the probability of being right.
 
     Answers below ``threshold`` are better held back: those above it are right as often as ``wanted_precision`` says,
-    on the dev ``questions`` that all was fitted on. None where no threshold reaches that; then no answer is held back.
+    on the dev ``questions`` that all was fitted on. Where no threshold reaches that it is ``HOLDS_ALL``, above 1: then
+    every answer is held back.
     """
 
     slope: float
     intercept: float
-    threshold: float | None
+    threshold: float
     wanted_precision: float
     questions: int
 
@@ -53,26 +55,32 @@ class Confidence:
         """Fit curve and threshold to answers of which it is known whether they are right."""
         assert len(answers) == len(correct_Q) > 0
         slope, intercept = platt_scaling(log_odds([answer.log_p for answer in answers]), correct_Q)
-        curve = cls(slope, intercept, None, wanted_precision, len(answers))
+        curve = cls(slope, intercept, HOLDS_ALL, wanted_precision, len(answers))
         return replace(curve, threshold=threshold_for(curve.probabilities(answers), correct_Q, wanted_precision))
 
     @classmethod
     def load(cls, folder: Path) -> Confidence | None:
         """What was saved with a fine-tuned model; None of a model that was imported, which has no such file.
 
-        ValueError names a file that is damaged.
+        Files of 0.1.0 have ``null`` for ``HOLDS_ALL``. ValueError names a file that is damaged.
         """
         path = folder / FILE
         if not path.is_file():
             return None
         values = read_json(path)
         try:
-            return cls(**values)
+            found = cls(**values)
         except TypeError as error:
             raise ValueError(f"{path} holds no calibration of this version ({error}); fine-tune again") from None
+        return replace(found, threshold=HOLDS_ALL) if values["threshold"] is None else found
 
     def save(self, folder: Path) -> None:
         write_json(folder / FILE, asdict(self))
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether every answer is held back."""
+        return self.threshold > 1
 
     def probability(self, answer: Answer) -> float:
         """How probable it is that an answer is right; 0 without an answer."""
@@ -80,7 +88,7 @@ class Confidence:
 
     def abstains(self, answer: Answer) -> bool:
         """Whether an answer is better held back, or there is none."""
-        return not answer.text or self.probability(answer) < (self.threshold or 0.0)
+        return not answer.text or self.probability(answer) < self.threshold
 
     def probabilities(self, answers: Sequence[Answer]) -> Floats:
         """``probability`` of each answer, [Q]."""
@@ -124,15 +132,15 @@ def platt_scaling(odds_Q: Floats, correct_Q: Bools) -> tuple[float, float]:
     return float(fitted.x[0]), float(fitted.x[1])
 
 
-def threshold_for(probability_Q: Floats, correct_Q: Bools, wanted_precision: float) -> float | None:
+def threshold_for(probability_Q: Floats, correct_Q: Bools, wanted_precision: float) -> float:
     """The probability from which on answers are right as often as wanted, with as many answers as possible.
 
-    Equal probabilities are on one side. 0 where all answers together reach it, None where none do.
+    Equal probabilities are on one side. 0 where all answers together reach it, ``HOLDS_ALL`` where none do.
     """
     curve = coverage_curve(probability_Q, correct_Q)
     [reached] = np.nonzero(curve.precision >= wanted_precision)
     if not len(reached):
-        return None
+        return HOLDS_ALL
     return 0.0 if reached[-1] == len(curve.precision) - 1 else float(curve.threshold[reached[-1]])
 
 

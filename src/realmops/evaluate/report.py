@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLES = 12
+HELD_BACK = "Every answer is held back: none is as sure as <code>finetune.wanted_precision</code> asks for."
 Metrics = Mapping[str, Mapping[str, Any]]  # the content of metrics.json by stage
 
 
@@ -260,6 +261,8 @@ def _page(metrics: Metrics, charts: Sequence[str], answers: Sequence[Prediction]
     for heading, some in (("While it trained", charts), ("How certain it is, and how often it is right", trust)):
         if some:
             sections += [f"<h2>{heading}</h2>", f'<div class="charts">{"".join(some)}</div>']
+    if answers and all(answer.abstained for answer in answers):
+        sections.append(f'<p class="card">{HELD_BACK}</p>')
     if answers:
         shown = answers[:: -(-len(answers) // SAMPLES)]
         sections += [

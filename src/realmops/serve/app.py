@@ -18,7 +18,7 @@ from realmops import __version__
 from realmops.answering.record import Record
 from realmops.answering.search import Where
 from realmops.commands.answers import Asked, Generation
-from realmops.serve import inference, page, reference, responses, search
+from realmops.serve import feedback, inference, page, reference, responses, search
 from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
 from realmops.serve.generations import GenerationWatcher
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
@@ -129,6 +129,7 @@ def make_app(
     )
     service = app.state.service = AnswerService(answerer, watcher)
     app.state.token = None if token is None else Token(token)
+    app.state.feedback = feedback.FeedbackKeeper(watcher.origin.root)
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
     async def answer(question: AnswerRequest) -> Response:
@@ -165,6 +166,7 @@ def make_app(
     app.include_router(page.router)
     app.include_router(responses.router)
     app.include_router(search.router)
+    app.include_router(feedback.router)
     app.include_router(inference.router)
     _explain_errors(app)
     app.add_middleware(Guard, token=app.state.token, access=access or {}, metrics=metrics, limits=limits)

@@ -18,9 +18,13 @@ from realmops import artifacts
 from realmops.answering.record import Record
 from realmops.commands.answers import Generation, generation_of_run, manifests_of
 from realmops.commands.promote import COPIED_TAG, DIGEST_TAG, STEPS_TAG, open_promoted
+from realmops.commands.trained import sections_of
 from realmops.commands.update import of_pipeline
+from realmops.corpus.cloze import CLOZE_ID
+from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.predictions import read_results
 from realmops.serve.batching import Answerer
+from realmops.stages import CLOZE
 from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 
@@ -36,6 +40,10 @@ class Origin(Protocol):
     @property
     def name(self) -> str:
         """The model, as clients call it."""
+
+    @property
+    def root(self) -> Path:
+        """The folder in whose work folder feedback is kept."""
 
     def mark(self) -> Hashable:
         """What changes when there is another generation; cheap. ConnectionError when it cannot be told now."""
@@ -73,11 +81,19 @@ class RunFolder:
         return found if found.version == generation.version else None
 
     def examples(self) -> Sequence[str]:
-        """Some of the questions that the run was tested with, from all over their file."""
+        """Some of the test questions that are answered and answered rightly, from all over their file.
+
+        None that was made from the corpus: such questions are words in disorder.
+        """
         try:
-            questions = list(dict.fromkeys(one.question for one in read_results(self.root)))
+            asked = Path(sections_of(self.root, "evaluate").get("questions", {}).get("test", ""))
+            rows = [] if Path(CLOZE) in asked.parents else read_results(self.root)
+            confidence = Confidence.load(of_pipeline(self.root).finetune)
         except (OSError, ValueError):  # it was not tested
             return ()
+        least = confidence.threshold if confidence else 0.0  # of now: results may be older
+        right = [one for one in rows if one.em and not one.abstained and (one.confidence or 0.0) >= least]
+        questions = list(dict.fromkeys(one.question for one in right if not one.question_id.startswith(CLOZE_ID)))
         return questions[:: max(1, len(questions) // EXAMPLES)][:EXAMPLES]
 
 
@@ -93,7 +109,7 @@ class Champion:
         found = _ALIAS.fullmatch(uri)
         if not found:
             raise ValueError(f"--model is {uri!r}, wanted models:/NAME@{CHAMPION}, as 'realmops promote' registers it")
-        self.name = found[1]
+        self.name, self.root = found[1], root
         self._registry = Registry(self.name, tracking_folder(root), "realmops")
 
     def mark(self) -> Hashable:

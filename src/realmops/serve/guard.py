@@ -28,6 +28,7 @@ PAGE = "/"
 SEARCH = "/v1/search"  # what callers with a filter of their own may ask for
 FILTER = "filter"  # such a caller's, in the state of a request
 FOR_BROWSERS = (PAGE, "/docs", "/openapi.json")  # what the cookie opens; the rest wants the token itself
+FEEDBACK = "/feedback"  # what the page sends with its cookie
 COOKIE = "realmops"
 SIGNED_IN_SECONDS = 12 * 3600
 
@@ -87,8 +88,8 @@ class Guard:
     A body is read before the route is called: none sees half of one.
 
     Args:
-        token: what "Authorization: Bearer" must say; None lets everybody in. ``FOR_BROWSERS`` may be read with its
-            cookie, too.
+        token: what "Authorization: Bearer" must say; None lets everybody in. ``FOR_BROWSERS`` may be read, and
+            ``FEEDBACK`` sent, with its cookie, too.
         access: filters by the tokens of callers that may search what their filter lets through, and nothing else.
     """
 
@@ -181,7 +182,7 @@ class Guard:
                 if token.is_(given.strip()):
                     scope.setdefault("state", {})[FILTER] = where
                     return bool(scope["path"] == SEARCH)
-        if scope["path"] not in FOR_BROWSERS or scope["method"] != "GET":
+        if (scope["method"], scope["path"]) not in (("POST", FEEDBACK), *(("GET", path) for path in FOR_BROWSERS)):
             return False
         cookie = cookie_parser(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE, "")
         return self._token.signed(cookie)

@@ -36,5 +36,24 @@
     event.preventDefault();
     show(link.href, true);
   });
+  document.addEventListener("submit", async (event) => {
+    const form = event.target;
+    if (!form.matches("[data-feedback]")) return;
+    event.preventDefault();
+    const body = new URLSearchParams(new FormData(form, event.submitter));
+    const told = document.createElement("p");
+    told.className = "soft";
+    told.tabIndex = -1;
+    try {
+      const reply = await fetch(form.action, { method: "POST", body, redirect: "manual" });
+      if (reply.type !== "opaqueredirect") throw new Error("not kept");
+      told.textContent = "Noted, thank you.";
+    } catch {
+      told.textContent = "This could not be kept.";
+    }
+    form.replaceWith(told);
+    told.focus();
+    said.textContent = told.textContent;
+  });
   addEventListener("popstate", () => show(location.href, false));
 })();

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
@@ -22,7 +22,8 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from realmops.answering.record import Record
+from realmops.answering.record import Record, holds_all
+from realmops.answering.search import highlights, stems_of
 from realmops.commands.answers import Asked
 from realmops.evaluate.page import STYLE
 from realmops.serve.batching import PendingAnswer
@@ -30,6 +31,7 @@ from realmops.serve.guard import COOKIE, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED
 
 _LOG = logging.getLogger(__name__)
 FIELDS = 16  # of the form to sign in with
+LEADS = 3  # passages that come first where no answer is given
 BEGIN = 60  # characters of a passage that was taken away
 FAILED = "The question could not be answered; the server's log says why."
 router = APIRouter(include_in_schema=False)
@@ -45,6 +47,15 @@ class ShownPassage:
     after: str
     gone: str  # where the page without it is
 
+    def parts(self, question: str) -> Iterator[tuple[str, bool]]:
+        """Its text in parts, and which of them are words of the question."""
+        text, last = self.record["text"], 0
+        for start, end in highlights(text, stems_of(question)):
+            yield text[last:start], False
+            yield text[start:end], True
+            last = end
+        yield text[last:], False
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -54,12 +65,29 @@ class Shown:
     best: ShownPassage | None  # with the quotation that was chosen
 
     @property
+    def held_back(self) -> bool:
+        """Whether there is an answer that is not sure enough: then passages lead."""
+        return bool(self.record["answer"]) and self.record["abstained"]
+
+    @property
+    def leads(self) -> tuple[ShownPassage, ...]:
+        """The first passages, without what would have been quoted of them."""
+        return tuple(replace(one, before=one.record["text"], quoted="", after="") for one in self.passages[:LEADS])
+
+    @property
+    def title(self) -> str:
+        """What the page is called."""
+        return "No sure answer" if self.held_back else self.record["answer"] or "No answer"
+
+    @property
     def said(self) -> str:
         """The answer in a sentence, for those who hear it."""
         if not self.record["answer"]:
             return "No answer was found."
-        held_back = " Better held back." if self.record["abstained"] else ""
-        return f"Answer: {self.record['answer']}. Probability {percent(self.record['probability'])}.{held_back}"
+        answer, probability = self.record["answer"], percent(self.record["probability"])
+        if self.held_back:
+            return f"No answer is sure enough. The passages that fit best follow. Held back: {answer}, {probability}."
+        return f"Answer: {answer}. Probability {probability}."
 
 
 @router.get("/")
@@ -76,6 +104,7 @@ async def ask(request: Request) -> HTMLResponse:
         "gone": [],
         "before": None,
         "before_closed": False,
+        "noted": "noted" in given,
         "error": "",
         "status": 200,
         "wants_before": "before" in given,
@@ -203,6 +232,12 @@ def address(question: str, without: Sequence[str] = ()) -> str:
     return "?" + urlencode([("q", question), *(("without", one) for one in without)])
 
 
+def feedback_address(record: Record) -> str:
+    """Where the page sends what somebody says of an answer."""
+    passage = record["citations"][0]["passage_id"] if record["citations"] else ""
+    return "feedback?" + urlencode({"q": record["question"], "answer": record["answer"], "passage": passage})
+
+
 def percent(share: float) -> str:
     """A probability as people say it; none is said to be certain or impossible that is not."""
     if 0 < share < 0.005:
@@ -227,7 +262,13 @@ def _templates() -> tuple[Environment, dict[str, str]]:
     script = (folder / "page.js").read_text("utf-8")
     made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters["percent"] = percent
-    made.globals |= {"style": Markup(style), "script": Markup(script), "source_link": source_link}
+    made.globals |= {
+        "style": Markup(style),
+        "script": Markup(script),
+        "source_link": source_link,
+        "holds_all": holds_all,
+        "feedback_address": feedback_address,
+    }
     policy = (
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; connect-src 'self'; "
         "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"

@@ -74,6 +74,8 @@ def run(job: Job) -> dict[str, Any]:
         job.report.say("evaluate: the model was not calibrated on dev questions, so its answers have no confidence")
     else:
         metrics |= confidence_figures(confidence, answers, right[em_rule].correct, **bootstrap)
+        if confidence.holds_all:
+            job.report.say("evaluate: every answer is held back: none reached wanted_precision on the dev questions")
     if cloze := sum(bool(question.not_in) for question in questions):
         metrics["cloze_questions"] = cloze
         job.report.say(

@@ -156,10 +156,10 @@ def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> 
     confidence = Confidence.fit(answers, score.correct, wanted)
     confidence.save(job.out)
     figures = confidence_figures(confidence, answers, score.correct, seed=seed)
-    if confidence.threshold is None:
+    if confidence.holds_all:
         job.report.say(
             f"finetune: no confidence reaches finetune.wanted_precision={wanted:g} on the {len(questions)} dev "
-            "questions, so no answer is held back; ask for less, or look at the confidence of each answer"
+            "questions, so every answer is held back; ask for less, or train on more questions"
         )
     else:
         job.report.say(

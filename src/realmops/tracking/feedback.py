@@ -1,0 +1,144 @@
+"""Feedback on answers, sent to MLflow: each becomes a trace with question and answer, and an assessment of it.
+
+It is sent by a process of its own, so that serving neither imports mlflow nor waits for its server.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from realmops.answering.feedback import Feedback, feedback_file
+from realmops.artifacts import read_json, write_json
+from realmops.tracking.client import (
+    chosen_uri,
+    default_uri,
+    digest_of_address,
+    experiment_id,
+    first_line,
+    mlflow_client,
+)
+from realmops.tracking.runs import tracking_folder
+
+SENT = "feedback.json"  # in the tracking folder: how much of the file was sent, and where to
+PATIENCE_SECONDS = 300.0  # the longest that one call of the process takes
+_LOG = logging.getLogger(__name__)
+
+
+def is_tracked(root: Path) -> bool:
+    """Whether answers of this run have a place in MLflow: a server that is named, or the run's own database."""
+    folder = tracking_folder(root)
+    is_local = chosen_uri(folder) == default_uri(folder)
+    return not is_local or (folder / "mlflow.db").is_file()
+
+
+def send(root: Path) -> int:
+    """Send what was not sent yet of a run's feedback; how much. A line that is damaged is left out. May raise anything.
+
+    One process sends at a time; another one that comes meanwhile waits.
+    """
+    folder, path = tracking_folder(root), feedback_file(root)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{SENT}.lock", "w") as lock, open(path, "rb") as file:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        state: dict[str, Any] = {"destination": digest_of_address(folder), "bytes": 0}
+        if (folder / SENT).is_file() and (found := read_json(folder / SENT))["destination"] == state["destination"]:
+            state = found
+        if state["bytes"] > path.stat().st_size:  # another file lies there
+            state["bytes"] = 0
+        file.seek(state["bytes"])
+        client, experiment, sent = None, "", 0
+        for line in iter(file.readline, b""):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                feedback = Feedback(**json.loads(line))
+            except (TypeError, ValueError):
+                feedback = None
+            if feedback is not None:
+                if client is None:
+                    client = mlflow_client(chosen_uri(folder))
+                    experiment = experiment_id(client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or "realmops", folder)
+                _assess(client, experiment, feedback, chosen_uri(folder))
+                sent += 1
+            state["bytes"] += len(line)
+            write_json(folder / SENT, state)
+    return sent
+
+
+def _assess(client: Any, experiment: str, feedback: Feedback, uri: str) -> None:
+    import mlflow
+    from mlflow.entities import AssessmentSource
+
+    mlflow.set_tracking_uri(uri)
+    at = int(feedback.time * 1e9)
+    root = client.start_trace(
+        "answer",
+        inputs={"question": feedback.question},
+        tags={"realmops.passage_id": feedback.passage_id} if feedback.passage_id else None,
+        experiment_id=experiment,
+        start_time_ns=at,
+    )
+    client.end_trace(root.trace_id, outputs={"answer": feedback.answer}, end_time_ns=at)
+    mlflow.flush_trace_async_logging()
+    source = AssessmentSource("HUMAN", "realmops serve")
+    mlflow.log_feedback(trace_id=root.trace_id, name="right", value=feedback.right, source=source)
+    if feedback.known:
+        mlflow.log_expectation(trace_id=root.trace_id, name="expected_response", value=feedback.known, source=source)
+
+
+class FeedbackSender:
+    """Has feedback sent by a process, one at a time, whenever there is something new."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self._new = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def tell(self) -> None:
+        """Something new was kept. Returns at once; without MLflow nothing happens."""
+        if not is_tracked(self._root):
+            return
+        self._new.set()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._send, name="feedback", daemon=True)
+                self._thread.start()
+
+    def _send(self) -> None:
+        search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        program = [sys.executable, "-W", "ignore", "-m", __name__, str(self._root)]
+        while self._new.wait():
+            self._new.clear()
+            try:
+                done = subprocess.run(
+                    program,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    timeout=PATIENCE_SECONDS,
+                    env={**os.environ, "PYTHONPATH": search_path},
+                )
+            except (OSError, subprocess.SubprocessError) as error:
+                _LOG.warning("feedback waits to be sent to MLflow: %s", first_line(error))
+                continue
+            if done.returncode:
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                _LOG.warning("feedback waits to be sent to MLflow: %s", last)
+
+
+if __name__ == "__main__":
+    os.nice(10)
+    try:
+        send(Path(sys.argv[1]))
+    except Exception as error:  # what is not sent goes with the next
+        sys.exit(first_line(error))
