@@ -616,23 +616,26 @@ def index_builder(
 def plan(
     values: Values, root: Path, sizes: Sequence[int], seconds: float, as_json: bool, project: Path
 ) -> Iterable[str]:
-    """Estimate time, memory and disk for larger corpora.
+    """Estimate how long this run takes, and time, memory and disk for larger corpora.
 
     The command measures this machine for a minute, with the models, device, threads and precision of the params. From
-    that it computes seconds per step, the time to rebuild the index, its staleness, index builders, memory and disk.
+    that it computes the minutes of each stage for the documents and questions of the params, and for larger corpora
+    seconds per step, the time to rebuild the index, its staleness, index builders, memory and disk.
     Passages are as long as those of the snapshot under the root; without one, as those of invented text.
     """
     from realmops.artifacts import canonical_json
-    from realmops.commands.plan import PASSAGES, calibrate, notes, scale, table
+    from realmops.commands.plan import PASSAGES, calibrate, notes, run_of, scale, table
 
     measured = calibrate(values, root, seconds, Console())
     index_type, refresh_every = values["index"]["type"], values["pretrain"]["refresh_every"]
     scales = [scale(count, index_type, refresh_every, measured) for count in sizes or PASSAGES]
-    told = notes(measured, scales)
+    this_run, told = run_of(values, project, root, measured)
+    remarks = notes(measured, scales)
     if as_json:
-        return [canonical_json({"measured": measured, "scales": scales, "notes": told}).decode()]
+        found = {"measured": measured, "run": this_run, "scales": scales, "notes": remarks}
+        return [canonical_json(found).decode()]
     show(table(measured, scales))
-    return told
+    return [*told, *remarks]
 
 
 @main.command()
