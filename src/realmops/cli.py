@@ -536,13 +536,19 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
     """Answer questions at the terminal, with their sources.
 
     QUESTION is in quotation marks; several can be given. "realmops verify" checks what --json prints.
+
+    Behind the answers to the questions of FILE comes their exact match. A question of FILE that cannot be asked, as it
+    is too long, gets an error in the place of its answer, and the exit code is 1.
     """
     from realmops.answering.record import short
     from realmops.artifacts import canonical_json
     from realmops.serve.server import ask, origin_of
 
-    for record in ask(origin_of(root, model), question, file):
+    failed = 0
+    for record in ask(origin_of(root, model), question, file, Console().say):
+        failed += "error" in record
         yield canonical_json(record).decode() if as_json else "\n".join([record["question"], *short(record)])
+    _end_with([f"{failed} of the questions in {file} could not be asked; their errors say why"] if failed else [])
 
 
 @main.command()
