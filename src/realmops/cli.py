@@ -51,7 +51,7 @@ _format = click.option(
     "--format",
     default="auto",
     metavar="NAME",
-    help="The format of the files: jsonl, webquestions, curatedtrec, squad, dpr, or auto, by their content.",
+    help="The format of the files: jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto, by their content.",
 )
 _model = click.option(
     "--model",

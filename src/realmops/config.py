@@ -84,7 +84,7 @@ class QuestionFiles(Section, name="questions"):
     train: str
     dev: str
     test: str
-    format: Literal["auto", "jsonl", "webquestions", "curatedtrec", "squad", "dpr"]
+    format: Literal["auto", "jsonl", "webquestions", "curatedtrec", "squad", "dpr", "csv"]
 
 
 class Tag(Section, name="tag"):
