@@ -176,6 +176,16 @@ def test_garbage_is_refused(server: Served, raw: bytes) -> None:
     assert server.ask()["answer"]
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_json_that_is_not_sent_as_json_is_told_how(server: Served, kind: str) -> None:
+    """As by ``curl -d`` without a header."""
+    body = json.dumps({"question": QUESTION}).encode()
+    for route in ("/v1/answer", "/v1/search"):
+        status, _, reply = server.call(route, raw=body, Content_Type=kind)
+        told = json.dumps(reply)
+        assert (status, "send -H 'Content-Type: application/json'" in told) == (422, True), told
+
+
 def test_a_form_of_another_page_is_no_question(server: Served) -> None:
     """What a browser may send across origins without asking first is refused, and nothing allows more."""
     body = json.dumps({"question": QUESTION}).encode()
