@@ -19,6 +19,7 @@ from safetensors.numpy import load as load_tensors
 from small_project import cli, litter, toy_values, trained_project, write_params, write_project
 
 from realmops.config import defaults, laid, notes, preset_path
+from realmops.console import Console
 from realmops.stages import STAGES
 
 
@@ -179,6 +180,25 @@ def test_rates_for_another_kind_of_encoder_are_told_of() -> None:
     [told] = notes(STAGES, values)
     assert "bert.init is some/encoder" in told
     assert "finetune.reader_learning_rate=0.001" in told
+
+
+def test_ctrl_c_says_how_to_go_on(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*names: Any, **given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("realmops.commands.run.run_stages", stopped)
+    result = run(project, "all")
+    assert (result.exit_code, "stopped. Run the same command again: " in result.stderr) == (130, True), result.output
+
+
+def test_of_many_figures_the_chief_ones_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"questions": 2, "em": 0.5, "em_low": 0.25, "recall_at_7": 0.1}
+    Console().metrics("evaluate", figures, Path("results/metrics.json"))
+    Console().metrics("snapshot", {"documents": 2}, Path("data/snapshot/metrics.json"))
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluate: questions=2, em=0.5; all 4 figures are in results/metrics.json",
+        "snapshot: documents=2",
+    ]
 
 
 def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:

@@ -14,7 +14,7 @@ import click
 
 from realmops import __version__
 from realmops.console import Console, end_on_sigterm, explained_errors, show
-from realmops.stages import STAGES
+from realmops.stages import METRICS, STAGES
 
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
@@ -187,13 +187,17 @@ def run(stage: str, **given: Any) -> None:
     _run(chain(given["values"]) if stage == "all" else (stage,), **given)
 
 
-def _run(names: Iterable[str], **given: Any) -> None:
-    from realmops.commands.run import run_stages
-
+def _run(names: Iterable[str], root: Path, **given: Any) -> None:
     end_on_sigterm()
     report = Console()
-    for name, metrics in run_stages(tuple(names), report=report, **given):
-        report.metrics(name, metrics)
+    try:
+        from realmops.commands.run import run_stages
+
+        for name, metrics in run_stages(tuple(names), report=report, root=root, **given):
+            report.metrics(name, metrics, root / STAGES[name].folder / METRICS)
+    except KeyboardInterrupt:
+        report.say("stopped. Run the same command again: what is done is skipped, and a training goes on from there")
+        sys.exit(130)
 
 
 @main.command("params")
@@ -622,7 +626,7 @@ def index_builder(
 def plan(
     values: Values, root: Path, sizes: Sequence[int], seconds: float, as_json: bool, project: Path
 ) -> Iterable[str]:
-    """Estimate how long this run takes, and time, memory and disk for larger corpora.
+    """Say how long this run takes, and what larger corpora take.
 
     The command measures this machine for a minute, with the models, device, threads and precision of the params. From
     that it computes the minutes of each stage for the documents and questions of the params, and for larger corpora
