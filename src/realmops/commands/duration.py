@@ -33,7 +33,7 @@ CROP = 12  # wordpieces
 TAGGED = 25  # wordpieces of a tagged sentence
 SENTENCE = 25  # wordpieces
 START_SECONDS = 4.0  # of a stage: its files are read, its models are made
-SNAPSHOT_RATE = 20_000  # wordpieces that one process reads and cuts in a second
+SNAPSHOT_RATE = 100_000  # wordpieces that one process reads and cuts in a second
 FORWARD = 3.0  # times as fast as learning
 EPOCHS_TOLD = 4  # of warm starts, from which on the plan says what they cost
 # Of the sample, for each subject: documents, those of a warm-up world, and questions.
