@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +48,19 @@ def dpr(records: list[Record]) -> str:
     return "".join(f"{q}\t{a!r}\n" for _, q, a in records)
 
 
+def table(records: list[Record]) -> str:
+    text = StringIO()
+    csv.writer(text).writerows([("id", "question", "answers"), *((i, q, repr(a)) for i, q, a in records)])
+    return text.getvalue()
+
+
 FORMATS: dict[str, Callable[[list[Record]], str]] = {
     "jsonl": json_lines,
     "squad": squad,
     "webquestions": webquestions,
     "curatedtrec": curatedtrec,
     "dpr": dpr,
+    "csv": table,
 }
 AS_JSON = ("jsonl", "squad", "webquestions")
 
