@@ -27,6 +27,8 @@ answers, texts = lines(sys.argv[1]), {name(one): one["text"] for one in reversed
 checked = wrong = 0
 for number, line in enumerate(answers, 1):
     for answer in line.get("answers", [line]):
+        if "error" in answer and "answer" not in answer:
+            continue  # of a question that could not be asked
         quotes = [(c, c["quote"]) for c in answer["citations"]] + [(p, p["text"]) for p in answer["passages"]]
         for place, quote in quotes:
             checked += 1

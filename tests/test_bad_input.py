@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_project
@@ -15,7 +16,8 @@ from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
 from small_project import cli, litter, toy_values, write_params, write_project
 
-from realmops.config import notes
+from realmops.config import defaults, laid, notes, preset_path
+from realmops.console import Console
 from realmops.stages import STAGES
 
 
@@ -130,6 +132,65 @@ def test_passages_longer_than_the_reader_sees_are_told_of(project: Path) -> None
     first, second = notes(STAGES, values)
     assert "pretrain.reader_wordpieces=128 of one and the text beside it: raise that to 288" in first
     assert "finetune.reader_wordpieces=128 of one and the text beside it: raise that to 352" in second
+
+
+def laid_over(*presets: str) -> dict[str, dict[str, Any]]:
+    return laid(defaults(), [preset_path(name, Path("params.yaml")) for name in presets])
+
+
+def test_rates_for_another_kind_of_encoder_are_told_of() -> None:
+    fitting: tuple[tuple[str, ...], ...] = (
+        (),
+        ("ablation",),
+        ("squad",),
+        ("squad", "large"),
+        ("squad", "documents"),
+        ("squad", "minilm"),
+        ("squad", "minilm", "documents"),
+        ("squad", "bert-base"),
+        ("squad", "bert-base", "nq"),
+        ("paper",),
+    )
+    for presets in fitting:
+        told = [note for note in notes(STAGES, laid_over(*presets)) if "bert.init" in note]
+        assert told == [], presets
+    values = laid_over("squad", "minilm")
+    values["bert"]["init"] = "small"
+    [told] = notes(STAGES, values)
+    assert "bert.init is small" in told
+    for wrong in (
+        "tag.learning_rate=0.0002",
+        "ict.reader_learning_rate=0.0001",
+        "finetune.reader_learning_rate=0.0001",
+    ):
+        assert wrong in told
+    assert "pretrain.reader_learning_rate" not in next(iter(notes(("tag",), values)))
+    values["tag"]["method"] = "dates"
+    assert list(notes(("snapshot", "tag"), values)) == []
+    values = laid_over("squad")
+    values["bert"]["init"] = "some/encoder"
+    [told] = notes(STAGES, values)
+    assert "bert.init is some/encoder" in told
+    assert "finetune.reader_learning_rate=0.001" in told
+
+
+def test_ctrl_c_says_how_to_go_on(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*names: Any, **given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("realmops.commands.run.run_stages", stopped)
+    result = run(project, "all")
+    assert (result.exit_code, "stopped. Run the same command again: " in result.stderr) == (130, True), result.output
+
+
+def test_of_many_figures_the_chief_ones_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"questions": 2, "em": 0.5, "em_low": 0.25, "recall_at_7": 0.1}
+    Console().metrics("evaluate", figures, Path("results/metrics.json"))
+    Console().metrics("snapshot", {"documents": 2}, Path("data/snapshot/metrics.json"))
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluate: questions=2, em=0.5; all 4 figures are in results/metrics.json",
+        "snapshot: documents=2",
+    ]
 
 
 def test_a_refused_corpus_leaves_the_snapshot_of_before(project: Path) -> None:

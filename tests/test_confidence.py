@@ -238,6 +238,11 @@ def test_finetune_fits_it_and_evaluate_applies_it(project: Path) -> None:
         assert 0 <= measured[name] <= 1
     page = (root / "results/report.html").read_text()
     assert ("Every answer is held back" in page) == all(row.abstained for row in rows)
+    corpus = artifacts.read_json(root / "data/snapshot/corpus/manifest.json")["corpus_hash"]
+    assert f"corpus {corpus[:12]}; documents 12 in " in page
+    assert "of documents.jsonl" in page
+    assert "<td>bert.vocabulary</td><td>150</td>" in page
+    assert "<td>bert.positions</td>" not in page, "as the defaults have it"
     assert "How certain it is, and how often it is right" in page
     shown = cli("explain", "--root", root).stdout
     assert f"confidence: {rows[0].confidence:.2f}" in shown

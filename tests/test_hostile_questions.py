@@ -1,8 +1,10 @@
 """Question files as people have them at their worst, in every format: read right or refused by file and place."""
 
+import csv
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +46,20 @@ def dpr(records: list[Record]) -> str:
     return "".join(f"{q}\t{a!r}\n" for _, q, a in records)
 
 
+def table(records: list[Record]) -> str:
+    text = StringIO()
+    csv.writer(text).writerows([("id", "question", "answers"), *((i, q, repr(a)) for i, q, a in records)])
+    return text.getvalue()
+
+
 FORMATS: dict[str, Callable[[list[Record]], str]] = {
-    "jsonl": json_lines, "squad": squad, "webquestions": webquestions, "curatedtrec": curatedtrec, "dpr": dpr,
-}  # fmt: skip
+    "jsonl": json_lines,
+    "squad": squad,
+    "webquestions": webquestions,
+    "curatedtrec": curatedtrec,
+    "dpr": dpr,
+    "csv": table,
+}
 AS_JSON = ("jsonl", "squad", "webquestions")
 
 

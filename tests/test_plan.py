@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import small_project
 import torch
+import yaml
 from small_world import build_world, section, tiny_models
 
+from realmops.commands import duration
+from realmops.commands.duration import START_SECONDS, Sizes, seconds_of, told, work_of
 from realmops.commands.plan import notes, scale, table, training_step
+from realmops.commands.run import run_stages
 from realmops.corpus.snapshot import Snapshot
 from realmops.train.optimiser import BertAdamW, Group
 from realmops.train.realm import Realm
@@ -123,6 +127,53 @@ def test_the_table_marks_what_is_no_whole_step_and_what_does_not_fit(measured: d
         assert not any(str(name).startswith("GPU") for name in rows)
 
 
+def test_the_work_of_a_run_by_hand() -> None:
+    """100 passages of 40 wordpieces and 8 beside them, in sentences of 20; 50 questions."""
+    sizes = Sizes(100, 4000, 200, 0, {"train": 50, "dev": 10, "test": 20})
+    values = small_project.toy_values(
+        ict={"steps": 5, "batch_size": 4, "reader_steps": 3, "reader_batch_size": 2, "reader_wordpieces": 100},
+        pretrain={"steps": 0, "masked_sentences": 10, "candidates": 3, "reader_wordpieces": 100},
+        finetune={"epochs": 2, "batch_size": 5, "reader_candidates": 2, "reader_wordpieces": 100},
+        evaluate={"bm25": False},
+    )
+    assert work_of(values, sizes) == {
+        "snapshot": {"cut": 4000},
+        "tag": {},
+        "ict": {"retriever learns": 5 * 4 * (48 + 20), "reader learns": 3 * 2 * (20 + 48)},
+        "pretrain": {"steps": 0, "embedded": 100 * 48, "read": (10 + 10) * 2 * (20 + 48)},
+        "finetune": {
+            "read": 10 * 2 * (48 + 16),
+            "retriever learns": 2 * 50 * 16,
+            "embedded": 100 * 48,
+            "reader learns": 20 * 5 * 2 * (48 + 16),
+        },
+        "evaluate": {"read": 20 * 2 * (48 + 16), "embedded": 2 * 100 * 48},
+    }
+    rates = {"reader_wordpieces_per_second": 100, "retriever_wordpieces_per_second": 50, **MEASURED}
+    found = seconds_of({"a": {"reader learns": 600, "retriever learns": 100, "embedded": 5000, "read": 300}}, rates)
+    assert found == {"a": pytest.approx(START_SECONDS + 6 + 2 + 0.5 + 1)}
+
+
+def test_warm_starts_that_dwarf_a_small_corpus_are_told() -> None:
+    sizes = Sizes(10, 400, 20, 0, {"train": 50, "dev": 10, "test": 20})
+    values = small_project.toy_values(ict={"steps": 60, "batch_size": 32})
+    [_, costs] = told(values, sizes, {"ict": 9.0, "finetune": 1.0}, str)
+    assert "ict.steps=60 of 32 passages see each passage 60 times" in costs
+    assert len(told(values, sizes, {"ict": 1.0, "finetune": 9.0}, str)) == 1
+    assert "not known" in told(values, None, {}, str)[0]
+
+
+@pytest.mark.parametrize("seconds", [60.0, -1.0])
+def test_passages_of_documents_are_guessed_from_those_that_are_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(duration, "LOOK_SECONDS", seconds)
+    documents = small_project.write_json_lines(tmp_path / "d.jsonl", [{"title": "T", "text": "a b c d " * 25}] * 3000)
+    options = section("snapshot", block_wordpieces=53, whole_documents=False)
+    passages, wordpieces = duration.look_at(documents, options)
+    assert (passages, wordpieces) == (pytest.approx(9000, rel=0.01), pytest.approx(405_000, rel=0.01))
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Params and documents, and a snapshot under ``root``."""
@@ -152,6 +203,8 @@ def test_lengths_are_those_of_the_snapshot(project: Path) -> None:
     assert measured["batch_size"] == 2
     for name in ("documents_per_second", "step_seconds", "search_seconds_per_million", "trainer_bytes"):
         assert measured[name] > 0, name
+    assert set(found["run"]["seconds"]) == {"snapshot", "tag", "ict", "pretrain", "finetune", "evaluate"}
+    assert (found["run"]["passages"], found["run"]["questions"]) == (len(snapshot), {"train": 6, "dev": 2, "test": 2})
     assert [one["passages"] for one in found["scales"]] == [1000, 5_000_000]
     assert found["scales"] == [scale(one["passages"], one["index_type"], 4, measured) for one in found["scales"]]
     assert sorted(p.name for p in project.iterdir()) == sorted(
@@ -177,6 +230,7 @@ def test_the_table_has_a_column_for_each_size(project: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert any(" passages " in line and "2 M" in line and "30 M" in line for line in lines)
+    assert any(line.startswith("This run takes about ") for line in lines)
     assert any(line.startswith("Measured here (cpu, fp32, 1 CPU threads)") for line in lines)
 
 
@@ -204,3 +258,14 @@ def test_a_step_learns_from_other_passages_for_each_sentence(
     assert len(read) == passages
     assert len({passage for row in read for passage in row}) > 0.8 * passages
     assert not all(torch.equal(old, new) for old, new in zip(before, reader.parameters(), strict=True))
+
+
+def test_a_run_of_several_stages_begins_with_its_steps(tmp_path: Path) -> None:
+    write = small_project.write_project(tmp_path, tag={"method": "dates", "steps": 7})
+    values = yaml.safe_load(write.read_text())
+    report = small_project.Quiet()
+    names = ("snapshot", "tag")
+    list(run_stages(names, values, project=tmp_path, root=tmp_path / "root", report=report, force=False))
+    assert report.said[0].startswith("run: 2 stages"), report.said
+    assert "tag 7" not in report.said[0], "dates need no training"
+    assert "ict 8, pretrain 12; finetune 2 epochs" in duration.begins(("ict", "pretrain", "finetune"), values)

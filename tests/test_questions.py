@@ -123,6 +123,20 @@ PUBLISHED: dict[str, tuple[str, str, list[tuple[str, tuple[str, ...]]]]] = {
     "trec": ("curatedtrec", TREC, [("Who?", ("Ann( B\\.)?|Bo",)), ("When?", ("19\\d\\d",))]),
     "dpr": ("dpr", DPR, [("who?", ("Ann", "Bo")), ("what?", ("Bo's", "x")), ('he said "go"', ("y",))]),
     "nq": ("jsonl", '{"question": "who", "answer": ["Ann"]}\n', [("who", ("Ann",))]),
+    "one": ("jsonl", '{"question": "who", "answer": "Ann"}\n', [("who", ("Ann",))]),
+    "csv": (
+        "csv",
+        'Question,note,Answer\r\n"who, then?",x,"Ann ""A"" Bo; Co"\r\n\r\nwhere?,,"in\nOslo"\r\n',
+        [("who, then?", ('Ann "A" Bo; Co',)), ("where?", ("in\nOslo",))],
+    ),
+    "semicolons": (
+        "csv",
+        "\"question\";\"answers\"\nwho?;\"Ann; Bo\"\nwhat?;['a; b', 'c']\nhow?;'x'\n".replace("[", '"[').replace(
+            "]", ']"'
+        ),
+        [("who?", ("Ann", "Bo")), ("what?", ("a; b", "c")), ("how?", ("'x'",))],
+    ),
+    "tabs": ("csv", "answers\tquestion\nAnn\twho?\n", [("who?", ("Ann",))]),
 }
 
 
@@ -146,7 +160,13 @@ def test_ids_come_from_the_file_where_it_has_them(tmp_path: Path) -> None:
     assert ids["brmson"] == ["w1", "w2"]
     assert ids["trec"] == ["1", "lfb2"]
     assert ids["squad"][0] == "s1"
-    assert [name for name in ids if all(i.startswith("q-") for i in ids[name])] == ["original", "dpr", "nq"]
+    assert [name for name in ids if all(i.startswith("q-") for i in ids[name])] == [
+        *("original", "dpr", "nq", "one", "csv", "semicolons", "tabs")
+    ]
+    (tmp_path / "named.csv").write_text("id,passage_id,question,answer\n7,p1,who?,Ann\n,,where?,Oslo\n")
+    named, unnamed = read(tmp_path / "named.csv")
+    assert (named.id, named.passage_id) == ("7", "p1")
+    assert (unnamed.id.startswith("q-"), unnamed.passage_id) == (True, None)
 
 
 def test_impossible_questions_are_told(tmp_path: Path) -> None:
@@ -184,7 +204,13 @@ def test_impossible_questions_are_told(tmp_path: Path) -> None:
         ("[]", "squad", "the file is list, wanted a JSON object"),
         ("[" + "1" * 5000 + "]", AUTO, ":1: not valid JSON"),
         ("[" * 100_000, AUTO, "nested too deeply"),
-        ("x", "nq", "format 'nq' is unknown; choose one of auto, jsonl, webquestions, curatedtrec, squad, dpr"),
+        ("question,answer\nwho?,Ann\nwhy?\n", AUTO, r":3: 1 columns, wanted 2 \(question, answer\)"),
+        ('question,answer\nwho?,"An\nn"\nwhy?,"B\n', AUTO, ":4: no line of a table"),
+        ("question,answer\nwho?,\n", AUTO, ":2: the question 'who\\?' has no answer"),
+        ("question,answers\nwho?,Ann;\n", AUTO, ":2: an answer of the question 'who\\?' is blank"),
+        ('question,answers\nwho?,"[1"\n', AUTO, ":2: the answers are no Python list"),
+        ("who?,Ann\n", "csv", ":1: the first line of a table names its columns"),
+        ("x", "nq", "format 'nq' is unknown; choose one of auto, jsonl, webquestions, curatedtrec, squad, dpr, csv"),
     ],
 )
 def test_damage_is_named_with_its_place(tmp_path: Path, content: str, form: str, says: str) -> None:

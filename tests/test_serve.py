@@ -17,6 +17,7 @@ from serving import QUESTION, Served, served, update
 from small_project import QUESTIONS, cli, wait_for
 from small_world import DOCUMENTS
 
+from realmops.answering.record import short
 from realmops.artifacts import read_json, write_manifest
 from realmops.evaluate.predictions import read_results
 
@@ -174,6 +175,16 @@ def test_garbage_is_refused(server: Served, raw: bytes) -> None:
     assert status in (400, 422), reply
     assert reply["error"]["message"]
     assert server.ask()["answer"]
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain"])
+def test_json_that_is_not_sent_as_json_is_told_how(server: Served, kind: str) -> None:
+    """As by ``curl -d`` without a header."""
+    body = json.dumps({"question": QUESTION}).encode()
+    for route in ("/v1/answer", "/v1/search"):
+        status, _, reply = server.call(route, raw=body, Content_Type=kind)
+        told = json.dumps(reply)
+        assert (status, "send -H 'Content-Type: application/json'" in told) == (422, True), told
 
 
 def test_a_form_of_another_page_is_no_question(server: Served) -> None:
@@ -545,3 +556,37 @@ def test_ask_gives_the_same_record_and_verify_agrees(answering: Path, server: Se
     assert (checked.exit_code, checked.stdout.startswith("2 answers, ")) == (0, True), checked.output
     nothing = cli("ask", "--root", answering / "root")
     assert (nothing.exit_code, "give a question, or --from FILE" in nothing.stderr) == (2, True)
+
+
+def test_a_question_of_a_file_that_is_too_long_gets_an_error_and_the_rest_is_scored(
+    answering: Path, tmp_path: Path
+) -> None:
+    said = json.loads(cli("ask", QUESTION, "--root", answering / "root", "--json").stdout)["answer"]
+    texts = ((QUESTION, said), ("who " * 90, "x"), (QUESTION + "?", "no such answer"), (QUESTION, said))
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"question": text, "answers": [answer]}) + "\n" for text, answer in texts))
+    found = cli("ask", "--from", file, "--root", answering / "root", "--json")
+    records = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [record["question"] for record in records] == [text.strip() for text, _ in texts]
+    assert ["error" in record for record in records] == [False, True, False, False]
+    assert "has 270 wordpieces, 1 to" in records[1]["error"]
+    assert f"exact match 0.500: 2 of 4 questions of {file} answered right" in found.stderr
+    assert (found.exit_code, f"1 of the questions in {file} could not be asked" in found.stderr) == (1, True)
+    assert "error: the question" in cli("ask", "--from", file, "--root", answering / "root").stdout
+    (tmp_path / "answers.jsonl").write_text(found.stdout)
+    checked = cli("verify", tmp_path / "answers.jsonl", answering / "documents.jsonl")
+    assert (checked.exit_code, checked.stdout.startswith("3 answers, ")) == (0, True), checked.output
+
+
+def test_words_around_a_quotation_are_whole() -> None:
+    text = "zebra " * 20 + "the answer" + " quagga" * 20
+    start = text.index("the answer")
+    passage = {"passage_id": "d#0", "text": text, "start": 100}
+    cited = {"passage_id": "d#0", "document_id": "d", "title": "T", "uri": "f.txt", "quote": "the answer", "p_z": 0.5}
+    cited |= {"start": 100 + start, "end": 110 + start}
+    record = {"answer": "the answer", "probability": 0.9, "abstained": False, "passages": [passage]}
+    _, quoted, where = short({**record, "citations": [cited]})
+    assert quoted == "  T: … " + "zebra " * 10 + "[the answer]" + " quagga" * 8 + " …"
+    assert where == f"    document d, f.txt, characters {100 + start} to {110 + start}, p(z|x) 0.50"
+    passage["text"], cited["start"], cited["end"] = "It is the answer.", 106, 116
+    assert short({**record, "citations": [cited]})[1] == "  T: It is [the answer]."

@@ -14,7 +14,7 @@ import click
 
 from realmops import __version__
 from realmops.console import Console, end_on_sigterm, explained_errors, show
-from realmops.stages import STAGES
+from realmops.stages import METRICS, STAGES
 
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
@@ -51,7 +51,7 @@ _format = click.option(
     "--format",
     default="auto",
     metavar="NAME",
-    help="The format of the files: jsonl, webquestions, curatedtrec, squad, dpr, or auto, by their content.",
+    help="The format of the files: jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto, by their content.",
 )
 _model = click.option(
     "--model",
@@ -188,13 +188,17 @@ def run(stage: str, **given: Any) -> None:
     _run(chain(given["values"]) if stage == "all" else (stage,), **given)
 
 
-def _run(names: Iterable[str], **given: Any) -> None:
-    from realmops.commands.run import run_stages
-
+def _run(names: Iterable[str], root: Path, **given: Any) -> None:
     end_on_sigterm()
     report = Console()
-    for name, metrics in run_stages(tuple(names), report=report, **given):
-        report.metrics(name, metrics)
+    try:
+        from realmops.commands.run import run_stages
+
+        for name, metrics in run_stages(tuple(names), report=report, root=root, **given):
+            report.metrics(name, metrics, root / STAGES[name].folder / METRICS)
+    except KeyboardInterrupt:
+        report.say("stopped. Run the same command again: what is done is skipped, and a training goes on from there")
+        sys.exit(130)
 
 
 @main.command("params")
@@ -543,13 +547,19 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
     """Answer questions at the terminal, with their sources.
 
     QUESTION is in quotation marks; several can be given. "realmops verify" checks what --json prints.
+
+    Behind the answers to the questions of FILE comes their exact match. A question of FILE that cannot be asked, as it
+    is too long, gets an error in the place of its answer, and the exit code is 1.
     """
     from realmops.answering.record import short
     from realmops.artifacts import canonical_json
     from realmops.serve.server import ask, origin_of
 
-    for record in ask(origin_of(root, model), question, file):
+    failed = 0
+    for record in ask(origin_of(root, model), question, file, Console().say):
+        failed += "error" in record
         yield canonical_json(record).decode() if as_json else "\n".join([record["question"], *short(record)])
+    _end_with([f"{failed} of the questions in {file} could not be asked; their errors say why"] if failed else [])
 
 
 @main.command()
@@ -649,23 +659,26 @@ def index_builder(
 def plan(
     values: Values, root: Path, sizes: Sequence[int], seconds: float, as_json: bool, project: Path
 ) -> Iterable[str]:
-    """Estimate time, memory and disk for larger corpora.
+    """Say how long this run takes, and what larger corpora take.
 
     The command measures this machine for a minute, with the models, device, threads and precision of the params. From
-    that it computes seconds per step, the time to rebuild the index, its staleness, index builders, memory and disk.
+    that it computes the minutes of each stage for the documents and questions of the params, and for larger corpora
+    seconds per step, the time to rebuild the index, its staleness, index builders, memory and disk.
     Passages are as long as those of the snapshot under the root; without one, as those of invented text.
     """
     from realmops.artifacts import canonical_json
-    from realmops.commands.plan import PASSAGES, calibrate, notes, scale, table
+    from realmops.commands.plan import PASSAGES, calibrate, notes, run_of, scale, table
 
     measured = calibrate(values, root, seconds, Console())
     index_type, refresh_every = values["index"]["type"], values["pretrain"]["refresh_every"]
     scales = [scale(count, index_type, refresh_every, measured) for count in sizes or PASSAGES]
-    told = notes(measured, scales)
+    this_run, told = run_of(values, project, root, measured)
+    remarks = notes(measured, scales)
     if as_json:
-        return [canonical_json({"measured": measured, "scales": scales, "notes": told}).decode()]
+        found = {"measured": measured, "run": this_run, "scales": scales, "notes": remarks}
+        return [canonical_json(found).decode()]
     show(table(measured, scales))
-    return told
+    return [*told, *remarks]
 
 
 @main.command()

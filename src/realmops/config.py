@@ -84,7 +84,7 @@ class QuestionFiles(Section, name="questions"):
     train: str
     dev: str
     test: str
-    format: Literal["auto", "jsonl", "webquestions", "curatedtrec", "squad", "dpr"]
+    format: Literal["auto", "jsonl", "webquestions", "curatedtrec", "squad", "dpr", "csv"]
 
 
 class Tag(Section, name="tag"):
@@ -533,6 +533,40 @@ def notes(stages: Collection[str], values: Values) -> Iterator[str]:
                 f"{name}.reader_wordpieces={limit} of one and the text beside it: raise that to {block + beside}, or "
                 "the ends of long passages are not read"
             )
+    yield from _rates(stages, values)
+
+
+FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # least and most of a reader's and a tagger's learning rate that went well
+_RATES = (  # of what starts as the encoder: the stage, its key, and the key without which nothing learns by it
+    ("tag", "learning_rate", "steps"),
+    ("ict", "reader_learning_rate", "reader_steps"),
+    ("pretrain", "reader_learning_rate", "steps"),
+    ("finetune", "reader_learning_rate", "epochs"),
+)
+
+
+def _rates(stages: Collection[str], values: Values) -> Iterator[str]:
+    """Learning rates that were made for the other kind of encoder."""
+    init = values["bert"]["init"]
+    small = init == "small"
+    idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
+    idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
+    wrong = []
+    for stage, key, amount in _RATES:
+        rate = values[stage][key]
+        learns = stage in stages and stage not in idle and values[stage][amount]
+        if learns and (rate < FROM_SCRATCH if small else rate > PRE_TRAINED):
+            wrong.append(f"{stage}.{key}={rate:g}")
+    if wrong and small:
+        yield (
+            f"bert.init is small, an encoder from scratch, and {', '.join(wrong)} suits one that is pre-trained: the "
+            f"model may learn little. Leave out the preset for such an encoder, or set {FROM_SCRATCH:g} or more"
+        )
+    elif wrong:
+        yield (
+            f"bert.init is {init}, a pre-trained encoder, and {', '.join(wrong)} suits one from scratch: it may forget "
+            f"what it knows. Add a preset for such an encoder, as minilm, or set {PRE_TRAINED:g} or less"
+        )
 
 
 def parse_section(name: str, values: Mapping[str, Any], source: str = "params") -> Any:

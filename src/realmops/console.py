@@ -8,12 +8,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from errno import ENOSPC
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 PLAIN_SECONDS = 10.0
+CHIEF = {  # of the stages that have many figures
+    "finetune": ("questions", "span_loss", "dev_em", "dev_f1", "dev_answered", "dev_answered_precision", "seconds"),
+    "evaluate": (
+        *("questions", "em", "f1", "rule_em", "closed_book_em", "recall_at_5", "ceiling_in_corpus"),
+        *("answered", "answered_precision", "seconds"),
+    ),
+}
 
 
 class Console:
@@ -29,12 +37,15 @@ class Console:
         """A bar with rate and time left; without a terminal a line every ten seconds. The unit "B" is shown in MB."""
         return _bar(label, total, unit) if sys.stderr.isatty() else _plain(label, total, unit)
 
-    def metrics(self, name: str, metrics: Mapping[str, Any]) -> None:
-        """The figures of a finished stage, on one line."""
-        shown = (
-            f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in metrics.items()
-        )
-        print(f"{name}: {', '.join(shown)}", flush=True)
+    def metrics(self, name: str, metrics: Mapping[str, Any], file: Path | None = None) -> None:
+        """The figures of a finished stage, on one line; of many the chief ones, and ``file``, which has them all."""
+        chief = [key for key in CHIEF.get(name, ()) if key in metrics] if file else []
+        shown = [
+            f"{key}={metrics[key]:.4g}" if isinstance(metrics[key], float) else f"{key}={metrics[key]}"
+            for key in chief or metrics
+        ]
+        rest = f"; all {len(metrics)} figures are in {file}" if chief else ""
+        print(f"{name}: {', '.join(shown)}{rest}", flush=True)
 
 
 def show(text: str | Table, columns: int = 120) -> None:

@@ -116,6 +116,8 @@ def sureness(record: Mapping[str, Any]) -> str:
 
 def short(record: Record) -> list[str]:
     """A record in a few lines: the answer, how sure it is, and each source with the quotation marked."""
+    if "error" in record:
+        return [f"error: {record['error']}"]
     if not record["answer"]:
         return ["no answer"]
     lines = [f"{record['answer']}  ({sureness(record)})"]
@@ -123,11 +125,25 @@ def short(record: Record) -> list[str]:
     for one in record["citations"]:
         passage: Record = texts[one["passage_id"]]
         start, end = one["start"] - passage["start"], one["end"] - passage["start"]
-        before, after = passage["text"][max(0, start - _AROUND) : start], passage["text"][end : end + _AROUND]
+        before, after = _around(passage["text"], start, end)
         shown = " ".join(f"{before}[{one['quote']}]{after}".split())
         page = f", page {one['page']}" if one["page"] else ""
         lines += [
             f"  {one['title'] or one['document_id']}: {shown}",
-            f"    {one['uri']}{page}, characters {one['start']} to {one['end']}, p(z|x) {one['p_z']:.2f}",
+            f"    document {one['document_id']}, {one['uri']}{page}, characters {one['start']} to {one['end']}, "
+            f"p(z|x) {one['p_z']:.2f}",
         ]
     return lines
+
+
+def _around(text: str, start: int, end: int) -> tuple[str, str]:
+    """Whole words on both sides of a quotation, about ``_AROUND`` characters, and an ellipsis where there are more."""
+    before, after = text[:start], text[end:]
+    if len(before) > _AROUND:
+        kept = before[-_AROUND:]
+        cut = not before[-_AROUND - 1].isspace()  # within a word
+        before = "… " + (kept.partition(" ")[2] if cut else kept).lstrip()
+    if len(after) > _AROUND:
+        kept = after[:_AROUND]
+        after = (kept if after[_AROUND].isspace() else kept.rpartition(" ")[0]).rstrip() + " …"
+    return before, after

@@ -21,17 +21,21 @@ import torch
 from rich.table import Table
 
 from realmops.artifacts import MANIFEST, seed_for
-from realmops.config import parse_section
+from realmops.commands.duration import seconds_of, sizes_of, told, work_of
+from realmops.config import Pretrain, parse_section
 from realmops.corpus.masking import mask_positions
 from realmops.corpus.sample import build_world
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import PRECISIONS, device_and_dtype, tune_process
+from realmops.encoders.devices import PRECISIONS, autocast, device_and_dtype, tune_process
+from realmops.encoders.packed import Packed
 from realmops.index import lexical
 from realmops.index.approximate import fitting_type, memory_of
 from realmops.index.embed import document_sequences, embed_documents
 from realmops.index.exchange import KEPT
 from realmops.index.mips import exact
 from realmops.model.files import build_models
+from realmops.model.reader import Masked, Reader
+from realmops.model.retriever import Retriever
 from realmops.stages import STAGES, Report
 from realmops.stages.runner import run_stage
 from realmops.train.candidates import Candidates, depth
@@ -47,6 +51,7 @@ STATES = 3  # of each parameter in a checkpoint: itself and Adam's two moments
 LINK_BYTES = 256  # of a passage in hnsw's graph
 ROWS = 2048  # passages of a snapshot that are looked at
 TOGETHER = 8192  # wordpieces that are embedded at a time
+LEARNED = 2048  # wordpieces that a model learns from at a time
 SEARCHED = 1 << 18  # passages
 _COUNTS = ((1e9, 1e9, " B"), (1e6, 1e6, " M"), (1e4, 1e3, " k"), (0, 1, ""))  # from, unit, name
 _SECONDS = ((2 * 86400, 86400, " days"), (2 * 3600, 3600, " h"), (2 * 60, 60, " min"), (0, 1, " s"))
@@ -100,6 +105,7 @@ def calibrate(values: Values, root: Path, seconds: float, report: Report) -> Fig
         trainer_bytes = _peak_bytes()
         told(1)
 
+        learning = _learning_rates(retriever, reader, snapshot, options, dtype, rows, 0.1 * seconds)
         passages = exact(torch.randn(SEARCHED, retriever.width).to(device), retriever.vectors)
         query_QE = torch.randn(options.batch_size, retriever.query.width).to(device)
         search = _seconds_of(lambda: passages.search(query_QE, depth(options))[1].cpu(), 0.1 * seconds)
@@ -117,6 +123,7 @@ def calibrate(values: Values, root: Path, seconds: float, report: Report) -> Fig
             "batch_size": options.batch_size,
             "measured_batch_size": batch_size,  # of the steps that were timed; others in proportion
             "step_seconds": step * options.batch_size / batch_size,  # of a whole batch, search left out
+            **learning,
             "search_seconds_per_million": search * 1e6 / SEARCHED,  # a batch's queries, exact
             "passage_bytes": size / len(snapshot),  # of a snapshot
             "embedding_width": retriever.width,
@@ -126,6 +133,50 @@ def calibrate(values: Values, root: Path, seconds: float, report: Report) -> Fig
             "host_memory": memory_of(torch.device("cpu")),
             "device_memory": memory_of(device),  # of the GPU, or the host's
         }
+
+
+def _learning_rates(
+    retriever: Retriever,
+    reader: Reader,
+    snapshot: Snapshot,
+    options: Pretrain,
+    dtype: torch.dtype,
+    rows: Sequence[int],
+    budget: float,
+) -> Figures:
+    """How many wordpieces a second each model learns from: passages, and masked sentences with one passage each."""
+    rng = np.random.default_rng(0)
+    realm = Realm(retriever.train(), reader.train(), snapshot, options, dtype)
+    examples = [_example(realm, passage, rng) for passage in rng.choice(rows, len(rows)).tolist()]
+    documents = document_sequences(snapshot, [example.passage for example in examples])
+    limit = options.reader_wordpieces
+    sizes = np.cumsum([len(tokens) + len(one.x) for (tokens, _), one in zip(documents, examples, strict=True)])
+    count = max(1, int(np.searchsorted(sizes, LEARNED)))
+    examples, documents = examples[:count], documents[:count]
+    batch = Packed([tokens for tokens, _ in documents], [segments for _, segments in documents])
+    sentences, at, targets = zip(*((one.x, one.positions, one.targets) for one in examples), strict=True)
+    masked = Masked(sentences, at, targets, realm.special, limit)
+    bodies = [reader.document(snapshot, one.passage) for one in examples]
+    read = sum(len(x) for x in sentences) + sum(min(len(body), limit) for body in bodies)
+
+    def seconds_of(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> float:
+        optimiser = BertAdamW([Group("model", model, 1e-5)], weight_decay=0.01, clip=1.0)
+
+        def step() -> None:
+            with autocast(retriever.query.device, dtype):
+                value = loss().float().sum()
+            optimiser.zero_grad()
+            value.backward()  # type: ignore[no-untyped-call]
+            optimiser.step(0, Schedule(1, 0))
+            value.item()  # waits for a GPU
+
+        return _seconds_of(step, budget / 2)
+
+    embedded = sum(len(tokens) for tokens, _ in documents)
+    return {
+        "retriever_wordpieces_per_second": embedded / seconds_of(retriever, lambda: retriever.documents(batch)),
+        "reader_wordpieces_per_second": read / seconds_of(reader, lambda: reader.log_masked_pairs(masked, bodies)),
+    }
 
 
 def _invented(values: Values, work: Path, report: Report) -> Path:
@@ -248,6 +299,15 @@ def table(measured: Figures, scales: Sequence[Figures]) -> Table:
         if measured["device"] == "cuda" or not name.startswith("GPU"):
             shown.add_row(name, *map(value, scales))
     return shown
+
+
+def run_of(values: Values, project: Path, root: Path, measured: Figures) -> tuple[Figures, list[str]]:
+    """How long the stages of these options take here, as figures and in words."""
+    sizes = sizes_of(values, project, root)
+    work = {} if sizes is None else work_of(values, sizes)
+    seconds = seconds_of(work, measured, values["snapshot"]["workers"])
+    counted = {} if sizes is None else {"passages": sizes.passages, "questions": dict(sizes.questions)}
+    return {"seconds": seconds, **counted}, told(values, sizes, seconds, lambda time: _shown(time, _SECONDS))
 
 
 def notes(measured: Figures, scales: Sequence[Figures]) -> list[str]:

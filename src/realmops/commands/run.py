@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from realmops.commands.duration import begins
 from realmops.commands.questions import CLOZE_LIMIT, make_cloze
 from realmops.config import notes
 from realmops.corpus.conll import read_conll
@@ -43,6 +44,8 @@ def run_stages(
                 look_at(key, path, values)
     for note in notes(names, values):
         report.warn(note)
+    if len(names) > 1:
+        report.say(begins(names, values))
     for name in names:
         metrics = run_stage(name, values, project=project, root=root, report=report, force=force)
         if metrics:

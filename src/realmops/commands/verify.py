@@ -74,6 +74,8 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each answer; a line may also hold several, as ``POST /v1/answer`` gives them for several questions."""
     for place, line in read_json_lines(path):
         for answer in line["answers"] if isinstance(line.get("answers"), list) else [line]:
+            if isinstance(answer, dict) and "error" in answer and "answer" not in answer:
+                continue  # of a question that could not be asked
             if not _is_answer(answer):
                 raise ValueError(
                     f"{place}: no answer with 'answer', 'citations' and 'passages'; give what 'realmops ask --json' "

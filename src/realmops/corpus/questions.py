@@ -5,6 +5,7 @@ the line.  Names that end in .gz or .bz2 are unpacked.
 """
 
 import ast
+import csv
 import json
 import re
 import warnings
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +189,15 @@ def _answers(value: Any, name: str, place: str) -> tuple[str, ...]:
 
 
 def _json_lines(path: Path) -> Iterator[_Record]:
-    """{"id"?, "question", "answers", "passage_id"?, "is_regex"?, "not_in"?} a line; NQ-Open says "answer"."""
+    """{"id"?, "question", "answers", "passage_id"?, "is_regex"?, "not_in"?} a line; "answer" is a list or a text."""
     for place, record in read_json_lines(path):
         key = "answer" if "answer" in record and "answers" not in record else "answers"
+        answers = require(record, key, place)
         yield _Record(
             place,
             record.get("id"),
             require(record, "question", place),
-            require(record, key, place),
+            [answers] if key == "answer" and isinstance(answers, str) else answers,
             record.get("passage_id"),
             record.get("is_regex", False),
             not_in=record.get("not_in", ()),
@@ -240,12 +243,62 @@ def _dpr(path: Path) -> Iterator[_Record]:
         yield _Record(place, None, question, _literal(literal, place))
 
 
+def _csv(path: Path) -> Iterator[_Record]:
+    """A table whose first line names the columns: question, and answer or answers, optionally id and passage_id.
+
+    A cell of ``answers`` has one answer, several with semicolons between them, or a list in brackets.
+    """
+    text = _text(path)
+    first, _, _ = text.partition("\n")
+    delimiter = _delimiter(first)
+    if delimiter is None:
+        raise ValueError(
+            f"{path}:1: the first line of a table names its columns, 'question' and 'answer' (or 'answers') among them"
+        )
+    rows = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    while True:
+        place = f"{path}:{rows.line_num + 1}"
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(f"{place}: no line of a table ({error}); correct it") from None
+        if not names:
+            names = [name.strip().lower() for name in row]
+            continue
+        if not any(cell.strip() for cell in row):
+            continue
+        if len(row) != len(names):
+            raise ValueError(f"{place}: {len(row)} columns, wanted {len(names)} ({', '.join(names)})")
+        cells = dict(zip(names, row, strict=True))
+        answers = [cells["answer"]] if "answer" in cells else _in_cell(cells["answers"], place)
+        yield _Record(place, cells.get("id") or None, cells["question"], answers, cells.get("passage_id") or None)
+
+
+def _delimiter(first: str) -> str | None:
+    """What parts the columns of a table's first line, where it names them; else None."""
+    for delimiter in (",", ";", "\t"):
+        names = [name.strip().strip('"').strip().lower() for name in first.split(delimiter)]
+        if "question" in names and ("answer" in names or "answers" in names):
+            return delimiter
+    return None
+
+
+def _in_cell(cell: str, place: str) -> list[Any]:
+    if cell.lstrip().startswith("["):
+        return _literal(cell, place)
+    return [answer.strip() for answer in cell.split(";")]
+
+
 FORMATS: dict[str, Callable[[Path], Iterator[_Record]]] = {
     "jsonl": _json_lines,
     "webquestions": _webquestions,
     "curatedtrec": _curatedtrec,
     "squad": _squad,
     "dpr": _dpr,
+    "csv": _csv,
 }
 _COLUMNS = {4: "curatedtrec", 2: "dpr"}
 
@@ -263,11 +316,15 @@ def _detected(path: Path) -> str:
         return "squad" if _SQUAD_HEAD.match(head) else "jsonl"
     if head.startswith(b"["):
         return "webquestions"
-    columns = head.split(b"\n", 1)[0].count(b"\t") + 1
+    first = head.split(b"\n", 1)[0]
+    if _delimiter(first.decode(errors="replace")):
+        return "csv"
+    columns = first.count(b"\t") + 1
     if columns not in _COLUMNS:
         raise ValueError(
-            f"{path}:1: neither JSON nor a table of 2 (DPR) or 4 (CuratedTREC) columns with tabs between them "
-            f"({columns} found); name the format ({', '.join(FORMATS)}) or convert the file"
+            f"{path}:1: neither JSON nor a table that names the columns question and answer in its first line, or has "
+            f"2 (DPR) or 4 (CuratedTREC) columns with tabs between them ({columns} found); name the format "
+            f"({', '.join(FORMATS)}) or convert the file"
         )
     return _COLUMNS[columns]
 
@@ -287,11 +344,17 @@ def _content(path: Path, limit: int | None = None) -> bytes:
     return content
 
 
-def _json(path: Path) -> Any:
+def _text(path: Path) -> str:
     try:
-        return json.loads(_content(path).removeprefix(_BOM).decode())
+        return _content(path).removeprefix(_BOM).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: invalid UTF-8 at byte {error.start}; save the file as UTF-8") from None
+
+
+def _json(path: Path) -> Any:
+    text = _text(path)
+    try:
+        return json.loads(text)
     except RecursionError:
         raise ValueError(f"{path}: JSON nested too deeply; this is no question file") from None
     except ValueError as error:

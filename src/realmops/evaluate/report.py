@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -204,8 +205,21 @@ def _figure(value: Any) -> str:
     return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
-def write_report(folder: Path, *, journals: Sequence[Path], metrics: Metrics, predictions: Path | None = None) -> Path:
-    """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); the page's path."""
+def write_report(
+    folder: Path,
+    *,
+    journals: Sequence[Path],
+    metrics: Metrics,
+    predictions: Path | None = None,
+    about: Mapping[str, str] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Write report.html and plots/STAGE_METRIC.csv (for ``dvc plots``); the page's path.
+
+    Args:
+        about: what run it is, in words.
+        options: those that differ from the defaults.
+    """
     records = [record for path in journals for record in read_journal(path)]
     (folder / "plots").mkdir(parents=True, exist_ok=True)
     charts = []
@@ -219,7 +233,7 @@ def write_report(folder: Path, *, journals: Sequence[Path], metrics: Metrics, pr
             charts.append(line_chart(chart.title, chart.unit, lines, marks, smooth=chart.smooth))
     answers = read_predictions(predictions) if predictions else []
     page = folder / "report.html"
-    write_bytes(page, _page(metrics, charts, answers).encode())
+    write_bytes(page, _page(metrics, charts, answers, about, options).encode())
     return page
 
 
@@ -254,8 +268,15 @@ def _csv(line: Series) -> bytes:
     return ("\n".join([f"step,{line.name}", *rows]) + "\n").encode()
 
 
-def _page(metrics: Metrics, charts: Sequence[str], answers: Sequence[Prediction]) -> str:
-    sections = ["<h2>Results</h2>"]
+def _page(
+    metrics: Metrics,
+    charts: Sequence[str],
+    answers: Sequence[Prediction],
+    about: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> str:
+    sections = [f'<p class="soft">{escape("; ".join(f"{name} {value}" for name, value in about.items()))}</p>']
+    sections += ["<h2>Results</h2>"]
     sections += [f'<div class="card scroll figures">{table.as_html()}</div>' for table in figure_tables(metrics)]
     trust = confidence_charts(answers)
     for heading, some in (("While it trained", charts), ("How certain it is, and how often it is right", trust)):
@@ -271,6 +292,8 @@ def _page(metrics: Metrics, charts: Sequence[str], answers: Sequence[Prediction]
             f'<div class="answers">{"".join(map(_answer, shown))}</div>',
         ]
     sections += ["<h2>Every figure</h2>", *(_all_figures(stage, found) for stage, found in metrics.items())]
+    if options:
+        sections += ["<h2>What it was run with</h2>", _all_figures("options that differ from the defaults", options)]
     return page_of("REALM run", sections)
 
 

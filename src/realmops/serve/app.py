@@ -200,6 +200,9 @@ def _explain_errors(app: FastAPI) -> None:
         if not place and first["type"] == "string_unicode":
             place = "a field's name"
         message = first["msg"].removeprefix("Value error, ")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not place and not kind.endswith("json"):
+            message = "the body was not sent as JSON: send -H 'Content-Type: application/json'"
         return told(request, 422, _writable(f"{place}: {message}" if place else message))
 
     @app.exception_handler(Exception)

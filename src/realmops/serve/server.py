@@ -16,6 +16,7 @@ from realmops.answering.search import Where
 from realmops.artifacts import canonical_json
 from realmops.commands.answers import Asked
 from realmops.corpus.questions import read_questions
+from realmops.evaluate.openqa import is_right
 from realmops.serve.generations import Champion, Origin, RunFolder
 
 if TYPE_CHECKING:
@@ -149,18 +150,36 @@ def _bound(host: str, port: int) -> socket.socket:
         return bound
 
 
-def ask(origin: Origin, questions: Sequence[str], file: Path | None) -> Iterator[Record]:
+def ask(
+    origin: Origin, questions: Sequence[str], file: Path | None, say: Callable[[str], None] = lambda told: None
+) -> Iterator[Record]:
     """The records of questions, and of those of a question file, each answered by itself.
 
-    Raises ValueError for a question that cannot be asked, before the first is answered.
+    A question of the file that cannot be asked has a record with ``error`` in its place. Passages that a question was
+    made from are not read for it. At the end ``say`` is told the exact match over the file's questions.
+
+    Raises ValueError for another question that cannot be asked, before the first is answered.
     """
-    texts = [*questions, *([] if file is None else [one.question for one in read_questions([file], format="auto")])]
-    if not texts:
+    asked = [Asked(text) for text in questions]
+    listed = [] if file is None else read_questions([file], format="auto")
+    if not asked and not listed:
         raise ValueError("there is nothing to ask: give a question, or --from FILE")
     generation = origin.open()
     generation.probe()
-    asked = [Asked(text) for text in texts]
     for one in asked:
         generation.check(one)
     for one in asked:
         yield from generation.answer([one])
+    right = 0
+    for question in listed:
+        one = Asked(question.question, question.not_in)
+        try:
+            generation.check(one)
+        except ValueError as error:
+            yield {"question": question.question, "error": str(error)}
+            continue
+        [record] = generation.answer([one])
+        right += is_right(record["answer"] or "", question)
+        yield record
+    if listed:
+        say(f"exact match {right / len(listed):.3f}: {right} of {len(listed)} questions of {file} answered right")

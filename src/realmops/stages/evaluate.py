@@ -1,5 +1,7 @@
 """Stage ``evaluate``: exact match, F1, recall of all retrievers, ceilings, predictions with evidence, plots, report."""
 
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from realmops import artifacts
 from realmops.answering.retrieval import Answering, Ranker, RetrieveAndRead
 from realmops.baselines.rankers import ranker_of
 from realmops.baselines.rule import answers_by_rule
-from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions
+from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, defaults
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
@@ -127,7 +129,7 @@ def run(job: Job) -> dict[str, Any]:
     metrics |= warn_of_timeouts(job, questions)
     write_predictions(job.out / PREDICTIONS, predictions)
     write_first_hits(job.out / FIRST_HITS, questions, hits, DEPTH)
-    _report(job, metrics)
+    _report(job, snapshot, metrics)
     return metrics
 
 
@@ -203,14 +205,40 @@ def _zero_shot(
     return found
 
 
-def _report(job: Job, metrics: dict[str, Any]) -> None:
+def _report(job: Job, snapshot: Snapshot, metrics: dict[str, Any]) -> None:
     """report.html, plots and the data of ``dvc plots``."""
     stages = [name for name in ("snapshot", *TRAINED) if name in job.inputs]
     known = {name: artifacts.read_json(job.inputs[name] / METRICS) for name in stages}
     journals: list[Path] = [job.inputs[name] / JOURNAL for name in stages]
+    options = _options(job)
+    about = {
+        "evaluated on": datetime.now(UTC).strftime("%d %B %Y"),
+        "corpus": snapshot.corpus_hash[:12],
+        "documents": f"{known.get('snapshot', {}).get('documents', '?')} in {len(snapshot)} passages",
+    }
+    if "snapshot.documents" in options:
+        about["of"] = options["snapshot.documents"]
     write_report(
         job.out,
+        about=about,
+        options=options,
         journals=[path for path in journals if path.is_file()],
         metrics={**known, "evaluate": metrics},
         predictions=job.out / PREDICTIONS,
     )
+
+
+def _options(job: Job) -> dict[str, Any]:
+    """What differs from the defaults in the options that the stages were run with, by section.key."""
+    sections: dict[str, Any] = {}
+    manifests = [job.inputs[name] / artifacts.MANIFEST for name in ("snapshot", *TRAINED) if name in job.inputs]
+    for path in manifests:  # the later one has the say
+        sections |= artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
+    sections |= {name: asdict(section) for name, section in job.sections.items()}
+    usual = defaults()
+    return {
+        f"{name}.{key}": value
+        for name, keys in sorted(sections.items())
+        for key, value in keys.items()
+        if usual.get(name, {}).get(key) != value
+    }
