@@ -156,6 +156,12 @@ class Snapshot:
         values: list[str] = self._parquet.read(columns=[name]).column(name).to_pylist()
         return values
 
+    def coded(self, name: str) -> tuple[list[str], NDArray[np.int32]]:
+        """The different values of such a column, and which of them each passage has, [P]."""
+        column = self._parquet.read(columns=[name]).column(name).dictionary_encode().unify_dictionaries()
+        codes = np.concatenate([np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in column.chunks)])
+        return column.chunk(0).dictionary.to_pylist() if column.num_chunks else [], codes
+
     def rows(self, indexes: NDArray[np.int64], *names: str) -> Iterator[tuple[str, ...]]:
         """These columns of passages in ascending order; one part of the file is in memory at a time."""
         groups, first = np.unique(indexes // ROWS_PER_GROUP, return_index=True)
