@@ -25,7 +25,7 @@ from realmops.artifacts import canonical_json
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.hybrid import Hybrid
-from realmops.index.lexical import STOP_WORDS, WORD, Bm25, split_words, stems
+from realmops.index.lexical import STOP_WORDS, WORD, Bm25, split_words, stem, stems
 from realmops.index.mips import PassageIndex
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 
@@ -279,10 +279,7 @@ def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> tupl
 
 def highlights(text: str, wanted: set[str]) -> Iterator[tuple[int, int]]:
     """Where words of a text stand whose stem is wanted: characters."""
-    places = [match.span() for match in WORD.finditer(text)]
-    for (start, end), stem in zip(places, stems([text[start:end].lower() for start, end in places]), strict=True):
-        if stem in wanted:
-            yield start, end
+    return (match.span() for match in WORD.finditer(text) if stem(match[0].lower()) in wanted)
 
 
 def _stemmed(query: str) -> list[str]:

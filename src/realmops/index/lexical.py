@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,6 +86,12 @@ def titled_texts(snapshot: Snapshot) -> list[str]:
 def split_words(text: str) -> list[str]:
     """The words of a text in lower case: two letters, digits or underscores at least."""
     return WORD.findall(text.lower())
+
+
+@lru_cache(1 << 15)
+def stem(word: str) -> str:
+    """The English Snowball stem of a word; of common ones it is remembered."""
+    return stems([word])[0]
 
 
 def stems(words: Sequence[str]) -> list[str]:
