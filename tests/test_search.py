@@ -14,15 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import small_project
+import torch
 from serving import Served, served
 from small_project import cli
 
 from realmops.answering import search
 from realmops.answering.search import Filters, Search, highlights
+from realmops.commands.answers import generation_of_run
 from realmops.commands.search import filter_of, search_of_run
 from realmops.corpus.snapshot import Snapshot
+from realmops.index.approximate import Faiss, Recipe
 from realmops.index.lexical import STOP_WORDS, split_words, stems
+from realmops.index.mips import over_vectors
 
+RERANKED = {"model": "realmops", "query": "Who?", "documents": ["Jon Vik."]}
 PEOPLE = ("Anna Berg", "Karl Lund", "Maria Holm", "Jon Vik")
 
 
@@ -207,6 +212,27 @@ def test_filters_are_remembered_up_to_so_many_passages(searching: Search, monkey
         assert sum(map(len, filters._known.values())) <= 60
 
 
+@pytest.mark.parametrize("kind", ["ivf", "hnsw", "pq"])
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_a_filter_is_exact_where_the_index_is_not(kind: str, vectors: int, searching: Search) -> None:
+    """A structure that looks at next to nothing still leaves out no passage that the filter lets through."""
+    generator, passages = torch.Generator().manual_seed(0), len(searching.snapshot)
+    width = searching.embed(["river"]).shape[1]
+    embedding_PX = torch.randn(passages * 8, vectors * width, generator=generator)
+    lists = 8 if kind != "hnsw" else 0
+    recipe = Recipe(kind, 0, lists, 1, 0.0, 10, 0.1)
+    index = over_vectors(embedding_PX, vectors, lambda rows: Faiss(rows, recipe, torch.device("cpu")))
+    approximate = dataclasses.replace(searching, passages=index)
+    where = {"year": {"gte": 1955, "lt": 1985}}
+    for query in ("the book about the river", "Item7"):
+        query_E = searching.embed([query])[0]
+        scores = (embedding_PX.view(-1, vectors, width) @ query_E).amax(1)[:passages] * searching.retriever.scale
+        wanted = sorted(range(5, 35), key=lambda n: -float(scores[n]))
+        found = approximate.search(query, 12, [where], "embeddings")["passages"]
+        assert [one["document_id"] for one in found] == [f"d{n}" for n in wanted[:12]]
+        assert [one["embeddings"] for one in found] == pytest.approx([float(scores[n]) for n in wanted[:12]], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [
@@ -338,6 +364,25 @@ def test_openai_clients_get_embeddings(server: tuple[Served, Path]) -> None:
     posted(running, "/v1/embeddings", {"model": "other", "input": "x"}, 404)
 
 
+def test_given_texts_are_ranked_by_what_the_reader_finds_in_them(server: tuple[Served, Path]) -> None:
+    running, folder = server
+    texts = ["The river is long.", "Item7 was built by Jon Vik in Oslo.", "", "Nothing."]
+    call = {"model": "realmops", "query": "Who built Item7?", "documents": texts, "return_documents": False}
+    reply = posted(running, "/v1/rerank", call)
+    wanted = generation_of_run(folder).model.rerank("Who built Item7?", texts)
+    assert {one["index"]: one["relevance_score"] for one in reply["results"]} == pytest.approx(dict(enumerate(wanted)))
+    assert sorted(reply["results"], key=lambda one: -one["relevance_score"]) == reply["results"]
+    assert posted(running, "/v1/rerank", call | {"top_n": 2})["results"] == reply["results"][:2]
+    for wrong, status, told in (
+        ({"model": "other"}, 404, "the model here is 'realmops'"),
+        ({"documents": []}, 422, "documents: "),
+        ({"documents": ["x"] * 257}, 422, "documents: "),
+        ({"top_n": 0}, 422, "top_n: "),
+        ({"query": ""}, 422, "has 0 wordpieces"),
+    ):
+        assert told in posted(running, "/v1/rerank", call | wrong, status)["error"]["message"]
+
+
 def test_a_token_with_a_filter_searches_behind_it_and_does_nothing_else(
     server: tuple[Served, Path], tmp_path: Path
 ) -> None:
@@ -357,7 +402,12 @@ def test_a_token_with_a_filter_searches_behind_it_and_does_nothing_else(
         assert search("of-a", filters={"team": "b"})[1]["passages"] == []
         assert search("of-old", filters={"team": "b"})[1]["passages"] != []
         assert search("nobody")[0] == 401
-        for path, body in (("/v1/answer", {"question": "Who?"}), ("/v1/models", None), ("/metrics", None)):
+        for path, body in (
+            ("/v1/answer", {"question": "Who?"}),
+            ("/v1/rerank", RERANKED),
+            ("/v1/models", None),
+            ("/metrics", None),
+        ):
             status, _, reply = running.call(path, body, Authorization="Bearer of-a")
             assert (status, "for /v1/search alone" in str(reply)) == (403, True)
             assert running.call(path, body, Authorization="Bearer whole")[0] == 200

@@ -1,4 +1,4 @@
-"""Search without answers: ``/v1/search``, and ``/v1/embeddings`` in OpenAI's protocol."""
+"""Search without answers: ``/v1/search``, OpenAI's ``/v1/embeddings``, Cohere's and Jina's ``/v1/rerank``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from realmops.answering.search import MOST, Search
-from realmops.commands.answers import Generation
+from realmops.commands.answers import Asked, Generation
 from realmops.commands.search import search_of
 from realmops.serve.guard import FILTER, QUESTION_LIMIT, QUESTIONS_LIMIT
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
-EMBEDDED_LIMIT = 20_000  # characters of a text that is embedded
+EMBEDDED_LIMIT = 20_000  # characters of a text that is embedded or ranked
+RANKED_LIMIT = 256  # texts
 router = APIRouter()
 
 
@@ -51,6 +52,18 @@ class EmbeddingsRequest(BaseModel):
     input_type: Literal["query", "document"] = Field("query", description="Ours: which of the two towers.")
 
 
+class RerankRequest(BaseModel):
+    """What ``POST /v1/rerank`` takes of Cohere's and Jina's fields; others are read over."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str = Field(description="An id of /v1/models.")
+    query: Text
+    documents: Annotated[
+        list[Annotated[str, Field(max_length=EMBEDDED_LIMIT)]], Field(min_length=1, max_length=RANKED_LIMIT)
+    ]
+    top_n: int | None = Field(None, ge=1, description="How many of them are wanted; without it all.")
+
+
 _LOCK = Lock()
 _SEARCHES: WeakKeyDictionary[Generation, Search] = WeakKeyDictionary()  # none outlives its generation
 
@@ -59,7 +72,7 @@ def _search(generation: Generation) -> Search:
     with _LOCK:
         found = _SEARCHES.get(generation)
         if found is None:
-            found = _SEARCHES[generation] = search_of(generation)
+            found = _SEARCHES[generation] = search_of(generation, often=True)
         return found
 
 
@@ -97,6 +110,23 @@ async def embeddings(request: Request, call: EmbeddingsRequest) -> Response:
         data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
         usage = {"prompt_tokens": count, "total_tokens": count}
         return JSONResponse({"object": "list", "data": data, "model": call.model, "usage": usage})
+
+    return await _in_a_thread(found)
+
+
+@router.post("/v1/rerank", summary="Rank texts (Cohere, Jina)", response_model=None)
+async def rerank(request: Request, call: RerankRequest) -> Response:
+    """Texts by what the reader finds in them: each one's part of the probability of all spans; the sum is 1."""
+    service = request.app.state.service
+    service.known(call.model)
+    generation = service.answerer.generation
+
+    def found() -> Response:
+        generation.check(Asked(call.query))
+        scores = generation.model.rerank(call.query, call.documents)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: call.top_n]
+        results = [{"index": index, "relevance_score": scores[index]} for index in order]
+        return JSONResponse({"model": call.model, "results": results})
 
     return await _in_a_thread(found)
 
