@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from realmops.index import mips
-from realmops.index.mips import GROUP, Exact, exact, search
+from realmops.index.mips import GROUP, BestVector, Exact, exact, search, searched_often
 
 
 def obvious(query_QE: Tensor, embedding_PE: Tensor, k: int) -> np.ndarray:
@@ -246,6 +246,21 @@ def test_a_few_queries_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mips.Halves, "of", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
     index = Exact(whole(9000, 19))
     assert index.search(whole(15, 20), 3)[1].shape == (15, 3)
+
+
+@pytest.mark.usefixtures("only_halves")
+@pytest.mark.parametrize("queries", [1, 2, 15])
+def test_what_is_searched_often_has_a_copy_for_a_few_queries(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mips, "_FEW", 16)
+    query_QE, embedding_PE = whole(queries, 21), whole(20_000, 22)
+    score_QK, id_QK = searched_often(Exact(embedding_PE)).search(query_QE, 10)
+    best = (query_QE @ embedding_PE.T).topk(10, dim=1)
+    assert torch.equal(score_QK, best.values)
+    assert torch.equal((query_QE @ embedding_PE.T).gather(1, id_QK), best.values)
+    two = searched_often(BestVector(Exact(embedding_PE), 2))
+    assert two.search(query_QE, 10)[1][:, 0].tolist() == (id_QK[:, 0] // 2).tolist()
+    other = object()
+    assert searched_often(other) is other  # type: ignore[arg-type,comparison-overlap]
 
 
 # ---- several vectors of a passage

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
+import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import small_project
+import torch
 from serving import Served, served
 from small_project import cli
 
+from realmops.answering import search
 from realmops.answering.search import Filters, Search, highlights
+from realmops.commands.answers import generation_of_run
 from realmops.commands.search import filter_of, search_of_run
 from realmops.corpus.snapshot import Snapshot
-from realmops.index.lexical import stems
+from realmops.index.approximate import Faiss, Recipe
+from realmops.index.lexical import STOP_WORDS, split_words, stems
+from realmops.index.mips import over_vectors
 
+RERANKED = {"model": "realmops", "query": "Who?", "documents": ["Jon Vik."]}
 PEOPLE = ("Anna Berg", "Karl Lund", "Maria Holm", "Jon Vik")
 
 
@@ -132,12 +141,96 @@ def test_who_may_not_see_a_document_learns_nothing_of_it(searching: Search) -> N
     for n in range(10_000):
         query = " ".join(random.choice(words, 3))
         by = "words" if n % 50 else "run"  # embedding a query takes longer
-        record = searching.search(query, 40, [may], by)  # type: ignore[arg-type]
+        record = searching.search(query, 40, by=by, own=may)  # type: ignore[arg-type]
         assert all(one["extra"]["team"] == "a" for one in record["passages"])
     with pytest.raises(ValueError, match="no document has the field 'tags'; there are document_id, team, year"):
-        searching.search("x", 1, [{"document_id": "d1"}, {"tags": "old"}])
-    assert searching.search("Item1", 40, [may, {"team": "b"}])["passages"] == []
-    assert searching.search("Item1", 40, [may, {"document_id": "d1"}])["passages"] == []
+        searching.search("x", 1, [{"tags": "old"}], own={"document_id": "d1"})
+    with pytest.raises(ValueError, match=r"no document has the field 'team'; there are document_id$"):
+        searching.search("x", 1, [{"team": "a"}], own={"no such field": 1})
+    assert searching.search("Item1", 40, [{"team": "b"}], own=may)["passages"] == []
+    assert searching.search("Item1", 40, [{"document_id": "d1"}], own=may)["passages"] == []
+    assert searching.search("Item1", 40, own={"no such field": 1})["passages"] == []
+
+
+def test_no_error_tells_of_values_that_are_hidden(searching: Search) -> None:
+    """Whether a range is one does not depend on what it is compared with."""
+    for bound in (1900, 1960, 3000):
+        with pytest.raises(ValueError, match="lt of year is None"):
+            searching.search("x", 1, [{"year": {"gte": bound, "lt": None}}], own={"document_id": "d1"})
+
+
+def test_words_are_as_rare_as_in_what_the_caller_may_know_of(searching: Search) -> None:
+    """The score of a word does not tell in how many other documents it stands; a filter of one's own changes none."""
+    own = {"document_id": ["d0", "d2", "d7"]}
+    for query in ("Item7", "river", "Jon Vik", "built Item2"):
+        scores = {
+            one["document_id"]: one["words"] for one in searching.search(query, 5, by="words", own=own)["passages"]
+        }
+        assert scores == pytest.approx(by_hand(searching.snapshot, query, [0, 2, 7]), abs=1e-5)
+        mine = searching.search(query, 5, [own], by="words")["passages"]
+        whole = searching.search(query, 40, by="words")["passages"]
+        assert [one for one in whole if one["document_id"] in scores] == mine
+
+
+def by_hand(snapshot: Snapshot, query: str, passages: list[int]) -> dict[str, float]:
+    """BM25 of a corpus of these passages alone, of those with a word of the query."""
+    texts = [f"{snapshot.title(n)} {snapshot.text(n)}" for n in passages]
+    words = [stems([word for word in split_words(text) if word not in STOP_WORDS]) for text in texts]
+    mean = sum(map(len, words)) / len(words)
+    scores = {}
+    for n, mine in zip(passages, words, strict=True):
+        score = 0.0
+        for word in stems(split_words(query)):
+            count, having = mine.count(word), sum(word in one for one in words)
+            idf = math.log(1 + (len(words) - having + 0.5) / (having + 0.5))
+            score += idf * count / (count + 1.5 * (0.25 + 0.75 * len(mine) / mean))
+        if score:
+            scores[f"d{n}"] = score
+    return scores
+
+
+def test_many_threads_find_what_one_finds(searching: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More filters than are remembered, asked for at once."""
+    monkeypatch.setattr(search, "_FILTERS", 2)
+    years = [{"year": {"gte": 1950 + n, "lt": 1960 + n}} for n in range(12)] * 20
+    fresh = dataclasses.replace(searching)
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda where: ids(fresh.search("river Item7", 40, [where])), years)]
+    for where, mine in zip(years[:12], found, strict=False):
+        assert mine == ids(searching.search("river Item7", 40, [where]))
+        assert {int(one[1:]) for one in mine} == {*range(where["year"]["gte"] - 1950, where["year"]["lt"] - 1950)} & {
+            *range(40)
+        }
+    assert found[:12] * 20 == found
+
+
+def test_filters_are_remembered_up_to_so_many_passages(searching: Search, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_REMEMBERED", 60)
+    filters = Filters(searching.snapshot)
+    for n in range(10):
+        assert len(filters.passages([{"year": {"gte": 1950 + n}}])) == 40 - n
+        assert sum(map(len, filters._known.values())) <= 60
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw", "pq"])
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_a_filter_is_exact_where_the_index_is_not(kind: str, vectors: int, searching: Search) -> None:
+    """A structure that looks at next to nothing still leaves out no passage that the filter lets through."""
+    generator, passages = torch.Generator().manual_seed(0), len(searching.snapshot)
+    width = searching.embed(["river"]).shape[1]
+    embedding_PX = torch.randn(passages * 8, vectors * width, generator=generator)
+    lists = 8 if kind != "hnsw" else 0
+    recipe = Recipe(kind, 0, lists, 1, 0.0, 10, 0.1)
+    index = over_vectors(embedding_PX, vectors, lambda rows: Faiss(rows, recipe, torch.device("cpu")))
+    approximate = dataclasses.replace(searching, passages=index)
+    where = {"year": {"gte": 1955, "lt": 1985}}
+    for query in ("the book about the river", "Item7"):
+        query_E = searching.embed([query])[0]
+        scores = (embedding_PX.view(-1, vectors, width) @ query_E).amax(1)[:passages] * searching.retriever.scale
+        wanted = sorted(range(5, 35), key=lambda n: -float(scores[n]))
+        found = approximate.search(query, 12, [where], "embeddings")["passages"]
+        assert [one["document_id"] for one in found] == [f"d{n}" for n in wanted[:12]]
+        assert [one["embeddings"] for one in found] == pytest.approx([float(scores[n]) for n in wanted[:12]], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +243,12 @@ def test_who_may_not_see_a_document_learns_nothing_of_it(searching: Search) -> N
         ({"filters": [{"year": {"from": 1}}]}, "the range of year has from; wanted: gte, gt, lte, lt"),
         ({"filters": [{"year": {}}]}, "the range of year has nothing"),
         ({"filters": [{"year": {"gte": None}}]}, "gte of year is None"),
+        ({"filters": [{"year": {"gte": 1, "lt": None}}]}, "lt of year is None"),
+        ({"filters": [{"year": {"gte": float("nan")}}]}, "gte of year is nan"),
         ({"filters": [{"year": [None]}]}, "a filter has the value None"),
+        ({"filters": [{"year": float("nan")}]}, "a filter has the value nan"),
+        ({"filters": [{"year": [[1]]}]}, r"a filter has the value \[1\]"),
+        ({"filters": [{"document_id": {"lt": True}}]}, "lt of document_id is True"),
     ],
 )
 def test_what_cannot_be_searched_is_told(given: dict[str, Any], told: str, searching: Search) -> None:
@@ -164,6 +262,14 @@ def test_conditions_are_read_from_words() -> None:
         "team": ["a", "b"],
         "title": ["x=y"],
     }
+    assert filter_of(["day>=2020-01-02", "at=12:30", "true=true", 'name="7"', "n=NaN", "none=null", "list=[1]"]) == {
+        "day": {"gte": "2020-01-02"}, "at": ["12:30"], "true": [True], "name": ["7"], "n": ["NaN"], "none": ["null"],
+        "list": ["[1]"],
+    }  # fmt: skip
+    assert filter_of(["document_id=7"]) == {"document_id": ["7"]}
+    for wrong in (["year=1990", "year>=1980"], ["year>=1980", "year=1990"], ["year>=1980", "year>=1990"]):
+        with pytest.raises(ValueError, match="year has another condition that this one cannot stand beside"):
+            filter_of(wrong)
     with pytest.raises(ValueError, match="--where 'year': FIELD=VALUE is wanted"):
         filter_of(["year"])
 
@@ -187,23 +293,6 @@ def test_true_is_not_one_and_a_text_is_no_number(tmp_path: Path) -> None:
     assert passing("1") == ["d2"]
     assert passing({"gte": 0}) == ["d0", "d3"]
     assert passing({"gte": ""}) == ["d2"]
-
-
-class Shared(dict[bytes, Any]):
-    """A memory of filters to which another thread adds while this one goes through it."""
-
-    def __iter__(self) -> Iterator[bytes]:
-        steps = super().__iter__()
-        self[b"of another thread"] = None
-        return steps
-
-
-def test_threads_share_the_memory_of_filters(searching: Search) -> None:
-    filters = Filters(searching.snapshot)
-    filters._known = Shared()
-    for n in range(3 * 40):  # more than are remembered
-        [passage] = filters.passages([{"year": {"gte": 1950 + n % 40, "lt": 1950 + n % 40 + 1 / (1 + n)}}])
-        assert searching.snapshot.document_id(int(passage)) == f"d{n % 40}"
 
 
 def test_highlights_are_of_stems() -> None:
@@ -248,6 +337,10 @@ def test_the_server_finds_what_the_terminal_finds(server: tuple[Served, Path]) -
         ({"query": "x", "k": 0}, "k: "),
         ({"query": "x", "filters": {"none": 1}}, "no document has the field 'none'"),
         ({"query": "x", "other": 1}, "other: "),
+        ({"query": "x", "filters": {"year": float("nan")}}, "a filter has the value nan"),
+        ({"query": "x", "filters": {"year": {"lt": float("inf")}}}, "lt of year is inf"),
+        ({"query": "x", "filters": {"year": {"gt": "a\ud800"}}}, "surrogate"),
+        ({"query": "x" * 2001}, "query: "),
     ):
         assert told in posted(running, "/v1/search", wrong, 422)["error"]["message"]
 
@@ -271,6 +364,25 @@ def test_openai_clients_get_embeddings(server: tuple[Served, Path]) -> None:
     posted(running, "/v1/embeddings", {"model": "other", "input": "x"}, 404)
 
 
+def test_given_texts_are_ranked_by_what_the_reader_finds_in_them(server: tuple[Served, Path]) -> None:
+    running, folder = server
+    texts = ["The river is long.", "Item7 was built by Jon Vik in Oslo.", "", "Nothing."]
+    call = {"model": "realmops", "query": "Who built Item7?", "documents": texts, "return_documents": False}
+    reply = posted(running, "/v1/rerank", call)
+    wanted = generation_of_run(folder).model.rerank("Who built Item7?", texts)
+    assert {one["index"]: one["relevance_score"] for one in reply["results"]} == pytest.approx(dict(enumerate(wanted)))
+    assert sorted(reply["results"], key=lambda one: -one["relevance_score"]) == reply["results"]
+    assert posted(running, "/v1/rerank", call | {"top_n": 2})["results"] == reply["results"][:2]
+    for wrong, status, told in (
+        ({"model": "other"}, 404, "the model here is 'realmops'"),
+        ({"documents": []}, 422, "documents: "),
+        ({"documents": ["x"] * 257}, 422, "documents: "),
+        ({"top_n": 0}, 422, "top_n: "),
+        ({"query": ""}, 422, "has 0 wordpieces"),
+    ):
+        assert told in posted(running, "/v1/rerank", call | wrong, status)["error"]["message"]
+
+
 def test_a_token_with_a_filter_searches_behind_it_and_does_nothing_else(
     server: tuple[Served, Path], tmp_path: Path
 ) -> None:
@@ -290,7 +402,12 @@ def test_a_token_with_a_filter_searches_behind_it_and_does_nothing_else(
         assert search("of-a", filters={"team": "b"})[1]["passages"] == []
         assert search("of-old", filters={"team": "b"})[1]["passages"] != []
         assert search("nobody")[0] == 401
-        for path, body in (("/v1/answer", {"question": "Who?"}), ("/v1/models", None), ("/metrics", None)):
+        for path, body in (
+            ("/v1/answer", {"question": "Who?"}),
+            ("/v1/rerank", RERANKED),
+            ("/v1/models", None),
+            ("/metrics", None),
+        ):
             status, _, reply = running.call(path, body, Authorization="Bearer of-a")
             assert (status, "for /v1/search alone" in str(reply)) == (403, True)
             assert running.call(path, body, Authorization="Bearer whole")[0] == 200
@@ -302,6 +419,7 @@ def test_a_token_with_a_filter_searches_behind_it_and_does_nothing_else(
         ("[]", "whole", "an object is wanted that has a filter for each token"),
         ('{"a": {}}', "whole", "an object is wanted that has a filter for each token"),
         ("{", "whole", "cannot be read"),
+        ('{"a": {"year": {"from": 1}}}', "whole", "the range of year has from"),
         ('{"a": {"team": "a"}}', "", "wants --token-file or REALMOPS_TOKEN, too"),
         ('{"whole": {"team": "a"}}', "whole", "has the token of --token-file"),
     ],

@@ -1,14 +1,18 @@
 """Search without answers: passages by embeddings, words or both, of those documents that a filter lets through.
 
-Shape suffixes: P passages, A passages that a filter lets through, U different metadata, E embedding width.
+Shape suffixes: P passages, A passages that a filter lets through, U different metadata, V values of a field,
+N places of a value, E embedding width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +25,7 @@ from realmops.artifacts import canonical_json
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.hybrid import Hybrid
-from realmops.index.lexical import STOP_WORDS, WORD, Bm25, split_words, stems
+from realmops.index.lexical import STOP_WORDS, WORD, Bm25, split_words, stem, stems
 from realmops.index.mips import PassageIndex
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 
@@ -30,10 +34,13 @@ Where = Mapping[str, Any]
 Ids = NDArray[np.int64]
 MOST = 1000  # results of one search
 DEPTH = 100  # passages that embeddings and words find each, of which the best are taken
-RANGES = {"gte": ">=", "gt": ">", "lte": "<=", "lt": "<"}
+RANGES: dict[str, Callable[[Any, Any], bool]] = {
+    "gte": operator.ge, "gt": operator.gt, "lte": operator.le, "lt": operator.lt
+}  # fmt: skip
 ID = "document_id"  # can be filtered by beside the documents' own fields
 _AT_ONCE = 1 << 14  # passages whose vectors are compared together
-_FILTERS = 64  # that are remembered
+_FILTERS = 64  # that are remembered, with
+_REMEMBERED = 1 << 24  # passages in all
 
 
 class Filters:
@@ -41,93 +48,123 @@ class Filters:
 
     A filter has a condition for each field: a value, a list of which one is enough, or a range as
     ``{"gte": 1990, "lt": 2000}``. A document's field that is a list has each of its values. All conditions must hold.
+    Several threads may ask; the fields are read when the first does.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
-        texts = np.array(snapshot.column("extra"), dtype=object)
-        unique_U, code_P = np.unique(texts, return_inverse=True)
-        self._fields_U: list[dict[str, Any]] = [json.loads(text) if text else {} for text in unique_U]
-        self._code_P = code_P
         self._snapshot = snapshot
-        self._columns: dict[str, dict[Any, Ids]] = {}
+        self._lock = Lock()
+        self._coded = lru_cache(2)(snapshot.coded)
+        self._columns: dict[str, tuple[dict[Any, int], NDArray[np.int64]]] = {}
         self._known: dict[bytes, Ids] = {}
 
-    def passages(self, filters: Sequence[Where]) -> Ids:
+    def passages(self, filters: Sequence[Where], own: Where | None = None) -> Ids:
         """The passages that all these filters let through, ascending int64 [A].
 
-        Raises ValueError for what is no condition, and for a field that no document has of those that the filters
-        before let through: these may say what somebody is allowed to know of.
-        """
-        key = canonical_json(list(filters))
-        found = self._known.get(key)
-        if found is None:
-            there_P = np.ones(len(self._code_P), bool)
-            for where in filters:
-                self._check(where, there_P)
-                for field, condition in where.items():
-                    there_P = there_P & self._matching(field, condition)
-            found = np.flatnonzero(there_P)
-            if len(self._known) >= _FILTERS:
-                self._known.clear()  # in one step, because other threads ask at the same time
-            self._known[key] = found
-        return found
+        Args:
+            own: which passages the caller may know of. No error tells of others, by field or by value.
 
-    def _check(self, where: Where, there_P: NDArray[np.bool_]) -> None:
-        fields = {ID, *(name for code in np.unique(self._code_P[there_P]) for name in self._fields_U[code])}
+        Raises ValueError for what is no condition, and for a field that no document has of those that ``own`` and the
+        filters before let through.
+        """
+        for where in filters:
+            check_filter(where)
+        key = canonical_json([own or {}, *filters])
+        with self._lock:
+            if key not in self._known:
+                there_P = np.ones(len(self._snapshot), bool)
+                for where in [own or {}, *filters]:
+                    if where is not own:
+                        self._check_fields(where, there_P)
+                    for field, condition in where.items():
+                        there_P = there_P & self._matching(field, condition)
+                self._known[key] = np.flatnonzero(there_P)
+            found = self._known[key] = self._known.pop(key)  # the last one that was asked for comes last
+            while sum(map(len, self._known.values())) > _REMEMBERED or len(self._known) > _FILTERS:
+                self._known.pop(next(iter(self._known)))
+            return found
+
+    @cached_property
+    def _extra(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
+        """All different metadata [U], and which of them each passage has [P]."""
+        text_U, code_P = self._coded("extra")
+        return [json.loads(text) if text else {} for text in text_U], code_P
+
+    def _check_fields(self, where: Where, there_P: NDArray[np.bool_]) -> None:
+        if not where:
+            return
+        fields_U, code_P = self._extra
+        fields = {ID, *(name for code in np.unique(code_P[there_P]) for name in fields_U[code])}
         for field in where:
             if field not in fields:
                 raise ValueError(f"no document has the field {field!r}; there are {', '.join(sorted(fields))}")
 
     def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
-        column = self._column(field)
+        code_P = self._coded(ID)[1] if field == ID else self._extra[1]
+        number_of, value_2N = self._column(field)
         if isinstance(condition, Mapping):
-            wanted = [value for value in column if _in_range(value[1], condition, field)]
+            wanted = [n for (is_truth, value), n in number_of.items() if not is_truth and _in_range(value, condition)]
         else:
-            wanted = [_key(value) for value in (condition if isinstance(condition, list) else [condition])]
-        rows = [column[value] for value in wanted if value in column]
-        found = np.zeros(len(self._code_P) if field == ID else len(self._fields_U), bool)
-        if rows:
-            found[np.concatenate(rows)] = True
-        return found if field == ID else found[self._code_P]
+            keys = map(_key, condition if isinstance(condition, list) else [condition])
+            wanted = [number_of[key] for key in keys if key in number_of]
+        wanted_V, found_U = np.zeros(len(number_of), bool), np.zeros(code_P.max(initial=-1) + 1, bool)
+        wanted_V[wanted] = True
+        row_N, number_N = value_2N
+        found_U[row_N[wanted_V[number_N]]] = True
+        matching: NDArray[np.bool_] = found_U[code_P]
+        return matching
 
-    def _column(self, field: str) -> dict[Any, Ids]:
-        """The rows that have each value of a field: of different metadata, or of passages for the document's id."""
+    def _column(self, field: str) -> tuple[dict[Any, int], NDArray[np.int64]]:
+        """The number of each value of a field, and which metadata (for the document's id: which id) has it, [2, N]."""
         if field not in self._columns:
-            rows: dict[Any, list[int]] = {}
-            values = self._snapshot.column(ID) if field == ID else [fields.get(field) for fields in self._fields_U]
-            for row, value in enumerate(values):
-                for one in value if isinstance(value, list) else [value]:
-                    if isinstance(one, str | int | float):
-                        rows.setdefault(_key(one), []).append(row)
-            self._columns[field] = {value: np.array(found) for value, found in rows.items()}
+            values = self._coded(ID)[0] if field == ID else [one.get(field) for one in self._extra[0]]
+            number_of: dict[Any, int] = {}
+            rows = [
+                (row, number_of.setdefault(_key(one), len(number_of)))
+                for row, value in enumerate(values)
+                for one in (value if isinstance(value, list) else [value])
+                if _is_value(one)
+            ]
+            self._columns[field] = number_of, np.array(rows, np.int64).reshape(-1, 2).T
         return self._columns[field]
+
+
+def check_filter(where: Where) -> None:
+    """ValueError for what is no condition, whatever documents there are."""
+    for field, condition in where.items():
+        if not isinstance(condition, Mapping):
+            for value in condition if isinstance(condition, list) else [condition]:
+                _key(value)
+            continue
+        if not condition or not set(condition) <= set(RANGES):
+            has = ", ".join(map(str, condition)) or "nothing"
+            raise ValueError(f"the range of {field} has {has}; wanted: {', '.join(RANGES)}")
+        for name, bound in condition.items():
+            if isinstance(bound, bool) or not _is_value(bound):
+                raise ValueError(f"{name} of {field} is {bound!r}; a number or a text is wanted")
 
 
 def _key(value: Any) -> tuple[bool, Any]:
     """A value as a key: true is not 1."""
-    if not isinstance(value, str | int | float):
+    if not _is_value(value):
         raise ValueError(
             f"a filter has the value {value!r}; wanted are texts, numbers, true or false, or a list of them"
         )
     return isinstance(value, bool), value
 
 
-def _in_range(value: Any, bounds: Mapping[str, Any], field: str) -> bool:
-    if not bounds or not set(bounds) <= set(RANGES):
-        raise ValueError(
-            f"the range of {field} has {', '.join(map(str, bounds)) or 'nothing'}; wanted: {', '.join(RANGES)}"
-        )
-    for name, bound in bounds.items():
-        if isinstance(bound, bool) or not isinstance(bound, str | int | float):
-            raise ValueError(f"{name} of {field} is {bound!r}; a number or a text is wanted")
-        if isinstance(value, bool) or isinstance(value, str) != isinstance(bound, str):
-            return False
-        if not {"gte": value >= bound, "gt": value > bound, "lte": value <= bound, "lt": value < bound}[name]:
-            return False
-    return True
+def _is_value(value: Any) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-@dataclass(frozen=True, eq=False)
+def _in_range(value: Any, bounds: Mapping[str, Any]) -> bool:
+    return all(
+        isinstance(value, str) == isinstance(bound, str) and RANGES[name](value, bound)
+        for name, bound in bounds.items()
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Search:
     """What finds passages: a retriever with its embeddings, if there is one, and BM25.
 
@@ -141,19 +178,22 @@ class Search:
     query_wordpieces: int
     dtype: torch.dtype
     about: Record
+    filters: Filters = dataclasses.field(init=False)
 
-    @cached_property
-    def filters(self) -> Filters:
-        """Of the corpus; made when first asked for."""
-        return Filters(self.snapshot)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "filters", Filters(self.snapshot))
 
-    def search(self, query: str, k: int = 10, filters: Sequence[Where] = (), by: By = "run") -> Record:
+    def search(
+        self, query: str, k: int = 10, filters: Sequence[Where] = (), by: By = "run", own: Where | None = None
+    ) -> Record:
         """The best ``k`` passages with their places, best first.
 
         Args:
             filters: what documents must have (:class:`Filters`), applied before the best are chosen.
             by: ``run`` ranks as the run's retriever does, by embeddings or by words and embeddings; ``embeddings`` and
                 ``words`` by one of them alone.
+            own: which documents the caller may know of. Words are then as rare as in these, so that no score tells how
+                often one stands in others.
 
         Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product of the paper's
         equation for f(x, z)), ``words`` (BM25), and ``highlights``: where in its text words of the query stand.
@@ -170,12 +210,11 @@ class Search:
             raise ValueError(f"k is {k}; 1 to {MOST} passages can be had")
         if by == "embeddings" and self.retriever is None:
             raise ValueError("there are no embeddings yet: run the stage ict, or search by words")
-        allowed = self.filters.passages(filters) if any(filters) else None
-        ids, score, dense = self._best(query, k, allowed, by)
-        bm25 = self.words.score_of(query, ids).tolist()
-        shown = [
-            self._shown(*each, wanted=stems_of(query)) for each in zip(ids.tolist(), score, dense, bm25, strict=True)
-        ]
+        allowed = self.filters.passages(filters, own) if own or any(filters) else None
+        words = self.words.within(self.filters.passages([], own)) if own else self.words
+        ids, score, dense = self._best(query, k, allowed, by, words)
+        bm25, wanted = words.score_of(query, ids).tolist(), stems_of(query)
+        shown = [self._shown(*each, wanted=wanted) for each in zip(ids.tolist(), score, dense, bm25, strict=True)]
         return {"query": query, "passages": shown, "model": self.about}
 
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> Tensor:
@@ -186,10 +225,12 @@ class Search:
         tower = self.retriever.document if documents else self.retriever.query
         return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit)), self.dtype)
 
-    def _best(self, query: str, k: int, allowed: Ids | None, by: By) -> tuple[Ids, list[float], list[float | None]]:
+    def _best(
+        self, query: str, k: int, allowed: Ids | None, by: By, words: Bm25
+    ) -> tuple[Ids, list[float], list[float | None]]:
         """Passages, scores and scaled inner products, best first."""
         if by == "words" or self.retriever is None or self.passages is None:
-            return self._best_by_words(query, k, allowed)
+            return _best_by_words(query, k, allowed, words)
         mixture = EMBEDDINGS_ALONE if by == "embeddings" else self.retriever.mixture
         query_E = self.embed([query])
         if allowed is None:
@@ -201,21 +242,11 @@ class Search:
         dense = self.retriever.scale * self._inner_products(query_E, allowed)
         share = torch.zeros(len(allowed))
         if mixture.lexical and len(allowed):
-            words = self.words.score_of(query, allowed)  # the best that is allowed counts 1: nothing tells of others
-            share = torch.from_numpy(words / max(float(words.max()), 1e-6))
+            score_A = words.score_of(query, allowed)  # the best that is allowed counts 1: nothing tells of others
+            share = torch.from_numpy(score_A / max(float(score_A.max()), 1e-6))
         score = mixture.of(dense, share)
         order = torch.argsort(score, descending=True, stable=True)[:k]
         return allowed[order.numpy()], score[order].tolist(), dense[order].tolist()
-
-    def _best_by_words(self, query: str, k: int, allowed: Ids | None) -> tuple[Ids, list[float], list[float | None]]:
-        if allowed is None:
-            score_QK, id_QK = self.words.search([query], k)
-            there = id_QK[0] >= 0
-            return id_QK[0][there], score_QK[0][there].tolist(), [None] * int(there.sum())
-        score_A = self.words.score_of(query, allowed)
-        order = np.argsort(-score_A, kind="stable")[:k]
-        order = order[score_A[order] > 0]
-        return allowed[order], score_A[order].tolist(), [None] * len(order)
 
     def _inner_products(self, query_1E: Tensor, ids: Ids) -> Tensor:
         """That of the query with the nearest vector of each passage, [A], on the CPU."""
@@ -235,12 +266,20 @@ class Search:
         return {**place, "text": text, "extra": self.snapshot.extra(passage), **found}
 
 
+def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> tuple[Ids, list[float], list[float | None]]:
+    if allowed is None:
+        score_QK, id_QK = words.search([query], k)
+        there = id_QK[0] >= 0
+        return id_QK[0][there], score_QK[0][there].tolist(), [None] * int(there.sum())
+    score_A = words.score_of(query, allowed)
+    order = np.argsort(-score_A, kind="stable")[:k]
+    order = order[score_A[order] > 0]
+    return allowed[order], score_A[order].tolist(), [None] * len(order)
+
+
 def highlights(text: str, wanted: set[str]) -> Iterator[tuple[int, int]]:
     """Where words of a text stand whose stem is wanted: characters."""
-    places = [match.span() for match in WORD.finditer(text)]
-    for (start, end), stem in zip(places, stems([text[start:end].lower() for start, end in places]), strict=True):
-        if stem in wanted:
-            yield start, end
+    return (match.span() for match in WORD.finditer(text) if stem(match[0].lower()) in wanted)
 
 
 def stems_of(query: str) -> set[str]:

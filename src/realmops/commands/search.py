@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from realmops import artifacts
-from realmops.answering.record import Record
-from realmops.answering.retrieval import RetrieveAndRead
-from realmops.answering.search import Search, Where
+from realmops.answering.search import ID, Search, Where
 from realmops.artifacts import MANIFEST, WORK
 from realmops.commands.answers import Generation, generation_of_run
 from realmops.commands.trained import sections_of
@@ -23,7 +21,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.devices import device_and_dtype, freeze_products, tune_process
 from realmops.index.embeddings import embed_corpus, load_passages, save_passages
 from realmops.index.lexical import Bm25
-from realmops.index.mips import exact
+from realmops.index.mips import exact, searched_often
 from realmops.model.files import RETRIEVER, load_models
 from realmops.model.retriever import Retriever
 from realmops.stages import STAGES, Report
@@ -35,16 +33,14 @@ _BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}
 _AROUND = 90  # characters shown on either side of the words that were found
 
 
-def search_of(generation: Generation) -> Search:
-    """What searches the corpus of a model that answers."""
-    return _of_model(generation.model, generation.about)
-
-
-def _of_model(model: RetrieveAndRead, about: Record) -> Search:
+def search_of(generation: Generation, *, often: bool = False) -> Search:
+    """What searches the corpus of a model that answers, ``often`` for a server (``mips.searched_often``)."""
+    model = generation.model
     words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
     retriever = model.retriever if model.passages is not None else None
     limit = model.options.query_wordpieces
-    return Search(model.snapshot, words, retriever, model.passages, limit, model.dtype, about)
+    passages = searched_often(model.passages) if often and model.passages is not None else model.passages
+    return Search(model.snapshot, words, retriever, passages, limit, model.dtype, generation.about)
 
 
 def search_of_run(root: Path, report: Report) -> Search:
@@ -102,18 +98,32 @@ def _embedded(
 
 
 def filter_of(conditions: Sequence[str]) -> Where:
-    """Of ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on, values as YAML has them; a field with ``=`` twice has either."""
+    """Of ``FIELD=VALUE``, ``FIELD>=VALUE`` and so on; a field with ``=`` twice has either.
+
+    A value that is a number, true or false as JSON writes them is that; any other, and a document's id, is text.
+    """
     found: dict[str, Any] = {}
     for text in conditions:
         match = _CONDITION.fullmatch(text)
         if not match:
             raise ValueError(f"--where {text!r}: FIELD=VALUE is wanted, or >=, >, <= or < in the place of =")
-        field, sign, value = match[1].strip(), match[2], yaml.safe_load(match[3])
+        field, sign, value = match[1].strip(), match[2], match[3].strip()
+        known = found.setdefault(field, [] if sign == "=" else {})
+        if isinstance(known, list) != (sign == "=") or _BOUND.get(sign) in known:
+            raise ValueError(f"--where {text!r}: {field} has another condition that this one cannot stand beside")
         if sign == "=":
-            found[field] = [*(found.get(field) or []), value]
+            known.append(_value(value, field))
         else:
-            found[field] = {**(found.get(field) or {}), _BOUND[sign]: value}
+            known[_BOUND[sign]] = _value(value, field)
     return found
+
+
+def _value(text: str, field: str) -> Any:
+    try:
+        value = json.loads(text, parse_constant=str)
+    except ValueError:
+        return text
+    return value if isinstance(value, str | int | float) and field != ID else text
 
 
 def shown(record: Mapping[str, Any]) -> Iterator[str]:

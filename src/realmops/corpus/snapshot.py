@@ -168,6 +168,12 @@ class Snapshot:
         values: list[str] = self._parquet.read(columns=[name]).column(name).to_pylist()
         return values
 
+    def coded(self, name: str) -> tuple[list[str], NDArray[np.int32]]:
+        """The different values of such a column, and which of them each passage has, [P]."""
+        column = self._parquet.read(columns=[name]).column(name).dictionary_encode().unify_dictionaries()
+        codes = np.concatenate([np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in column.chunks)])
+        return column.chunk(0).dictionary.to_pylist() if column.num_chunks else [], codes
+
     def rows(self, indexes: NDArray[np.int64], *names: str) -> Iterator[tuple[str, ...]]:
         """These columns of passages in ascending order; one part of the file is in memory at a time."""
         groups, first = np.unique(indexes // ROWS_PER_GROUP, return_index=True)
@@ -196,6 +202,18 @@ class Snapshot:
         from realmops.encoders.packed import FORM_STEP
 
         return self.body(index) + FORM_STEP * self._forms(index)
+
+    def encoded(self, text: str, *, with_forms: bool) -> NDArray[np.int64]:
+        """[t] the wordpieces of any text, as ``body`` has a passage's; or with the forms of words, as ``written``."""
+        from realmops.corpus.passages import split_sentences
+        from realmops.encoders.packed import FORM_STEP
+
+        found = self.tokenizer.encode(text, add_special_tokens=False)
+        body, chars = np.array(found.ids, np.int64), np.array(found.offsets, np.int32).reshape(-1, 2)
+        if not with_forms or not len(body):
+            return body
+        starts = np.searchsorted(chars[:, 0], [start for start, _ in split_sentences(text)]).astype(np.int32)
+        return body + FORM_STEP * forms_of(text, chars, self.continues_word[body], starts)
 
     def title_tokens(self, index: int) -> NDArray[np.int64]:
         return self.title_flat[self.title_offsets[index] : self.title_offsets[index + 1]].astype(np.int64)

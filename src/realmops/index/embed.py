@@ -51,7 +51,8 @@ def _embedded(
 ) -> tuple[Tensor, Tensor]:
     """Embeddings in the order of their batches, and the place of each sequence's there."""
     was_training = tower.training
-    tower.eval()
+    if was_training:
+        tower.eval()
     out, done = torch.empty(len(sequences), vectors * tower.width, device=tower.device), 0
     place_N = torch.empty(len(sequences), dtype=torch.int64)
     with autocast(tower.device, dtype):  # around all batches: it copies the weights to its numbers once
@@ -61,7 +62,8 @@ def _embedded(
             place_N[rows] = torch.arange(done, done + len(rows))
             done += len(rows)
             progress(len(rows))
-    tower.train(was_training)
+    if was_training:
+        tower.train()
     return out, place_N
 
 

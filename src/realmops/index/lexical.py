@@ -10,6 +10,8 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
+from copy import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,6 +88,12 @@ def split_words(text: str) -> list[str]:
     return WORD.findall(text.lower())
 
 
+@lru_cache(1 << 15)
+def stem(word: str) -> str:
+    """The English Snowball stem of a word; of common ones it is remembered."""
+    return stems([word])[0]
+
+
 def stems(words: Sequence[str]) -> list[str]:
     """The English Snowball stem of each word."""
     import Stemmer
@@ -149,6 +157,7 @@ class Bm25:
         )
         mean_length = manifest["tokens"] / max(manifest["passages"], 1)
         self._half_L = saturation(np.arange(manifest["longest"] + 1), mean_length) if mean_length else np.zeros(1)
+        self._there_P: NDArray[np.bool_] | None = None  # what counts for how rare a word is, if not all does
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Bm25:
@@ -170,6 +179,15 @@ class Bm25:
     def of(cls, snapshot: Snapshot, *, verify: bool = False) -> Bm25:
         """The index that was written beside a snapshot; ValueError when there is none."""
         return cls.open(snapshot.folder.with_name(FOLDER), verify=verify, corpus_hash=snapshot.corpus_hash)
+
+    def within(self, ids: Rows) -> Bm25:
+        """The same with the statistics of these passages alone, whose ``score_of`` then tells nothing of others."""
+        other = copy(self)
+        other._there_P = np.zeros(len(self), bool)
+        other._there_P[ids] = True
+        if mean_length := float(self.length_P[ids].mean()) if len(ids) else 0.0:
+            other._half_L = saturation(np.arange(len(self._half_L)), mean_length)
+        return other
 
     def __len__(self) -> int:
         """Number of passages P."""
@@ -275,7 +293,11 @@ class Bm25:
         return int(end - start)
 
     def _idf(self, word: int) -> np.float32:
-        return inverse_document_frequency(len(self), self._with_word(word))
+        if self._there_P is None:
+            return inverse_document_frequency(len(self), self._with_word(word))
+        posting_n = self.posting_N[slice(*self.offset_W[word : word + 2].tolist())]
+        counts = (int(np.count_nonzero(there)) for there in (self._there_P, self._there_P[posting_n]))
+        return inverse_document_frequency(*counts)
 
     def _weights(self, word: int) -> tuple[NDArray[np.int32], Scores]:
         """The passages that have a word, and what it adds to their scores, [n] each."""

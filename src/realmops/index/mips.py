@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -64,14 +64,16 @@ class Exact(InMemory):
     """Every passage is compared with the query.
 
     The first search of more than 50,000 passages in fp32 makes a copy of them in bf16, where the processor multiplies
-    that in hardware: half the memory more, and a search takes a third of the time.
+    that in hardware: half the memory more, and a search takes a third of the time. For a few queries it does so where
+    the index is searched ``often``; one query takes two thirds of the time.
     """
 
     embedding_PE: Tensor
+    often: bool = False
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         query_QE = query_QE.to(self.embedding_PE.device)
-        if len(query_QE) >= _FEW and query_QE.dtype == torch.float32 and self.halves is not None:
+        if query_QE.dtype == torch.float32 and (self.often or len(query_QE) >= _FEW) and self.halves is not None:
             return self.halves.search(query_QE, min(k, len(self.embedding_PE)))
         return search(query_QE, self.embedding_PE, k)
 
@@ -102,6 +104,13 @@ class BestVector(InMemory):
         again_QN = torch.empty_like(again_QN).scatter(1, order_QN, again_QN)  # in the order of scores
         place_QK = torch.argsort(again_QN.byte(), dim=1, stable=True)[:, : min(k, len(self.embedding_PE))]
         return score_QN.gather(1, place_QK), (row_QN // self.count).gather(1, place_QK)
+
+
+def searched_often(passages: PassageIndex) -> PassageIndex:
+    """The same index for a server: worth a copy also where a search has a few queries."""
+    if isinstance(passages, BestVector):
+        return replace(passages, each=searched_often(passages.each))
+    return replace(passages, often=True) if isinstance(passages, Exact) else passages
 
 
 def exact(embedding_PX: Tensor, vectors: int) -> PassageIndex:
@@ -167,7 +176,8 @@ _PART = 1 << 18  # passages whose maxima are kept at a time
 _COPIED = 1 << 10  # passages that are copied to bf16 at a time, and measured in fp64
 _AGAIN = 1 << 13  # passages that are scored again at a time, of some queries
 _SHARE = 24  # to score more than one passage in so many again costs more than the whole product in fp32
-_FEW = 16  # queries; with fewer a search takes as long as it takes to read the passages, in fp32 too
+_FEW = 16  # queries; with fewer a search takes as long as it takes to read the passages, and
+_SHARE_OF_FEW = 8  # one passage in so many can be scored again
 _ROUNDING = 2.0**-8  # of bf16, relative
 _SUM = 2.0**-23  # what a sum in fp32 can lose at each step, relative, and as much again
 _LEAST = 2.0**-126  # what becomes smaller may count as 0, in fp32 and in bf16
@@ -214,7 +224,8 @@ class Halves:
     def search(self, query_QE: Tensor, k: int, groups: int = 0) -> tuple[Tensor, Tensor]:
         """As the function of that name; so many groups of 16 passages are scored in fp32, or more where they must."""
         groups = groups or k + k // 2 + 8
-        if len(query_QE) < _FEW or groups * SMALL_GROUP * _SHARE > len(self.half_PE):
+        share = _SHARE if len(query_QE) >= _FEW else _SHARE_OF_FEW
+        if groups * SMALL_GROUP * share > len(self.half_PE):
             return search(query_QE, self.embedding_PE, k)
         most_QG, group_QG = self._best_groups(query_QE, groups + 1)
         score_QK, id_QK = self._score(query_QE, group_QG[:, :-1], k)

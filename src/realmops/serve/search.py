@@ -1,23 +1,26 @@
-"""Search without answers: ``/v1/search``, and ``/v1/embeddings`` in OpenAI's protocol."""
+"""Search without answers: ``/v1/search``, OpenAI's ``/v1/embeddings``, Cohere's and Jina's ``/v1/rerank``."""
 
 from __future__ import annotations
 
 import base64
-from functools import lru_cache
+from collections.abc import Callable
+from threading import Lock
 from typing import Annotated, Any, Literal
+from weakref import WeakKeyDictionary
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from realmops.answering.record import Record
 from realmops.answering.search import MOST, Search
-from realmops.commands.answers import Generation
+from realmops.commands.answers import Asked, Generation
 from realmops.commands.search import search_of
 from realmops.serve.guard import FILTER, QUESTION_LIMIT, QUESTIONS_LIMIT
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
-EMBEDDED_LIMIT = 20_000  # characters of a text that is embedded
+EMBEDDED_LIMIT = 20_000  # characters of a text that is embedded or ranked
+RANKED_LIMIT = 256  # texts
 router = APIRouter()
 
 
@@ -49,45 +52,88 @@ class EmbeddingsRequest(BaseModel):
     input_type: Literal["query", "document"] = Field("query", description="Ours: which of the two towers.")
 
 
-@lru_cache(1)  # of the one that serves
+class RerankRequest(BaseModel):
+    """What ``POST /v1/rerank`` takes of Cohere's and Jina's fields; others are read over."""
+
+    model_config = ConfigDict(extra="allow")
+    model: str = Field(description="An id of /v1/models.")
+    query: Text
+    documents: Annotated[
+        list[Annotated[str, Field(max_length=EMBEDDED_LIMIT)]], Field(min_length=1, max_length=RANKED_LIMIT)
+    ]
+    top_n: int | None = Field(None, ge=1, description="How many of them are wanted; without it all.")
+
+
+_LOCK = Lock()
+_SEARCHES: WeakKeyDictionary[Generation, Search] = WeakKeyDictionary()  # none outlives its generation
+
+
 def _search(generation: Generation) -> Search:
-    return search_of(generation)
+    with _LOCK:
+        found = _SEARCHES.get(generation)
+        if found is None:
+            found = _SEARCHES[generation] = search_of(generation, often=True)
+        return found
 
 
-@router.post("/v1/search", summary="Find passages")
-async def search(request: Request, asked: SearchRequest) -> Record:
+@router.post("/v1/search", summary="Find passages", response_model=None)
+async def search(request: Request, asked: SearchRequest) -> Response:
     """The best passages with their places, scores of embeddings and of words apart, and where words of the query stand.
 
     Filters are applied before the best are chosen: with a filter the first k are the first k of what it lets through.
     """
     generation = request.app.state.service.answerer.generation
 
-    def found() -> Record:
-        own = getattr(request.state, FILTER, {})  # first: what is hidden by it is not even named in an error
-        return _search(generation).search(asked.query, asked.k, [own, asked.filters], asked.by)
+    def found() -> Response:
+        own = getattr(request.state, FILTER, None)
+        return JSONResponse(_search(generation).search(asked.query, asked.k, [asked.filters], asked.by, own))
 
-    try:
-        return await run_in_threadpool(found)
-    except ValueError as error:
-        raise HTTPException(422, str(error)) from None
+    return await _in_a_thread(found)
 
 
-@router.post("/v1/embeddings", summary="Embed texts (OpenAI)")
-async def embeddings(request: Request, call: EmbeddingsRequest) -> dict[str, Any]:
+@router.post("/v1/embeddings", summary="Embed texts (OpenAI)", response_model=None)
+async def embeddings(request: Request, call: EmbeddingsRequest) -> Response:
     """Vectors of the retriever: f(x, z) is their inner product, scaled."""
     service = request.app.state.service
     service.known(call.model)
     texts = [call.input] if isinstance(call.input, str) else call.input
-    searching = _search(service.answerer.generation)
+    generation = service.answerer.generation
+
+    def found() -> Response:
+        searching = _search(generation)
+        vectors = searching.embed(texts, documents=call.input_type == "document")
+        rows = [
+            base64.b64encode(row.numpy().tobytes()).decode() if call.encoding_format == "base64" else row.tolist()
+            for row in vectors
+        ]
+        count = sum(len(one.ids) for one in searching.snapshot.tokenizer.encode_batch(texts, add_special_tokens=False))
+        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return JSONResponse({"object": "list", "data": data, "model": call.model, "usage": usage})
+
+    return await _in_a_thread(found)
+
+
+@router.post("/v1/rerank", summary="Rank texts (Cohere, Jina)", response_model=None)
+async def rerank(request: Request, call: RerankRequest) -> Response:
+    """Texts by what the reader finds in them: each one's part of the probability of all spans; the sum is 1."""
+    service = request.app.state.service
+    service.known(call.model)
+    generation = service.answerer.generation
+
+    def found() -> Response:
+        generation.check(Asked(call.query))
+        scores = generation.model.rerank(call.query, call.documents)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: call.top_n]
+        results = [{"index": index, "relevance_score": scores[index]} for index in order]
+        return JSONResponse({"model": call.model, "results": results})
+
+    return await _in_a_thread(found)
+
+
+async def _in_a_thread(found: Callable[[], Response]) -> Response:
+    """All work of a request, so that others are heard meanwhile; 422 for what cannot be done."""
     try:
-        vectors = await run_in_threadpool(searching.embed, texts, documents=call.input_type == "document")
+        return await run_in_threadpool(found)
     except ValueError as error:
         raise HTTPException(422, str(error)) from None
-    rows = [
-        base64.b64encode(row.numpy().tobytes()).decode() if call.encoding_format == "base64" else row.tolist()
-        for row in vectors
-    ]
-    count = sum(len(one.ids) for one in searching.snapshot.tokenizer.encode_batch(texts, add_special_tokens=False))
-    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
-    usage = {"prompt_tokens": count, "total_tokens": count}
-    return {"object": "list", "data": data, "model": call.model, "usage": usage}

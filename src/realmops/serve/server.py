@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from realmops.answering.record import Record
-from realmops.answering.search import Where
+from realmops.answering.search import Where, check_filter
 from realmops.artifacts import canonical_json
 from realmops.commands.answers import Asked
 from realmops.corpus.questions import read_questions
@@ -57,6 +57,8 @@ def access_of(file: Path | None, token: str | None) -> dict[str, Where]:
         raise ValueError(
             f'--access {file}: an object is wanted that has a filter for each token, as {{"TOKEN": {{"team": ["a"]}}}}'
         )
+    for where in found.values():
+        check_filter(where)
     if token is None:
         raise ValueError(f"--access wants --token-file or {TOKEN}, too: without one everybody may ask for everything")
     if token in found:
