@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = ("encode", "step", "search", "big_index", "lexical", "ingest", "tagging", "refresh", "shards", "growth")
-BENCHMARKS += ("serve", "gpu")
+BENCHMARKS += ("serve", "find", "gpu")
 PACKAGES = ("torch", "transformers", "tokenizers", "sentence-transformers", "faiss-cpu", "bm25s", "mlflow")
 REPEATS = 5
 OUT = Path("build/bench")
