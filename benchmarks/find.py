@@ -136,7 +136,7 @@ def turn(ask: Callable[[str], object], queries: Sequence[str]) -> dict[str, floa
 
 
 def recall(searching: Any, passages: Sequence[int], query: str, by: str) -> float:
-    """The share of the best ten of these passages, by scores of the whole corpus, that a filtered search finds."""
+    """The share of the best ten of these passages, by scores of the corpus, that a filtered search finds."""
     import torch
 
     vectors_PE, words_P = searching.passages.vectors(slice(None)), searching.words.scores(query)
