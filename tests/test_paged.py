@@ -95,6 +95,7 @@ def test_a_citation_names_the_page_of_its_quotation(tmp_path: Path, form: str) -
     assert pages == {"Anna Berg": 1, "1931": 1, "It rained": 2, "Bergen": 2}
     short = build_snapshot(tmp_path / "short", path, block_wordpieces=16)
     assert [short.page(p, 0) for p in range(len(short))] == [1, 1, 2]
+    assert snapshot.extra(0) == {}, "what we keep there is no field of the document"
     assert json.loads(snapshot.column("extra")[0]) == {"realmops_pages": [[1, 0], [2, snapshot.text(0).index("It r")]]}
 
 
@@ -105,7 +106,8 @@ def test_people_read_the_page(tmp_path: Path) -> None:
     passage = {**cited(snapshot, 0, (0, len(snapshot.text(0)))), "text": snapshot.text(0)}
     record = {"question": "", "answer": "Bergen", "probability": 0.5, "abstained": False, "threshold": None}
     lines = short({**record, "citations": [citation], "passages": [passage]})
-    assert lines[2] == f"    a.pdf, page 2, characters {start} to {start + 6}, p(z|x) 0.50"
+    name = snapshot.document_id(0)
+    assert lines[2] == f"    document {name}, a.pdf, page 2, characters {start} to {start + 6}, p(z|x) 0.50"
     [shown] = _passages({"question": "", "passages": [passage]}, {passage["passage_id"]: citation}, ())
     assert (passage["page"], shown.record["page"], shown.quoted) == (1, 2, "Bergen")
 

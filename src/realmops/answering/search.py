@@ -7,7 +7,6 @@ N places of a value, E embedding width.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from realmops.answering.record import Record, cited
 from realmops.artifacts import canonical_json
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot import Snapshot, fields_of
 from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import STOP_WORDS, WORD, Bm25, split_words, stem, stems
@@ -88,7 +87,7 @@ class Filters:
     def _extra(self) -> tuple[list[dict[str, Any]], NDArray[np.int32]]:
         """All different metadata [U], and which of them each passage has [P]."""
         text_U, code_P = self._coded("extra")
-        return [json.loads(text) if text else {} for text in text_U], code_P
+        return [fields_of(text) for text in text_U], code_P
 
     def _check_fields(self, where: Where, there_P: NDArray[np.bool_]) -> None:
         if not where:

@@ -53,6 +53,12 @@ def rejects(folder: Path, *, unread: bool = False) -> Iterator[dict[str, str]]:
         yield from (one for one in map(json.loads, file) if ("kind" in one) == unread)
 
 
+def fields_of(extra: str) -> dict[str, Any]:
+    """A document's own fields in the column ``extra``, without what we keep there."""
+    found: dict[str, Any] = json.loads(extra or "{}")
+    return {name: value for name, value in found.items() if name != PAGES}
+
+
 class Snapshot:
     """A snapshot folder, memory-mapped; passages go by their number 0 .. P-1.
 
@@ -117,8 +123,7 @@ class Snapshot:
 
     def extra(self, index: int) -> dict[str, Any]:
         """The document's fields beside title, text and id."""
-        found: dict[str, Any] = json.loads(self._value("extra", index) or "{}")
-        return found
+        return fields_of(self._value("extra", index))
 
     @property
     def has_places(self) -> bool:
