@@ -238,7 +238,7 @@ def test_it_becomes_assessments_of_traces_once(tmp_path: Path, monkeypatch: pyte
     from realmops.tracking.client import default_uri
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    uri, before = default_uri(tmp_path / ".realmops/mlflow"), mlflow.get_tracking_uri()
+    uri = default_uri(tmp_path / ".realmops/mlflow")
     for one in (RIGHT, WRONG, {**WRONG, "correct_answer": ""}):
         keep(tmp_path, Feedback(**one))
     with open(feedback_file(tmp_path), "ab") as file:
@@ -252,7 +252,7 @@ def test_it_becomes_assessments_of_traces_once(tmp_path: Path, monkeypatch: pyte
         [experiment] = mlflow.search_experiments(filter_string="name = 'realmops'")
         traces = mlflow.search_traces(locations=[experiment.experiment_id], return_type="list")
     finally:
-        mlflow.set_tracking_uri(before)
+        mlflow.set_tracking_uri(None)  # what was there by default would outlive the test in its variable
     found = [
         (
             json.loads(trace.data.request)["question"],

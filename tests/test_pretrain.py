@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +189,7 @@ def test_many_copies_are_searched_through_and_counted_once(tmp_path: Path) -> No
 class Asked(Exact):
     """Remembers how many passages were asked for."""
 
-    asked_for: list[int]
+    asked_for: list[int] = field(default_factory=list)
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         self.asked_for.append(k)
@@ -202,7 +202,7 @@ def test_a_deeper_search_is_made_where_candidates_are_missing_alone(tmp_path: Pa
     world = build_world(tmp_path, copies + tuple((f"Other {i}", f"Jon saw {i} ships.", ("Jon",)) for i in range(20)))
     retriever, _ = tiny_models(world)
     index, query_E = ranked_index(29, retriever)
-    index.passages = Asked(index.passages.vectors(slice(None)), [])
+    index.passages = Asked(index.passages.vectors(slice(None)))
     candidates = Candidates(world.snapshot, options(candidates=3))
     assert candidates.retrieve([example(world, 5, 0)], query_E[None], index) == [[9, 10]]
     assert index.passages.asked_for == [10, 160]

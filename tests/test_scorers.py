@@ -39,7 +39,6 @@ def test_evaluate_gives_what_the_records_deserve(tmp_path: Path, monkeypatch: py
     from realmops.tracking.scorers import SCORERS
 
     monkeypatch.setenv("MLFLOW_GENAI_EVAL_MAX_WORKERS", "1")
-    before = mlflow.get_tracking_uri()
     mlflow.set_tracking_uri(default_uri(tmp_path))
     try:
         mlflow.create_experiment("scorers", artifact_location=(tmp_path / "artifacts").as_uri())
@@ -51,7 +50,7 @@ def test_evaluate_gives_what_the_records_deserve(tmp_path: Path, monkeypatch: py
         result = mlflow.genai.evaluate(data=rows, scorers=list(SCORERS))
         traces = mlflow.search_traces(locations=[experiment.experiment_id], return_type="list")
     finally:
-        mlflow.set_tracking_uri(before)
+        mlflow.set_tracking_uri(None)
     names = ("exact_match", "citation_holds", "abstained_rightly")
     found = {
         str(trace.data.request): {one.name: one.value for one in trace.info.assessments if one.name in names}

@@ -127,7 +127,7 @@ def short(record: Record) -> list[str]:
         start, end = one["start"] - passage["start"], one["end"] - passage["start"]
         before, after = _around(passage["text"], start, end)
         shown = " ".join(f"{before}[{one['quote']}]{after}".split())
-        page = f", page {one['page']}" if one["page"] else ""
+        page = f", page {one['page']}" if one.get("page") else ""
         lines += [
             f"  {one['title'] or one['document_id']}: {shown}",
             f"    document {one['document_id']}, {one['uri']}{page}, characters {one['start']} to {one['end']}, "

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -275,8 +275,9 @@ def _ablation(variants: list[str], options: str, presets: str, settings: str, se
     values, chosen, given = _parsed(options), _names("presets", presets), _names("overrides", settings)
     artifacts.make_folder(Path(out))
     params = Path(out) / "params.yaml"
+    is_new = not params.exists()
     artifacts.write_json(params, values)  # JSON is YAML; all pods of an ablation write the same
-    return Ablation(
+    ablation = Ablation(
         params,
         presets=chosen,
         settings=given,
@@ -284,6 +285,15 @@ def _ablation(variants: list[str], options: str, presets: str, settings: str, se
         seeds=range(seeds),
         out=Path(out),
     )
+    try:
+        _ = ablation.tasks  # every variant with its presets is looked at
+    except ValueError:
+        if is_new:
+            params.unlink()
+            with suppress(OSError):  # others have written there
+                Path(out).rmdir()
+        raise
+    return ablation
 
 
 def _names(key: str, text: str) -> list[str]:

@@ -251,10 +251,11 @@ def _csv(path: Path) -> Iterator[_Record]:
     text = _text(path)
     first, _, _ = text.partition("\n")
     delimiter = _delimiter(first)
+    columns = (
+        f"{path}:1: the first line of a table names its columns, 'question' and 'answer' (or 'answers') among them"
+    )
     if delimiter is None:
-        raise ValueError(
-            f"{path}:1: the first line of a table names its columns, 'question' and 'answer' (or 'answers') among them"
-        )
+        raise ValueError(columns)
     rows = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
     while True:
@@ -267,6 +268,8 @@ def _csv(path: Path) -> Iterator[_Record]:
             raise ValueError(f"{place}: no line of a table ({error}); correct it") from None
         if not names:
             names = [name.strip().lower() for name in row]
+            if "question" not in names or not {"answer", "answers"} & {*names}:  # as csv reads them, quotes and all
+                raise ValueError(columns)
             continue
         if not any(cell.strip() for cell in row):
             continue
