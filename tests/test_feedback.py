@@ -259,14 +259,15 @@ def test_it_becomes_assessments_of_traces_once(tmp_path: Path, monkeypatch: pyte
             json.loads(trace.data.response)["answer"],
             {one.name: one.value for one in trace.info.assessments},
         )
-        for trace in sorted(traces, key=lambda trace: trace.info.request_time)
+        for trace in traces
     ]
-    assert found == [
+    wanted = [
         (RIGHT["question"], "Oslo", {"right": True, "expected_response": "Oslo"}),
         (WRONG["question"], "Karl Lund", {"right": False, "expected_response": "Jon Vik"}),
         (WRONG["question"], "Karl Lund", {"right": False}),
         ("Why?", "so", {"right": True, "expected_response": "so"}),
     ]
+    assert sorted(found, key=str) == sorted(wanted, key=str), "MLflow's times are too coarse for an order"
     assert {one.source.source_type for trace in traces for one in trace.info.assessments} == {"HUMAN"}
 
 
