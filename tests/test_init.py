@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -134,11 +135,28 @@ def test_what_a_user_has_stays(tmp_path: Path) -> None:
     lines = (tmp_path / ".gitignore").read_text().splitlines()
     assert lines[:2] == ["*.log", "/data/"]
     assert lines.count("/data/") == 1
-    assert "/models/" in lines
+    assert "/models/ict/" in lines
+    assert "/models/" not in lines, "an encoder of the user's may lie beside ours"
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     result = cli("init", tmp_path)
     assert (result.exit_code, "params.yaml exists, and would be overwritten" in result.stderr) == (2, True)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["1e5", "no", "2020-01-01", "a: b", "it's, [x]"])
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """Of texts that one YAML reader or the other takes for something else, too."""
+    folder = with_documents(tmp_path / name)
+    told = made(folder, "--documents", folder / "documents.jsonl")
+    assert config.load(folder / "params.yaml")["tracking"]["experiment"] == name
+    assert yaml.safe_load((folder / "params.yaml").read_text())["tracking"]["experiment"] == name
+    assert f"next: cd {shlex.quote(str(folder))} && realmops run all" in told
+
+
+def test_a_broken_record_is_told_of_at_once(tmp_path: Path) -> None:
+    (tmp_path / "documents.jsonl").write_text('{"title": "A", "text": "x"}\n{"title": "B", "te')
+    told = made(tmp_path / "mine", "--documents", tmp_path / "documents.jsonl")
+    assert f"documents: {tmp_path / 'documents.jsonl'}:2: not valid JSON" in told
 
 
 def test_other_languages_are_told_of(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +93,18 @@ def test_passages_are_found_as_soon_as_there_is_a_retriever(root: Path, searchin
     again = found(root, "Who built Item7?", "-k", "5")
     assert again == record
     assert [*(root / ".realmops" / "search").iterdir()] == kept, "passages are embedded once"
+
+
+def test_two_who_search_at_the_same_moment_take_nothing_from_each_other(root: Path, tmp_path: Path) -> None:
+    """Embeddings of another retriever go; what somebody else is just writing stays."""
+    copy = Path(shutil.copytree(root, tmp_path / "copy"))
+    kept = copy / ".realmops" / "search"
+    shutil.rmtree(kept)
+    for name in ("of-another", ".at-work"):
+        (kept / name).mkdir(parents=True)
+    assert found(copy, "Item7", "-k", "1") == found(root, "Item7", "-k", "1")
+    assert (kept / ".at-work").is_dir()
+    assert not (kept / "of-another").exists()
 
 
 def test_people_see_the_words_in_brackets(root: Path) -> None:

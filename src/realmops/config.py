@@ -439,6 +439,27 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
     return text.getvalue(), changes
 
 
+class _Dumper(yaml.SafeDumper):
+    """Puts a text in quotes where a reader of YAML 1.2 would take it for something else, as 1e5."""
+
+
+def _written_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        is_plain = yaml.load(text, _Loader) == text
+    except (ValueError, yaml.YAMLError):
+        is_plain = False
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, None if is_plain else '"')
+
+
+_Dumper.add_representer(str, _written_text)
+
+
+def as_yaml(values: Values) -> str:
+    """Sections as a params file has them; every YAML reader takes them for the same values."""
+    text: str = yaml.dump(values, Dumper=_Dumper, allow_unicode=True, sort_keys=False, default_flow_style=False)
+    return text
+
+
 def _written_float(representer: Any, value: float) -> Any:
     """With a point: without one YAML 1.1, which other readers know alone, takes 1e-05 for a text."""
     text = repr(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-import yaml
-
 from realmops import __version__, artifacts, config
 from realmops.commands.public_data import bring
 from realmops.config import PACKAGE
-from realmops.corpus.documents import Document, Raw
+from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.questions import json_line, parts_of, read_questions
 from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
@@ -112,7 +111,8 @@ def init(
     shutil.copytree(PACKAGE / "k8s", folder / "k8s" / BASES, ignore=kept)
     yield from project.lines
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
-    yield "next: " + (f"cd {folder} && " if folder.resolve() != Path.cwd() else "") + "realmops run all"
+    place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    yield f"next: {place}realmops run all"
 
 
 ALWAYS = "params.yaml", "dvc.yaml", "kustomization.yaml", f"k8s/{BASES}"
@@ -151,7 +151,7 @@ def _look_at_documents(project: Project, documents: Path) -> None:
     size = sum(one.size for one in found)
     files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
     project.lines.append(f"documents: {files}, {size / 1e6:,.1f} MB")
-    project.lines += _language(found)
+    project.lines += _looked_into(found)
     project.put("snapshot.documents", _named(project, documents))
 
 
@@ -167,20 +167,25 @@ COMMON = frozenset(["the", "of", "and", "to", "in", "a", "is", "that", "for", "i
 ENGLISH = 0.12  # share of these words, below which a text is hardly English
 
 
-def _language(found: Sequence[Source]) -> list[str]:
-    """A line where the first documents do not look English; one that cannot be read is the stage snapshot's to name."""
+def _looked_into(found: Sequence[Source]) -> list[str]:
+    """A line where one of the first records is broken, and one where the first documents do not look English."""
     words: list[str] = []
+    broken: list[Rejected] = []
     for one in found[:20]:
         for raw in islice(one.format.records(one.path), 50):
             document = one.format.convert(raw) if isinstance(raw, Raw) else raw
-            words += document.text.lower().split()[:400] if isinstance(document, Document) else []
+            if isinstance(document, Document):
+                words += document.text.lower().split()[:400]
+            elif isinstance(document, Rejected):
+                broken.append(document)
+    lines = [f"documents: {broken[0].place}: {broken[0].problem}"] if broken else []
     share = sum(word in COMMON for word in words) / max(len(words), 1)
-    if len(words) < 200 or share > ENGLISH:
-        return []
-    return [
-        f"language: {share:.0%} of the words are common English ones; encoder, tagger and stemming are made for "
-        "English, other languages were not tried"
-    ]
+    if len(words) >= 200 and share <= ENGLISH:
+        lines.append(
+            f"language: {share:.0%} of the words are common English ones; encoder, tagger and stemming are made for "
+            "English, other languages were not tried"
+        )
+    return lines
 
 
 def _model(project: Project, encoder: str | None) -> list[str]:
@@ -258,8 +263,7 @@ def params_text(presets: Sequence[str], own: Mapping[str, Mapping[str, Any]]) ->
     lines = [PARAMS_HEAD, f"presets: [{', '.join(presets)}]", ""]
     whole = {name: own.get(name, {}) for name in config.SECTIONS}
     for name, keys in sorted(whole.items(), key=lambda one: not one[1]):
-        text = yaml.safe_dump({name: dict(keys)}, allow_unicode=True, sort_keys=False, default_flow_style=False)
-        lines.append(text.rstrip("\n"))
+        lines.append(config.as_yaml({name: dict(keys)}).rstrip("\n"))
     return "\n".join(lines) + "\n"
 
 

@@ -69,7 +69,7 @@ def questions_from_feedback(root: Path, out: Path) -> list[str]:
     return [line, *_write(out, {"questions.dev.jsonl": kept}, read=len(found))]
 
 
-def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[str]:
+def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = None) -> list[str]:
     """Write questions made from the corpus and its salient spans into a folder: train, dev and test; in words.
 
     What was made from the same corpus, spans and seed is left as it is.
@@ -79,6 +79,7 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[s
     Args:
         root: of the stages ``snapshot`` and ``tag``.
         out: ``CLOZE`` under the root if None.
+        limit: of questions; None for that of the questions that are there, else ``CLOZE_LIMIT``.
     """
     out = root / CLOZE if out is None else out
     _check_replaceable(out)
@@ -87,8 +88,10 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int) -> list[s
     spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
     files = artifacts.read_manifest(folders["tag"], "spans")["files"]
     labels = [spans.labels[label] for label in spans.label_ids.tolist()]
+    there = artifacts.read_manifest(out, KIND) if out.is_dir() else {}
+    limit = limit or there.get("limit", CLOZE_LIMIT)
     made_of = {"corpus_hash": snapshot.corpus_hash, "spans": files["spans.npy"], "seed": seed, "limit": limit}
-    if out.is_dir() and made_of.items() <= artifacts.read_manifest(out, KIND).items():
+    if made_of.items() <= there.items():
         return [f"nothing to do, {out} was made from the same corpus"]
     questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
     parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.commands.duration import begins
-from realmops.commands.questions import CLOZE_LIMIT, make_cloze
+from realmops.commands.questions import make_cloze
 from realmops.config import notes
 from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
@@ -51,7 +51,7 @@ def run_stages(
         if metrics:
             yield name, metrics
         if name == "tag" and named_below(CLOZE, names, values):
-            for line in make_cloze(root, None, seed=values["run"]["seed"], limit=CLOZE_LIMIT):
+            for line in make_cloze(root, None, seed=values["run"]["seed"]):
                 report.say(f"cloze: {line}")
 
 

@@ -90,10 +90,12 @@ def _embedded(
     if not kept.is_dir():
         bar = report.progress("passages embedded", len(snapshot))
         embedding = embed_corpus(retriever, snapshot, dtype, bar)
-        shutil.rmtree(kept.parent, ignore_errors=True)  # of another retriever, or another corpus
         artifacts.make_folder(kept.parent)
         with artifacts.atomic_folder(kept) as made:
             save_passages(made, exact(embedding, retriever.vectors))
+        for other in kept.parent.glob("[!.]*"):  # of another retriever or corpus; with a dot others are at work
+            if other != kept:
+                shutil.rmtree(other, ignore_errors=True)
     return retriever, load_passages(kept, snapshot, device, retriever.vectors), dtype
 
 
