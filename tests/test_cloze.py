@@ -12,6 +12,7 @@ from small_world import World, build_world
 from test_finetune import open_qa
 
 from realmops.artifacts import read_manifest
+from realmops.commands.questions import make_cloze
 from realmops.commands.report import how_to_ask
 from realmops.corpus.cloze import Sources, clause, cloze_questions, noisy, numbers, question_word, split
 from realmops.corpus.masking import passages_with
@@ -277,6 +278,17 @@ def test_documents_alone_end_in_answers(project: Path) -> None:
     path.write_text(path.read_text().replace('"not_in": ["', '"not_in": ["of-another-snapshot-'))
     stage("evaluate", values, project, root, report)
     assert [line for line in report.warned if "passages that questions were made from are not in the corpus" in line]
+
+
+def test_a_limit_that_somebody_chose_holds_in_later_runs(project: Path) -> None:
+    params, root = project / "params.yaml", project / "root"
+    assert cli("cloze", "--params", params, "--root", root, "--limit", "9").exit_code == 0
+    before = {path: path.read_bytes() for path in (root / "data/cloze").iterdir()}
+    seed = toy_values()["run"]["seed"]
+    assert make_cloze(root, None, seed=seed) == [f"nothing to do, {root / 'data/cloze'} was made from the same corpus"]
+    assert make_cloze(root, None, seed=seed + 1)[0].startswith("9 questions made of "), "anew, and as many"
+    assert make_cloze(root, None, seed=seed)[0].startswith("9 questions made of ")
+    assert {path: path.read_bytes() for path in (root / "data/cloze").iterdir()} == before
 
 
 def test_what_is_missing_is_said(project: Path) -> None:
