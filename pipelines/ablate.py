@@ -29,7 +29,9 @@ def ablations(
     image: str = IMAGE,
     volume: str = "realmops-data",
     cpu: str = "2",
+    cpu_request: str = "1",
     memory: str = "8Gi",
+    memory_request: str = "2Gi",
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
@@ -51,7 +53,9 @@ def ablations(
         image: of every pod.
         volume: the claim that all pods share.
         cpu: limit of the pods that train.
+        cpu_request: what a node must have left for one; at most cpu.
         memory: their limit.
+        memory_request: what a node must have left for one; at most memory.
         accelerator: the kind of accelerator of those pods.
         accelerators: how many.
         node_selector: labels of the nodes for them.
@@ -60,9 +64,8 @@ def ablations(
         settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
         secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
-    pods = Pods(
-        image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations, affinity
-    )
+    limits = cpu, cpu_request, memory, memory_request, accelerator, accelerators
+    pods = Pods(image, volume, settings, secret, *limits, node_selector, tolerations, affinity)
     what = {"options": options, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
     # Collected outputs would keep the table from being written where a variant fails; an exit task takes none.
     last = pods.placed(table(variants=variants, **what))

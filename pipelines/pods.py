@@ -43,7 +43,9 @@ class Pods:
     settings: str
     secret: str
     cpu: str
+    cpu_request: str
     memory: str
+    memory_request: str
     accelerator: str
     accelerators: str
     node_selector: dict
@@ -53,7 +55,8 @@ class Pods:
     @property
     def limits(self) -> str:
         """An input for a task: KFP hands a group of tasks only what one of them takes as an input, limits are none."""
-        return f"cpu {self.cpu}, memory {self.memory}, {self.accelerators} {self.accelerator}"
+        cpu, memory = f"cpu {self.cpu_request} to {self.cpu}", f"memory {self.memory_request} to {self.memory}"
+        return f"{cpu}, {memory}, {self.accelerators} {self.accelerator}"
 
     def placed(self, task: dsl.PipelineTask, *, trains: bool = False, asks: bool = False) -> dsl.PipelineTask:
         """Give a task image, volume, settings, nodes, its time and other tries.
@@ -79,6 +82,8 @@ class Pods:
             task.set_retry(TRIES_AGAIN, backoff_duration=PAUSE, backoff_factor=2.0, backoff_max_duration=LONGEST)
         if trains:
             task.set_cpu_limit(self.cpu).set_memory_limit(self.memory)
+            # without these a pod asks for its limits, and no node of two cores has two to give
+            task.set_cpu_request(self.cpu_request).set_memory_request(self.memory_request)
             task.set_accelerator_type(self.accelerator).set_accelerator_limit(self.accelerators)
             kubernetes.add_node_selector_json(task, node_selector_json=self.node_selector)
             kubernetes.add_toleration_json(task, toleration_json=self.tolerations)

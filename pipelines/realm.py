@@ -35,7 +35,9 @@ def train(
     model: str = "",
     margin: float = 0.0,
     cpu: str = "2",
+    cpu_request: str = "1",
     memory: str = "8Gi",
+    memory_request: str = "2Gi",
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
     nproc_per_node: int = 1,
@@ -63,7 +65,9 @@ def train(
         model: the registered model in MLflow whose champion the run becomes if it is better; empty for none.
         margin: by how much exact match must be higher than the champion's, 0 to 1.
         cpu: limit of the pods that train.
+        cpu_request: what a node must have left for one; at most cpu.
         memory: their limit.
+        memory_request: what a node must have left for one; at most memory.
         accelerator: the kind of accelerator of those pods.
         accelerators: how many.
         nproc_per_node: processes that train together in a pod, one for each of its accelerators.
@@ -76,9 +80,8 @@ def train(
         endpoint: where the pods ask for those; empty to ask nowhere.
     """
     root = f"{runs}/{run}"
-    pods = Pods(
-        image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations, affinity
-    )
+    limits = cpu, cpu_request, memory, memory_request, accelerator, accelerators
+    pods = Pods(image, volume, settings, secret, *limits, node_selector, tolerations, affinity)
     placed, given = pods.placed, {"options": options, "root": root}
     this = dsl.PIPELINE_JOB_ID_PLACEHOLDER
     alone = placed(guard(key=key, run=this, endpoint=endpoint), asks=True)

@@ -19,7 +19,9 @@ def refresh(
     image: str = IMAGE,
     volume: str = "realmops-data",
     cpu: str = "2",
+    cpu_request: str = "1",
     memory: str = "8Gi",
+    memory_request: str = "2Gi",
     accelerator: str = "nvidia.com/gpu",
     accelerators: str = "0",
     node_selector: dict = {},  # noqa: B006  # a pipeline's default
@@ -38,7 +40,9 @@ def refresh(
         image: of the pod.
         volume: the claim that holds the run.
         cpu: limit of the pod.
+        cpu_request: what a node must have left for one; at most cpu.
         memory: its limit.
+        memory_request: what a node must have left for one; at most memory.
         accelerator: the kind of accelerator of the pod.
         accelerators: how many.
         node_selector: labels of the nodes for it.
@@ -47,7 +51,6 @@ def refresh(
         settings: a ConfigMap with keys as MLFLOW_TRACKING_URI; it may be missing.
         secret: a Secret with keys as MLFLOW_TRACKING_TOKEN; it may be missing.
     """
-    pods = Pods(
-        image, volume, settings, secret, cpu, memory, accelerator, accelerators, node_selector, tolerations, affinity
-    )
+    limits = cpu, cpu_request, memory, memory_request, accelerator, accelerators
+    pods = Pods(image, volume, settings, secret, *limits, node_selector, tolerations, affinity)
     pods.placed(component.refresh(options=options, root=f"{runs}/{run}"), trains=True)

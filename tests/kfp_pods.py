@@ -132,7 +132,7 @@ class PodRunner:
             "args": ["--", *(word.replace(str(self.folder), ROOT) for word in command)],
             "env": environment,
             "volumeMounts": mounts,
-            "resources": {"limits": self._limits(container.get("resources", {}))},
+            "resources": self._resources(container.get("resources", {})),
             "securityContext": {name: value for name, value in NON_ROOT.items() if name != "runAsNonRoot"} | user,
         }
         places = [self.resolved(one["nodeAffinityJson"]) for one in extra.get("nodeAffinity", [])]
@@ -162,13 +162,19 @@ class PodRunner:
         about = {"generateName": f"train-{component.replace('_', '-')}-", **extra.get("podMetadata", {})}
         return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec}
 
-    def _limits(self, wanted: Mapping[str, Any]) -> dict[str, str]:
+    def _resources(self, wanted: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         """initPodSpecPatch: an accelerator is a limit too, also a number of 0."""
-        found = {"cpu": wanted.get("resourceCpuLimit"), "memory": wanted.get("resourceMemoryLimit")}
-        limits = {name: self.filled(value) for name, value in found.items() if value}
+        found = {
+            kind: {
+                name: self.filled(value)
+                for name in ("cpu", "memory")
+                if (value := wanted.get(f"resource{name.title()}{kind[:-1].title()}"))
+            }
+            for kind in ("limits", "requests")
+        }
         if accelerator := wanted.get("accelerator"):
-            limits[self.filled(accelerator["resourceType"])] = self.filled(accelerator["resourceCount"])
-        return limits
+            found["limits"][self.filled(accelerator["resourceType"])] = self.filled(accelerator["resourceCount"])
+        return found
 
     def ends_well(self, command: list[str]) -> bool:
         """Make the pod of a task, wait for it, and bring its outputs here."""

@@ -18,8 +18,8 @@ from realmops.stages import HUB, option_of, outside_files
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
 GIVEN = {"options", "run", "key"}  # parameters of a pipeline whose defaults a submission replaces
 PLACEMENT = {  # parameters that say where a training runs; how many processes and accelerators it has is none of them
-    "accelerator", "affinity", "builders", "cpu", "deployment", "endpoint", "memory", "node_selector", "runs", "secret",
-    "settings", "shard_pods", "tolerations", "volume", "wait_seconds",
+    "accelerator", "affinity", "builders", "cpu", "cpu_request", "deployment", "endpoint", "memory", "memory_request",
+    "node_selector", "runs", "secret", "settings", "shard_pods", "tolerations", "volume", "wait_seconds",
 }  # fmt: skip
 DIGEST = "@sha256:"  # in the name of an image; what stands before it is where the image is pulled from
 
