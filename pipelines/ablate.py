@@ -69,7 +69,7 @@ def ablations(
     what = {"options": options, "presets": presets, "settings": overrides, "seeds": seeds, "out": f"{runs}/{run}"}
     # Collected outputs would keep the table from being written where a variant fails; an exit task takes none.
     last = pods.placed(table(variants=variants, **what))
-    with dsl.ExitHandler(last, name="what-ended-well-is-compared"):
+    with dsl.ExitHandler(last, name="variants-compared"):
         first = pods.placed(variant(name=REFERENCE, limits=pods.limits, **what), trains=True)
         with dsl.ParallelFor(variants, name="variants", parallelism=PODS) as name:
             pods.placed(variant(name=name, limits=pods.limits, **what).after(first), trains=True)

@@ -87,7 +87,7 @@ def train(
     alone = placed(guard(key=key, run=this, endpoint=endpoint), asks=True)
     last = placed(scale_builder(deployment=deployment, root=root, owner=this))
     shared = {"owner": this, "deployment": deployment, "shard_pods": shard_pods}
-    with dsl.ExitHandler(last, name="builders-are-given-back"):
+    with dsl.ExitHandler(last, name="stages"):
         made = placed(sample(**given)).after(alone)
         made = placed(snapshot(**given, after=made.outputs["manifest"]))
         made = placed(tag(**given, **shared, after=made.outputs["corpus"]), trains=True)
