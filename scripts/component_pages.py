@@ -40,13 +40,14 @@ RIGHTS = {
 PLACE = ("folder", "digest", "fingerprint")  # where it lies on the volume, of its manifest, of what made it
 HEADLINE = ("em", "f1", "recall_at_5")
 OF_THE_STAGE = "every number in the stage's `metrics.json`"
+CHIEF_ONES = "the numbers that `realmops run` prints"
 # What Kubeflow shows of an output beside its type: keys, and what else. tests/test_pipelines_run.py holds it against
 # runs.
 METADATA: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     **{(name, what): (PLACE, OF_THE_STAGE) for name in STAGES for what in ("manifest", "corpus", "model")},
-    **{(name, "metrics"): ((), OF_THE_STAGE) for name in STAGES},
+    **{(name, "metrics"): ((), CHIEF_ONES) for name in STAGES},
     ("evaluate", "manifest"): ((*PLACE, *HEADLINE), OF_THE_STAGE),
-    ("evaluate", "metrics"): (HEADLINE, OF_THE_STAGE),
+    ("evaluate", "metrics"): (HEADLINE, CHIEF_ONES),
     ("promote", "champion"): (("name", "message", *HEADLINE, "promoted"), "`em_difference` to the champion of before"),
     ("promote", "metrics"): (("promoted",), "`em_difference` to the champion of before"),
     ("refresh", "metrics"): ((), "every number in the update's `metrics.json`"),
