@@ -39,6 +39,12 @@ def multiplies_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
+def multiplies_int8() -> bool:
+    """Whether this processor multiplies int8 in hardware, and oneDNN uses that: without it sums are cut off."""
+    most = torch.full((16, 64), 127, dtype=torch.int8)
+    return torch.cpu._is_vnni_supported() and bool((torch._int_mm(most, most.T) == 64 * 127**2).all())
+
+
 def device_and_dtype(run: RunOptions) -> tuple[torch.device, torch.dtype]:
     """Where ``run.device`` and ``run.precision`` let models work, and in which numbers."""
     device = resolve_device(run.device)
