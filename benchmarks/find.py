@@ -165,7 +165,7 @@ def rows_of(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """Each way of searching beside the goal, its filter beside it, and HTTP beside this process."""
     from serve import free_port, running
 
-    from realmops.commands.search import search_of
+    from realmops.commands.answers import search_of
 
     searching = search_of(Untrained(root).open(), often=True)
     queries = eight_words(searching.snapshot, arguments.queries)
