@@ -577,6 +577,7 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
 @click.option(
     "--format", default="auto", metavar="NAME", help="The format of the documents, as snapshot.format names it."
 )
+@_file("--boxes", metavar="FILE", help="Write where on its page each quotation from a PDF stands, as JSON lines.")
 def verify(**given: Any) -> Iterator[str]:
     """Check that every quotation stands in its source.
 
