@@ -23,7 +23,7 @@ from realmops.config import Finetune, RunOptions
 from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, tune_process
+from realmops.encoders.devices import device_and_dtype, pack_products, tune_process
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.tuned import open_tuned
 from realmops.index.embeddings import INDEX
@@ -159,6 +159,8 @@ def search_of(generation: Generation, *, often: bool = False) -> Search:
     retriever = model.retriever if model.passages is not None else None
     limit = model.options.query_wordpieces
     passages = searched_often(model.passages) if often and model.passages is not None else model.passages
+    if often and retriever is not None:
+        pack_products(retriever.query)
     return Search(model.snapshot, words, retriever, passages, limit, model.dtype, generation.about)
 
 
