@@ -110,10 +110,10 @@ lint: setup  ## ruff (rules and format) and mypy only
 	ruff format --check .
 	mypy
 
-wheel: setup  ## build the wheel, install it into an environment of its own, and run a small sample chain in an empty folder
+wheel: setup  ## build the sdist and the wheel of it, install that into an environment of its own, and run a small sample chain in an empty folder
 	@$(ACTIVATE)
 	rm -rf build/wheel
-	uv build --quiet --wheel --out-dir build/wheel
+	uv build --quiet --out-dir build/wheel
 	uv venv --quiet --python "$(PYTHON)" build/wheel/venv
 	uv pip install --quiet --python build/wheel/venv/bin/python build/wheel/*.whl
 	export PATH="$$PWD/build/wheel/venv/bin:$$PATH"

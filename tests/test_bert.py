@@ -21,7 +21,14 @@ from realmops.encoders.bert import (
     import_state,
     initialise_small,
 )
-from realmops.encoders.devices import autocast, freeze_products, resolve_device, resolve_precision
+from realmops.encoders.devices import (
+    autocast,
+    freeze_products,
+    multiplies_bf16,
+    pack_products,
+    resolve_device,
+    resolve_precision,
+)
 from realmops.encoders.folders import read_weights
 from realmops.encoders.packed import Packed, even_rows
 from realmops.model.reader import SpanHead
@@ -198,6 +205,39 @@ def test_frozen_products_give_the_same_bits(dtype: torch.dtype) -> None:
     assert torch.equal(scores(), before)
     assert bert.layers[0].output.weight.dtype == dtype
     assert bert.word.weight.dtype == bert.layers[0].output_norm.weight.dtype == torch.float32  # no products of theirs
+
+
+def test_packed_products_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor multiplies bf16; and none is packed whose trial fails, or ends otherwise."""
+    torch.manual_seed(0)
+    bert = Bert(BertConfig(60, 64, 2, 4, 40, 128, 0.0)).eval()
+    freeze_products(bert, torch.bfloat16)
+
+    def hidden() -> Tensor:
+        with torch.no_grad(), autocast(torch.device("cpu"), torch.bfloat16):
+            return bert(Packed([np.arange(1, 12)]))
+
+    def packed() -> int:
+        return sum("packed" in part.__dict__ for part in bert.modules())
+
+    before = hidden()
+    product = torch.ops.mkldnn._linear_pointwise
+
+    def failing(*_: Any) -> Tensor:
+        raise RuntimeError("not on this processor")
+
+    for other in (failing, lambda *given: product(*given) + 1):
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", other)
+        pack_products(bert)
+        assert packed() == 0
+        assert torch.equal(hidden(), before)
+    monkeypatch.undo()
+    pack_products(bert)
+    if multiplies_bf16():
+        assert packed() == 8
+    assert torch.equal(hidden(), before)
+    assert not [name for name in bert.state_dict() if "packed" in name]
+    pack_products(Bert(BertConfig(60, 64, 1, 4, 40, 128, 0.0)))  # not frozen: nothing is packed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -223,17 +224,25 @@ def test_the_workflow_is_ours_but_for_what_it_installs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, unpacked as an installer does it."""
+    """The wheel that is made of the sdist, unpacked as an installer does it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    code = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", code, folder], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def build(kind: str, place: Path) -> None:
+        code = f"from setuptools import build_meta; import sys; print(build_meta.build_{kind}(sys.argv[1]))"
+        done = subprocess.run([sys.executable, "-c", code, folder], cwd=place, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    build("sdist", source)
+    name = f"realmops-{__version__}"
+    with tarfile.open(folder / f"{name}.tar.gz") as file:
+        file.extractall(folder, filter="data")
+    build("wheel", folder / name)
     [wheel] = folder.glob("*.whl")
-    assert wheel.name == f"realmops-{__version__}-py3-none-any.whl"
+    assert wheel.name == f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as file:
         file.extractall(folder / "site")
     return folder / "site"

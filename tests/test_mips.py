@@ -243,24 +243,120 @@ def test_without_bf16_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.usefixtures("in_halves")
 def test_a_few_queries_need_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mips.Halves, "of", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
+    for copied in (mips.Halves, mips.Bytes):
+        monkeypatch.setattr(copied, "of", staticmethod(lambda embedding_PE: pytest.fail("a copy")))
     index = Exact(whole(9000, 19))
     assert index.search(whole(15, 20), 3)[1].shape == (15, 3)
 
 
-@pytest.mark.usefixtures("only_halves")
-@pytest.mark.parametrize("queries", [1, 2, 15])
-def test_what_is_searched_often_has_a_copy_for_a_few_queries(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mips, "_FEW", 16)
-    query_QE, embedding_PE = whole(queries, 21), whole(20_000, 22)
-    score_QK, id_QK = searched_often(Exact(embedding_PE)).search(query_QE, 10)
-    best = (query_QE @ embedding_PE.T).topk(10, dim=1)
-    assert torch.equal(score_QK, best.values)
-    assert torch.equal((query_QE @ embedding_PE.T).gather(1, id_QK), best.values)
-    two = searched_often(BestVector(Exact(embedding_PE), 2))
-    assert two.search(query_QE, 10)[1][:, 0].tolist() == (id_QK[:, 0] // 2).tolist()
+# ---- candidates of a few queries by a product in int8
+
+
+FEW = 15  # queries
+
+
+@pytest.fixture
+def in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For small corpora, and wherever sums are exact, whatever multiplies."""
+    exact_mm = torch._int_mm
+    monkeypatch.setattr(mips, "_LARGE", 1000)
+    if not mips.multiplies_int8():
+        exact_mm = lambda one, other: one.int() @ other.int()  # noqa: E731
+    monkeypatch.setattr(mips, "multiplies_int8", lambda: True)
+    monkeypatch.setattr(torch, "_int_mm", exact_mm)
+
+
+@pytest.fixture
+def only_bytes(in_bytes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the whole product in fp32 must not be needed."""
+
+    def refused(*_: object) -> None:
+        raise AssertionError("the whole product in fp32")
+
+    monkeypatch.setattr(mips, "search", refused)
+
+
+def check_often(query_QE: Tensor, embedding_PE: Tensor, k: int) -> None:
+    """All scores are those of the best, to the last bit, each that of its passage, and no passage comes twice."""
+    score_QK, id_QK = searched_often(Exact(embedding_PE)).search(query_QE, k)
+    true_QP = query_QE.double() @ embedding_PE.double().T
+    assert torch.equal(score_QK.double(), true_QP.topk(k, dim=1).values)
+    assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
+    assert all(len(set(row)) == len(row) for row in id_QK.tolist())
+
+
+@pytest.mark.usefixtures("only_bytes")
+@pytest.mark.parametrize("queries", [1, 2, FEW])
+@pytest.mark.parametrize("rows", [8192, 8191 + 16, 20_000])
+def test_what_is_searched_often_has_a_copy_for_a_few_queries(queries: int, rows: int) -> None:
+    query_QE, embedding_PE = whole(queries, 21), whole(rows, 22)
+    check_often(query_QE, embedding_PE, 10)
+    check_often(query_QE * 2.0**-30, embedding_PE * 2.0**30, 3)
+    best = (query_QE @ embedding_PE.T).argmax(1)
+    two = searched_often(BestVector(Exact(embedding_PE), 2)) if rows % 2 == 0 else None
+    assert two is None or two.search(query_QE, 10)[1][:, 0].tolist() == (best // 2).tolist()
     other = object()
     assert searched_often(other) is other  # type: ignore[arg-type,comparison-overlap]
+
+
+@pytest.mark.usefixtures("only_bytes")
+def test_bytes_find_what_lies_behind_the_last_group_and_has_much_in_common() -> None:
+    query_QE = torch.full((FEW, WIDTH), 900.0) + whole(FEW, 23, most=50)
+    for sign in (-1, 1):
+        embedding_PE = torch.full((9003, WIDTH), sign * 900.0) + whole(9003, 24, most=50)
+        embedding_PE[-2:] += 50
+        check_often(query_QE, embedding_PE, 3)
+
+
+@pytest.mark.usefixtures("in_bytes")
+def test_bytes_where_many_passages_are_as_good() -> None:
+    """Copies of a few passages, one alone, no direction, and products too small for a float."""
+    query_QE, few = whole(FEW, 25), whole(9, 26)
+    check_often(query_QE, few[torch.arange(9000) % 9].contiguous(), 12)
+    check_often(query_QE, few[:1].expand(9000, -1).contiguous(), 12)
+    check_often(0 * query_QE, whole(9000, 27), 12)
+    check_often(query_QE, 0 * whole(9000, 27), 12)
+    check_often(query_QE[:1], whole(1600, 27), 101)
+    tiny_PE, tiny_QE = normal(9000, 28, WIDTH).float() * 1e-22, query_QE * 1e-22
+    assert torch.equal(searched_often(Exact(tiny_PE)).search(tiny_QE, 12)[0], search(tiny_QE, tiny_PE, 12)[0])
+
+
+@pytest.mark.usefixtures("in_bytes")
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf, 3.4e38])
+def test_a_few_queries_find_strange_numbers_as_in_fp32(strange: float) -> None:
+    query_QE, embedding_PE = whole(FEW, 29), whole(9000, 30)
+    for numbers in (embedding_PE, query_QE):
+        kept = numbers[7].clone()
+        numbers[7, 3] = strange
+        often = searched_often(Exact(embedding_PE))
+        found, plain = often.search(query_QE, 3), search(query_QE, embedding_PE, 3)
+        assert torch.equal(found[0].nan_to_num(1.5), plain[0].nan_to_num(1.5))
+        assert torch.equal(found[0].isnan(), plain[0].isnan())
+        numbers[7] = kept
+
+
+@pytest.mark.usefixtures("in_bytes")
+@pytest.mark.parametrize("missing", [None, "lost", "length"])
+def test_no_product_in_bytes_is_farther_off_than_the_bound(missing: str | None) -> None:
+    """In fp64; and without one of its parts one is, so these numbers are hard enough."""
+    broken = 0
+    for seed, scale in enumerate((1.0, 2.0**-40, 2.0**40)):
+        wide = (normal(9008, seed, WIDTH) * 10.0 ** normal(9008, seed + 10, 1)).float() * scale
+        copied, query_QE = mips.Bytes.of(wide), wide[:64]
+        assert copied is not None
+        byte_QE, factor_Q = mips._byte(query_QE)
+        product_QP = (byte_QE.int() @ copied.byte_PE.int().T).double() * copied.factor_P * factor_Q[:, None].double()
+        true_QP = query_QE.double() @ (wide.double() - wide.mean(0)).T
+        bound_Q = (replace(copied, **{missing: 0.0}) if missing else copied).bound(query_QE)
+        broken += int(((product_QP - true_QP).abs() > bound_Q[:, None]).sum())
+    assert (broken > 0) == (missing is not None)
+
+
+def test_without_int8_in_hardware_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mips, "multiplies_int8", lambda: False)
+    query_QE, index = whole(FEW, 31), searched_often(Exact(whole(50_001, 32)))
+    assert index.in_bytes is None  # type: ignore[attr-defined]
+    assert torch.equal(index.search(query_QE, 5)[0], search(query_QE, index.embedding_PE, 5)[0])  # type: ignore[attr-defined]
 
 
 # ---- several vectors of a passage

@@ -99,7 +99,8 @@ class Searcher:
 
         Raises ValueError where there is no snapshot, and for files that were changed.
         """
-        from realmops.commands.search import search_of, search_of_run
+        from realmops.commands.answers import search_of
+        from realmops.commands.search import search_of_run
 
         if model is None:
             return cls(search_of_run(Path(root), _Silent()))
@@ -161,7 +162,7 @@ class Answerer:
 
     def searcher(self) -> Searcher:
         """What finds passages for the same model."""
-        from realmops.commands.search import search_of
+        from realmops.commands.answers import search_of
 
         return Searcher(search_of(self._generation))
 

@@ -468,7 +468,8 @@ def search(
     This works as soon as there is a snapshot: by words at first, and by the newest retriever once one is trained. Each
     passage is shown with its place in the document, the words of QUERY in brackets.
     """
-    from realmops.commands.search import filter_of, search_of, search_of_run, shown
+    from realmops.commands.answers import search_of
+    from realmops.commands.search import filter_of, search_of_run, shown
 
     if model:
         from realmops.serve.server import origin_of
@@ -496,12 +497,19 @@ def search(
 @_file(
     "--access",
     metavar="FILE",
-    help="Tokens that may only search, each with a filter: a JSON object of filters by token.",
+    help="Tokens that may search and ask behind a filter: a JSON object of filters by token.",
+)
+@_file(
+    "--jwt",
+    metavar="FILE",
+    help="The same for JSON Web Tokens: FILE names keys, audience, and the claims that are filters.",
 )
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks for a newer generation."
 )
-def serve(root: Path, model: str | None, token_file: Path | None, access: Path | None, **given: Any) -> None:
+def serve(
+    root: Path, model: str | None, token_file: Path | None, access: Path | None, jwt: Path | None, **given: Any
+) -> None:
     """Answer questions over HTTP, every word with its source.
 
     Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
@@ -512,10 +520,11 @@ def serve(root: Path, model: str | None, token_file: Path | None, access: Path |
     After "realmops update" or "realmops promote" the server loads the newest generation beside the old one and changes
     over; it refuses one that is damaged. SIGTERM ends the server when all accepted requests are answered.
     """
-    from realmops.serve.server import access_of, origin_of, serve, token_of
+    from realmops.serve.server import access_of, claims_of, origin_of, serve, token_of
 
     token = token_of(token_file)
-    serve(origin_of(root, model), token=token, access=access_of(access, token), say=Console().say, **given)
+    given |= {"access": access_of(access, token), "claims": claims_of(jwt, token)}
+    serve(origin_of(root, model), token=token, say=Console().say, **given)
 
 
 @main.command()
@@ -568,6 +577,7 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
 @click.option(
     "--format", default="auto", metavar="NAME", help="The format of the documents, as snapshot.format names it."
 )
+@_file("--boxes", metavar="FILE", help="Write where on its page each quotation from a PDF stands, as JSON lines.")
 def verify(**given: Any) -> Iterator[str]:
     """Check that every quotation stands in its source.
 

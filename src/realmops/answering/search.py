@@ -210,11 +210,19 @@ class Search:
         if by == "embeddings" and self.retriever is None:
             raise ValueError("there are no embeddings yet: run the stage ict, or search by words")
         allowed = self.filters.passages(filters, own) if own or any(filters) else None
-        words = self.words.within(self.filters.passages([], own)) if own else self.words
+        words = self._words_of(own)
         ids, score, dense = self._best(query, k, allowed, by, words)
         bm25, wanted = words.score_of(query, ids).tolist(), stems_of(query)
         shown = [self._shown(*each, wanted=wanted) for each in zip(ids.tolist(), score, dense, bm25, strict=True)]
         return {"query": query, "passages": shown, "model": self.about}
+
+    def best(self, query: str, k: int, own: Where) -> tuple[Ids, Tensor]:
+        """The best ``k`` passages of those that ``own`` lets through, best first, and f(x, z) among these alone."""
+        ids, score, _ = self._best(query, k, self.filters.passages([], own), "run", self._words_of(own))
+        return ids, torch.tensor(score)
+
+    def _words_of(self, own: Where | None) -> Bm25:
+        return self.words.within(self.filters.passages([], own)) if own else self.words
 
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> Tensor:
         """Embeddings of texts [N, E] (fp32): as queries, or as passages without a title, each with one vector."""

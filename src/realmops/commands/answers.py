@@ -6,11 +6,15 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
+
+import numpy as np
 
 from realmops.answering.answer import Found
 from realmops.answering.record import Record, record_of, sources_of
 from realmops.answering.retrieval import RetrieveAndRead
+from realmops.answering.search import Search, Where
 from realmops.artifacts import MANIFEST, digest_of, read_json, read_manifest
 from realmops.commands.trained import options_of, tuned_steps
 from realmops.commands.update import FOLDER as UPDATES
@@ -19,10 +23,13 @@ from realmops.config import Finetune, RunOptions
 from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, tune_process
+from realmops.encoders.devices import device_and_dtype, pack_products, tune_process
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.tuned import open_tuned
 from realmops.index.embeddings import INDEX
+from realmops.index.lexical import Bm25
+from realmops.index.mips import searched_often
+from realmops.model.likelihood import log_prior
 from realmops.stages import JOURNAL, METRICS, STAGES
 
 SPANS_TOGETHER = 64 << 20  # bytes of the spans of a batch in the reader's last layer; more are slower
@@ -32,11 +39,15 @@ PROBE = "Where?"  # asked of a generation before it serves
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the ids of passages that must not be read for it, and the answer that is asked about, if any."""
+    """A question, the ids of passages that must not be read for it, and the answer that is asked about, if any.
+
+    ``own`` says which documents the caller may know of, None all.
+    """
 
     question: str
     without: Collection[str] = field(default=())
     y: str | None = None
+    own: Where | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +65,8 @@ class Generation:
     content: str = ""  # digest of every file that is read, for what has no version of a registry
     folder: Path = Path()  # of the model's files
     held: Any = None  # what must live as long, as a folder of downloaded files
+    _lock: Any = field(default_factory=Lock, init=False, repr=False)
+    _made: list[Search] = field(default_factory=list, init=False, repr=False)
 
     @property
     def about(self) -> Record:
@@ -81,10 +94,37 @@ class Generation:
                 raise ValueError(f"the {name} holds half a surrogate pair; write it whole") from None
         if asked.y is not None and not normal_form(asked.y):
             raise ValueError(f"the answer {asked.y!r} has no word: give the one to ask about, or none")
+        if asked.own and self.model.passages is None:
+            raise ValueError(
+                f"finetune.retriever is {self.model.options.retriever}, which cannot look behind a filter: who has one "
+                "may search, and ask a model that finds passages by embeddings"
+            )
         self.model.check(asked.question)
 
+    @property
+    def searching(self) -> Search:
+        """What searches its corpus again and again; made when it is first asked for. Several threads may ask."""
+        with self._lock:
+            if not self._made:
+                self._made.append(search_of(self, often=True))
+            return self._made[0]
+
     def find(self, asked: Sequence[Asked]) -> list[Found]:
-        return self.model.find([Question("", one.question, (), not_in=tuple(one.without)) for one in asked])
+        """What is read for each question: of all passages, or of those alone that its caller may know of."""
+        questions = [Question("", one.question, (), not_in=tuple(one.without)) for one in asked]
+        of_all = [question for question, one in zip(questions, asked, strict=True) if not one.own]
+        found = iter(self.model.find(of_all) if of_all else [])
+        pairs = zip(questions, asked, strict=True)
+        return [self._find_within(question, one.own) if one.own else next(found) for question, one in pairs]
+
+    def _find_within(self, question: Question, own: Where) -> Found:
+        """As if there were no other passages than those of ``own``."""
+        most = self.model.options.reader_candidates
+        ids, relevance = self.searching.best(question.question, most + len(question.not_in), own)
+        kept = np.flatnonzero(~self.model.sources.among([question], ids[None])[0])[:most]
+        relevance = relevance[kept]
+        prior = log_prior(relevance[None])[0].tolist() if len(kept) else []
+        return Found(question, tuple(ids[kept].tolist()), tuple(relevance.tolist()), tuple(prior), ())
 
     def sources(self, found: Found) -> Record:
         """What is known of an answer before anything was read."""
@@ -110,6 +150,18 @@ class Generation:
         [record] = self.answer([Asked(PROBE)])
         if not 0 <= record["p_y"] <= 1 + 1e-6:  # NaN is no number between, and calibrated it counts as 0
             raise ValueError(f"p(y|x) of a first answer is {record['p_y']}: the weights are damaged")
+
+
+def search_of(generation: Generation, *, often: bool = False) -> Search:
+    """What searches the corpus of a model that answers, ``often`` for a server (``mips.searched_often``)."""
+    model = generation.model
+    words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
+    retriever = model.retriever if model.passages is not None else None
+    limit = model.options.query_wordpieces
+    passages = searched_often(model.passages) if often and model.passages is not None else model.passages
+    if often and retriever is not None:
+        pack_products(retriever.query)
+    return Search(model.snapshot, words, retriever, passages, limit, model.dtype, generation.about)
 
 
 def generation_of_run(root: Path, where: CorpusState | None = None) -> Generation:

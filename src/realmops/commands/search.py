@@ -14,14 +14,14 @@ import torch
 from realmops import artifacts
 from realmops.answering.search import ID, Search, Where
 from realmops.artifacts import MANIFEST, WORK
-from realmops.commands.answers import Generation, generation_of_run
+from realmops.commands.answers import generation_of_run, search_of
 from realmops.commands.trained import sections_of
 from realmops.config import RunOptions, defaults, parse_section
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.devices import device_and_dtype, freeze_products, tune_process
 from realmops.index.embeddings import embed_corpus, load_passages, save_passages
 from realmops.index.lexical import Bm25
-from realmops.index.mips import exact, searched_often
+from realmops.index.mips import exact
 from realmops.model.files import RETRIEVER, load_models
 from realmops.model.retriever import Retriever
 from realmops.stages import STAGES, Report
@@ -31,16 +31,6 @@ LIMIT: int = defaults()["finetune"]["query_wordpieces"]  # of queries, before fi
 _CONDITION = re.compile(r"([^<>=]+)(>=|<=|=|>|<)(.*)", re.DOTALL)
 _BOUND = {">=": "gte", ">": "gt", "<=": "lte", "<": "lt"}
 _AROUND = 90  # characters shown on either side of the words that were found
-
-
-def search_of(generation: Generation, *, often: bool = False) -> Search:
-    """What searches the corpus of a model that answers, ``often`` for a server (``mips.searched_often``)."""
-    model = generation.model
-    words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
-    retriever = model.retriever if model.passages is not None else None
-    limit = model.options.query_wordpieces
-    passages = searched_often(model.passages) if often and model.passages is not None else model.passages
-    return Search(model.snapshot, words, retriever, passages, limit, model.dtype, generation.about)
 
 
 def search_of_run(root: Path, report: Report) -> Search:

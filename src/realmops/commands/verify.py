@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from realmops.corpus.documents import Document, check_text, read_json_lines
 from realmops.corpus.formats import sources
+from realmops.corpus.formats.paged import PDF
+from realmops.corpus.formats.paged import boxes as boxes_of
 from realmops.corpus.ingest import batches, convert
 from realmops.corpus.snapshot import document_name
 
@@ -37,11 +40,20 @@ class Verdict:
     problems: list[str]
 
 
-def verify(answers: Path, documents: Path, format: str, progress: Callable[[str, int, str], Progress]) -> Verdict:
+def verify(
+    answers: Path,
+    documents: Path,
+    format: str,
+    progress: Callable[[str, int, str], Progress],
+    boxes: Path | None = None,
+) -> Verdict:
     """Check the citations and passages of answers, records of ``realmops ask --json`` and ``POST /v1/answer``.
 
     The documents are read as the stage ``snapshot`` reads them, in flat memory; the answers' quotations are held.
     An answer that was not abstained must be what its first citation quotes.
+
+    Args:
+        boxes: a file for the rectangles of what is quoted from PDF: a JSON line for each, with its page.
 
     Raises ValueError, naming the line, for a file that holds no such records.
     """
@@ -57,17 +69,31 @@ def verify(answers: Path, documents: Path, format: str, progress: Callable[[str,
     if not counted:
         raise ValueError(f"{answers} holds no answers; write some with 'realmops ask --json'")
     found = sources(documents, format)
+    places: list[str] = []
     bar = progress("documents", sum(source.size for source in found), "B")
     looked_in = len(wanted)
     for source in found:
         for batch in batches([source]):
             for outcome in convert([(source.format.name, records) for _, records in batch.runs]):
                 if isinstance(outcome, Document):  # of an id that comes twice the first document counts
-                    problems += _misquoted(wanted.pop(document_name(outcome), []), outcome)
+                    quoted = wanted.pop(document_name(outcome), [])
+                    problems += _misquoted(quoted, outcome)
+                    if boxes and source.format.name == PDF:
+                        places += _boxes(quoted, outcome)
         bar(source.size)
     for missing in wanted.values():
         problems += [f"{one.place}: {documents} holds no document {one.document}" for one in missing]
+    if boxes:
+        boxes.write_text("".join(places), encoding="utf-8")
     return Verdict(counted, quotations, looked_in, problems)
+
+
+def _boxes(quotations: list[Quotation], document: Document) -> Iterator[str]:
+    for one in quotations:
+        if document.text[one.start : one.end] == one.text:
+            for page, box in boxes_of(Path(document.place), one.start, one.end):
+                found = {"quotation": one.place, "document_id": one.document, "start": one.start, "end": one.end}
+                yield f"{json.dumps({**found, 'page': page, 'box': [round(edge, 2) for edge in box]})}\n"
 
 
 def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from realmops.encoders.devices import product
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.folders import CONFIG, read_config, read_weights
 from realmops.encoders.packed import Packed, PaddedGroup, even_rows, pad_rows, unpad_rows
@@ -103,10 +104,12 @@ class _Layer(nn.Module):
 
     def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
         bias = torch.cat([self.query_bias, torch.zeros_like(self.query_bias), self.value_bias])
-        qkv_TD = F.linear(x_TD, self.qkv.weight, bias)
-        attended_TD = self.attention_output(even_rows(self._attend(qkv_TD[: batch.wordpieces], batch)))
+        qkv_TD = product(self.qkv, x_TD, bias)
+        attended_TD = self._attend(qkv_TD[: batch.wordpieces], batch)
+        attended_TD = product(self.attention_output, even_rows(attended_TD), self.attention_output.bias)
         x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
-        inner_TD = self.output(F.gelu(self.intermediate(x_TD), approximate=self.gelu))
+        inner_TD = F.gelu(product(self.intermediate, x_TD, self.intermediate.bias), approximate=self.gelu)
+        inner_TD = product(self.output, inner_TD, self.output.bias)
         normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
         return normed
 

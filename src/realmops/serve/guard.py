@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from starlette.requests import cookie_parser
+from starlette.requests import Request, cookie_parser
 from starlette.responses import JSONResponse, Response
 
 from realmops.answering.search import Where
+from realmops.serve.claims import Claims
 from realmops.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ QUESTION_LIMIT = 2000  # characters
 PROBES = ("/health", "/v2/health")
 OPEN_TO_ALL = (*PROBES, "/sign-in")  # a probe has no token, and who signs in has no cookie
 PAGE = "/"
-SEARCH = "/v1/search"  # what callers with a filter of their own may ask for
-FILTER = "filter"  # such a caller's, in the state of a request
+BEHIND_A_FILTER = ("/v1/search", "/v1/answer")  # what callers with a filter of their own may ask for
+_FILTER = "filter"  # such a caller's, in the state of a request
 FOR_BROWSERS = (PAGE, "/docs", "/openapi.json")  # what the cookie opens; the rest wants the token itself
 FEEDBACK = "/feedback"  # what the page sends with its cookie
 COOKIE = "realmops"
@@ -51,6 +52,12 @@ def problem(path: str, status: int, message: str) -> dict[str, object]:
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "code": None, "param": None}}
+
+
+def own_of(request: Request) -> Where | None:
+    """Which documents the caller may know of; None for all."""
+    own: Where | None = getattr(request.state, _FILTER, None)
+    return own
 
 
 class Token:
@@ -90,13 +97,21 @@ class Guard:
     Args:
         token: what "Authorization: Bearer" must say; None lets everybody in. ``FOR_BROWSERS`` may be read, and
             ``FEEDBACK`` sent, with its cookie, too.
-        access: filters by the tokens of callers that may search what their filter lets through, and nothing else.
+        access: filters by the tokens of callers that may ask for what their filter lets through, and nothing else.
+        claims: gives such filters for tokens of others.
     """
 
     def __init__(
-        self, app: ASGIApp, token: Token | None, access: Mapping[str, Where], metrics: Metrics, limits: Limits
+        self,
+        app: ASGIApp,
+        token: Token | None,
+        access: Mapping[str, Where],
+        claims: Claims | None,
+        metrics: Metrics,
+        limits: Limits,
     ) -> None:
         self._app, self._token, self._metrics, self._limits = app, token, metrics, limits
+        self._claims = claims
         self._access = [(Token(one), where) for one, where in access.items()]
         self._answering = 0
 
@@ -136,8 +151,8 @@ class Guard:
                 query = scope["query_string"].decode("latin-1")
                 place = {"location": f"sign-in?{query}" if query else "sign-in", "cache-control": "no-store"}
                 return await Response(None, 303, place)(scope, receive, send)
-            if FILTER in scope.get("state", {}):
-                return await refuse(403, f"this token is for {SEARCH} alone")
+            if _FILTER in scope.get("state", {}):
+                return await refuse(403, f"this token is for {' and '.join(BEHIND_A_FILTER)} alone")
             return await refuse(401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > BODY_LIMIT:
@@ -178,14 +193,20 @@ class Guard:
         if kind.lower() == b"bearer":
             if self._token.is_(given.strip()):
                 return True
-            for token, where in self._access:
-                if token.is_(given.strip()):
-                    scope.setdefault("state", {})[FILTER] = where
-                    return bool(scope["path"] == SEARCH)
+            where = self._filter_of(given.strip())
+            if where:
+                scope.setdefault("state", {})[_FILTER] = where
+                return scope["path"] in BEHIND_A_FILTER
         if (scope["method"], scope["path"]) not in (("POST", FEEDBACK), *(("GET", path) for path in FOR_BROWSERS)):
             return False
         cookie = cookie_parser(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE, "")
         return self._token.signed(cookie)
+
+    def _filter_of(self, given: bytes) -> Where | None:
+        for token, where in self._access:
+            if token.is_(given):
+                return where
+        return self._claims.filter_of(given) if self._claims else None
 
 
 def _is_rebound(scope: Scope, headers: dict[bytes, bytes]) -> bool:

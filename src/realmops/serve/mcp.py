@@ -11,8 +11,8 @@ from realmops import __version__
 from realmops.answering.record import Record
 from realmops.answering.search import Search
 from realmops.artifacts import MANIFEST
-from realmops.commands.answers import Asked, Generation
-from realmops.commands.search import search_of, search_of_run
+from realmops.commands.answers import Asked, Generation, search_of
+from realmops.commands.search import search_of_run
 from realmops.stages import STAGES, Report
 
 if TYPE_CHECKING:

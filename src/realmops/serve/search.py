@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from threading import Lock
 from typing import Annotated, Any, Literal
-from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from realmops.answering.search import MOST, Search
-from realmops.commands.answers import Asked, Generation
-from realmops.commands.search import search_of
-from realmops.serve.guard import FILTER, QUESTION_LIMIT, QUESTIONS_LIMIT
+from realmops.answering.search import MOST
+from realmops.commands.answers import Asked
+from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, own_of
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 EMBEDDED_LIMIT = 20_000  # characters of a text that is embedded or ranked
@@ -64,18 +61,6 @@ class RerankRequest(BaseModel):
     top_n: int | None = Field(None, ge=1, description="How many of them are wanted; without it all.")
 
 
-_LOCK = Lock()
-_SEARCHES: WeakKeyDictionary[Generation, Search] = WeakKeyDictionary()  # none outlives its generation
-
-
-def _search(generation: Generation) -> Search:
-    with _LOCK:
-        found = _SEARCHES.get(generation)
-        if found is None:
-            found = _SEARCHES[generation] = search_of(generation, often=True)
-        return found
-
-
 @router.post("/v1/search", summary="Find passages", response_model=None)
 async def search(request: Request, asked: SearchRequest) -> Response:
     """The best passages with their places, scores of embeddings and of words apart, and where words of the query stand.
@@ -85,8 +70,9 @@ async def search(request: Request, asked: SearchRequest) -> Response:
     generation = request.app.state.service.answerer.generation
 
     def found() -> Response:
-        own = getattr(request.state, FILTER, None)
-        return JSONResponse(_search(generation).search(asked.query, asked.k, [asked.filters], asked.by, own))
+        return JSONResponse(
+            generation.searching.search(asked.query, asked.k, [asked.filters], asked.by, own_of(request))
+        )
 
     return await _in_a_thread(found)
 
@@ -100,7 +86,7 @@ async def embeddings(request: Request, call: EmbeddingsRequest) -> Response:
     generation = service.answerer.generation
 
     def found() -> Response:
-        searching = _search(generation)
+        searching = generation.searching
         vectors = searching.embed(texts, documents=call.input_type == "document")
         rows = [
             base64.b64encode(row.numpy().tobytes()).decode() if call.encoding_format == "base64" else row.tolist()

@@ -20,6 +20,7 @@ from realmops.evaluate.openqa import is_right
 from realmops.serve.generations import Champion, Origin, RunFolder
 
 if TYPE_CHECKING:
+    from realmops.serve.claims import Claims
     from realmops.serve.guard import Limits
 
 TOKEN = "REALMOPS_TOKEN"  # the environment variable with the bearer token
@@ -66,6 +67,17 @@ def access_of(file: Path | None, token: str | None) -> dict[str, Where]:
     return found
 
 
+def claims_of(file: Path | None, token: str | None) -> Claims | None:
+    """What knows the JWTs that a file describes; ValueError as ``Claims``, and where there is no token for the rest."""
+    if file is None:
+        return None
+    if token is None:
+        raise ValueError(f"--jwt wants --token-file or {TOKEN}, too: without one everybody may ask for everything")
+    from realmops.serve.claims import Claims
+
+    return Claims(file)
+
+
 def serve(
     origin: Origin,
     *,
@@ -73,6 +85,7 @@ def serve(
     port: int,
     token: str | None,
     access: Mapping[str, Where] | None = None,
+    claims: Claims | None = None,
     every: float,
     say: Callable[[str], None],
     limits: Limits | None = None,
@@ -81,7 +94,8 @@ def serve(
 
     Args:
         port: 0 takes a free one.
-        access: filters by the tokens of callers that may only search, and only what their filter lets through.
+        access: filters by the tokens of callers that may search and ask, and only what their filter lets through.
+        claims: such filters for tokens of others.
         every: seconds between two looks for another generation.
         limits: of connections and requests; None for the usual ones.
 
@@ -105,7 +119,7 @@ def serve(
         metrics.serves(generation)
         answerer = Answerer(generation, tell=metrics.batch)
         watcher = GenerationWatcher(origin, answerer, mark, metrics.generation)
-        app = make_app(answerer, watcher, metrics, token, limits, access)
+        app = make_app(answerer, watcher, metrics, token, limits, access, claims)
         place = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
         class Server(uvicorn.Server):

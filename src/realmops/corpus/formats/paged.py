@@ -6,6 +6,7 @@ once. Nothing is unpacked to the disk, and no part of a file can name another fi
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from zipfile import BadZipFile, ZipFile
 from realmops.corpus.compressed import open_plain
 from realmops.corpus.documents import LINE_LIMIT, Document, Format, Outcome, Raw, Rejected, document_or_dropped, shown
 
+PDF = "pdf"  # the name of the format
 _FILE_LIMIT = 512 << 20
 _UNPACKED_LIMIT = 512 << 20  # of an Office file with its pictures
 _XML_LIMIT = 64 << 20  # of its text, which takes some ten times as much memory
@@ -33,6 +35,11 @@ _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _DRAWING = "{http://schemas.openxmlformats.org/drawingml/2006/main}"
 _SIGNS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 
+_LEFT_OUT = re.compile(
+    "\r(?=\n)|[\ufffe\0]"
+)  # U+FFFE is PDFium's for a hyphen at which a word goes on in the next line
+
+Box = tuple[float, float, float, float]  # left, bottom, right, top in points from the lower left corner of the page
 Pages = tuple[str, Iterable[str]]  # the title that the file gives itself, and the text of each page
 
 
@@ -101,10 +108,39 @@ def _pdf(data: bytes) -> Pages:
             for page in document:
                 text = page.get_textpage().get_text_range()
                 page.close()
-                # U+FFFE is PDFium's for a hyphen at which a word goes on in the next line.
-                yield text.replace("\r\n", "\n").replace("\ufffe", "").replace("\0", "")
+                yield _LEFT_OUT.sub("", text)
 
     return document.get_metadata_value("Title"), texts()
+
+
+def boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
+    """Where characters of a PDF's text stand: pages, from 1, and rectangles on them, one or more for each line.
+
+    They are not kept in the snapshot: the few that are cited are found again in less time than all take to be read.
+    """
+    import pypdfium2
+
+    with open_plain(path) as file, pypdfium2.PdfDocument(file.read(_FILE_LIMIT)) as document:
+        at = 0  # where the page begins in the text of the document
+        for number, page in enumerate(document, start=1):
+            textpage = page.get_textpage()
+            text = textpage.get_text_range()
+            units = [*accumulate((len(one.encode("utf-16-le", "surrogatepass")) // 2 for one in text), initial=0)]
+            left_out = {place for match in _LEFT_OUT.finditer(text) for place in range(*match.span())}
+            kept = [place for place in range(len(text)) if place not in left_out]
+            shown = "".join(text[place] for place in kept)
+            first = len(shown) - len(shown.lstrip())
+            kept = kept[first : first + len(shown.strip())]
+            wanted = kept[max(0, start - at) : max(0, end - at)]
+            if wanted:
+                character = pypdfium2.raw.FPDFText_GetCharIndexFromTextIndex
+                low, high = (character(textpage.raw, units[place]) for place in (wanted[0], wanted[-1]))
+                for rectangle in range(textpage.count_rects(low, high - low + 1)):
+                    yield number, textpage.get_rect(rectangle)
+            at += len(kept) + len(_PARAGRAPH) if kept else 0
+            page.close()
+            if at >= end:
+                return
 
 
 def _checked(data: bytes) -> BytesIO:
@@ -200,7 +236,7 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-_READERS = {"pypdfium2": ("pdf", _pdf), "docx": ("docx", _docx), "pptx": ("pptx", _pptx), "openpyxl": ("xlsx", _xlsx)}
+_READERS = {"pypdfium2": (PDF, _pdf), "docx": ("docx", _docx), "pptx": ("pptx", _pptx), "openpyxl": ("xlsx", _xlsx)}
 PAGED = tuple(
     Format(name, _records, partial(_convert, name, read), is_document=True, needs=module)
     for module, (name, read) in _READERS.items()
