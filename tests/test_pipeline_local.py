@@ -186,6 +186,9 @@ def test_force_runs_again_and_gives_the_same(finished: Path) -> None:
         ("finetune.epochs=1", ["finetune", "evaluate"]),
         ("optimiser.clip=0.5", ["tag", "ict", "pretrain", "finetune"]),
         ("sample.seed=1", ["sample"]),
+        ("questions.train=data/sample/questions.dev.jsonl.gz", ["finetune", "evaluate"]),
+        ("questions.dev=data/sample/questions.test.jsonl.gz", ["pretrain", "finetune"]),
+        ("questions.test=data/sample/questions.dev.jsonl.gz", ["evaluate"]),
     ],
 )
 def test_a_changed_option_runs_again_what_it_touches(

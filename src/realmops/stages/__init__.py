@@ -216,7 +216,7 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
 
 
 def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:
-    """A digest of everything that a stage's output depends on: its sections and the content of its inputs.
+    """A digest of everything that a stage's output depends on: its options and the content of its inputs.
 
     The metrics of an earlier stage do not count: they hold the seconds that it took.
     """
@@ -227,9 +227,16 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_of(path)
-    return artifacts.digest_of(
-        {"stage": stage.name, "sections": {s: values[s] for s in stage.sections}, "inputs": content}
-    )
+    return artifacts.digest_of({"stage": stage.name, "sections": deciding(stage, values), "inputs": content})
+
+
+def deciding(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The options that a stage's output depends on: its sections without the files that other stages alone read."""
+    others = {key for one in STAGES.values() for key in one.files} - {*stage.files}
+    return {
+        section: {key: value for key, value in values[section].items() if f"{section}.{key}" not in others}
+        for section in stage.sections
+    }
 
 
 def content_of(path: Path) -> Any:

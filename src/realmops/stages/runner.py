@@ -16,7 +16,18 @@ from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK
 from realmops.encoders.folders import T5, encoder_files
 from realmops.journal import Journal
-from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
+from realmops.stages import (
+    JOURNAL,
+    METRICS,
+    STAGES,
+    Job,
+    Report,
+    Stage,
+    deciding,
+    external_files,
+    fingerprint,
+    parse_sections,
+)
 from realmops.tracking.runs import headline, shown_files, tracked
 
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
@@ -109,7 +120,7 @@ def _run_alone(
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        artifacts.write_manifest(out, name, fingerprint=key, sections={s: values[s] for s in stage.sections})
+        artifacts.write_manifest(out, name, fingerprint=key, sections=deciding(stage, values))
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
             tuned = values["finetune"]
