@@ -177,9 +177,16 @@ def named_below(folder: str, names: Collection[str], values: Mapping[str, Mappin
     return any(Path(folder) in Path(values[section][key]).parents for section, key in (key.split(".") for key in keys))
 
 
+def reads_spans(values: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether salient spans are read: by the reader's warm start, by pre-training, or to make questions of."""
+    return bool(values["ict"]["reader_steps"] or values["pretrain"]["steps"] or named_below(CLOZE, STAGES, values))
+
+
 def chain(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """All stages in their order, without the sample where nothing of it is read."""
-    return tuple(name for name in STAGES if name != "sample" or named_below(STAGES["sample"].folder, STAGES, values))
+    """All stages in their order, without the sample where nothing of it is read, and without the tagger likewise."""
+    needless = set() if reads_spans(values) else {"tag"}
+    needless |= set() if named_below(STAGES["sample"].folder, {*STAGES} - needless, values) else {"sample"}
+    return tuple(name for name in STAGES if name not in needless)
 
 
 def outside_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:

@@ -27,6 +27,7 @@ from realmops.stages import (
     external_files,
     fingerprint,
     parse_sections,
+    reads_spans,
 )
 from realmops.tracking.runs import headline, shown_files, tracked
 
@@ -175,7 +176,8 @@ def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Pa
     inputs: dict[str, Path] = {}
     for need in stage.needs:
         folder = root / STAGES[need].folder
-        if need in stage.optional and not folder.exists():
+        missing = need in stage.optional and not folder.exists()
+        if missing or (need == "tag" and not reads_spans(values)):
             continue
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
