@@ -142,10 +142,15 @@ def test_pretraining_refreshes_its_index_while_it_runs(finished: Path) -> None:
 def test_evaluate_can_do_without_bm25(finished: Path, tmp_path: Path) -> None:
     for name in ("data", "models"):
         (tmp_path / name).symlink_to(finished / name)
-    embedded(tmp_path, "evaluate", "--set", "evaluate.bm25=false")
+    (tmp_path / "lean.yaml").write_text("evaluate: {bm25: false}\n")
+    embedded(tmp_path, "evaluate", "--preset", str(tmp_path / "lean.yaml"))
     without, beside = (json.loads((root / "results/metrics.json").read_text()) for root in (tmp_path, finished))
     assert not [name for name in without if name.startswith(("bm25", "rule"))]
     assert without["em"] == beside["em"]
+    said = f"presets {tmp_path / 'lean.yaml'}"
+    assert said in (tmp_path / "results/report.html").read_text(), "the page names them"
+    assert said.replace("presets", "Presets: ") in " ".join(cli("report", "--root", tmp_path).output.split("\n"))
+    assert read_manifest(tmp_path / "results", "evaluate")["presets"] == [str(tmp_path / "lean.yaml")]
 
 
 def test_everything_that_people_look_at_is_there(finished: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ def run_stages(
     names: Collection[str],
     values: Mapping[str, Mapping[str, Any]],
     *,
+    presets: Sequence[str] = (),
     project: Path,
     root: Path,
     report: Report,
@@ -47,7 +48,7 @@ def run_stages(
     if len(names) > 1:
         report.say(begins(names, values))
     for name in names:
-        metrics = run_stage(name, values, project=project, root=root, report=report, force=force)
+        metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
         if name == "tag" and named_below(CLOZE, names, values):

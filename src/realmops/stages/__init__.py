@@ -1,7 +1,7 @@
 """The pipeline as data: which stages there are, what each reads, and the one way to run one."""
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -42,6 +42,7 @@ class Job:
     journal: Journal
     report: Report
     offer: Path  # the file that tells index builders what they can help with
+    presets: Sequence[str] = ()  # their names, for people
 
     def section(self, kind: type[Section]) -> Section:
         """The options of one section, by their type; KeyError where the stage does not declare it."""
