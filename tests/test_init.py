@@ -193,6 +193,36 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     assert f"next: cd {shlex.quote(str(folder))} && realmops run all" in told
 
 
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ((), "git init && dvc init && dvc repro"),
+        (("mine/.git",), "dvc init && dvc repro"),
+        ((".git",), "dvc init --subdir && dvc repro"),
+        (("mine/.git", "mine/.dvc"), "dvc repro"),
+    ],
+)
+def test_it_says_how_dvc_begins_here(there: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    """And what it says works: dvc repro then knows the chain."""
+    for name in there:
+        (tmp_path / name).mkdir(parents=True)
+    folder = tmp_path / "mine"
+    assert made(folder).endswith(f"with DVC: cd {folder} && {words}\n")
+    for name in there:
+        shutil.rmtree(tmp_path / name)
+    if ".git" in there:
+        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    if ".dvc" not in "".join(there):
+        setting = words.replace("dvc repro", "dvc stage list --name-only")
+        if "mine/.git" in there:
+            setting = f"git init --quiet && {setting}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        listed = subprocess.run(
+            setting, shell=True, cwd=folder, capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
+        assert listed.stdout.split()[-len(STAGES) :] == [*STAGES], listed.stderr
+
+
 def test_a_broken_record_is_told_of_at_once(tmp_path: Path) -> None:
     (tmp_path / "documents.jsonl").write_text('{"title": "A", "text": "x"}\n{"title": "B", "te')
     told = made(tmp_path / "mine", "--documents", tmp_path / "documents.jsonl")

@@ -118,7 +118,16 @@ def init(
     yield from project.lines
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    yield f"next: {place}realmops run all"
+    yield f"next: {place}realmops run all; or with DVC: {place}{_dvc_words(folder.resolve())}dvc repro"
+
+
+def _dvc_words(folder: Path) -> str:
+    """What comes before ``dvc repro``, which wants its own folder, beside git's or below it."""
+    if (folder / ".dvc").is_dir():
+        return ""
+    if any((above / ".git").exists() for above in folder.parents) and not (folder / ".git").exists():
+        return "dvc init --subdir && "
+    return "dvc init && " if (folder / ".git").exists() else "git init && dvc init && "
 
 
 ALWAYS = "params.yaml", "dvc.yaml", "kustomization.yaml", f"k8s/{BASES}"
