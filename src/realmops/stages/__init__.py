@@ -226,7 +226,7 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
 def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:
     """A digest of everything that a stage's output depends on: its options and the content of its inputs.
 
-    The metrics of an earlier stage do not count: they hold the seconds that it took.
+    The metrics of an earlier stage do not count: they hold the seconds that it took. Nor does where indexes are built.
     """
     content: dict[str, Any] = {}
     for name, path in sorted(inputs.items()):
@@ -235,7 +235,10 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_of(path)
-    return artifacts.digest_of({"stage": stage.name, "sections": deciding(stage, values), "inputs": content})
+    sections = deciding(stage, values)
+    if "pretrain" in sections:
+        sections["pretrain"] = {key: v for key, v in sections["pretrain"].items() if key not in ("builder", "exchange")}
+    return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 
 def deciding(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
