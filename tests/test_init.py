@@ -114,6 +114,7 @@ def test_encoder_gpu_and_size_choose_the_presets(
         file.truncate(max(7, size))
     told = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
     assert f"({'presets' if len(presets) > 1 else 'preset'} {', '.join(presets)})" in told
+    assert "documents: 1 of jsonl, 1 of txt," in told
     assert (f"GPU: {gpu}" in told) == bool(gpu)
     values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
     assert values["presets"] == [*presets, "documents"]

@@ -247,6 +247,6 @@ def begins(names: Collection[str], values: Values) -> str:
     }
     parts = [f"{name} {steps[name]:,}" for name in names if steps.get(name)]
     told = [f"at most so many steps of training: {', '.join(parts)}"] if parts else []
-    told += [f"finetune {values['finetune']['epochs']:g} epochs over the questions"] if "finetune" in names else []
+    told += [f"finetune, epochs over the questions: {values['finetune']['epochs']:g}"] if "finetune" in names else []
     minutes = '"realmops plan" with the same options says how many minutes that takes here'
     return "; ".join([f"run: {len(names)} stages", *told, minutes])
