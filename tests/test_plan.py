@@ -269,4 +269,6 @@ def test_a_run_of_several_stages_begins_with_its_steps(tmp_path: Path) -> None:
     list(run_stages(names, values, project=tmp_path, root=tmp_path / "root", report=report, force=False))
     assert report.said[0].startswith("run: 2 stages"), report.said
     assert "tag 7" not in report.said[0], "dates need no training"
-    assert "ict 8, pretrain 12; finetune 2 epochs" in duration.begins(("ict", "pretrain", "finetune"), values)
+    assert "ict 8, pretrain 12; finetune, epochs over the questions: 2" in duration.begins(
+        ("ict", "pretrain", "finetune"), values
+    )
