@@ -138,7 +138,8 @@ def main() -> None:
     steps = arguments.control_ict_steps or values["ict"]["steps"] + values["pretrain"]["steps"]
 
     def run_one(seed: int, name: str) -> dict[str, Figures]:
-        settings = [*arguments.settings, *CHANGES[name], *([f"ict.steps={steps}"] if name == "control" else [])]
+        longer = [f"ict.steps={steps}", "ict.epochs=0"] if name == "control" else []
+        settings = [*arguments.settings, *CHANGES[name], *longer]
         settings += [f"run.seed={seed}", "tracking.enabled=false"]
         return run_all(arguments.params, presets, settings, folder_of(out, name, seed))
 

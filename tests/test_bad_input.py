@@ -38,6 +38,9 @@ def run(project: Path, name: str, *more: str | Path) -> Result:
     return cli("run", name, "--params", project / "params.yaml", "--root", project / "root", *more)
 
 
+ONE_STEP = ("--set", "pretrain.steps=1", "--set", "pretrain.builder=child")
+
+
 def refused(result: Result, *told: str) -> None:
     """One message on standard error that holds every text of ``told``, and exit code 2."""
     assert result.exit_code == 2, result.output
@@ -290,9 +293,9 @@ def test_spans_and_models_of_another_vocabulary_are_refused(copy: Path) -> None:
     smaller = ("--set", "bert.vocabulary=120")
     assert run(copy, "snapshot", *smaller).exit_code == 0
     shutil.rmtree(copy / "root/models/pretrain")
-    refused(run(copy, "pretrain", *smaller), "data/spans/corpus", "run the tag stage again")
+    refused(run(copy, "pretrain", *smaller, *ONE_STEP), "data/spans/corpus", "run the tag stage again")
     assert run(copy, "tag", *smaller).exit_code == 0
-    refused(run(copy, "pretrain", *smaller), "models/ict", "vocabulary", "run the stages since ict again")
+    refused(run(copy, "pretrain", *smaller, *ONE_STEP), "models/ict", "vocabulary", "run the stages since ict again")
     nothing_of(copy, "pretrain")
 
 
@@ -307,7 +310,7 @@ def test_spans_of_another_corpus_are_refused(copy: Path) -> None:
 
 def test_the_exchange_of_another_run_is_refused(copy: Path) -> None:
     """The same folder for two runs, of which the second has another width."""
-    shared = ("--set", f"pretrain.exchange={copy / 'exchange'}")
+    shared = ("--set", f"pretrain.exchange={copy / 'exchange'}", *ONE_STEP)
     shutil.rmtree(copy / "root/models/pretrain")
     assert run(copy, "pretrain", *shared).exit_code == 0
     shutil.rmtree(copy / "root/models/pretrain")
@@ -325,7 +328,7 @@ def test_a_builder_on_the_exchange_of_another_corpus_is_refused(
 ) -> None:
     shared = copy / "exchange"
     shutil.rmtree(copy / "root/models/pretrain")
-    assert run(copy, "pretrain", "--set", f"pretrain.exchange={shared}").exit_code == 0
+    assert run(copy, "pretrain", "--set", f"pretrain.exchange={shared}", *ONE_STEP).exit_code == 0
     (tmp_path / "other").mkdir()
     write_project(tmp_path / "other")
     (tmp_path / "other/documents.jsonl").write_bytes(GOOD)

@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from cluster_lab import DEPLOYMENT, Lab, Output
 
 from realmops import artifacts
 from realmops.cluster import builders, kube, tasks
+from realmops.config import load
 from realmops.index import shards
 from realmops.index.builder_process import assign
 from realmops.index.exchange import Fenced
@@ -432,6 +433,48 @@ def test_a_volume_that_belongs_to_others_is_named_with_what_to_do(
     assert f"{tmp_path} belongs to user {os.getuid()} and group " in line
     assert "kubectl scale deployment/realmops-index-builder --replicas=1" in line
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_run_takes_over_what_another_has_made_of_the_same(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Other training questions are another key and another folder, and nothing before ``finetune`` is made again."""
+
+    class Runs(Exception):
+        pass
+
+    def refuse(*_: Any) -> Any:
+        raise Runs
+
+    one, two = tmp_path / "runs/one", tmp_path / "runs/two"
+    for root in (one, two):
+        shutil.copytree(trained, root, ignore=shutil.ignore_patterns("root"))
+    shutil.copytree(trained / "root", one, dirs_exist_ok=True)
+    shown = Output(tmp_path / "shown.json")
+
+    def pretrain(root: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
+        exchange = {**values["pretrain"], "exchange": str(root / "exchange")}
+        tasks.pretrain(
+            json.dumps({**values, "pretrain": exchange}), str(root), shown, shown,
+            owner="us", deployment="", builders=0, wait_seconds=1, processes=1, limits="",
+        )  # fmt: skip
+
+    pretrain(one, load(trained / "params.yaml"))
+    values = load(trained / "params.yaml", settings=["questions.train=questions.dev.jsonl"])
+    monkeypatch.setattr("realmops.stages.Stage.run", refuse)
+    capfd.readouterr()
+    for name in ("snapshot", "tag", "ict"):
+        tasks.run_stage(name, json.dumps(values), str(two), shown, shown)
+    pretrain(two, values)
+    assert capfd.readouterr().err.count("is taken over") == 4
+    for name in ("snapshot", "tag", "ict", "pretrain"):
+        assert artifacts.read_manifest(two / STAGES[name].folder, name)
+    with pytest.raises(Runs):
+        tasks.run_stage("ict", json.dumps({**values, "ict": {**values["ict"], "steps": 5}}), str(two), shown, shown)
+    (one / "models/ict/reader.safetensors").write_bytes(b"damaged")
+    shutil.rmtree(two / "models/ict")
+    with pytest.raises(Runs):
+        tasks.run_stage("ict", json.dumps(values), str(two), shown, shown)
 
 
 def test_a_fault_of_ours_ends_a_task_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

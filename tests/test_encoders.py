@@ -13,10 +13,11 @@ from bert_files import save_bert
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
-from small_project import Quiet, stage, toy_values, write_project
+from small_project import Quiet, cli, stage, toy_values, write_project
 from small_world import section
 from transformers import BertTokenizerFast
 
+from realmops.commands import run
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
@@ -417,6 +418,49 @@ def test_a_cased_encoder_goes_from_text_to_answers(tmp_path: Path) -> None:
     titles = {snapshot.title(n): snapshot.title_tokens(n) for n in range(len(snapshot))}
     assert [snapshot.vocabulary[i] for i in titles["Oslo"]] == ["Oslo"]
     assert not report.warned, "the encoder has its head"
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ("weights", "lacks model.safetensors or pytorch_model.bin"),
+        ("header", "model.safetensors is damaged"),
+        ("architecture", "model_type is 'roberta'; only BERT encoders can be used"),
+        ("tokenizer", "lacks vocab.txt or tokenizer.json"),
+        ("width", "retriever.projection is pca, and retriever.embedding_width is 4096"),
+    ],
+)
+def test_an_encoder_is_opened_before_the_first_stage(
+    broken: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And question files are read once, not before each stage that reads them."""
+    folder = write_encoder(tmp_path / "encoder", pieces_of_toy())
+    wide = {"projection": "pca", "embedding_width": 4096 if broken == "width" else 8}
+    write_project(tmp_path, bert={"init": str(folder)}, retriever=wide)
+    config = json.loads((folder / "config.json").read_text())
+    match broken:
+        case "weights":
+            (folder / "model.safetensors").unlink()
+        case "header":
+            (folder / "model.safetensors").write_bytes(b"no weights")
+        case "architecture":
+            (folder / "config.json").write_text(json.dumps(config | {"model_type": "roberta"}))
+        case "tokenizer":
+            for name in ("vocab.txt", "tokenizer.json"):
+                (folder / name).unlink(missing_ok=True)
+    read: list[Path] = []
+    usual = run.read_questions
+
+    def reading(paths: list[Path], **named: Any) -> Any:
+        read.extend(paths)
+        return usual(paths, **named)
+
+    monkeypatch.setattr(run, "read_questions", reading)
+    told = cli("run", "all", "--params", tmp_path / "params.yaml", "--root", tmp_path / "root")
+    assert told.exit_code == 2
+    assert says in " ".join(told.output.split())
+    assert not (tmp_path / "root" / "data").exists(), "no stage began"
+    assert sorted(path.name for path in read) == [f"questions.{split}.jsonl" for split in ("dev", "test", "train")]
 
 
 def test_other_weights_under_the_same_name_run_again(tmp_path: Path) -> None:

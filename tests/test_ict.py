@@ -13,7 +13,7 @@ from small_world import MemoryJournal, World, build_world, section, tiny_context
 from torch import Tensor
 
 from realmops.artifacts import seed_for
-from realmops.config import Ict
+from realmops.config import Ict, defaults, laid, preset_path
 from realmops.encoders.packed import Packed
 from realmops.model.reader import Reader
 from realmops.train import ict
@@ -23,6 +23,7 @@ from realmops.train.ict import (
     crop_run,
     draw_cloze,
     dropped_words,
+    steps_over,
     train_reader,
     train_retriever,
 )
@@ -319,10 +320,20 @@ def test_the_reader_never_sees_a_held_out_sentence_masked(world: World) -> None:
     assert all_held == everything
 
 
-def test_without_a_step_the_reader_needs_no_spans_and_no_index(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ict, "Neighbours", None)
-    _, reader = tiny_models(world)
-    train_reader(tiny_context(), reader, world.snapshot, world.spans, options(reader_steps=0), tiny_optimiser())
+def test_steps_follow_a_small_corpus() -> None:
+    """At most ``epochs`` times as many passages are read as there are; published corpora take the steps of before."""
+    few = options(steps=60, batch_size=32, reader_steps=40, reader_batch_size=16, epochs=1)
+    assert steps_over(170, few) == (6, 11)
+    assert steps_over(10, few) == (1, 1), "a batch has each passage once"
+    assert steps_over(170, dataclasses.replace(few, epochs=0)) == (60, 40)
+    assert steps_over(170, dataclasses.replace(few, epochs=0.5)) == (3, 6)
+    known = {(): 2_340, ("ablation",): 1_170, ("squad",): 2_052, ("squad", "minilm"): 2_052, ("squad", "large"): 60_000}
+    for presets, passages in known.items():
+        values = laid(defaults(), [preset_path(name, Path("params.yaml")) for name in presets])
+        whole = section("ict", **values["ict"])
+        text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
+        assert steps_over(passages, whole)[0] == whole.steps, presets
+        assert steps_over(text, whole)[1] == whole.reader_steps, presets
 
 
 def test_the_reader_learns_masked_words(world: World) -> None:

@@ -82,6 +82,47 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
     assert "sample" not in str(stages)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "encoder", "size", "presets"),
+    [
+        ("NVIDIA L4", "google-bert/bert-base-uncased", 0, ["squad", "bert-base"]),
+        ("NVIDIA L4", "plain", 0, ["squad", "bert-base"]),
+        ("NVIDIA L4", "pooled", 0, ["squad", "minilm"]),
+        ("NVIDIA L4", "some/name", 0, ["squad", "minilm"]),
+        ("", "google-bert/bert-base-uncased", 0, ["squad", "minilm"]),
+        ("NVIDIA L4", "small", 0, ["squad"]),
+        ("", "small", 20_000_000, ["squad", "large"]),
+    ],
+)
+def test_encoder_gpu_and_size_choose_the_presets(
+    gpu: str, encoder: str, size: int, presets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is a stand-in that says its name, or that it finds no GPU."""
+    driver = tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text(f'#!/bin/sh\necho "{gpu}"; test "{gpu}"\n')
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(driver.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(init, "version", lambda name: "2.9.1")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "pooled" / "1_Pooling").mkdir(parents=True)
+    (tmp_path / "pooled" / "1_Pooling" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    documents = with_documents(tmp_path / "docs")
+    with (documents / "large.txt").open("wb") as file:
+        file.write(b"Words.\n")
+        file.truncate(max(7, size))
+    told = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
+    assert f"({'presets' if len(presets) > 1 else 'preset'} {', '.join(presets)})" in told
+    assert "documents: 1 of jsonl, 1 of txt," in told
+    assert (f"GPU: {gpu}" in told) == bool(gpu)
+    values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
+    assert values["presets"] == [*presets, "documents"]
+    monkeypatch.setattr(init, "version", lambda name: "2.9.1+cpu")
+    assert "GPU" not in made(tmp_path / "other", "--documents", documents, "--encoder", encoder), "torch uses none"
+
+
 def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
     folder = with_documents(tmp_path / "mine")
     told = made(folder, "--documents", folder, "--questions", questions(tmp_path / "asked.jsonl", 100))
@@ -152,6 +193,36 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
     assert config.load(folder / "params.yaml")["tracking"]["experiment"] == name
     assert yaml.safe_load((folder / "params.yaml").read_text())["tracking"]["experiment"] == name
     assert f"next: cd {shlex.quote(str(folder))} && realmops run all" in told
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ((), "git init && dvc init && dvc repro"),
+        (("mine/.git",), "dvc init && dvc repro"),
+        ((".git",), "dvc init --subdir && dvc repro"),
+        (("mine/.git", "mine/.dvc"), "dvc repro"),
+    ],
+)
+def test_it_says_how_dvc_begins_here(there: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    """And what it says works: dvc repro then knows the chain."""
+    for name in there:
+        (tmp_path / name).mkdir(parents=True)
+    folder = tmp_path / "mine"
+    assert made(folder).endswith(f"with DVC: cd {folder} && {words}\n")
+    for name in there:
+        shutil.rmtree(tmp_path / name)
+    if ".git" in there:
+        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    if ".dvc" not in "".join(there):
+        setting = words.replace("dvc repro", "dvc stage list --name-only")
+        if "mine/.git" in there:
+            setting = f"git init --quiet && {setting}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        listed = subprocess.run(
+            setting, shell=True, cwd=folder, capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
+        assert listed.stdout.split()[-len(STAGES) :] == [*STAGES], listed.stderr
 
 
 def test_a_broken_record_is_told_of_at_once(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import yaml
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
-from realmops.stages import STAGES, Stage, parse_sections
+from realmops.stages import STAGES, Stage, chain, parse_sections
 
 ROOT = Path(__file__).parents[1]
 PARAMS = ROOT / "params.yaml"
@@ -98,6 +98,15 @@ def test_the_command_line_offers_the_stages_in_their_order() -> None:
     assert all(name in refused.output for name in STAGES)
 
 
+def test_the_tagger_is_left_out_where_nothing_reads_spans() -> None:
+    """The reader's warm start, REALM and made questions read them."""
+    idle = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
+    made = {"questions": {"train": "data/cloze/questions.train.jsonl"}}
+    assert chain(toy_values(**idle)) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
+    for changes in ({}, idle | {"pretrain": {"steps": 1}}, idle | {"ict": {"reader_steps": 1}}, idle | made):
+        assert "tag" in chain(toy_values(**changes)), changes
+
+
 # params.yaml and the presets
 
 
@@ -153,7 +162,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-VALUES = toy_values(tag={"method": "tagger"}, pretrain={"steps": 0, "builder": "external"})
+VALUES = toy_values(tag={"method": "tagger"}, pretrain={"steps": 1})
 
 
 @pytest.fixture(scope="module")

@@ -142,10 +142,15 @@ def test_pretraining_refreshes_its_index_while_it_runs(finished: Path) -> None:
 def test_evaluate_can_do_without_bm25(finished: Path, tmp_path: Path) -> None:
     for name in ("data", "models"):
         (tmp_path / name).symlink_to(finished / name)
-    embedded(tmp_path, "evaluate", "--set", "evaluate.bm25=false")
+    (tmp_path / "lean.yaml").write_text("evaluate: {bm25: false}\n")
+    embedded(tmp_path, "evaluate", "--preset", str(tmp_path / "lean.yaml"))
     without, beside = (json.loads((root / "results/metrics.json").read_text()) for root in (tmp_path, finished))
     assert not [name for name in without if name.startswith(("bm25", "rule"))]
     assert without["em"] == beside["em"]
+    said = f"presets {tmp_path / 'lean.yaml'}"
+    assert said in (tmp_path / "results/report.html").read_text(), "the page names them"
+    assert said.replace("presets", "Presets: ") in " ".join(cli("report", "--root", tmp_path).output.split("\n"))
+    assert read_manifest(tmp_path / "results", "evaluate")["presets"] == [str(tmp_path / "lean.yaml")]
 
 
 def test_everything_that_people_look_at_is_there(finished: Path) -> None:
@@ -186,6 +191,9 @@ def test_force_runs_again_and_gives_the_same(finished: Path) -> None:
         ("finetune.epochs=1", ["finetune", "evaluate"]),
         ("optimiser.clip=0.5", ["tag", "ict", "pretrain", "finetune"]),
         ("sample.seed=1", ["sample"]),
+        ("questions.train=data/sample/questions.dev.jsonl.gz", ["finetune", "evaluate"]),
+        ("questions.dev=data/sample/questions.test.jsonl.gz", ["pretrain", "finetune"]),
+        ("questions.test=data/sample/questions.dev.jsonl.gz", ["evaluate"]),
     ],
 )
 def test_a_changed_option_runs_again_what_it_touches(
@@ -337,10 +345,10 @@ def test_a_retriever_of_another_form_goes_through_all_stages(
 
 def test_stages_of_no_steps_hand_on_what_they_got(project: Path, tmp_path: Path) -> None:
     """Full scale starts the reader as BERT: ``ict.reader_steps`` is 0 in the preset ``paper``."""
-    root = copy_of(project, tmp_path, "data")
+    root = copy_of(project, tmp_path, "data/snapshot")  # and no spans, which nothing reads
     values = toy_values(ict={"steps": 0, "reader_steps": 0}, pretrain={"steps": 0}, finetune={"epochs": 0})
     assert "reader_loss" not in stage("ict", values, project, root)  # no step, no loss: left out, not NaN
-    stage("pretrain", {**values, "pretrain": {**values["pretrain"], "builder": "external"}}, project, root)
+    assert stage("pretrain", values, project, root).keys() == {"seconds"}, "nothing is measured"
     for name in ("retriever.safetensors", "reader.safetensors"):
         assert (root / "models/ict" / name).read_bytes() == (root / "models/pretrain" / name).read_bytes()
     stage("finetune", values, project, root)

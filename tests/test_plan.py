@@ -132,7 +132,7 @@ def test_the_work_of_a_run_by_hand() -> None:
     sizes = Sizes(100, 4000, 200, 0, {"train": 50, "dev": 10, "test": 20})
     values = small_project.toy_values(
         ict={"steps": 5, "batch_size": 4, "reader_steps": 3, "reader_batch_size": 2, "reader_wordpieces": 100},
-        pretrain={"steps": 0, "masked_sentences": 10, "candidates": 3, "reader_wordpieces": 100},
+        pretrain={"steps": 2, "masked_sentences": 10, "candidates": 3, "reader_wordpieces": 100},
         finetune={"epochs": 2, "batch_size": 5, "reader_candidates": 2, "reader_wordpieces": 100},
         evaluate={"bm25": False},
     )
@@ -140,7 +140,7 @@ def test_the_work_of_a_run_by_hand() -> None:
         "snapshot": {"cut": 4000},
         "tag": {},
         "ict": {"retriever learns": 5 * 4 * (48 + 20), "reader learns": 3 * 2 * (20 + 48)},
-        "pretrain": {"steps": 0, "embedded": 100 * 48, "read": (10 + 10) * 2 * (20 + 48)},
+        "pretrain": {"steps": 2, "embedded": 2 * 100 * 48, "read": (10 + 2 * 10) * 2 * (20 + 48)},
         "finetune": {
             "read": 10 * 2 * (48 + 16),
             "retriever learns": 2 * 50 * 16,
@@ -154,13 +154,14 @@ def test_the_work_of_a_run_by_hand() -> None:
     assert found == {"a": pytest.approx(START_SECONDS + 6 + 2 + 0.5 + 1)}
 
 
-def test_warm_starts_that_dwarf_a_small_corpus_are_told() -> None:
-    sizes = Sizes(10, 400, 20, 0, {"train": 50, "dev": 10, "test": 20})
-    values = small_project.toy_values(ict={"steps": 60, "batch_size": 32})
-    [_, costs] = told(values, sizes, {"ict": 9.0, "finetune": 1.0}, str)
-    assert "ict.steps=60 of 32 passages see each passage 60 times" in costs
-    assert len(told(values, sizes, {"ict": 1.0, "finetune": 9.0}, str)) == 1
-    assert "not known" in told(values, None, {}, str)[0]
+def test_steps_that_a_small_corpus_does_not_take_cost_nothing() -> None:
+    sizes = Sizes(10, 400, 20, 4000, {"train": 50, "dev": 10, "test": 20})
+    values = small_project.toy_values(ict={"steps": 60, "batch_size": 8, "reader_steps": 90, "reader_batch_size": 4})
+    values["ict"]["epochs"] = 2
+    found = work_of(values, sizes)["ict"]
+    assert found["retriever learns"] == 3 * 8 * (48 + 20)  # 20 passages in batches of 8
+    assert found["reader learns"] == 50 * 4 * (20 + 48)  # 200 of the warm-up text's
+    assert "not known" in told(None, {}, str)[0]
 
 
 @pytest.mark.parametrize("seconds", [60.0, -1.0])
@@ -268,4 +269,6 @@ def test_a_run_of_several_stages_begins_with_its_steps(tmp_path: Path) -> None:
     list(run_stages(names, values, project=tmp_path, root=tmp_path / "root", report=report, force=False))
     assert report.said[0].startswith("run: 2 stages"), report.said
     assert "tag 7" not in report.said[0], "dates need no training"
-    assert "ict 8, pretrain 12; finetune 2 epochs" in duration.begins(("ict", "pretrain", "finetune"), values)
+    assert "ict 8, pretrain 12; finetune, epochs over the questions: 2" in duration.begins(
+        ("ict", "pretrain", "finetune"), values
+    )

@@ -282,7 +282,8 @@ def test_a_builder_that_follows_a_stage_makes_shards_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The stage alone first, then again while it leaves all but the last shard of each work to the builder."""
-    options = {"tag": {"method": "tagger"}, "pretrain": {"steps": 0, "builder": "external"}}
+    steps = {"steps": 1, "builder": "child"} if name == "pretrain" else {"steps": 0}
+    options = {"tag": {"method": "tagger"}, "pretrain": steps}
     write_project(tmp_path, **options)
     values, root = toy_values(**options), tmp_path / "root"
     before = list(dict.fromkeys(["snapshot", "tag", "ict", "pretrain", "finetune", name]))

@@ -173,19 +173,22 @@ def init(**given: Any) -> Iterator[str]:
 
 @main.command(epilog="\b\n" + "\n".join(f"{stage.name:<10}{stage.what}" for stage in STAGES.values()))
 @click.argument("stage", type=click.Choice([*STAGES, "all"]), metavar="STAGE")
-@_values
+@_chosen
 @_new_root
 @_flag("--force", help="Run again even if inputs and options did not change.")
 @_watch_parent
-def run(stage: str, **given: Any) -> None:
+def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str], **given: Any) -> None:
     """Run one stage of the training, or all of them in order.
 
     STAGE is "all" or one of the names below. A stage whose inputs and options did not change is skipped. A stage
     that was killed resumes from its checkpoints.
     """
+    from realmops import config
     from realmops.stages import chain
 
-    _run(chain(given["values"]) if stage == "all" else (stage,), **given)
+    values, named = _loaded(params, presets, settings), [*config.read_params(params)[0], *presets]
+    names = chain(values) if stage == "all" else (stage,)
+    _run(names, values=values, presets=named, project=params.parent, **given)
 
 
 def _run(names: Iterable[str], root: Path, **given: Any) -> None:

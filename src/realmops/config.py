@@ -132,6 +132,7 @@ class Ict(Section, name="ict"):
     query_wordpieces: int
     removal: Share
     neighbours: int
+    epochs: Amount
     reader_steps: Count
     reader_batch_size: int
     reader_learning_rate: float

@@ -111,6 +111,7 @@ def pretrain(
     """As :func:`run_stage`; raises the index builders' Deployment first, where one is named and work is left."""
     values, console, place = _parsed(options), Console(), Path(root)
     console.say(f"limits of this pod: {limits}")
+    _take_over("pretrain", values, place)  # before builders are raised for it
     with (
         raised_builders(values, place, deployment, builders, owner, wait_seconds, console.say) as given,
         helped(place, "pretrain", deployment, builders + 1, owner, console, held=True),
@@ -322,6 +323,7 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
 
     _make_folder(root)
     folder = root / STAGES[stage].folder
+    _take_over(stage, values, root)
     if processes > 1:
         _run_together(stage, values, root, processes)
         found = artifacts.read_json(folder / METRICS)
@@ -334,6 +336,28 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
     manifest.metadata.update(lies | _figures(found))
     # Kubeflow's page shows ten figures at once, by the alphabet; the manifest has all
     _show({name: found[name] for name in CHIEF.get(stage, found) if name in found}, metrics)
+
+
+def _take_over(stage: str, values: Values, root: Path) -> None:
+    """Link what another run beside ``root`` has made of the same inputs and options, so that it is not made again."""
+    from realmops.stages import fingerprint
+    from realmops.stages.runner import alone, finished, inputs_of
+
+    one, folder = STAGES[stage], root / STAGES[stage].folder
+    key = fingerprint(one, values, inputs_of(one, values, root, root))
+    if finished(folder, one, key) is not None:
+        return
+    for record in sorted(root.parent.glob(f"*/{one.folder}/{artifacts.MANIFEST}")):
+        with suppress(OSError, ValueError):  # replaced at this moment, or damaged: it is made here
+            if artifacts.read_json(record).get("fingerprint") != key or finished(record.parent, one, key) is None:
+                continue
+            with alone(root / artifacts.WORK, stage), artifacts.atomic_folder(folder) as out:
+                for file in (path for path in record.parent.rglob("*") if path.is_file()):
+                    place = out / file.relative_to(record.parent)
+                    artifacts.make_folder(place.parent)
+                    artifacts.link_or_copy(file, place)
+            Console().say(f"{stage}: {record.parent} was made from the same inputs and options, and is taken over")
+            return
 
 
 def _make_folder(root: Path) -> None:

@@ -22,6 +22,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.stages import CLOZE, HUB, STAGES, external_files, named_below
 from realmops.train.finetune import finetune_steps
 from realmops.train.held_out import WATCHED
+from realmops.train.ict import steps_over
 from realmops.train.windows import NEGATIVES_FROM, WINDOW
 
 Values = Mapping[str, Mapping[str, Any]]
@@ -35,7 +36,6 @@ SENTENCE = 25  # wordpieces
 START_SECONDS = 4.0  # of a stage: its files are read, its models are made
 SNAPSHOT_RATE = 100_000  # wordpieces that one process reads and cuts in a second
 FORWARD = 3.0  # times as fast as learning
-EPOCHS_TOLD = 4  # of warm starts, from which on the plan says what they cost
 # Of the sample, for each subject: documents, those of a warm-up world, and questions.
 SAMPLE_DOCUMENTS, SAMPLE_WORDPIECES, SAMPLE_QUESTIONS = 7.8, 30.0, {"train": 2.7, "dev": 1.0, "test": 1.8}
 CLOZE_SHARES = {"train": 0.9, "dev": 0.05, "test": 0.05}  # of the questions that are made, one for two sentences
@@ -152,18 +152,23 @@ def work_of(values: Values, sizes: Sizes) -> dict[str, dict[str, float]]:
         found["tag"]["read"] = text + sizes.warmup_wordpieces
         found["tag"]["reader learns"] = tag.steps * tag.batch_size * min(TAGGED, tag.wordpieces)
     queries = sentence if ict.task == "cloze" else ict.crops * CROP
+    warmup = sizes.warmup_wordpieces or text
+    steps, _ = steps_over(round(passages), ict)
+    _, reader_steps = steps_over(round(passages * warmup / text), ict)
     found["ict"] = {
-        "retriever learns": ict.steps * min(ict.batch_size, passages) * (passage + queries),
-        "reader learns": ict.reader_steps * ict.reader_batch_size * (sentence + min(passage, ict.reader_wordpieces)),
+        "retriever learns": steps * min(ict.batch_size, passages) * (passage + queries),
+        "reader learns": reader_steps * ict.reader_batch_size * (sentence + min(passage, ict.reader_wordpieces)),
     }
-    indexes = 2 + pretrain.steps // pretrain.refresh_every if pretrain.steps else 1
-    masked = min(pretrain.masked_sentences, sizes.sentences / 10)
-    beside = pretrain.documents * (sentence + min(passage, pretrain.reader_wordpieces))
-    found["pretrain"] = {
-        "steps": pretrain.steps,
-        "embedded": indexes * passages * passage,
-        "read": (masked + indexes * min(masked, WATCHED)) * beside,
-    }
+    found["pretrain"] = {}
+    if pretrain.steps:
+        indexes = 2 + pretrain.steps // pretrain.refresh_every
+        masked = min(pretrain.masked_sentences, sizes.sentences / 10)
+        beside = pretrain.documents * (sentence + min(passage, pretrain.reader_wordpieces))
+        found["pretrain"] = {
+            "steps": pretrain.steps,
+            "embedded": indexes * passages * passage,
+            "read": (masked + indexes * min(masked, WATCHED)) * beside,
+        }
     found["finetune"] = _tuned(parse_section("finetune", values["finetune"]), values, sizes)
     answer = _answer(parse_section("finetune", values["finetune"]), sizes)
     twice = 1 + bool(values["evaluate"]["bm25"])
@@ -218,8 +223,8 @@ def seconds_of(
     }
 
 
-def told(values: Values, sizes: Sizes | None, seconds: Mapping[str, float], shown: Callable[[float], str]) -> list[str]:
-    """In words, with what warm starts cost on a small corpus; ``shown`` writes seconds."""
+def told(sizes: Sizes | None, seconds: Mapping[str, float], shown: Callable[[float], str]) -> list[str]:
+    """In words; ``shown`` writes seconds."""
     if sizes is None:
         return [
             "How long this run takes is not known: documents or questions are not here yet. Run the first stages, or "
@@ -227,20 +232,10 @@ def told(values: Values, sizes: Sizes | None, seconds: Mapping[str, float], show
         ]
     counted = ", ".join(f"{sizes.questions[name]:,.0f} {name}" for name in ("train", "dev", "test"))
     parts = ", ".join(f"{stage} {shown(one)}" for stage, one in seconds.items())
-    lines = [
+    return [
         f"This run takes about {shown(sum(seconds.values()))} here, half of that to twice that: {parts}. "
         f"It has {sizes.passages:,.0f} passages, and questions: {counted}."
     ]
-    ict = values["ict"]
-    epochs = ict["steps"] * min(ict["batch_size"], sizes.passages) / sizes.passages
-    if epochs > EPOCHS_TOLD and seconds["ict"] > sum(seconds.values()) / 4:
-        lines.append(
-            f"The stage ict takes as long with few passages as with many: ict.steps={ict['steps']} of "
-            f"{ict['batch_size']} passages see each passage {epochs:.0f} times, and ict.reader_steps="
-            f"{ict['reader_steps']} read {ict['reader_steps'] * ict['reader_batch_size']:,} sentences. Lower both to "
-            "save that time."
-        )
-    return lines
 
 
 def begins(names: Collection[str], values: Values) -> str:
@@ -251,7 +246,7 @@ def begins(names: Collection[str], values: Values) -> str:
         "pretrain": values["pretrain"]["steps"],
     }
     parts = [f"{name} {steps[name]:,}" for name in names if steps.get(name)]
-    told = [f"steps of training: {', '.join(parts)}"] if parts else []
-    told += [f"finetune {values['finetune']['epochs']:g} epochs over the questions"] if "finetune" in names else []
+    told = [f"at most so many steps of training: {', '.join(parts)}"] if parts else []
+    told += [f"finetune, epochs over the questions: {values['finetune']['epochs']:g}"] if "finetune" in names else []
     minutes = '"realmops plan" with the same options says how many minutes that takes here'
     return "; ".join([f"run: {len(names)} stages", *told, minutes])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from realmops.config import PACKAGE
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.questions import json_line, parts_of, read_questions
+from realmops.encoders.folders import is_sentence_encoder
 from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
 
 STARTER = PACKAGE / "starter"
@@ -28,6 +32,8 @@ SPLITS = "train", "dev", "test"
 LEAST = 60  # questions, below which all are test questions
 TAGGED = "data/public"  # where the presets look for tagged sentences
 HUB_SECONDS = 5.0
+GPU_SECONDS = 10.0  # for the driver's answer
+LARGE = 20_000_000  # bytes of documents, some 20,000 passages, from which on the preset large finds more from scratch
 PARAMS_HEAD = """\
 # What differs from the defaults. docs/options.md of realmops has every option; "realmops params --json" prints all that
 # hold here. A preset is a file of differences, realmops' own or presets/NAME.yaml here.
@@ -77,8 +83,8 @@ def init(
     """
     project = Project(folder)
     if documents is not None:
-        _look_at_documents(project, documents)
-        project.presets += _model(project, encoder)
+        size = _look_at_documents(project, documents)
+        project.presets += _model(project, encoder, size)
         if questions:
             _look_at_questions(project, questions)
         else:
@@ -112,7 +118,16 @@ def init(
     yield from project.lines
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    yield f"next: {place}realmops run all"
+    yield f"next: {place}realmops run all; or with DVC: {place}{_dvc_words(folder.resolve())}dvc repro"
+
+
+def _dvc_words(folder: Path) -> str:
+    """What comes before ``dvc repro``, which wants its own folder, beside git's or below it."""
+    if (folder / ".dvc").is_dir():
+        return ""
+    if any((above / ".git").exists() for above in folder.parents) and not (folder / ".git").exists():
+        return "dvc init --subdir && "
+    return "dvc init && " if (folder / ".git").exists() else "git init && dvc init && "
 
 
 ALWAYS = "params.yaml", "dvc.yaml", "kustomization.yaml", f"k8s/{BASES}"
@@ -145,14 +160,22 @@ def _filled(name: str, project: Project, cluster: str) -> str:
     return text
 
 
-def _look_at_documents(project: Project, documents: Path) -> None:
+def _look_at_documents(project: Project, documents: Path) -> int:
+    """Tell of the documents; their bytes."""
     found = sources(documents, "auto")
-    counts = Counter(one.format.name for one in found)
+    counts = Counter(_kind(one) for one in found)
     size = sum(one.size for one in found)
     files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
     project.lines.append(f"documents: {files}, {size / 1e6:,.1f} MB")
     project.lines += _looked_into(found)
     project.put("snapshot.documents", _named(project, documents))
+    return size
+
+
+def _kind(source: Source) -> str:
+    """What a person calls a file: by its ending where one format reads several kinds of texts."""
+    ending = Path(source.path.name.removesuffix(".gz")).suffix.lstrip(".")
+    return ending if ending and source.format.name == "text" else source.format.name
 
 
 def _named(project: Project, path: Path) -> str:
@@ -188,18 +211,45 @@ def _looked_into(found: Sequence[Source]) -> list[str]:
     return lines
 
 
-def _model(project: Project, encoder: str | None) -> list[str]:
-    """The presets of the model, by the encoder."""
-    chosen = encoder or _at_hand()
+def _model(project: Project, encoder: str | None, size: int) -> list[str]:
+    """The presets of the model: by the encoder, the bytes of the documents, and whether there is a GPU."""
+    chosen, gpu = encoder or _at_hand(), _gpu()
+    if gpu:
+        project.lines.append(f"GPU: {gpu}")
     if chosen == "small":
         why = "" if encoder else f"; {ENCODER} is not in the hub's cache, and the hub cannot be reached"
-        project.lines.append(f"encoder: from scratch (preset squad){why}")
-        return ["squad"]
+        presets = ["squad", "large"] if size >= LARGE else ["squad"]
+        project.lines.append(f"encoder: from scratch ({_presets(presets)}){why}")
+        return presets
     if chosen != ENCODER:
         path = Path(chosen)
         project.put("bert.init", _named(project, path) if path.is_dir() else chosen)
-    project.lines.append(f"encoder: {chosen} (presets squad, minilm)")
-    return ["squad", "minilm"]
+    presets = ["squad", "bert-base"] if gpu and _is_plain_bert(chosen) else ["squad", "minilm"]
+    why = "; bert-base is for a plain BERT on a GPU, and was not run by us" if "bert-base" in presets else ""
+    project.lines.append(f"encoder: {chosen} ({_presets(presets)}){why}")
+    return presets
+
+
+def _presets(names: Sequence[str]) -> str:
+    return f"{'presets' if len(names) > 1 else 'preset'} {', '.join(names)}"
+
+
+def _is_plain_bert(encoder: str) -> bool:
+    """Whether an encoder is no sentence encoder, as far as its folder or its name on the hub says."""
+    folder = Path(encoder)
+    return not is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
+
+
+def _gpu() -> str:
+    """The name of an NVIDIA GPU that torch can use, empty where there is none; torch would take seconds to import."""
+    if version("torch").endswith("+cpu") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return ""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=GPU_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(asked.stdout.splitlines()), "").strip()
 
 
 def _at_hand() -> str:

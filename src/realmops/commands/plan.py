@@ -307,7 +307,7 @@ def run_of(values: Values, project: Path, root: Path, measured: Figures) -> tupl
     work = {} if sizes is None else work_of(values, sizes)
     seconds = seconds_of(work, measured, values["snapshot"]["workers"])
     counted = {} if sizes is None else {"passages": sizes.passages, "questions": dict(sizes.questions)}
-    return {"seconds": seconds, **counted}, told(values, sizes, seconds, lambda time: _shown(time, _SECONDS))
+    return {"seconds": seconds, **counted}, told(sizes, seconds, lambda time: _shown(time, _SECONDS))
 
 
 def notes(measured: Figures, scales: Sequence[Figures]) -> list[str]:

@@ -27,6 +27,8 @@ def summary(root: Path) -> Iterator[Table | str]:
     if not metrics:
         raise ValueError(f"{root.resolve()} holds no results; run 'make run' or 'realmops run all' there first")
     yield from (table.for_console() for table in figure_tables(metrics))
+    if presets := presets_of(root):
+        yield f"Presets:  {', '.join(presets)}"
     page = page_under(root)
     if page.is_file():
         yield f"The report, which opens without a network:  {page}"
@@ -40,6 +42,13 @@ def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
     """What each stage under ``root`` has measured."""
     paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
     return {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
+
+
+def presets_of(root: Path) -> list[str]:
+    """The presets that the results come from, by name."""
+    record = root / STAGES["evaluate"].folder / artifacts.MANIFEST
+    found: list[str] = artifacts.read_json(record).get("presets", []) if record.is_file() else []
+    return found
 
 
 def page_under(root: Path) -> Path:

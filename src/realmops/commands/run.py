@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from realmops.commands.duration import begins
 from realmops.commands.questions import make_cloze
-from realmops.config import notes
+from realmops.config import CLOSED_BOOK, notes, parse_section
 from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
+from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.questions import read_questions
+from realmops.encoders.folders import T5, encoder_files, encoder_folder
 from realmops.index.process import end_with
 from realmops.stages import CLOZE, STAGES, Report, check_files, external_files, in_use, named_below
 from realmops.stages.runner import run_stage
@@ -22,6 +24,7 @@ def run_stages(
     names: Collection[str],
     values: Mapping[str, Mapping[str, Any]],
     *,
+    presets: Sequence[str] = (),
     project: Path,
     root: Path,
     report: Report,
@@ -30,24 +33,30 @@ def run_stages(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run stages as ``run_stage`` does; the name and the metrics of each, which a process that only helps has not.
 
-    The files that they want from outside are read before the first one begins: what the last of them would refuse costs
-    nothing. Behind the stage tag questions are made from the corpus, where a later stage reads such.
+    The files that they want from outside are read before the first one begins, and the encoder is opened: what the last
+    of them would refuse costs nothing. Behind the stage tag questions are made from the corpus, where a later stage
+    reads such.
     """
     if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
         watch_parent = os.getppid()  # torchrun, whose processes outlive it when it is killed
     if watch_parent is not None:
         end_with(watch_parent)
     check_files(names, values, project, root)
-    for name in names:
-        for key, path in external_files(STAGES[name], values, project, root).items():
-            if key in in_use(STAGES[name], values) and path.exists():
-                look_at(key, path, values)
+    files = {
+        key: path
+        for name in names
+        for key, path in external_files(STAGES[name], values, project, root).items()
+        if key in in_use(STAGES[name], values) and path.exists()
+    }
+    for key, path in files.items():  # each once
+        look_at(key, path, values)
+    look_at_encoders(names, values)
     for note in notes(names, values):
         report.warn(note)
     if len(names) > 1:
         report.say(begins(names, values))
     for name in names:
-        metrics = run_stage(name, values, project=project, root=root, report=report, force=force)
+        metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
         if metrics:
             yield name, metrics
         if name == "tag" and named_below(CLOZE, names, values):
@@ -65,3 +74,16 @@ def look_at(key: str, path: Path, values: Mapping[str, Mapping[str, Any]]) -> No
         read_questions([path], format=values["questions"]["format"])
     elif key.startswith("tag."):
         read_conll(path)
+
+
+def look_at_encoders(names: Collection[str], values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Open the pre-trained encoder that one of these stages wants, as ``ict`` does, and find T5's files."""
+    init = values["bert"]["init"]
+    if init != "small" and any("bert" in STAGES[name].sections for name in names):
+        from realmops.model.files import build_models
+
+        words, _ = read_encoder_vocabulary(encoder_folder(init))
+        bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
+        build_models(bert, retriever, reader, len(words), seed=0)
+    if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:
+        encoder_files(values["closed_book"]["init"], T5)

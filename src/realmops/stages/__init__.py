@@ -1,7 +1,7 @@
 """The pipeline as data: which stages there are, what each reads, and the one way to run one."""
 
 import importlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -42,6 +42,7 @@ class Job:
     journal: Journal
     report: Report
     offer: Path  # the file that tells index builders what they can help with
+    presets: Sequence[str] = ()  # their names, for people
 
     def section(self, kind: type[Section]) -> Section:
         """The options of one section, by their type; KeyError where the stage does not declare it."""
@@ -177,9 +178,16 @@ def named_below(folder: str, names: Collection[str], values: Mapping[str, Mappin
     return any(Path(folder) in Path(values[section][key]).parents for section, key in (key.split(".") for key in keys))
 
 
+def reads_spans(values: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether salient spans are read: by the reader's warm start, by pre-training, or to make questions of."""
+    return bool(values["ict"]["reader_steps"] or values["pretrain"]["steps"] or named_below(CLOZE, STAGES, values))
+
+
 def chain(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
-    """All stages in their order, without the sample where nothing of it is read."""
-    return tuple(name for name in STAGES if name != "sample" or named_below(STAGES["sample"].folder, STAGES, values))
+    """All stages in their order, without the sample where nothing of it is read, and without the tagger likewise."""
+    needless = set() if reads_spans(values) else {"tag"}
+    needless |= set() if named_below(STAGES["sample"].folder, {*STAGES} - needless, values) else {"sample"}
+    return tuple(name for name in STAGES if name not in needless)
 
 
 def outside_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:
@@ -216,9 +224,9 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
 
 
 def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:
-    """A digest of everything that a stage's output depends on: its sections and the content of its inputs.
+    """A digest of everything that a stage's output depends on: its options and the content of its inputs.
 
-    The metrics of an earlier stage do not count: they hold the seconds that it took.
+    The metrics of an earlier stage do not count: they hold the seconds that it took. Nor does where indexes are built.
     """
     content: dict[str, Any] = {}
     for name, path in sorted(inputs.items()):
@@ -227,9 +235,19 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_of(path)
-    return artifacts.digest_of(
-        {"stage": stage.name, "sections": {s: values[s] for s in stage.sections}, "inputs": content}
-    )
+    sections = deciding(stage, values)
+    if "pretrain" in sections:
+        sections["pretrain"] = {key: v for key, v in sections["pretrain"].items() if key not in ("builder", "exchange")}
+    return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
+
+
+def deciding(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The options that a stage's output depends on: its sections without the files that other stages alone read."""
+    others = {key for one in STAGES.values() for key in one.files} - {*stage.files}
+    return {
+        section: {key: value for key, value in values[section].items() if f"{section}.{key}" not in others}
+        for section in stage.sections
+    }
 
 
 def content_of(path: Path) -> Any:

@@ -216,6 +216,8 @@ def _report(job: Job, snapshot: Snapshot, metrics: dict[str, Any]) -> None:
         "corpus": snapshot.corpus_hash[:12],
         "documents": f"{known.get('snapshot', {}).get('documents', '?')} in {len(snapshot)} passages",
     }
+    if job.presets:
+        about["presets"] = ", ".join(job.presets)
     if "snapshot.documents" in options:
         about["of"] = options["snapshot.documents"]
     write_report(

@@ -1,5 +1,6 @@
 """Stage ``ict``: warm starts of retriever and reader."""
 
+from dataclasses import replace
 from typing import Any
 
 from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
@@ -11,18 +12,19 @@ from realmops.model.retriever import HYBRID_START
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out import held_out_rows
-from realmops.train.ict import train_reader, train_retriever
+from realmops.train.ict import steps_over, train_reader, train_retriever
 
 
 def run(job: Job) -> dict[str, Any]:
     """Train both models one after the other and write them; returns the accuracies of the last steps."""
-    options = job.section(Ict)
     run_options = job.section(RunOptions)
     device, dtype = device_and_dtype(run_options)
     corpus = open_snapshot(job)
     has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
     text = open_snapshot(job, "warmup") if has_warmup else corpus
-    spans = open_spans(job, text, text.folder.name)
+    wanted: Ict = job.section(Ict)
+    options = replace(wanted, steps=steps_over(len(corpus), wanted)[0], reader_steps=steps_over(len(text), wanted)[1])
+    spans = open_spans(job, text, text.folder.name) if options.reader_steps else None
     size = corpus.tokenizer.get_vocab_size()
     towers = job.section(RetrieverOptions)
     retriever, reader = build_models(
@@ -39,9 +41,10 @@ def run(job: Job) -> dict[str, Any]:
     trainings = StageTrainings(job)
     surroundings = trainings.context("ict", options.steps, "inverse cloze task")
     trainings.end = train_retriever(surroundings, retriever, corpus, options, optimiser)
-    surroundings = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
-    held_out = () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()  # pretrain's
-    train_reader(surroundings, reader, text, spans, options, optimiser, held_out, job.work)
+    if spans is not None:
+        surroundings = trainings.context("warm_start", options.reader_steps, "reader's warm start", "reader_")
+        held_out = () if has_warmup else held_out_rows(len(spans.rows), run_options.seed).tolist()  # pretrain's
+        train_reader(surroundings, reader, text, spans, options, optimiser, held_out, job.work)
     if not surroundings.team.leads:
         return {}
     save_models(job.out, retriever, reader, corpus.vocabulary_hash)

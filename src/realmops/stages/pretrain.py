@@ -1,5 +1,6 @@
 """Stage ``pretrain``: REALM, with the index builder beside it over the exchange."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from realmops.index.mips import PassageIndex, exact
 from realmops.index.source import ExchangeSource, Index, Refresh
 from realmops.index.trainer import Policy
 from realmops.journal import JournalValues
-from realmops.model.files import load_models, save_models
+from realmops.model.files import MODEL, READER, RETRIEVER, load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.stages.common import (
@@ -38,13 +39,22 @@ from realmops.train.candidates import depth
 from realmops.train.examples import Example, Examples
 from realmops.train.exchange import BuilderSettings, exchange
 from realmops.train.held_out import BestModels
+from realmops.train.parallel import team
 from realmops.train.pretrain import pretrain
 from realmops.train.realm import Realm
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Pre-train and write both models; returns utility, staleness, refreshes and recall before and after."""
+    """Pre-train and write both models; returns utility, staleness, refreshes and recall before and after.
+
+    With no steps the models are those of ``ict``, and nothing is measured: ``evaluate`` measures them.
+    """
     options, run_options = job.section(Pretrain), job.section(RunOptions)
+    if not options.steps:
+        if team().leads:
+            for name in (MODEL, RETRIEVER, READER):
+                shutil.copyfile(job.inputs["ict"] / name, job.out / name)
+        return {}
     snapshot = open_snapshot(job)
     rows, masked = _held_out(job, snapshot)
     examples = _examples(job, snapshot)

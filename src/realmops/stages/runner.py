@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,19 @@ from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK
 from realmops.encoders.folders import T5, encoder_files
 from realmops.journal import Journal
-from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, Stage, external_files, fingerprint, parse_sections
+from realmops.stages import (
+    JOURNAL,
+    METRICS,
+    STAGES,
+    Job,
+    Report,
+    Stage,
+    deciding,
+    external_files,
+    fingerprint,
+    parse_sections,
+    reads_spans,
+)
 from realmops.tracking.runs import headline, shown_files, tracked
 
 TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
@@ -26,6 +38,7 @@ def run_stage(
     name: str,
     values: Mapping[str, Mapping[str, Any]],
     *,
+    presets: Sequence[str] = (),
     project: Path,
     root: Path,
     report: Report,
@@ -35,6 +48,7 @@ def run_stage(
 
     Args:
         values: all sections of the params file.
+        presets: names of those that the values come from, for the record.
         project: where relative file names of the params start.
         root: where the stages' folders lie (data/, models/, results/).
         force: run again even when the output was made from the same inputs and options.
@@ -52,7 +66,7 @@ def run_stage(
         if not team().leads:
             return _help(STAGES[name], values, project, root, force)
     with alone(root / WORK, name):
-        return _run_alone(STAGES[name], values, project, root, report, force)
+        return _run_alone(STAGES[name], values, presets, project, root, report, force)
 
 
 @contextmanager
@@ -81,7 +95,13 @@ def is_running(folder: Path, name: str) -> bool:
 
 
 def _run_alone(
-    stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path, report: Report, force: bool
+    stage: Stage,
+    values: Mapping[str, Mapping[str, Any]],
+    presets: Sequence[str],
+    project: Path,
+    root: Path,
+    report: Report,
+    force: bool,
 ) -> dict[str, Any]:
     name = stage.name
     sections = parse_sections(stage, values)
@@ -101,15 +121,15 @@ def _run_alone(
         stack.callback(_remove_empty, work)
         out = stack.enter_context(artifacts.atomic_folder(final))
         journal = stack.enter_context(Journal(work / JOURNAL, name))
-        tracker = tracked(stack, journal, name, values, inputs, project, root)
-        job = Job(sections, inputs, out, work, journal, report, offer_of(root, name))
+        tracker = tracked(stack, journal, name, values, presets, inputs, project, root)
+        job = Job(sections, inputs, out, work, journal, report, offer_of(root, name), presets)
         metrics = _finite(_worked(stage, values, job))
         metrics["seconds"] = round(time.monotonic() - started, 1)
         journal.position()
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        artifacts.write_manifest(out, name, fingerprint=key, sections={s: values[s] for s in stage.sections})
+        artifacts.write_manifest(out, name, fingerprint=key, sections=deciding(stage, values), presets=[*presets])
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
             tuned = values["finetune"]
@@ -164,7 +184,8 @@ def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Pa
     inputs: dict[str, Path] = {}
     for need in stage.needs:
         folder = root / STAGES[need].folder
-        if need in stage.optional and not folder.exists():
+        missing = need in stage.optional and not folder.exists()
+        if missing or (need == "tag" and not reads_spans(values)):
             continue
         artifacts.read_manifest(folder, need)
         inputs[need] = folder

@@ -169,6 +169,7 @@ def tracked(
     journal: Journal,
     name: str,
     values: Mapping[str, Mapping[str, Any]],
+    presets: Sequence[str],
     inputs: Mapping[str, Path],
     project: Path,
     root: Path,
@@ -183,6 +184,7 @@ def tracked(
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
     params_hash = digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
+    tags |= {"realmops.presets": ", ".join(presets)} if presets else {}
     identity = [params_hash, corpus_hash, tags.get("realmops.git_commit"), str(root.absolute())]
     retriever, reader, seed = values["finetune"]["retriever"], values["finetune"]["reader"], values["run"]["seed"]
     variant = "realm" if retriever == reader == "pretrain" else f"{retriever}+{reader}"

@@ -6,6 +6,7 @@ wordpieces.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +33,15 @@ from realmops.train.optimiser import Group
 
 CROP_WORDS = (4, 16)  # fewest and most
 CROP_DROPPED = 0.3  # of a crop's words, so that a query is no literal copy
+
+
+def steps_over(passages: int, options: Ict) -> tuple[int, int]:
+    """The steps of retriever and reader, of which neither reads more than ``ict.epochs`` times so many passages."""
+    kinds = (options.steps, min(options.batch_size, passages)), (options.reader_steps, options.reader_batch_size)
+    if not options.epochs:
+        return options.steps, options.reader_steps
+    retriever, reader = (min(steps, math.ceil(options.epochs * passages / size)) for steps, size in kinds)
+    return retriever, reader
 
 
 @dataclass(frozen=True)
@@ -201,8 +211,6 @@ def train_reader(
     near to the unmasked x by words (BM25), any other passage, or nothing (``Z_SHARES``).  No x is the sentence of a
     span of ``held_out``, but where nothing else is there.  ``work`` is where the index of the neighbours has room.
     """
-    if not options.reader_steps:
-        return
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = SentencesWithSpans(snapshot, spans)
     sentence_N = spans.rows[:, 1]
