@@ -21,7 +21,7 @@ import yaml
 from click.testing import Result
 from cluster_lab import DEPLOYMENT, Lab
 from compiled import documents, file_of, project_with_pipeline
-from kfp_lab import KfpLab, argo_nodes
+from kfp_lab import KfpLab, RefusedError, argo_nodes
 from manifests import OLDEST
 from test_key import key
 
@@ -701,3 +701,63 @@ def test_kfp_run_create_hands_the_options_on(project: Path, lab: KfpLab) -> None
     [run] = lab.runs
     assert run["display_name"] == "by kfp"
     assert json.loads(arguments_of(run)["options"]) == load(project / "params.yaml")
+
+
+# What a real server answered, and the stand-in
+
+
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "recorded/kubeflow-2.17.0.json").read_text())
+    return found
+
+
+def test_wait_reads_what_a_real_server_says_of_a_pod_that_finds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submit, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(submit, "PENDING_SECONDS", 0.02)
+    run = recorded()["a run whose pod finds no room"]
+    said: list[str] = []
+    tasks = {"guard", "sample", "snapshot", "tag", "ict"}
+    submit.wait("1", tasks, Looked([run["run_details"]["task_details"]] * 20), said.append)  # type: ignore[arg-type]
+    assert sorted(said[:4]) == ["guard: SUCCEEDED", "sample: SUCCEEDED", "snapshot: SUCCEEDED", "tag: RUNNING"]
+    assert said[4].startswith("tag: a pod waits, still PENDING")
+    assert len(said) == 6
+
+
+def test_the_stand_in_makes_the_nodes_that_a_real_server_makes() -> None:
+    """Also the names of 2.17's default, by which every node has another try and so a node around it."""
+    real = {
+        (re.sub(r"^(guard|sample|snapshot|tag)", "T", one["display_name"]), one["state"])
+        for one in recorded()["a run whose pod finds no room"]["run_details"]["task_details"]
+    }
+    made = argo_nodes("1", {"tag": "Pending", "snapshot": "Succeeded"}, retried=True)
+    ours = {(re.sub(r"^(tag|snapshot)", "T", one["display_name"]), one["state"]) for one in made}
+    assert ours <= real
+
+
+def test_the_stand_in_refuses_what_a_real_server_refused(lab: KfpLab, project: Path) -> None:
+    small_project.cli("submit", "--params", project / "params.yaml")
+    [run], [version] = lab.runs, lab.kept["versions"]
+    pipeline = version["pipeline_id"]
+    states = {"predicates": [{"operation": "IN", "key": "state", "stringValues": {"values": ["SUCCEEDED"]}}]}
+    reference = {"pipeline_id": pipeline, "pipeline_version_id": version["pipeline_version_id"]}
+    unknown = {
+        "display_name": "x", "experiment_id": run["experiment_id"], "pipeline_version_reference": reference,
+        "runtime_config": {"parameters": {"nosuch": 1}},
+    }  # fmt: skip
+    form = (
+        b'--b\r\nContent-Disposition: form-data; name="uploadfile"; filename="t.yaml"\r\n\r\n' + COMPILED.read_bytes()
+    )
+    asked: dict[str, tuple[str, str, dict[str, str], dict[str, str], bytes]] = {
+        "no such run": ("GET", "/runs/0", {}, {}, b""),
+        "no such experiment": ("GET", "/experiments/0", {}, {}, b""),
+        "a filter beside a page token": ("GET", "/runs", {"filter": json.dumps(states), "page_token": "e30="}, {}, b""),
+        "a parameter that the pipeline does not have": ("POST", "/runs", {}, {}, json.dumps(unknown).encode()),
+        "a version of a taken name": (
+            "POST", "/pipelines/upload_version", {"name": version["name"], "pipelineid": pipeline},
+            {"Content-Type": "multipart/form-data; boundary=b"}, form + b"\r\n--b--\r\n",
+        ),
+    }  # fmt: skip
+    for what, (method, path, query, headers, body) in asked.items():
+        with pytest.raises(RefusedError) as refused:
+            lab.answer(method, path, query, headers, body)
+        assert refused.value.args[0] == recorded()["errors"][what]["status"], what
