@@ -21,7 +21,7 @@ def evaluate(
     """Measure exact match, recall, ceilings and intervals; write predictions, plots and the report.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         root: folder of the run on the shared volume.
         manifest: what was made, and where.
         report: the page of the run.

@@ -17,7 +17,7 @@ def ict(
     """Warm up the retriever by the inverse cloze task and the reader by masked words.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         root: folder of the run on the shared volume.
         processes: that train together in this pod, one for each of its GPUs.
         model: where it lies, digests and figures.

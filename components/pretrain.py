@@ -22,7 +22,7 @@ def pretrain(
     """Pre-train retriever and reader together while the index is refreshed in the background.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         root: folder of the run on the shared volume.
         owner: id of the pipeline's run, which alone gives the builders back.
         deployment: the index builders' Deployment, raised for this task; empty for a builder in this pod.

@@ -18,7 +18,7 @@ def promote(
     """Register the run as the champion if it is better than the present one, else say why not.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         root: folder of the run on the shared volume.
         model: the registered model in MLflow; nothing is done where it is empty.
         margin: by how much exact match must be higher than the champion's, 0 to 1.

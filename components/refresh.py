@@ -15,7 +15,8 @@ def refresh(
     """Embed passages that changed, answer the test questions again and compare; nothing is trained.
 
     Args:
-        options: all sections of params.yaml as JSON; snapshot.documents names the corpus as it is now.
+        options: params as JSON, sections with what differs from the defaults; snapshot.documents names the corpus as it
+            is now.
         root: folder of the trained run on the shared volume.
         changes: the answers that are others now.
         metrics: passages and answers that changed, and exact match before and after.

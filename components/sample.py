@@ -15,7 +15,7 @@ def sample(
     """Make an invented encyclopedia, with questions about it.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         root: folder of the run on the shared volume.
         manifest: what was made, and where.
         metrics: its figures.

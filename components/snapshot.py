@@ -16,7 +16,7 @@ def snapshot(
     """Cut documents into passages, tokenise and hash them.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         root: folder of the run on the shared volume.
         corpus: where it lies, digests and figures.
         metrics: its figures.

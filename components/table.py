@@ -21,7 +21,7 @@ def table(
 
     Args:
         variants: their names, without that of the reference.
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         presets: names of presets for every variant, as a JSON list.
         settings: section.key=value for every variant, as a JSON list.
         seeds: how many times each was trained.

@@ -19,7 +19,7 @@ def tag(
     """Find the salient spans: entities by a tagger trained here, dates by expression.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         root: folder of the run on the shared volume.
         manifest: what was made, and where.
         metrics: its figures.

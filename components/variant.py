@@ -20,7 +20,7 @@ def variant(
 
     Args:
         name: of the variant, a key of realmops' variants.yaml.
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         presets: names of presets for every variant, as a JSON list.
         settings: section.key=value for every variant, as a JSON list.
         seeds: train it so many times.

@@ -48,7 +48,7 @@ def ablations(
         seeds: train each so many times.
         presets: laid over the options for every variant, as a JSON list of names.
         overrides: section.key=value for every variant, as a JSON list.
-        options: all sections of params.yaml as JSON, as "realmops params --json" prints them.
+        options: params as JSON, sections with what differs from the defaults.
         runs: the folder of all runs on the volume, which is mounted at /realmops.
         image: of every pod.
         volume: the claim that all pods share.

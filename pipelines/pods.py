@@ -1,15 +1,15 @@
 """What the pods of all pipelines have in common; everything that differs between clusters is a parameter."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from kfp import dsl, kubernetes
 
 from realmops import config
+from realmops.cluster.options import packed
 
 PARAMS = Path(__file__).parents[1] / "params.yaml"
-OPTIONS = json.dumps(config.load(PARAMS), sort_keys=True)
+OPTIONS = packed(config.load(PARAMS))
 VOLUME = "/realmops"
 RUNS = f"{VOLUME}/runs"
 USER = 10001  # of the image

@@ -53,7 +53,7 @@ def train(
 
     Args:
         run: the name of the run's folder; the same name goes on where it was stopped.
-        options: all sections of params.yaml as JSON, as "realmops params --json" prints them.
+        options: params as JSON, sections with what differs from the defaults.
         runs: the folder of all runs on the volume, which is mounted at /realmops.
         image: of every pod.
         volume: the claim that trainer and builders share.

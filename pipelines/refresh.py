@@ -34,8 +34,8 @@ def refresh(
 
     Args:
         run: the name of the trained run's folder.
-        options: all sections of params.yaml as JSON, as "realmops params --json" prints them: those that the run was
-            trained with, snapshot.documents naming the corpus as it is now.
+        options: params as JSON, sections with what differs from the defaults: those that the run was trained with,
+            snapshot.documents naming the corpus as it is now.
         runs: the folder of all runs on the volume, which is mounted at /realmops.
         image: of the pod.
         volume: the claim that holds the run.

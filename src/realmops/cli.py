@@ -207,7 +207,9 @@ def _run(names: Iterable[str], root: Path, **given: Any) -> None:
 @main.command("params")
 @_flag("--write", help="Write the result into the params file instead of printing it.")
 @_flag("--json", "as_json", help="Print one line of JSON, which the Kubeflow pipelines take.")
-@_flag("--kfp", "for_kfp", help='As --json, quoted once more: for options=... of "kfp run create".')
+@_flag(
+    "--kfp", "for_kfp", help='What differs from the defaults, quoted once more: for options=... of "kfp run create".'
+)
 @_chosen
 def show_params(
     write: bool, as_json: bool, for_kfp: bool, params: Path, presets: Sequence[str], settings: Sequence[str]
@@ -220,9 +222,13 @@ def show_params(
     from realmops.artifacts import canonical_json, write_bytes
     from realmops.config import rewritten
 
-    if as_json or for_kfp:
-        text = canonical_json(_loaded(params, presets, settings)).decode()
-        return [canonical_json(text).decode() if for_kfp else text]  # kfp takes JSON apart, its server wants text
+    if for_kfp:
+        from realmops.cluster.options import packed
+
+        # kfp takes JSON apart, its server wants text
+        return [canonical_json(packed(_loaded(params, presets, settings))).decode()]
+    if as_json:
+        return [canonical_json(_loaded(params, presets, settings)).decode()]
     text, changes = rewritten(params, presets, settings)
     if not write:
         return [text.removesuffix("\n")]

@@ -20,9 +20,9 @@ from typing import Any
 
 import yaml
 
-from realmops import artifacts
 from realmops.cluster.key import digests_of_files, image_note, key_of
 from realmops.cluster.kube import looked
+from realmops.cluster.options import packed
 from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.server import Server
 from realmops.cluster.waiting import Say, awaited
@@ -178,7 +178,7 @@ def prepare(
     key = key_of(values, files, pipeline.documents, given)
     if "image" in pipeline.parameters:
         notes += image_note(str(given.get("image", pipeline.parameters["image"].get("defaultValue", ""))))
-    ours = {"options": artifacts.canonical_json(values).decode(), "run": key[:16], "key": key}
+    ours = {"options": packed(values), "run": key[:16], "key": key}
     given = {one: value for one, value in ours.items() if one in pipeline.parameters} | given
     missing = [
         one

@@ -17,8 +17,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from realmops import artifacts, config
+from realmops import artifacts
 from realmops.cluster.builders import give_back, helped, raised_builders
+from realmops.cluster.options import unpacked
 from realmops.cluster.server import Server
 from realmops.cluster.submit import older_run
 from realmops.console import CHIEF, Console, end_on_sigterm, explained_errors
@@ -85,13 +86,13 @@ def run_stage(
     """Run a stage under ``root`` and write its small results.
 
     Args:
-        options: all sections of params.yaml as JSON.
+        options: params as JSON, sections with what differs from the defaults.
         manifest: what was made where.
         processes: started by torchrun, to train together.
         shard_pods: that tag and embed together; those beside this one are replicas of ``deployment``.
     """
     with helped(Path(root), stage, deployment, shard_pods, owner, Console()):
-        _run(stage, _parsed(options), Path(root), manifest, metrics, processes)
+        _run(stage, unpacked(options), Path(root), manifest, metrics, processes)
 
 
 @_task()
@@ -109,7 +110,7 @@ def pretrain(
     limits: str,
 ) -> None:
     """As :func:`run_stage`; raises the index builders' Deployment first, where one is named and work is left."""
-    values, console, place = _parsed(options), Console(), Path(root)
+    values, console, place = unpacked(options), Console(), Path(root)
     console.say(f"limits of this pod: {limits}")
     _take_over("pretrain", values, place)  # before builders are raised for it
     with (
@@ -142,7 +143,7 @@ def evaluate(
     from realmops.evaluate.report import figure_tables
 
     with helped(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
-        _run("evaluate", _parsed(options), Path(root), manifest, metrics, processes=1)
+        _run("evaluate", unpacked(options), Path(root), manifest, metrics, processes=1)
     tables = [f"## {table.title}\n\n{table.as_markdown()}" for table in figure_tables(metrics_under(Path(root)))]
     artifacts.write_bytes(Path(summary.path), "\n".join(tables).encode())
     artifacts.write_bytes(Path(report.path), page_under(Path(root)).read_bytes())
@@ -194,7 +195,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
     from realmops.tracking.runs import headline
 
     with claimed(place.parent / artifacts.WORK / "promote", report.say):  # MLflow itself takes any of two at once
-        promotion = promote(_parsed(options), project=place, root=place, name=model, margin=margin, copy=False)
+        promotion = promote(unpacked(options), project=place, root=place, name=model, margin=margin, copy=False)
     report.say(promotion.message)
     difference = {} if promotion.difference is None else {"em_difference": promotion.difference}
     shown = {"promoted": int(promotion.champion), **difference}
@@ -213,7 +214,7 @@ def refresh(options: str, root: str, changes: Output, metrics: Metrics) -> None:
     """
     from realmops.commands.update import changes_markdown, update
 
-    done = update(_parsed(options), project=Path(root), root=Path(root), report=Console())
+    done = update(unpacked(options), project=Path(root), root=Path(root), report=Console())
     if done is None:
         artifacts.write_bytes(Path(changes.path), b"The passages are those of before.\n")
         return
@@ -274,7 +275,7 @@ def _ablation(variants: list[str], options: str, presets: str, settings: str, se
 
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}, at least 1 is wanted")
-    values, chosen, given = _parsed(options), _names("presets", presets), _names("overrides", settings)
+    values, chosen, given = unpacked(options), _names("presets", presets), _names("overrides", settings)
     artifacts.make_folder(Path(out))
     params = Path(out) / "params.yaml"
     is_new = not params.exists()
@@ -306,16 +307,6 @@ def _names(key: str, text: str) -> list[str]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f'{key} is {text[:60]!r}; a JSON list of texts is wanted, for example ["ablation"]')
     return names
-
-
-def _parsed(options: str) -> dict[str, dict[str, Any]]:
-    try:
-        values = json.loads(options)
-    except ValueError as error:
-        raise ValueError(f"options is no JSON ({error}); 'realmops params --json' prints what is wanted") from None
-    if not isinstance(values, dict) or not all(isinstance(keys, dict) for keys in values.values()):
-        raise ValueError(f"options is {options[:60]!r}; sections with keys are wanted: see 'realmops params --json'")
-    return config.checked(values, "options")
 
 
 def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metrics, processes: int) -> None:
