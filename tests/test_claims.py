@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import small_project
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from faults import times
 from serving import served
 from small_project import cli
 
@@ -62,9 +63,11 @@ def questions(count: int) -> Iterator[str]:
         yield " ".join(random.choice(words, 3)) + "?"
 
 
-def test_ten_thousand_answers_tell_of_no_other_document(generation: Generation) -> None:
-    """Among questions of others who may see all, in the same batches."""
-    asked = [Asked(one, own=OWN if n % 8 else None) for n, one in enumerate(questions(11_429))]
+@pytest.mark.faults
+def test_answers_tell_of_no_other_document(generation: Generation) -> None:
+    """Among questions of others who may see all, in the same batches; ten thousand times under make faults."""
+    wanted = times(1_000, 10_000)
+    asked = [Asked(one, own=OWN if n % 8 else None) for n, one in enumerate(questions(wanted * 8 // 7 + 1))]
     others = behind = 0
     for first in range(0, len(asked), 32):
         some = asked[first : first + 32]
@@ -80,8 +83,8 @@ def test_ten_thousand_answers_tell_of_no_other_document(generation: Generation) 
             assert documents == {"a"}
             assert of_one.ranked == ()
             assert not any(word in told for word in HIDDEN)
-    assert behind == 10_000
-    assert others > 1000, "without a filter they are read"
+    assert behind == wanted
+    assert others > wanted // 10, "without a filter they are read"
 
 
 def test_the_answer_is_that_of_a_corpus_without_the_others(root: Path, generation: Generation, tmp_path: Path) -> None:
