@@ -227,9 +227,8 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_of(path)
-    return artifacts.digest_of(
-        {"stage": stage.name, "sections": {s: values[s] for s in stage.sections}, "inputs": content}
-    )
+    sections = config.keyed({s: values[s] for s in stage.sections})
+    return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 
 def content_of(path: Path) -> Any:

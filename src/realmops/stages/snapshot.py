@@ -9,6 +9,7 @@ from typing import Any
 from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
 from realmops.corpus.formats import Source, sources
+from realmops.corpus.languages import check_language
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
@@ -25,6 +26,7 @@ _SHOWN = 3  # broken records, and files of each kind that could not be read
 def run(job: Job) -> dict[str, Any]:
     """Write ``corpus``, its BM25 index and, where there is a warm-up text, ``warmup``; returns the counts of both."""
     options = job.section(SnapshotOptions)
+    check_language(options.language)
     texts = {"corpus": sources(job.inputs["snapshot.documents"], options.format)}
     if options.use_warmup:
         texts["warmup"] = sources(job.inputs["snapshot.warmup"], "auto")
@@ -53,6 +55,7 @@ def _write(
             whole_documents=options.whole_documents,
             block_wordpieces=options.block_wordpieces,
             drop_titles=options.wikipedia_titles,
+            language=options.language,
             broken_share=options.broken_share,
             workers=options.workers,
             progress=job.report.progress(f"passages of {name}", _bytes(found), "B"),
