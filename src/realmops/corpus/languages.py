@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
 ENGLISH, AUTO = "en", "auto"
-# Scripts without blanks between words, and Hangul, whose particles hang on the word.
-UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"  # scripts without, between words
+UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # in Korean particles hang on the word
 SURE = 0.9  # of a language, from this probability on
 _LOOKED_AT = 2000  # characters of a text
 
@@ -37,13 +37,15 @@ class Language:
     articles: frozenset[str] = frozenset()
     century: str = ""
     of: frozenset[str] = frozenset()
+    in_years: frozenset[str] = frozenset()
+    before_nouns: frozenset[str] = frozenset()
 
 
 @cache
 def languages() -> dict[str, Language]:
     """All languages by their code."""
     found = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), yaml.CSafeLoader)
-    lists = ("stop", "articles", "of")
+    lists = ("stop", "articles", "of", "in_years", "before_nouns")
     for known in found.values():
         known |= {key: frozenset(known[key].split()) for key in lists if key in known}
     return {code: Language(**known) for code, known in found.items()}

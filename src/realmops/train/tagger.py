@@ -170,7 +170,7 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
             passages = range(low, min(low + _TOGETHER, end))
             found = find_entities(tagger, snapshot, passages, known["wordpieces"], dtype) if tagger else {}
             for passage in passages:
-                dates = find_dates(snapshot.text(passage)) if known["dates"] else []
+                dates = find_dates(snapshot.text(passage), snapshot.language_of(passage)) if known["dates"] else []
                 names = [
                     e for e in found.get(passage, []) if not any(e[0] < stop and start < e[1] for start, stop in dates)
                 ]
