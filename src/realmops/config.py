@@ -89,7 +89,7 @@ class QuestionFiles(Section, name="questions"):
 
 
 class Tag(Section, name="tag"):
-    method: Literal["tagger", "given", "dates"]
+    method: Literal["tagger", "phrases", "given", "dates"]
     train: str
     dev: str
     dates: bool
