@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import Stemmer
+from small_project import Quiet, stage, toy_values, write_json_lines
 from small_world import World
 
 from realmops import config
@@ -208,3 +209,19 @@ def test_highlights_are_in_the_language_of_the_query() -> None:
     assert marked(TEXTS["de"], "Wo stehen die alten Häuser der Stadt?", "de") == ["Häuser", "Stadt", "alten", "Häusern"]
     assert marked(TEXTS["zh"], "老房子建于哪年", "zh") == ["建于", "老房子"]
     assert marked(TEXTS["de"], "houses Haus", "en", "de") == ["Häuser", "Häusern"]
+
+
+def test_documents_in_another_language_than_the_one_that_is_set_are_told_of(tmp_path: Path) -> None:
+    for code, warned in (("de", True), ("en", False)):
+        folder = tmp_path / code
+        folder.mkdir()
+        documents = [{"title": "", "text": f"{TEXTS[code]} {TEXTS[code]} {n}"} for n in range(60)]
+        write_json_lines(folder / "documents.jsonl", documents)
+        report = Quiet()
+        stage("snapshot", toy_values(snapshot={"block_wordpieces": 512}), folder, folder, report)
+        told = [line for line in report.warned if "passages look German, and snapshot.language is en" in line]
+        assert bool(told) == warned
+        if warned:
+            german = toy_values(snapshot={"block_wordpieces": 512, "language": "de"})
+            stage("snapshot", german, folder, folder, report)
+            assert len(report.warned) == 1

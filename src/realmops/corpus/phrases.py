@@ -172,13 +172,14 @@ def _phrases(some: Sequence[tuple[str, list[Unit]]], stop: frozenset[str]) -> di
     seen: Counter[str] = Counter()
     within: Counter[str] = Counter()  # passages
     kept: set[str] = set()
-    for size in range(1, LONGEST_CHARACTERS + 1):
+    reaches = [_reach(text, units) for text, units in some]
+    for size in range(1, LONGEST_CHARACTERS + 2):  # the last only to know what is a part of it
         here: Counter[str] = Counter()
         passages: Counter[str] = Counter()
-        for text, units in some:
+        for (text, units), reach in zip(some, reaches, strict=True):
             found = [
                 text[low:high]
-                for low, middle, end, high in _runs(text, units, size)
+                for low, middle, end, high in _runs(units, reach, size)
                 if size == 1 or (text[low:middle] in kept and text[end:high] in kept)
             ]
             here.update(found)
@@ -200,6 +201,7 @@ def _phrases(some: Sequence[tuple[str, list[Unit]]], stop: frozenset[str]) -> di
         together = min((math.log(seen[one] * total / split) for split in splits if split), default=0.0)
         ends = units[0][0], units[-1][0]
         usable = within[one] <= most and not stop & {*ends} and not any(map(_is_kana, ends))
+        usable = usable and len(units) <= LONGEST_CHARACTERS
         alone = len(units) == 1 and len(one) > 1  # a word
         if usable and (together >= TOGETHER or alone):
             cohesion[one] = together
@@ -210,21 +212,30 @@ def _is_kana(unit: str) -> bool:
     return "\u3040" <= unit <= "\u309f"  # hiragana: particles and endings
 
 
-def _runs(text: str, units: Sequence[Unit], size: int) -> Iterator[tuple[int, int, int, int]]:
+def _reach(text: str, units: Sequence[Unit]) -> list[int]:
+    """How many units a phrase may have that begins with each: neighbours, few words, and no number first."""
+    reach = [1] * len(units)
+    for first in range(len(units) - 2, -1, -1):
+        if _beside(text, units[first], units[first + 1]):
+            reach[first] += reach[first + 1]
+    for first, (word, _, _) in enumerate(units):
+        reach[first] = 0 if word[0].isdecimal() else min(reach[first], LONGEST + 1) if len(word) > 1 else reach[first]
+    return reach
+
+
+def _runs(units: Sequence[Unit], reach: Sequence[int], size: int) -> Iterator[tuple[int, int, int, int]]:
     """Of each run of so many units: its start, the end of the last but one, the start of the second, its end."""
-    for first in range(len(units) - size + 1):
-        run = units[first : first + size]
-        if run[0][0][0].isdecimal() or (size > LONGEST and len(run[0][0]) > 1):
-            continue
-        if all(_beside(text, left, right) for left, right in pairwise(run)):
-            yield run[0][1], run[max(size - 2, 0)][2], run[min(1, size - 1)][1], run[-1][2]
+    for first, (_, low, _) in enumerate(units):
+        if reach[first] >= size:
+            last = first + size - 1
+            yield low, units[max(last - 1, first)][2], units[min(first + 1, last)][1], units[last][2]
 
 
 def _recurring(text: str, units: Sequence[Unit], known: dict[str, float]) -> list[tuple[int, int]]:
     """The longest known phrases of a text, of equally long ones those that hold together most."""
-    found = []
+    found, reach = [], _reach(text, units)
     for size in range(1, LONGEST_CHARACTERS + 1):
-        for low, _, _, high in _runs(text, units, size):
+        for low, _, _, high in _runs(units, reach, size):
             if text[low:high] in known:
                 found.append((-size, -known[text[low:high]], low, high))
     taken: list[tuple[int, int]] = []
