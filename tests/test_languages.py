@@ -225,3 +225,15 @@ def test_documents_in_another_language_than_the_one_that_is_set_are_told_of(tmp_
             german = toy_values(snapshot={"block_wordpieces": 512, "language": "de"})
             stage("snapshot", german, folder, folder, report)
             assert len(report.warned) == 1
+
+
+def test_a_question_is_in_no_language_of_a_few_stray_passages(tmp_path: Path) -> None:
+    dutch = "De huizen van de stad werden in 1902 gebouwd. Anna Berg woonde in een oud huis bij de rivier."
+    snapshot = corpus(tmp_path / "corpus", [*(f"{TEXTS['de']} {n}" for n in range(120)), dutch], AUTO)
+    assert snapshot.languages == ["de", "nl"]
+    assert snapshot.common_languages == ["de"]
+    index = Bm25.of(snapshot)
+    assert index.spoken("Waar staan de huizen van de stad?") == ("de",)
+    assert rank(index, ["Waar werden de huizen van de stad gebouwd?"], 1).tolist() == [[120]], (
+        "its words are found still"
+    )

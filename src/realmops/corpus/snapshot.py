@@ -31,6 +31,7 @@ from realmops.corpus.vocabulary import Casing, build_tokenizer, continuing_piece
 
 KIND = "snapshot"
 LANGUAGES = "languages.npy"
+COMMON = 0.01  # share of the passages, below which no question is taken to be in a language; a few may be taken wrongly
 GIVEN_SPANS = "given_spans"
 PLACES = "places.npy"
 REJECTS = "rejects.jsonl"
@@ -178,6 +179,12 @@ class Snapshot:
         codes, counts = np.unique(self.code_P, return_counts=True)
         return [code.decode() for code in codes[np.argsort(-counts, kind="stable")].tolist()]
 
+    @cached_property
+    def common_languages(self) -> list[str]:
+        """Those of at least ``COMMON`` of the passages, in which questions are asked."""
+        least = COMMON * len(self)
+        return [code for code in self.languages if np.count_nonzero(self.code_P == code.encode()) >= least]
+
     def language_of(self, index: int) -> str:
         """The code of a passage's language."""
         return self.language if self.language != AUTO else self.code_P[index].decode()
@@ -241,7 +248,7 @@ class Snapshot:
         body, chars = np.array(found.ids, np.int64), np.array(found.offsets, np.int32).reshape(-1, 2)
         if not with_forms or not len(body):
             return body
-        sentences = split_sentences(text, detect(text, self.languages)[0])
+        sentences = split_sentences(text, detect(text, self.common_languages)[0])
         starts = np.searchsorted(chars[:, 0], [start for start, _ in sentences]).astype(np.int32)
         return body + FORM_STEP * forms_of(text, chars, self.continues_word[body], starts)
 

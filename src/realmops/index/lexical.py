@@ -238,8 +238,8 @@ class Bm25:
         return np.concatenate([saturation(length_L, mean or 1.0) for mean in means])
 
     def spoken(self, query: str) -> tuple[str, ...]:
-        """The languages that a query may be in, of those of the passages: one where that is sure, else two."""
-        return detect(query, self.languages)
+        """The languages that a query may be in, of the common ones: one where that is sure, else two."""
+        return detect(query, self.languages[: self.manifest.get("common_languages", 1)])
 
     def _asked(self, query: Query) -> tuple[Bm25, list[int]]:
         """This index with the statistics of a query's language, and the numbers of the query's words."""

@@ -87,7 +87,7 @@ def _write_languages(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
     if len(snapshot.languages) > 1:
         with closing(FlatArray(folder / "groups.npy", np.dtype(np.uint8))) as file:
             file.append(sum((snapshot.code_P == code.encode()) * n for n, code in enumerate(snapshot.languages)))
-    return {"languages": snapshot.languages}
+    return {"languages": snapshot.languages, "common_languages": len(snapshot.common_languages)}
 
 
 @contextmanager

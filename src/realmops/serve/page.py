@@ -212,7 +212,7 @@ def _begin(passage: Record) -> str:
 
 def _shown(ticket: PendingAnswer, record: Record, without: Sequence[str]) -> Shown:
     cited = {one["passage_id"]: one for one in record["citations"]}
-    spoken = detect(record["question"], ticket.generation.model.snapshot.languages)
+    spoken = detect(record["question"], ticket.generation.model.snapshot.common_languages)
     passages = tuple(_passages(record, cited, without, stems_of(record["question"], spoken)))
     first = record["citations"][0]["passage_id"] if cited else None
     best = next((one for one in passages if one.record["passage_id"] == first), None)

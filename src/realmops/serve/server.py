@@ -173,7 +173,7 @@ def ask(
     for one in asked:
         yield from generation.answer([one])
     right = 0
-    for question in in_languages(listed, generation.model.snapshot.languages):
+    for question in in_languages(listed, generation.model.snapshot.common_languages):
         one = Asked(question.question, question.not_in)
         try:
             generation.check(one)

@@ -32,7 +32,7 @@ def questions_of(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
     """The questions of ``questions.SPLIT``; warns where the corpus lacks passages that they were made from."""
     name = f"questions.{split}"
     found = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
-    questions = in_languages(found, snapshot.languages)
+    questions = in_languages(found, snapshot.common_languages)
     lost, named = Sources(snapshot).lost(questions)
     if lost:
         job.report.warn(
