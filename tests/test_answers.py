@@ -225,3 +225,49 @@ def test_spans_of_an_answer_are_those_with_its_normal_form(words: list[str], bla
     start, end = data.draw(st.sampled_from(spans.tolist()))
     wanted = [normal_form(text[i:j]) == normal_form(text[start:end]) for i, j in spans]
     assert same_form(text, text[start:end], spans).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("language", "one", "other"),
+    [
+        ("de", "Die Stadt Köln", "stadt köln"),
+        ("de", "„Häuser“", "ha\u0308user"),
+        ("es", "¿Las casas?", "casas"),
+        ("fr", "L’Université", "universite\u0301"),
+        ("ro", "un râu", "râu"),
+        ("zh", "《北京》。", "北京"),
+        ("zh", "1949 年", "1949年"),
+        ("ko", "서울 대학교", "서울대학교"),
+        ("vi", "những con sông", "con sông"),
+        ("ar", "البيت", "بيت"),
+    ],
+)
+def test_forms_are_equal_by_the_rules_of_the_language(language: str, one: str, other: str) -> None:
+    assert normal_form(one, language) == normal_form(other, language)
+    assert exact_match(one, [other], language)
+    assert token_f1(one, [other], language) == 1
+    found = same_form(f"x {one} x", other, np.array([(2, 2 + len(one)), (0, 1), (2, 3 + len(one))]), language)
+    assert found.tolist() == [True, False, True]
+
+
+def test_articles_are_those_of_the_language_alone() -> None:
+    assert normal_form("the die", "de") == "the"
+    assert normal_form("the die") == "die"
+    assert token_f1("黑豹队", ["黑豹"], "zh") == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "found"),
+    [
+        ("中国于1949年成立。", "1949年", [(3, 8)]),
+        ("中国于1949年成立。", "国于", [(1, 3)]),
+        ("中国于1949年成立。", "194", []),
+        ("그는 서울에서 태어났다", "서울", [(3, 5)]),
+        ("ตลาดน้ำอยู่ที่กรุงเทพ", "กรุงเทพ", [(14, 21)]),
+        ("Die Häuser", "Häus", []),
+    ],
+)
+def test_in_scripts_without_blanks_each_character_is_a_token(
+    text: str, answer: str, found: list[tuple[int, int]]
+) -> None:
+    assert token_boundary_spans(text, answer) == found

@@ -1,3 +1,4 @@
+import re
 import time
 
 import pytest
@@ -5,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realmops.corpus.dates import find_dates
+from realmops.corpus.languages import languages
 
 
 def dates(text: str) -> list[str]:
@@ -67,12 +69,54 @@ def test_dates_are_in_order_without_overlap(text: str) -> None:
         end = stop
 
 
-@pytest.mark.parametrize("unit", ["1", "1999 ", "12 ", "May ", "1st ", "1-", "19th and ", "the ", "a", "12/", " "])
-def test_time_is_linear(unit: str) -> None:
+@pytest.mark.parametrize(
+    ("unit", "language"),
+    [
+        *((unit, "en") for unit in ("1", "1999 ", "12 ", "May ", "1st ", "1-", "19th and ", "the ", "a", "12/", " ")),
+        *((unit, "de") for unit in ("1", "1999 ", "12. ", "Mai ", "1-", "XIX ", "Jahrhundert ", "a", "12/", " ")),
+        *((unit, "zh") for unit in ("1", "1999年", "12 ", "十", "世纪", " ")),
+    ],
+)
+def test_time_is_linear(unit: str, language: str) -> None:
     def seconds(length: int) -> float:
         text = unit * (length // len(unit))
         start = time.process_time()
-        find_dates(text)
+        find_dates(text, language)
         return time.process_time() - start
 
     assert seconds(200_000) < 40 * seconds(10_000) + 0.2  # 20 times the text; quadratic time would be 400 times
+
+
+LOCAL = [
+    ("de", "Am [12. Mai 1705] und am [1. Januar] im [Juli 1961]; seit [1871], um [1500], ([1922-26]); 1500 Menschen."),
+    ("de", "Im [20. Jahrhundert], in den [1940er Jahren], [44 v. Chr.] und am [12.05.1999], Version 1.2.3, 1999 Euro."),
+    (
+        "es",
+        "El [31 de agosto de 2009], en [mayo de 1968], en el [siglo XIX a. C.], el [5 de enero]; con 1500 soldados.",
+    ),
+    ("fr", "Le [1er mai 1821], en [août 1914], au [XIXe siècle], en [52 av. J.-C.]; depuis [1945] il y a 1000 hommes."),
+    ("it", "Il [2 giugno 1946], nel [marzo 1861], nel [XX secolo], nel [1492]; aveva 1200 navi."),
+    ("pt", "Em [7 de setembro de 1822], em [abril de 1974], no [século XVI]; em [1500] havia 1200 navios."),
+    ("nl", "Op [5 mei 1945], in [augustus 1914], in de [17e eeuw], in [1648]; met 1200 schepen."),
+    (
+        "ro",
+        "La [1 decembrie 1918], în [mai 1877], în [secolul al XIX-lea], [28 mai 2012]; cele 5 mai mari; anul [1966].",
+    ),
+    ("ru", "[9 мая 1945] года, в августе [1914], в [XIX веке], в [1917] году; и 1200 кораблей."),
+    ("zh", "[1949年10月1日]、[2006 年]、[公元前221年]、[20世纪70年代]、[十九世纪]、[3月5日]；1200人，2000年前。"),
+    ("ja", "[1945年8月15日]、[20世紀]、[1990年代]に1200人。"),
+    ("ko", "[1945년 8월 15일], [20세기], [1990년]에 1200명."),
+    ("pl", "[11 listopada 1918], w maju [1945]."),
+    ("th", "วันที่ [5 ธันวาคม 1927]"),
+]
+
+
+@pytest.mark.parametrize(("language", "marked"), LOCAL, ids=[f"{code}{n}" for n, (code, _) in enumerate(LOCAL)])
+def test_dates_of_a_language_are_found(language: str, marked: str) -> None:
+    text = re.sub(r"[\[\]]", "", marked)
+    assert [text[start:end] for start, end in find_dates(text, language)] == re.findall(r"\[(.*?)\]", marked)
+
+
+def test_every_language_has_days_in_digits() -> None:
+    for code in languages():
+        assert find_dates("x 2004-05-12, 12.05.1999.", code)[:1] == [(2, 12)], code

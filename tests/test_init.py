@@ -232,12 +232,23 @@ def test_a_broken_record_is_told_of_at_once(tmp_path: Path) -> None:
 
 
 def test_other_languages_are_told_of(tmp_path: Path) -> None:
-    text = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute noch dort. " * 30
-    small_project.write_json_lines(tmp_path / "documents.jsonl", [{"title": "Stadt", "text": text}])
-    assert "language: " in made(tmp_path / "german", "--documents", tmp_path / "documents.jsonl")
+    german = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute noch dort. " * 30
     english = "The town was built by the people of the valley, and many of them live in it to this day. " * 30
-    small_project.write_json_lines(tmp_path / "documents.jsonl", [{"title": "Town", "text": english}])
-    assert "language: " not in made(tmp_path / "english", "--documents", tmp_path / "documents.jsonl")
+    chinese = "这座城市由山谷里的人们建造，其中许多人至今仍住在这里。" * 30
+    for name, texts, language, told in (
+        ("german", [german], "de", "language: German 100% (snapshot.language: de)"),
+        ("chinese", [chinese], "zh", "language: Chinese 100% (snapshot.language: zh)"),
+        ("both", [english, german, english], "auto", "language: English 67%, German 33% (snapshot.language: auto)"),
+        ("english", [english], "en", ""),
+    ):
+        documents = [{"title": "", "text": text} for text in texts]
+        small_project.write_json_lines(tmp_path / "documents.jsonl", documents)
+        said = made(tmp_path / name, "--documents", tmp_path / "documents.jsonl")
+        values = config.load(tmp_path / name / "params.yaml")
+        assert told in said
+        assert ("language: " in said) == bool(told)
+        assert values["snapshot"]["language"] == language
+        assert values["tag"]["method"] == ("phrases" if told else "dates")
 
 
 # What a cluster gets

@@ -112,7 +112,7 @@ def test_a_search_leaves_the_postings_of_frequent_words_that_cannot_matter(
     monkeypatch.setattr(lexical, "_FEW", 0)
     index.search(["word190 word180 word170 word0"], 2)
     assert read
-    assert max(read) < index._with_word(index._known("word0")[0])
+    assert max(read) < index._with_word(index._asked("word0")[1][0])
 
 
 def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[str]]) -> None:

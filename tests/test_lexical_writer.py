@@ -112,9 +112,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     seen: list[list[int]] = []
     usual = lexical_writer._counted
 
-    def counted(texts: Any, rows: Any) -> Any:
+    def counted(texts: Any, languages: Any, rows: Any) -> Any:
         seen.append(rows.tolist())
-        return usual(texts, rows)
+        return usual(texts, languages, rows)
 
     monkeypatch.setattr(lexical_writer, "_counted", counted)
     return seen

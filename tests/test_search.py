@@ -310,7 +310,7 @@ def test_true_is_not_one_and_a_text_is_no_number(tmp_path: Path) -> None:
 
 def test_highlights_are_of_stems() -> None:
     text = "Builders built a building; rivers flow."
-    shown = [text[start:end] for start, end in highlights(text, set(stems(["building", "river"])))]
+    shown = [text[start:end] for start, end in highlights(text, {"en": stems(["building", "river"])})]
     assert shown == ["building", "rivers"]
 
 

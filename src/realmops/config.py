@@ -74,6 +74,7 @@ class SnapshotOptions(Section, name="snapshot"):
     warmup: str
     use_warmup: bool
     block_wordpieces: int
+    language: str
     whole_documents: bool
     wikipedia_titles: bool
     broken_share: Share
@@ -88,7 +89,7 @@ class QuestionFiles(Section, name="questions"):
 
 
 class Tag(Section, name="tag"):
-    method: Literal["tagger", "given", "dates"]
+    method: Literal["tagger", "phrases", "given", "dates"]
     train: str
     dev: str
     dates: bool
@@ -387,6 +388,17 @@ def checked(values: Values, source: str | Path, base: Values | None = None) -> d
     """``values`` laid over ``base`` or else the defaults; ValueError names what is unknown or wrong."""
     merged = merge(defaults() if base is None else base, values, source)
     return merged | {name: asdict(parse_section(name, merged[name], str(source))) for name in values}
+
+
+_LATER = {("snapshot", "language"): "en"}  # options that came later, with the value that acts as versions before did
+
+
+def keyed(values: Values) -> dict[str, dict[str, Any]]:
+    """The options that make a key: later ones only where they act otherwise, so that keys stay as they were."""
+    return {
+        section: {key: value for key, value in keys.items() if _LATER.get((section, key), ...) != value}
+        for section, keys in values.items()
+    }
 
 
 def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tuple[str, list[str]]:

@@ -178,7 +178,7 @@ class OpenQa(RetrieveAndRead):
             [of_z] = np.nonzero(rows[:, 1] == rank)
             chars = self.snapshot.chars(passage)
             spans = np.column_stack([chars[rows[of_z, 2], 0], chars[rows[of_z, 3], 1]])
-            says_S[of_z] = same_form(self.snapshot.text(passage), text, spans)
+            says_S[of_z] = same_form(self.snapshot.text(passage), text, spans, self.snapshot.languages[0])
         return says_S
 
     def choose(self, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
@@ -188,7 +188,7 @@ class OpenQa(RetrieveAndRead):
         places = np.argsort(-logit_S, kind="stable")[:CANDIDATES]
         p = np.exp(logit_S[places].astype(np.float64) - logit_S[places[0]])
         spans = [self._cut(rows[place], logit_S[place], read) for place in places]
-        return spans[minimum_risk([span.text for span in spans], p)]
+        return spans[minimum_risk([span.text for span in spans], p, self.snapshot.languages[0])]
 
     def best(self, chosen_S: np.ndarray, rows: np.ndarray, logit_S: np.ndarray, read: Sequence[int]) -> Span | None:
         """The best of the chosen spans of one question, rows of ``spans``."""

@@ -10,6 +10,7 @@ from realmops.corpus.snapshot import Snapshot
 
 Record = dict[str, Any]
 _AROUND = 60  # characters shown on either side of a quotation
+_WORD = 30  # characters without a blank from which on they are no word, but a script without blanks
 
 
 class Calibration(Protocol):
@@ -141,9 +142,12 @@ def _around(text: str, start: int, end: int) -> tuple[str, str]:
     before, after = text[:start], text[end:]
     if len(before) > _AROUND:
         kept = before[-_AROUND:]
-        cut = not before[-_AROUND - 1].isspace()  # within a word
-        before = "… " + (kept.partition(" ")[2] if cut else kept).lstrip()
+        part, blank, others = kept.partition(" ")
+        cut = not before[-_AROUND - 1].isspace() and blank and len(part) < _WORD  # within a word
+        before = "… " + (others if cut else kept).lstrip()
     if len(after) > _AROUND:
         kept = after[:_AROUND]
-        after = (kept if after[_AROUND].isspace() else kept.rpartition(" ")[0]).rstrip() + " …"
+        others, blank, part = kept.rpartition(" ")
+        cut = not after[_AROUND].isspace() and blank and len(part) < _WORD
+        after = (others if cut else kept).rstrip() + " …"
     return before, after

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from threading import Lock
 from typing import Any, Literal
@@ -21,15 +21,17 @@ from torch import Tensor
 
 from realmops.answering.record import Record, cited
 from realmops.artifacts import canonical_json
+from realmops.corpus.languages import ENGLISH, languages
 from realmops.corpus.snapshot import Snapshot, fields_of
 from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.hybrid import Hybrid
-from realmops.index.lexical import STOP_WORDS, WORD, Bm25, split_words, stem, stems
+from realmops.index.lexical import STOP_WORDS, Bm25, placed_words, split_words, stem, stems
 from realmops.index.mips import PassageIndex
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 
 By = Literal["run", "embeddings", "words"]
 Where = Mapping[str, Any]
+Wanted = Mapping[str, Collection[str]]  # stems by language
 Ids = NDArray[np.int64]
 MOST = 1000  # results of one search
 DEPTH = 100  # passages that embeddings and words find each, of which the best are taken
@@ -212,7 +214,7 @@ class Search:
         allowed = self.filters.passages(filters, own) if own or any(filters) else None
         words = self._words_of(own)
         ids, score, dense = self._best(query, k, allowed, by, words)
-        bm25, wanted = words.score_of(query, ids).tolist(), stems_of(query)
+        bm25, wanted = words.score_of(query, ids).tolist(), stems_of(query, words.spoken(query))
         shown = [self._shown(*each, wanted=wanted) for each in zip(ids.tolist(), score, dense, bm25, strict=True)]
         return {"query": query, "passages": shown, "model": self.about}
 
@@ -265,11 +267,11 @@ class Search:
             found.append((vectors @ query_1E[0].to(vectors.device)).amax(-1).cpu())
         return torch.cat(found) if found else torch.empty(0)
 
-    def _shown(self, passage: int, score: float, dense: float | None, bm25: float, *, wanted: set[str]) -> Record:
+    def _shown(self, passage: int, score: float, dense: float | None, bm25: float, *, wanted: Wanted) -> Record:
         text = self.snapshot.text(passage)
         place = cited(self.snapshot, passage, (0, len(text)))
         del place["quote"]
-        found = {"score": score, "embeddings": dense, "words": bm25, "highlights": list(highlights(text, wanted))}
+        found = {"score": score, "embeddings": dense, "words": bm25, "highlights": highlights(text, wanted)}
         return {**place, "text": text, "extra": self.snapshot.extra(passage), **found}
 
 
@@ -284,11 +286,26 @@ def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> tupl
     return allowed[order], score_A[order].tolist(), [None] * len(order)
 
 
-def highlights(text: str, wanted: set[str]) -> Iterator[tuple[int, int]]:
-    """Where words of a text stand whose stem is wanted: characters."""
-    return (match.span() for match in WORD.finditer(text) if stem(match[0].lower()) in wanted)
+def highlights(text: str, wanted: Wanted) -> list[tuple[int, int]]:
+    """Where words of a text stand whose stem is wanted in a language: characters; pairs that overlap are one place."""
+    found = {
+        (start, end)
+        for language, some in wanted.items()
+        for word, start, end in placed_words(text, language)
+        if stem(word, language) in some
+    }
+    places: list[tuple[int, int]] = []
+    for start, end in sorted(found):
+        if places and start < places[-1][1]:
+            places[-1] = places[-1][0], max(end, places[-1][1])
+        else:
+            places.append((start, end))
+    return places
 
 
-def stems_of(query: str) -> set[str]:
-    """The stems of a query's words, without words that stand everywhere: what ``highlights`` marks."""
-    return set(stems([word for word in split_words(query) if word not in STOP_WORDS]))
+def stems_of(query: str, spoken: Sequence[str] = (ENGLISH,)) -> Wanted:
+    """The stems of a query's words in languages, without words that stand everywhere: what ``highlights`` marks."""
+    stop = {code: STOP_WORDS if code == ENGLISH else languages()[code].stop for code in spoken}
+    return {
+        code: {*stems([word for word in split_words(query, code) if word not in stop[code]], code)} for code in spoken
+    }

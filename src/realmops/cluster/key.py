@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from realmops import artifacts
-from realmops.config import CLOSED_BOOK
+from realmops.config import CLOSED_BOOK, keyed
 from realmops.stages import HUB, option_of, outside_files
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
@@ -42,7 +42,7 @@ def key_of(
     root = compiled["root"] | {"inputDefinitions": inputs | {"parameters": declared}}
     return artifacts.digest_of(
         {
-            "params": {name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH},
+            "params": keyed({name: keys for name, keys in values.items() if name not in NOT_TRAINED_WITH}),
             "files": files,
             "pipeline": [compiled | {"root": root}, *others],
         }

@@ -20,6 +20,7 @@ from realmops.commands.public_data import bring
 from realmops.config import PACKAGE
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
+from realmops.corpus.languages import AUTO, ENGLISH, detect, languages
 from realmops.corpus.questions import json_line, parts_of, read_questions
 from realmops.encoders.folders import is_sentence_encoder
 from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
@@ -167,7 +168,7 @@ def _look_at_documents(project: Project, documents: Path) -> int:
     size = sum(one.size for one in found)
     files = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
     project.lines.append(f"documents: {files}, {size / 1e6:,.1f} MB")
-    project.lines += _looked_into(found)
+    project.lines += _looked_into(project, found)
     project.put("snapshot.documents", _named(project, documents))
     return size
 
@@ -186,28 +187,32 @@ def _named(project: Project, path: Path) -> str:
     return place.relative_to(home).as_posix() if place.is_relative_to(home) else str(place)
 
 
-COMMON = frozenset(["the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "was", "as", "with", "on", "by"])
-ENGLISH = 0.12  # share of these words, below which a text is hardly English
+SHORT = 100  # characters, below which a document says little of its language
+SEVERAL = 0.05  # share of the documents in another language than most, from which on each document has its own
 
 
-def _looked_into(found: Sequence[Source]) -> list[str]:
-    """A line where one of the first records is broken, and one where the first documents do not look English."""
-    words: list[str] = []
+def _looked_into(project: Project, found: Sequence[Source]) -> list[str]:
+    """A line where one of the first records is broken, and one where the first documents are not in English."""
+    spoken: Counter[str] = Counter()
     broken: list[Rejected] = []
     for one in found[:20]:
         for raw in islice(one.format.records(one.path), 50):
             document = one.format.convert(raw) if isinstance(raw, Raw) else raw
             if isinstance(document, Document):
-                words += document.text.lower().split()[:400]
+                likely = detect(document.text)
+                spoken.update(likely if len(likely) == 1 and len(document.text) >= SHORT else ())
             elif isinstance(document, Rejected):
                 broken.append(document)
     lines = [f"documents: {broken[0].place}: {broken[0].problem}"] if broken else []
-    share = sum(word in COMMON for word in words) / max(len(words), 1)
-    if len(words) >= 200 and share <= ENGLISH:
-        lines.append(
-            f"language: {share:.0%} of the words are common English ones; encoder, tagger and stemming are made for "
-            "English, other languages were not tried"
-        )
+    shares = {code: count / spoken.total() for code, count in spoken.most_common() if count >= SEVERAL * spoken.total()}
+    if not shares or [*shares] == [ENGLISH]:
+        return lines
+    project.put("snapshot.language", AUTO if len(shares) > 1 else next(iter(shares)))
+    names = ", ".join(f"{languages()[code].name} {share:.0%}" for code, share in shares.items())
+    lines.append(
+        f"language: {names} (snapshot.language: {project.own['snapshot']['language']}); for embeddings and reader "
+        "name an encoder of that language, or a multilingual one, by --encoder"
+    )
     return lines
 
 
@@ -291,9 +296,19 @@ def _look_at_questions(project: Project, files: Sequence[Path]) -> None:
 
 
 def _bring_tagged(project: Project) -> None:
-    """Bring the tagged sentences that the presets name; where they are not to be had, dates alone are masked."""
+    """Bring the tagged sentences that the presets name; where they are not to be had, dates alone are masked.
+
+    In another language than English they are of no use, and phrases are masked.
+    """
     values = project.values
     if values["tag"]["method"] != "tagger" or not values["tag"]["train"].startswith(TAGGED):
+        return
+    if values["snapshot"]["language"] != ENGLISH:
+        project.put("tag.method", "phrases")
+        project.lines.append(
+            "names: by capitals, or phrases that recur (tag.method: phrases), as the tagged sentences at hand are "
+            "English; with CoNLL files of your own as tag.train and tag.dev, delete that line"
+        )
         return
     to = project.folder / TAGGED
     try:

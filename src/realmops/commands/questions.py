@@ -11,6 +11,7 @@ from realmops.answering.feedback import feedback_file, questions_of, read_feedba
 from realmops.config import Finetune
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
 from realmops.corpus.cloze import cloze_questions, split
+from realmops.corpus.languages import ENGLISH
 from realmops.corpus.questions import Question, in_orqa_dev, json_line, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
@@ -91,7 +92,9 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
     there = artifacts.read_manifest(out, KIND) if out.is_dir() else {}
     limit = limit or there.get("limit", CLOZE_LIMIT)
     made_of = {"corpus_hash": snapshot.corpus_hash, "spans": files["spans.npy"], "seed": seed, "limit": limit}
-    if made_of.items() <= there.items():
+    if snapshot.language != ENGLISH:
+        made_of["language"] = snapshot.language
+    if made_of.items() <= there.items() and there.get("language", ENGLISH) == snapshot.language:
         return [f"nothing to do, {out} was made from the same corpus"]
     questions = cloze_questions(snapshot, SentencesWithSpans(snapshot, spans)[:], labels, seed, limit)
     parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}

@@ -212,7 +212,6 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
     found = sources(documents, options.format)
     settings = {**old.manifest["settings"], "casing": old.casing}
-    settings.pop("language", None)  # there is one
     try:
         with artifacts.atomic_folder(final) as stage:
             manifest = write_snapshot(

@@ -16,73 +16,104 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from realmops.corpus.languages import ENGLISH, UNSPACED, languages
+
 MATCH_SECONDS = 1.0  # of processor time, for one expression in one text
 LONGEST_EXPRESSION = 10_000  # characters
 BETWEEN = b"\xff"  # occurs in no UTF-8
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_BETWEEN_WORDS = r"(?:\s|\b(?:a|an|the)\b)+?"
+_ELIDING = ("fr", "it")  # languages in which an apostrophe ends an article
+_APOSTROPHE = re.compile("['’]")
 _ASCII_TOKEN = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 CharSpan = tuple[int, int]
 
 
-def normal_form(answer: str) -> str:
-    """The form in which answers are compared (SQuAD's, with NFD as in ORQA's release).
+def normal_form(answer: str, language: str = ENGLISH) -> str:
+    """The form in which answers are compared.
 
-    NFD, lower case, ASCII punctuation removed, the articles a, an, the removed, runs of blanks made one.
+    In English SQuAD's, with NFD as in ORQA's release: lower case, ASCII punctuation removed, the articles a, an, the
+    removed, runs of blanks made one. In others MLQA's (Lewis et al. 2020): NFC, any punctuation removed, the articles
+    of the language, and a blank round each character of a script that has none.
     """
-    text = unicodedata.normalize("NFD", answer).lower().translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", text).split())
+    return " ".join(_articles(language).sub(" ", _bare(answer, language)).split())
 
 
-def exact_match(prediction: str, answers: Iterable[str]) -> bool:
+def _bare(text: str, language: str) -> str:
+    """The normal form before articles and blanks are looked for."""
+    if language == ENGLISH:
+        return unicodedata.normalize("NFD", text).lower().translate(_PUNCTUATION)
+    text = unicodedata.normalize("NFC", text).lower()
+    if language in _ELIDING:
+        text = _APOSTROPHE.sub(" ", text)
+    mark, character = _marks_and_characters()
+    found: str = character.sub(r" \g<0> ", mark.sub("", text))
+    return found
+
+
+@cache
+def _marks_and_characters() -> tuple[Any, Any]:
+    """Punctuation, and characters of scripts without blanks."""
+    import regex
+
+    return regex.compile(r"[\p{P}$+<=>^`|~]"), regex.compile(rf"[{UNSPACED}]\p{{M}}*")
+
+
+@cache
+def _articles(language: str) -> re.Pattern[str]:
+    if language == "ar":
+        return re.compile("ال")
+    words = "|".join(sorted(languages()[language].articles))
+    return re.compile(rf"\b(?:{words})\b" if words else "(?!)")
+
+
+def exact_match(prediction: str, answers: Iterable[str], language: str = ENGLISH) -> bool:
     """Whether the prediction has the normal form of one of the answers; "", which says nothing, never has."""
-    return bool(prediction) and normal_form(prediction) in {normal_form(answer) for answer in answers}
+    return bool(prediction) and normal_form(prediction, language) in {normal_form(one, language) for one in answers}
 
 
-def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]], language: str = ENGLISH) -> NDArray[np.bool_]:
     """Which spans [S, 2] (start and end character) of a text have the answer's normal form, [S].
 
     Only spans that contain its words, one behind another, are brought into their normal form.
     """
-    form = normal_form(answer)
+    form = normal_form(answer, language)
     possible = np.ones(len(spans), bool)
-    simple, place = _simple_form(text)
+    simple, place = _simple_form(text, language)
     if form and simple:
         at = place[spans]
         possible[:] = False
-        for found in re.finditer(f"(?=({_BETWEEN_WORDS.join(map(re.escape, form.split()))}))", simple):
+        between = rf"(?:\s|{_articles(language).pattern})+?"
+        for found in re.finditer(f"(?=({between.join(map(re.escape, form.split()))}))", simple):
             possible |= (at[:, 0] <= found.start(1)) & (found.end(1) <= at[:, 1])
     same = np.zeros(len(spans), bool)
     for row in np.flatnonzero(possible):
         start, end = spans[row]
-        same[row] = normal_form(text[start:end]) == form
+        same[row] = normal_form(text[start:end], language) == form
     return same
 
 
 @lru_cache(1024)
-def _simple_form(text: str) -> tuple[str, NDArray[np.int64]]:
+def _simple_form(text: str, language: str) -> tuple[str, NDArray[np.int64]]:
     """The text as ``normal_form`` has it before it looks for articles and blanks, and where each character went.
 
     The first is "" where a part of the text could have another form than it has within the whole.
     """
-    if text.isascii():
+    if text.isascii() and language == ENGLISH:
         simple = text.lower().translate(_PUNCTUATION)
         kept = [1 - (character in string.punctuation) for character in text]
         return simple, np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])
-    parts = [unicodedata.normalize("NFD", character).lower().translate(_PUNCTUATION) for character in text]
+    parts = [_bare(character, language) for character in text]
     simple = "".join(parts)
-    whole = unicodedata.normalize("NFD", text).lower().translate(_PUNCTUATION)
-    return simple if simple == whole and "\u03a3" not in text else "", np.cumsum([0, *map(len, parts)])
+    return simple if simple == _bare(text, language) and "\u03a3" not in text else "", np.cumsum([0, *map(len, parts)])
 
 
-def token_f1(prediction: str, answers: Iterable[str]) -> float:
+def token_f1(prediction: str, answers: Iterable[str], language: str = ENGLISH) -> float:
     """The best F1 of the words of both normal forms over the answers, as SQuAD's script has it (Rajpurkar et al. 2016).
 
     F1 is the harmonic mean of both shares of common words. Where a form has no words it is 1 if both have none, else 0.
     """
-    said = normal_form(prediction).split()
-    return max((words_f1(said, normal_form(answer).split()) for answer in answers), default=0.0)
+    said = normal_form(prediction, language).split()
+    return max((words_f1(said, normal_form(answer, language).split()) for answer in answers), default=0.0)
 
 
 def words_f1(said: list[str], wanted: list[str]) -> float:
@@ -105,7 +136,8 @@ def substring_spans(text: str, answer: str) -> list[CharSpan]:
 def token_boundary_spans(text: str, answer: str) -> list[CharSpan]:
     """(start, end) characters by the rule of DPR (Karpukhin et al. 2020): whole tokens, any case, NFD.
 
-    A token is a run of letters, digits and marks, or one other visible character; accents count.
+    A token is a run of letters, digits and marks, or one other visible character; accents count. In scripts without
+    blanks, and in Korean, whose particles hang on the word, each character is a token.
     """
     run = token_bytes(answer)
     if not run or run not in token_bytes(text):
@@ -253,7 +285,10 @@ def _tokens(text: str) -> Sequence[tuple[str, int, int]]:
 
 @cache
 def _unicode_token() -> Any:
-    """Runs of the Unicode categories L, M and N, else one character of neither Z nor C."""
+    """A character of ``UNSPACED``, runs of the Unicode categories L, M and N, else one character of neither Z nor C."""
     import regex
 
-    return regex.compile(r"[\p{L}\p{M}\p{N}]+|[^\p{L}\p{M}\p{N}\p{Z}\p{C}]")
+    return regex.compile(
+        rf"[{UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+|[^\p{{L}}\p{{M}}\p{{N}}\p{{Z}}\p{{C}}]",
+        regex.V1,
+    )

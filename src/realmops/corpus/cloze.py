@@ -5,20 +5,22 @@ from the others taught it half as much.  For dev and test the passages with the 
 (``Question.not_in``), so that the answer has to be found elsewhere.
 
 A question is a question word and the clause without the span, in disorder (the noisy clozes of Lewis et al. 2019): else
-the reader learns to lay two equal texts side by side.  Numbers are asked for beside the salient spans.
+the reader learns to lay two equal texts side by side.  Numbers are asked for beside the salient spans.  There are
+question words of twelve languages; where words have no blanks, two characters are moved as a word.
 """
 
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import seed_for
+from realmops.corpus.languages import ENGLISH, NO_BLANKS, languages
 from realmops.corpus.masking import MOST_PASSAGES, passages_with
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
@@ -37,18 +39,22 @@ CLOZE_ID = "cloze-"  # what their ids begin with
 _MARKS, _SENTENCE_ENDS = ',;:()"', ".!? "
 _NUMBER, _YEAR = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?![\w-])"), re.compile(r"\d{4}")
 _CLAUSE_ENDS = re.compile(r"[;:()]|,(?=\s)")
+# The same in other languages than English.
+_OTHER_MARKS, _OTHER_SENTENCE_ENDS = _MARKS + "，、；：（）「」『』《》“”„«»¿¡", _SENTENCE_ENDS + "。！？"
+_OTHER_CLAUSE_ENDS = re.compile(r"[;:()，、；：（）]|,(?=\s)")
 
 
-def clause(before: str, after: str) -> tuple[list[str], list[str]] | None:
+def clause(before: str, after: str, language: str = ENGLISH) -> tuple[list[str], list[str]] | None:
     """The words before and behind a gap, of its clause; None where too little is left to ask about.
 
     A clause ends at a mark; where it has few words the whole sentence is taken. Of more than ``MOST_WORDS`` those
     nearest to the gap are kept.
     """
-    after = after.rstrip(_SENTENCE_ENDS)
-    left, right = _words(_CLAUSE_ENDS.split(before)[-1]), _words(_CLAUSE_ENDS.split(after)[0])
+    after = after.rstrip(_SENTENCE_ENDS if language == ENGLISH else _OTHER_SENTENCE_ENDS)
+    ends = _CLAUSE_ENDS if language == ENGLISH else _OTHER_CLAUSE_ENDS
+    left, right = _words(ends.split(before)[-1], language), _words(ends.split(after)[0], language)
     if len(left) + len(right) < FEWEST_WORDS:
-        left, right = _words(before), _words(after)
+        left, right = _words(before, language), _words(after, language)
     if len(left) + len(right) < FEWEST_WORDS:
         return None
     while len(left) + len(right) > MOST_WORDS:
@@ -77,7 +83,8 @@ def numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int64]:
         free = np.ones(len(snapshot.body(passage)), bool)
         for start, stop in taken[passage]:
             free[start:stop] = False
-        found = [match.span() for match in _NUMBER.finditer(snapshot.text(passage))]
+        expression = _NUMBER if snapshot.language_of(passage) == ENGLISH else _other_expressions()[0]
+        found = [match.span() for match in expression.finditer(snapshot.text(passage))]
         sentences = snapshot.sentences(passage)
         for place in token_spans(found, snapshot.chars(passage), sentences):
             if place is not None and free[place[1] : place[2]].all():
@@ -85,16 +92,48 @@ def numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
-def question_word(label: str, answer: str, rng: np.random.Generator) -> str:
-    """What begins a question; of a year sometimes "what year"."""
+def question_word(label: str, answer: str, rng: np.random.Generator, language: str = ENGLISH) -> str:
+    """What begins a question, "" in a language whose words are not known; of a year sometimes "what year"."""
+    asks = WORDS.get(label, "what")
     if label == DATE and _YEAR.fullmatch(answer) and rng.random() < 0.5:
-        return "what year"
-    return WORDS.get(label, "what")
+        asks = "what year"
+    if language == ENGLISH:
+        return asks
+    known = languages()[language].questions.get(asks, "")
+    return known if isinstance(known, str) else str(known[0])
 
 
-def _words(text: str) -> list[str]:
-    """The words of a text, without the marks round them."""
-    return [part.strip(_MARKS) for part in text.split() if any(c.isalnum() for c in part)]
+def _words(text: str, language: str) -> list[str]:
+    """The words of a text, without the marks round them; two characters where a script has no blanks."""
+    parts = text.split() if language == ENGLISH else _other_expressions()[1].findall(text)
+    marks = _MARKS if language == ENGLISH else _OTHER_MARKS
+    return [part.strip(marks) for part in parts if any(c.isalnum() for c in part)]
+
+
+@cache
+def _other_expressions() -> tuple[Any, Any]:
+    """A number, and a word or two characters of a script without blanks, in other languages than English."""
+    import regex
+
+    letter = rf"[\w--[{NO_BLANKS}\p{{Hangul}}]]"
+    number = rf"(?<!{letter}|[.,-])\d+(?:[.,]\d+)*(?!{letter}|-)"
+    return regex.compile(number, regex.V1), regex.compile(rf"[{NO_BLANKS}]{{1,2}}|[^\s{NO_BLANKS}]+", regex.V1)
+
+
+def as_question(words: Sequence[str], language: str) -> str:
+    """Words as a question, with blanks between them but for scripts without."""
+    if language == ENGLISH:
+        return " ".join(words) + "?"
+    text = " ".join(word for word in words if word)
+    text = _between_characters().sub("", text)
+    return f"¿{text}?" if language == "es" else f"{text}？" if language in ("zh", "ja") else f"{text}?"
+
+
+@cache
+def _between_characters() -> Any:
+    import regex
+
+    return regex.compile(rf"(?<=[{NO_BLANKS}]) (?=[{NO_BLANKS}])")
 
 
 def cloze_questions(
@@ -126,14 +165,16 @@ def cloze_questions(
             continue
         text, chars = snapshot.text(passage), snapshot.chars(passage)
         before, after = text[chars[first, 0] : chars[start, 0]], text[chars[stop - 1, 1] : chars[end - 1, 1]]
-        parts = clause(before, after)
+        language = snapshot.language_of(passage)
+        parts = clause(before, after, language)
         if parts is None:
             continue
         asked.add(sentence)
         answer = text[chars[start, 0] : chars[stop - 1, 1]]
-        question = " ".join([question_word(labels[row], answer, rng), *noisy(*parts, rng)]) + "?"
+        question = as_question([question_word(labels[row], answer, rng, language), *noisy(*parts, rng)], language)
         not_in = tuple(dict.fromkeys(snapshot.passage_id(p) for p in sources))
-        questions.append(Question(f"{CLOZE_ID}{len(questions)}", question, (answer,), not_in=not_in))
+        said = "" if language == ENGLISH else language
+        questions.append(Question(f"{CLOZE_ID}{len(questions)}", question, (answer,), not_in=not_in, language=said))
         if len(questions) == limit:
             break
     return questions

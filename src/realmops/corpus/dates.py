@@ -1,4 +1,4 @@
-"""The date expression: salient spans beside those of a named-entity tagger (REALM, section 3.4).
+"""The date expression of English: salient spans beside those of a named-entity tagger (REALM, section 3.4).
 
 Found are days (12 May 1999, May 12th, 2004-05-12, 12/05/1999), months with a year, years 1000 to 2100 and ranges of
 them, years with an era (44 BC), decades (1990s, the '90s) and centuries (19th century). A bare number of four digits is
@@ -7,6 +7,9 @@ Every pattern has a bounded length and no nested repetition: time is linear in t
 """
 
 import re
+
+from realmops.corpus.languages import ENGLISH
+from realmops.corpus.local_dates import find_local_dates
 
 _MONTH = (
     r"(?:January|February|March|April|May|June|July|August|September|October|November|December"
@@ -75,8 +78,10 @@ _UNITS = _words(
 _NO_PLURAL = _words("as census class focus has his is its process series this was")
 
 
-def find_dates(text: str) -> list[tuple[int, int]]:
+def find_dates(text: str, language: str = ENGLISH) -> list[tuple[int, int]]:
     """(start, end) characters of the dates in a text, in order, without overlap."""
+    if language != ENGLISH:
+        return find_local_dates(text, language)
     return [match.span() for match in _DATE.finditer(text) if _is_date(match)]
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from realmops.artifacts import canonical_json
 from realmops.corpus.documents import Document
+from realmops.corpus.languages import AUTO, ENGLISH, detect
 from realmops.corpus.tokenizer import CachedTokenizer
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
@@ -28,7 +29,6 @@ from realmops.corpus.tokenizer import CachedTokenizer
 _MARKS = regex.compile(r"\p{Mn}+")  # accents that stand on the character before
 _BLANKS = re.compile(r"[^\S\n]")
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
-LANGUAGE = "en"  # of the sentence splitter
 SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
 
@@ -57,6 +57,7 @@ class PassageBatch:
     chars: Ints  # [T, 2] start and end of each wordpiece in its passage's text
     sentences: Ints  # [S, 2] first and end wordpiece, relative to the passage's body
     titles: list[list[int]]  # the title's wordpieces of each document
+    languages: list[str]  # of each document
 
     def documents(self) -> list[int]:
         """The documents that have passages, in order."""
@@ -72,7 +73,8 @@ class PassageBatch:
             sentences, tokens = ends
         of_token = np.repeat(keep, [length(passage.tokens) for passage in self.passages])
         of_sentence = np.repeat(keep, [length(passage.sentences) for passage in self.passages])
-        return PassageBatch(kept, self.ids[of_token], self.chars[of_token], self.sentences[of_sentence], self.titles)
+        rows = self.ids[of_token], self.chars[of_token], self.sentences[of_sentence]
+        return PassageBatch(kept, *rows, self.titles, self.languages)
 
 
 def length(rows: tuple[int, int]) -> int:
@@ -80,11 +82,11 @@ def length(rows: tuple[int, int]) -> int:
     return rows[1] - rows[0]
 
 
-def split_sentences(text: str) -> list[tuple[int, int]]:
+def split_sentences(text: str, language: str = ENGLISH) -> list[tuple[int, int]]:
     """(start, end) characters of each sentence, in order, blanks around it left out."""
     bounds = []
     end = 0
-    for piece in _pieces(text):
+    for piece in _pieces(text, language):
         start, end = end, end + len(piece)
         if bare := piece.strip():
             first = start + len(piece) - len(piece.lstrip())
@@ -93,7 +95,7 @@ def split_sentences(text: str) -> list[tuple[int, int]]:
     return bounds
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, language: str) -> Iterator[str]:
     """Sentences with the blanks between them: joined they are the text.
 
     sentencex loses paragraphs of texts over some thousand characters; given one by one they stay. What is still
@@ -103,7 +105,7 @@ def _pieces(text: str) -> Iterator[str]:
     for paragraph in _PARAGRAPHS.split(text):
         plain = _BLANKS.sub(" ", paragraph)
         end = 0
-        for sentence in sentencex.segment(LANGUAGE, plain):
+        for sentence in sentencex.segment(language, plain):
             start = plain.find(sentence, end)
             if start < 0:
                 break
@@ -138,11 +140,11 @@ def passage_digest(title: str, text: str) -> str:
 
 
 def cut_passages(
-    documents: Sequence[Document], tokenizer: CachedTokenizer, *, block_wordpieces: int | None
+    documents: Sequence[Document], tokenizer: CachedTokenizer, *, block_wordpieces: int | None, language: str = ENGLISH
 ) -> PassageBatch:
     """The passages of a batch of documents, wordpieces and offsets included.
 
-    Without ``block_wordpieces`` each document is one passage.
+    Without ``block_wordpieces`` each document is one passage. ``language`` is that of all, or ``AUTO``.
     Every text is tokenised once, whole; characters of all texts are counted on in one line, so that one
     search finds the wordpieces of all sentences.
     """
@@ -152,7 +154,8 @@ def cut_passages(
     body = tokenizer.encode([document.text for document in documents])
     chars, bases = body.chars, body.bases.tolist()
     _cover_marks(documents, chars)
-    counts, sentence_chars, sentence_tokens = _sentences(documents, bases, chars)
+    languages = [detect(f"{one.title} {one.text}")[0] if language == AUTO else language for one in documents]
+    counts, sentence_chars, sentence_tokens = _sentences(documents, languages, bases, chars)
 
     passages = []
     first_row = 0
@@ -169,7 +172,8 @@ def cut_passages(
             passages.append(Passage(index, (start, stop), (low, high + 1), tokens, digest))
     sentences = _relative_sentences(sentence_tokens, passages)
     titles_by_document = [title_ids[document.title] for document in documents]
-    return PassageBatch(passages, body.ids, _relative(chars, passages, bases), sentences, titles_by_document)
+    relative = _relative(chars, passages, bases)
+    return PassageBatch(passages, body.ids, relative, sentences, titles_by_document, languages)
 
 
 def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:
@@ -188,14 +192,14 @@ def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> Non
 
 
 def _sentences(
-    documents: Sequence[Document], bases: Sequence[int], chars: NDArray[np.int64]
+    documents: Sequence[Document], languages: Sequence[str], bases: Sequence[int], chars: NDArray[np.int64]
 ) -> tuple[list[int], list[tuple[int, int]], list[tuple[int, int]]]:
     """Sentences per document, and of each sentence its (start, end) characters and (first, end) wordpieces.
 
     A sentence without wordpieces (nothing but control characters) is left out; a border inside a wordpiece
     is none.
     """
-    bounds = [split_sentences(document.text) for document in documents]
+    bounds = [split_sentences(one.text, language) for one, language in zip(documents, languages, strict=True)]
     flat = np.array(
         [(start + base, end + base) for base, found in zip(bases, bounds, strict=True) for start, end in found],
         np.int64,

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
@@ -21,6 +21,7 @@ from realmops.artifacts import digest_of
 from realmops.corpus.answers import check_expression
 from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 from realmops.corpus.documents import check_id, check_text, read_json_lines, require
+from realmops.corpus.languages import detect, languages
 
 AUTO = "auto"
 LARGEST_CONTENT = 256 << 20  # bytes of a file that is read whole; SQuAD has 40 MB
@@ -38,7 +39,8 @@ class Question:
     """A question, its acceptable answers and, where it is known, the id of the document that answers it.
 
     ``is_regex``: the answers are regular expressions (CuratedTREC).  ``not_in``: the ids of the passages that it was
-    made from, which are no evidence for its answer (``corpus.cloze``).
+    made from, which are no evidence for its answer (``corpus.cloze``).  ``language``: the code of the language by
+    whose rules an answer is right, English's without one.
     """
 
     id: str
@@ -47,6 +49,7 @@ class Question:
     passage_id: str | None = None
     is_regex: bool = False
     not_in: tuple[str, ...] = ()
+    language: str = ""
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
@@ -71,6 +74,7 @@ class _Record:
     is_regex: Any = False
     unanswerable: bool = False
     not_in: Any = ()
+    language: Any = None
 
 
 def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str] | None = None) -> list[Question]:
@@ -110,6 +114,11 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str
     return questions
 
 
+def in_languages(questions: Iterable[Question], among: Sequence[str]) -> list[Question]:
+    """The same questions, each in its language: where it names none, that which is detected among those of a corpus."""
+    return [replace(one, language=one.language or detect(one.question, among)[0]) for one in questions]
+
+
 def answers_are_expressions(questions: Iterable[Question]) -> bool:
     """Whether the answers are regular expressions; ValueError when some are and some are not."""
     kinds = {question.is_regex: question.id for question in questions}
@@ -140,7 +149,7 @@ def parts_of(questions: Iterable[Question]) -> dict[str, list[Question]]:
 
 def json_line(question: Question) -> bytes:
     """A question in the form ``jsonl``."""
-    said = {name: value for name, value in asdict(question).items() if value not in (None, False, ())}
+    said = {name: value for name, value in asdict(question).items() if value not in (None, False, (), "")}
     return json.dumps(said, ensure_ascii=False).encode() + b"\n"
 
 
@@ -158,6 +167,9 @@ def _question(record: _Record, copies: Counter[str]) -> Question:
             check_expression(answer, f"{place}: question {given or text!r}")
     if not isinstance(record.not_in, list | tuple):
         raise ValueError(f"{place}: 'not_in' is {type(record.not_in).__name__}, wanted a list of passage ids")
+    language = "" if record.language is None else check_text(record.language, "language", place)
+    if language and language not in languages():
+        raise ValueError(f"{place}: 'language' is {language!r}; one of {', '.join(languages())} is wanted")
     return Question(
         id=given or _id_of(text, answers, copies),
         question=text,
@@ -165,6 +177,7 @@ def _question(record: _Record, copies: Counter[str]) -> Question:
         passage_id=None if record.passage_id is None else check_text(record.passage_id, "passage_id", place),
         is_regex=record.is_regex,
         not_in=tuple(check_text(name, "not_in", place) for name in record.not_in),
+        language=language,
     )
 
 
@@ -189,7 +202,7 @@ def _answers(value: Any, name: str, place: str) -> tuple[str, ...]:
 
 
 def _json_lines(path: Path) -> Iterator[_Record]:
-    """{"id"?, "question", "answers", "passage_id"?, "is_regex"?, "not_in"?} a line; "answer" is a list or a text."""
+    """{"id"?, "question", "answers", ...} a line, with other fields of ``Question``; "answer" is a list or a text."""
     for place, record in read_json_lines(path):
         key = "answer" if "answer" in record and "answers" not in record else "answers"
         answers = require(record, key, place)
@@ -201,6 +214,7 @@ def _json_lines(path: Path) -> Iterator[_Record]:
             record.get("passage_id"),
             record.get("is_regex", False),
             not_in=record.get("not_in", ()),
+            language=record.get("language"),
         )
 
 

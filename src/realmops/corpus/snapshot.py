@@ -23,12 +23,15 @@ from realmops.artifacts import digest_of, read_manifest
 from realmops.corpus.documents import PAGES, Document
 from realmops.corpus.flat import load_flat
 from realmops.corpus.forms import forms_of
+from realmops.corpus.languages import AUTO, ENGLISH, detect
 from realmops.corpus.spans import Spans
 from realmops.corpus.vocabulary import Casing, build_tokenizer, continuing_pieces, read_vocabulary
 
 # Shape legend: P passages, T wordpieces of all bodies, S sentences; t and s those of one passage.
 
 KIND = "snapshot"
+LANGUAGES = "languages.npy"
+COMMON = 0.01  # share of the passages, below which no question is taken to be in a language; a few may be taken wrongly
 GIVEN_SPANS = "given_spans"
 PLACES = "places.npy"
 REJECTS = "rejects.jsonl"
@@ -71,6 +74,7 @@ class Snapshot:
             sentence_offsets.npy int64 [P + 1].
         places.npy: int64 [P, 2], the number of the passage's document in the corpus, and the character of that
             document's text at which the passage begins. Versions before wrote none.
+        languages.npy: uint8 [P, 2], the two letters of each passage's language, where each document has its own.
         vocab.txt: the wordpieces.
         rejects.jsonl: {"place", "problem"} of every broken record; of a file that could not be read also its "kind".
         sources.jsonl: for each file of the corpus, how many records it had and what became of them.
@@ -84,6 +88,7 @@ class Snapshot:
         self.vocabulary_hash: str = manifest["vocabulary_hash"]
         self.block_wordpieces: int = manifest["settings"]["block_wordpieces"]
         self.casing = Casing(**manifest["settings"]["casing"])
+        self.language: str = manifest["settings"].get("language", ENGLISH)  # of all passages, or ``AUTO``
         self.tokens: NDArray[Any] = load_flat(folder / "tokens.npy")
         self.token_chars: Ints = load_flat(folder / "token_chars.npy")
         self.token_offsets: NDArray[np.int64] = load_flat(folder / "token_offsets.npy")
@@ -159,6 +164,32 @@ class Snapshot:
         return max((page for page, begin in begins if begin <= character), default=None)
 
     @cached_property
+    def code_P(self) -> NDArray[np.bytes_]:
+        """The code of each passage's language, [P]."""
+        if self.language != AUTO:
+            return np.full(len(self), self.language, "S2")
+        codes: NDArray[np.bytes_] = load_flat(self.folder / LANGUAGES).view("S2")[:, 0]
+        return codes
+
+    @cached_property
+    def languages(self) -> list[str]:
+        """The codes of the languages of its passages, the commonest first."""
+        if self.language != AUTO:
+            return [self.language]
+        codes, counts = np.unique(self.code_P, return_counts=True)
+        return [code.decode() for code in codes[np.argsort(-counts, kind="stable")].tolist()]
+
+    @cached_property
+    def common_languages(self) -> list[str]:
+        """Those of at least ``COMMON`` of the passages, in which questions are asked."""
+        least = COMMON * len(self)
+        return [code for code in self.languages if np.count_nonzero(self.code_P == code.encode()) >= least]
+
+    def language_of(self, index: int) -> str:
+        """The code of a passage's language."""
+        return self.language if self.language != AUTO else self.code_P[index].decode()
+
+    @cached_property
     def sources(self) -> tuple[list[str], list[int]]:
         """The corpus's files, and how many documents there are up to the end of each."""
         rows = [json.loads(line) for line in (self.folder / SOURCES).read_bytes().splitlines()]
@@ -217,7 +248,8 @@ class Snapshot:
         body, chars = np.array(found.ids, np.int64), np.array(found.offsets, np.int32).reshape(-1, 2)
         if not with_forms or not len(body):
             return body
-        starts = np.searchsorted(chars[:, 0], [start for start, _ in split_sentences(text)]).astype(np.int32)
+        sentences = split_sentences(text, detect(text, self.common_languages)[0])
+        starts = np.searchsorted(chars[:, 0], [start for start, _ in sentences]).astype(np.int32)
         return body + FORM_STEP * forms_of(text, chars, self.continues_word[body], starts)
 
     def title_tokens(self, index: int) -> NDArray[np.int64]:

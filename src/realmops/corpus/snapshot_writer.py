@@ -40,10 +40,12 @@ from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejecte
 from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
-from realmops.corpus.passages import LANGUAGE, SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
+from realmops.corpus.languages import AUTO, ENGLISH, check_language
+from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
 from realmops.corpus.snapshot import (
     GIVEN_SPANS,
     KIND,
+    LANGUAGES,
     PLACES,
     REJECTS,
     ROWS_PER_GROUP,
@@ -84,6 +86,7 @@ def write_snapshot(
     casing: Casing = UNCASED,
     whole_documents: bool = False,
     drop_titles: bool = False,
+    language: str = ENGLISH,
     broken_share: float = 0.01,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
@@ -98,6 +101,7 @@ def write_snapshot(
         block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
         whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
         drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
+        language: of all documents, or ``AUTO``: each document's own.
         broken_share: of the records; so many may be broken and are left out.
         workers: processes that convert and tokenise; with 1 it happens in this process.
         progress: called with the number of bytes read of the sources' files since the last call.
@@ -111,16 +115,17 @@ def write_snapshot(
         )
     if workers < 1:
         raise ValueError(f"workers is {workers}, wanted 1 or more")
+    check_language(language)
     settings = {
         "block_wordpieces": block_wordpieces,
         "casing": asdict(casing),
         "whole_documents": whole_documents,
         "drop_titles": drop_titles,
-        "language": LANGUAGE,
+        "language": language,
     }
     try:
         with (
-            closing(_Writer(work, vocabulary, sources, broken_share)) as writer,
+            closing(_Writer(work, vocabulary, sources, broken_share, language == AUTO)) as writer,
             workers_in_order(workers, sources, _Cutter(vocabulary, settings)) as cut,
         ):
             advance = Progress(sources, progress)
@@ -140,6 +145,7 @@ class _Cutter:
         self._tokenizer = CachedTokenizer(build_tokenizer(vocabulary, Casing(**settings["casing"])))
         self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"]
         self._drop_titles = settings["drop_titles"]
+        self._language = settings["language"]
 
     def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:
         """What became of each record, and the passages of those that are documents with wordpieces."""
@@ -158,7 +164,8 @@ class _Cutter:
         return outcomes, batch
 
     def _cut(self, documents: Sequence[Document]) -> PassageBatch:
-        return cut_passages(documents, self._tokenizer, block_wordpieces=self._block_wordpieces)
+        room = self._block_wordpieces
+        return cut_passages(documents, self._tokenizer, block_wordpieces=room, language=self._language)
 
     def _try(self, outcome: Outcome) -> Outcome:
         """The outcome, or Rejected where its passages cannot be cut."""
@@ -206,7 +213,9 @@ class _Writer:
     ``source`` and ``counts.records`` say where to go on reading.
     """
 
-    def __init__(self, work: Path, vocabulary: Sequence[str], sources: Sequence[Source], broken_share: float) -> None:
+    def __init__(
+        self, work: Path, vocabulary: Sequence[str], sources: Sequence[Source], broken_share: float, languages: bool
+    ) -> None:
         self._work = work
         self._vocabulary = vocabulary
         self._sources = sources
@@ -230,6 +239,7 @@ class _Writer:
             self._sentences = growing("sentences.npy", FlatArray, np.int32, (3,))
             self._sentence_offsets = growing("sentence_offsets.npy", FlatOffsets)
             self._places = growing(PLACES, FlatArray, np.int64, (2,))
+            self._languages = growing(LANGUAGES, FlatArray, np.uint8, (2,)) if languages else None
             self._texts, self._rejects, self._told = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
             (work / GIVEN_SPANS).mkdir(exist_ok=True)
             self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
@@ -372,6 +382,9 @@ class _Writer:
         self._token_chars.append(batch.chars)
         self._title_tokens.append(np.fromiter(itertools.chain.from_iterable(titles), np.int32))
         self._places.append(np.array(places, np.int64).reshape(-1, 2))
+        if self._languages is not None:
+            codes = "".join(batch.languages[passage.document] for passage in batch.passages).encode()
+            self._languages.append(np.frombuffer(codes, np.uint8).reshape(-1, 2))
         self._sentences.append(np.column_stack([np.repeat(passages, sentences), batch.sentences]))
 
     def _append_texts(self, documents: Sequence[Document], batch: PassageBatch) -> None:

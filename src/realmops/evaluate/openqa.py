@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from realmops.artifacts import seed_for
 from realmops.corpus.answers import REGEX_RULES, contains_answer, exact_match, normal_form, token_f1
+from realmops.corpus.languages import ENGLISH
 from realmops.corpus.questions import Question, answers_are_expressions
 
 EM_RULES = ("exact_match", *REGEX_RULES)
@@ -91,14 +92,16 @@ def f1_of(prediction: str, question: Question, rule: str) -> float:
     """F1 of one prediction, 0 without one; where answers are expressions 1 for a match by the rule, else 0."""
     if not prediction:
         return 0.0
-    return float(is_right(prediction, question, rule)) if question.is_regex else token_f1(prediction, question.answers)
+    if question.is_regex:
+        return float(is_right(prediction, question, rule))
+    return token_f1(prediction, question.answers, question.language or ENGLISH)
 
 
 def is_right(prediction: str, question: Question, rule: str | None = None) -> bool:
     """Whether one prediction is right by a rule of ``EM_RULES``, without one by the release's."""
     rule = rule or em_rules([question])[0]
     if rule == "exact_match":
-        return exact_match(prediction, question.answers)
+        return exact_match(prediction, question.answers, question.language or ENGLISH)
     return contains_answer(prediction, question.answers, rule)
 
 
@@ -197,7 +200,7 @@ def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) ->
         answer
         for question in training
         if not question.is_regex
-        for answer in sorted({normal_form(reference) for reference in question.answers})
+        for answer in sorted({normal_form(reference, question.language or ENGLISH) for reference in question.answers})
     )
     if not counts:
         raise ValueError("the closed-book floor needs at least one training question")

@@ -29,8 +29,9 @@ from numpy.typing import NDArray
 
 from realmops.artifacts import atomic_folder, digest_of, make_folder, read_manifest, write_manifest
 from realmops.corpus.flat import FlatArray, load_flat
+from realmops.corpus.languages import ENGLISH
 from realmops.corpus.snapshot import ROWS_PER_GROUP, Snapshot
-from realmops.index.lexical import KIND, STOP_WORDS, Bm25, codes, split_words, stems
+from realmops.index.lexical import KIND, Bm25, codes, split_words, stems, stop_words
 
 _PART = "part of lexical"
 _PASSAGES = 32 * ROWS_PER_GROUP  # of a part
@@ -61,6 +62,8 @@ def write_bm25(
         known = np.full(len(snapshot), -1) if earlier is None else snapshot.places_in(earlier)
         parts: list[_Part] = []
         if earlier is not None:
+            there = np.flatnonzero(known >= 0)
+            known[there[snapshot.code_P[there] != earlier.code_P[known[there]]]] = -1  # it is in another language now
             parts.append(_known_part(Bm25.of(earlier), known))
             progress(int((known >= 0).sum()))
         unknown = np.flatnonzero(known < 0)
@@ -71,10 +74,20 @@ def write_bm25(
             for (rows, path), _ in zip(jobs, done, strict=True):
                 parts.append(_Part.read(path))
                 progress(len(rows))
-        figures = _merge(parts, stage, len(snapshot))
+        figures = _merge(parts, stage, len(snapshot)) | ({} if wordpieces else _write_languages(snapshot, stage))
         if work is None:
             shutil.rmtree(place)
         return write_manifest(stage, KIND, corpus_hash=snapshot.corpus_hash, passages=len(snapshot), **figures)
+
+
+def _write_languages(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
+    """Which languages the passages are in, for the manifest: nothing where all are English; of several also a file."""
+    if snapshot.languages == [ENGLISH]:
+        return {}
+    if len(snapshot.languages) > 1:
+        with closing(FlatArray(folder / "groups.npy", np.dtype(np.uint8))) as file:
+            file.append(sum((snapshot.code_P == code.encode()) * n for n, code in enumerate(snapshot.languages)))
+    return {"languages": snapshot.languages, "common_languages": len(snapshot.common_languages)}
 
 
 @contextmanager
@@ -125,30 +138,37 @@ def _count_part(snapshot: Path, wordpieces: bool, job: tuple[Passages, Path]) ->
     """Count the words of some passages into a part, unless it is there."""
     rows, folder = job
     opened = Snapshot.open(snapshot, verify=False)
-    key = digest_of([opened.corpus_hash, hashlib.sha256(rows.tobytes()).hexdigest(), wordpieces])
+    spoken = [] if opened.language == ENGLISH else [opened.language]
+    key = digest_of([opened.corpus_hash, hashlib.sha256(rows.tobytes()).hexdigest(), wordpieces, *spoken])
     with suppress(ValueError):
         if read_manifest(folder, _PART)["key"] == key:
             return
     texts = (f"{title} {text}" for title, text in opened.rows(rows, "title", "text"))
-    part = _counted_wordpieces(opened, rows) if wordpieces else _counted(texts, rows)
+    languages = opened.code_P[rows].astype(str).tolist()
+    part = _counted_wordpieces(opened, rows) if wordpieces else _counted(texts, languages, rows)
     with atomic_folder(folder) as stage:
         part.write(stage)
         write_manifest(stage, _PART, key=key)
 
 
-def _counted(texts: Iterator[str], rows: Passages) -> _Part:
-    """A part of texts."""
+def _counted(texts: Iterator[str], languages: Sequence[str], rows: Passages) -> _Part:
+    """A part of texts, each with its language."""
     flat, lengths, number = array("i"), array("q"), itertools.count()
-    numbers = defaultdict(number.__next__, zip(STOP_WORDS, number, strict=False))  # words, first the stop words
-    for text in texts:
-        words = split_words(text)
-        flat.extend(map(numbers.__getitem__, words))
+    numbers: dict[str, dict[str, int]] = {code: defaultdict(number.__next__) for code in dict.fromkeys(languages)}
+    for text, language in zip(texts, languages, strict=True):
+        words = split_words(text, language)
+        flat.extend(map(numbers[language].__getitem__, words))
         lengths.append(len(words))
-    word_T = np.array(flat, np.int32) - len(STOP_WORDS)
+    different = next(number)
+    code_V, kept_V = np.zeros(different, np.uint64), np.ones(different, bool)
+    for language, known in numbers.items():
+        code_V[list(known.values())] = codes(stems(list(known), language))
+        kept_V[[known[word] for word in stop_words(language) if word in known]] = False
+    word_T = np.array(flat, np.int32)
     row_T = np.repeat(np.arange(len(rows)), np.array(lengths, np.int64))
-    kept_T = word_T >= 0
+    kept_T = kept_V[word_T]
     word_T, row_T = word_T[kept_T], row_T[kept_T]
-    code_W, place = np.unique(codes(stems(list(numbers)[len(STOP_WORDS) :])), return_inverse=True)
+    code_W, place = np.unique(code_V, return_inverse=True)
     return _part_of(code_W, place[word_T], row_T, rows)
 
 

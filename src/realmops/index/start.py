@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import seed_for
+from realmops.corpus.languages import ENGLISH, languages
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import Progress, document_sequences, embed, no_progress
 from realmops.index.lexical import stems
@@ -58,7 +59,17 @@ def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Calla
     passages_V = np.asarray(_presence(snapshot, rows, progress("wordpieces", len(rows))).sum(0)).ravel()
     idf_V = inverse_document_frequency(np.maximum(passages_V, 1), len(rows))
     special = _special(snapshot).tolist()
-    reader.matches.learn_words(snapshot.vocabulary, snapshot.continues_word, stems(snapshot.vocabulary), special, idf_V)
+    language = snapshot.languages[0]
+    stem_V = stems(snapshot.vocabulary, language)
+    asking = None if language == ENGLISH else _asking(snapshot, language)
+    reader.matches.learn_words(snapshot.vocabulary, snapshot.continues_word, stem_V, special, idf_V, asking)
+
+
+def _asking(snapshot: Snapshot, language: str) -> dict[str, set[str]]:
+    """The question words of a language by kind, as the snapshot's tokenizer writes them."""
+    normal = snapshot.tokenizer.normalizer
+    known = languages()[language].questions
+    return {kind: {normal.normalize_str(word) for word in words} for kind, words in known.items() if " " not in kind}
 
 
 def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:

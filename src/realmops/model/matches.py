@@ -12,7 +12,7 @@ Shape suffixes: T wordpieces of all sequences, N sequences, V vocabulary, F kind
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ SHARES = 8  # classes of a share of the question's weight
 DISTANCES = (0, 1, 2, 3, 5, 8, 14, 25)  # most wordpieces to a match; then far or none
 AROUND = (-2, -1, 1, 2)  # neighbours whose form counts
 SENTENCE_ENDS = (".", "?", "!")
+OTHER_SENTENCE_ENDS = ("。", "？", "！", "।", "؟", "۔")  # in other languages than English
 FORMS = len(Form)
 # kinds of questions, by the first of these words that stands in x; those behind it count more (how many, what year)
 QUESTION_WORDS = (("who", "whom", "whose"), ("when",), ("where",), ("why",), ("which",), ("what",), ("how",))
@@ -84,19 +85,29 @@ class Matches(nn.Module):
         stems: Sequence[str],
         special: Collection[int],
         idf_V: np.ndarray,
+        questions: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """Take over what is known of the wordpieces of a snapshot; ``continues_V`` says which continue a word."""
+        """Take over what is known of the wordpieces of a snapshot; ``continues_V`` says which continue a word.
+
+        Args:
+            questions: of another language than English, what asks as each first word of ``QUESTION_WORDS`` and
+                ``BEHIND_THEM`` does.
+        """
         weight_V = np.maximum(1, np.round(UNITS * idf_V)).astype(np.int64)
         weight_V[sorted(special)] = 0
         numbers: dict[str, int] = {}
         stem_V = [numbers.setdefault(stem, i) for i, stem in enumerate(stems)]
-        kinds = {word: 1 + i for i, words in enumerate((*QUESTION_WORDS, *BEHIND_THEM)) for word in words}
+        asking: tuple[tuple[str, ...], ...] = (*QUESTION_WORDS, *BEHIND_THEM)
+        if questions is not None:
+            asking = tuple(tuple(questions.get(words[0], ())) for words in asking)
+        ends = SENTENCE_ENDS if questions is None else (*SENTENCE_ENDS, *OTHER_SENTENCE_ENDS)
+        kinds = {word: 1 + i for i, words in enumerate(asking) for word in words}
         for buffer_V, values in (
             (self.weight_V, weight_V),
             (self.stem_V, stem_V),
             (self.question_V, [kinds.get(piece, 0) for piece in vocabulary]),
             (self.continues_V, continues_V),
-            (self.ends_V, [int(piece in SENTENCE_ENDS) for piece in vocabulary]),
+            (self.ends_V, [int(piece in ends) for piece in vocabulary]),
         ):
             buffer_V.copy_(torch.as_tensor(values))
 

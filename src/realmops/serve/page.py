@@ -23,8 +23,9 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from realmops.answering.record import Record, holds_all
-from realmops.answering.search import highlights, stems_of
+from realmops.answering.search import Wanted, highlights, stems_of
 from realmops.commands.answers import Asked
+from realmops.corpus.languages import detect
 from realmops.evaluate.page import STYLE
 from realmops.serve.batching import PendingAnswer
 from realmops.serve.guard import COOKIE, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token
@@ -46,11 +47,12 @@ class ShownPassage:
     quoted: str
     after: str
     gone: str  # where the page without it is
+    wanted: Wanted
 
-    def parts(self, question: str) -> Iterator[tuple[str, bool]]:
+    def parts(self) -> Iterator[tuple[str, bool]]:
         """Its text in parts, and which of them are words of the question."""
         text, last = self.record["text"], 0
-        for start, end in highlights(text, stems_of(question)):
+        for start, end in highlights(text, self.wanted):
             yield text[last:start], False
             yield text[start:end], True
             last = end
@@ -210,13 +212,16 @@ def _begin(passage: Record) -> str:
 
 def _shown(ticket: PendingAnswer, record: Record, without: Sequence[str]) -> Shown:
     cited = {one["passage_id"]: one for one in record["citations"]}
-    passages = tuple(_passages(record, cited, without))
+    spoken = detect(record["question"], ticket.generation.model.snapshot.common_languages)
+    passages = tuple(_passages(record, cited, without, stems_of(record["question"], spoken)))
     first = record["citations"][0]["passage_id"] if cited else None
     best = next((one for one in passages if one.record["passage_id"] == first), None)
     return Shown(record, ticket.generation.confidence is not None, passages, best)
 
 
-def _passages(record: Record, cited: dict[str, Record], without: Sequence[str]) -> Iterator[ShownPassage]:
+def _passages(
+    record: Record, cited: dict[str, Record], without: Sequence[str], wanted: Wanted
+) -> Iterator[ShownPassage]:
     for one in record["passages"]:
         text, found = one["text"], cited.get(one["passage_id"])
         start = end = len(text)
@@ -224,7 +229,7 @@ def _passages(record: Record, cited: dict[str, Record], without: Sequence[str]) 
             start, end = found["start"] - one["start"], found["end"] - one["start"]
             one = {**one, "page": found["page"]}
         gone = address(record["question"], [*without, one["passage_id"]])
-        yield ShownPassage(one, text[:start], text[start:end], text[end:], gone)
+        yield ShownPassage(one, text[:start], text[start:end], text[end:], gone, wanted)
 
 
 def address(question: str, without: Sequence[str] = ()) -> str:

@@ -15,7 +15,7 @@ from realmops.answering.record import Record
 from realmops.answering.search import Where, check_filter
 from realmops.artifacts import canonical_json
 from realmops.commands.answers import Asked
-from realmops.corpus.questions import read_questions
+from realmops.corpus.questions import in_languages, read_questions
 from realmops.evaluate.openqa import is_right
 from realmops.serve.generations import Champion, Origin, RunFolder
 
@@ -187,7 +187,7 @@ def ask(
     for one in asked:
         yield from generation.answer([one])
     right = 0
-    for question in listed:
+    for question in in_languages(listed, generation.model.snapshot.common_languages):
         one = Asked(question.question, question.not_in)
         try:
             generation.check(one)

@@ -235,7 +235,7 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_of(path)
-    sections = deciding(stage, values)
+    sections = config.keyed(deciding(stage, values))
     if "pretrain" in sections:
         sections["pretrain"] = {key: v for key, v in sections["pretrain"].items() if key not in ("builder", "exchange")}
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})

@@ -12,7 +12,7 @@ from realmops import artifacts
 from realmops.config import IndexOptions, QuestionFiles, RunOptions
 from realmops.corpus.answers import MATCH_SECONDS, expression
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question, read_questions
+from realmops.corpus.questions import Question, in_languages, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.encoders.devices import device_and_dtype
@@ -31,7 +31,8 @@ T = TypeVar("T")
 def questions_of(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
     """The questions of ``questions.SPLIT``; warns where the corpus lacks passages that they were made from."""
     name = f"questions.{split}"
-    questions = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
+    found = read_questions([job.inputs[name]], format=job.section(QuestionFiles).format)
+    questions = in_languages(found, snapshot.common_languages)
     lost, named = Sources(snapshot).lost(questions)
     if lost:
         job.report.warn(

@@ -1,14 +1,17 @@
 """Stage ``snapshot``: documents to passages, with one vocabulary for corpus and warm-up text."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
 from realmops.corpus.formats import Source, sources
+from realmops.corpus.languages import AUTO, check_language, detect, languages
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
@@ -19,12 +22,14 @@ from realmops.index.lexical_writer import write_bm25
 from realmops.stages import STAGES, Job, Report
 
 VOCABULARY = "vocab.txt"
+_LOOKED_AT, _SHORT, _MANY = 50, 100, 30  # passages, characters of one that tells its language, and how many must agree
 _SHOWN = 3  # broken records, and files of each kind that could not be read
 
 
 def run(job: Job) -> dict[str, Any]:
     """Write ``corpus``, its BM25 index and, where there is a warm-up text, ``warmup``; returns the counts of both."""
     options = job.section(SnapshotOptions)
+    check_language(options.language)
     texts = {"corpus": sources(job.inputs["snapshot.documents"], options.format)}
     if options.use_warmup:
         texts["warmup"] = sources(job.inputs["snapshot.warmup"], "auto")
@@ -53,6 +58,7 @@ def _write(
             whole_documents=options.whole_documents,
             block_wordpieces=options.block_wordpieces,
             drop_titles=options.wikipedia_titles,
+            language=options.language,
             broken_share=options.broken_share,
             workers=options.workers,
             progress=job.report.progress(f"passages of {name}", _bytes(found), "B"),
@@ -66,6 +72,7 @@ def _write(
             )
         metrics |= {prefix + key: value for key, value in counts(manifest).items()}
     corpus = Snapshot.open(job.out / "corpus", verify=False)
+    _tell_language(job.report, corpus)
     write_bm25(
         job.out / lexical.FOLDER,
         corpus,
@@ -74,6 +81,21 @@ def _write(
         workers=options.workers,
     )
     return metrics
+
+
+def _tell_language(report: Report, corpus: Snapshot) -> None:
+    """Warn where most of some passages are in another language than the one that is set."""
+    if corpus.language == AUTO:
+        return
+    texts = [corpus.text(row) for row in sorted({*np.linspace(0, len(corpus) - 1, _LOOKED_AT).astype(int).tolist()})]
+    detected = [detect(text) for text in texts if len(text) >= _SHORT]
+    sure = Counter(likely[0] for likely in detected if len(likely) == 1)
+    code, count = max(sure.items(), key=lambda one: one[1], default=("", 0))
+    if code != corpus.language and count >= _MANY:
+        report.warn(
+            f"{count} of {len(texts)} passages look {languages()[code].name}, and snapshot.language is "
+            f"{corpus.language}: sentences, words and dates go by it; set snapshot.language={code}, or auto"
+        )
 
 
 def tell_rejects(report: Report, name: str, manifest: dict[str, Any], folder: Path, where: str) -> None:

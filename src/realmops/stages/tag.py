@@ -1,6 +1,7 @@
 """Stage ``tag``: salient spans of corpus and warm-up text."""
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot
 from realmops.stages.shards import spans_of
 from realmops.train.parallel import team
-from realmops.train.tagger import Tagger, predict_words, tag_names, tagger_files, train_tagger
+from realmops.train.tagger import (
+    Entity,
+    Tagger,
+    phrases_and_dates,
+    predict_words,
+    tag_names,
+    tagger_files,
+    train_tagger,
+)
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -71,8 +80,13 @@ def _tag(job: Job, options: Tag, tagger: Tagger | None, snapshot: Snapshot, fold
             shutil.copyfile(file, folder / file.name)
         return {"spans": len(Spans.open(folder).rows)}
     folder.mkdir()
+    spans: Iterable[list[Entity]]
+    if options.method == "phrases":
+        spans = phrases_and_dates(snapshot, options.dates)
+    else:
+        spans = spans_of(job, tagger_files(tagger, options), snapshot)
     with SpansWriter(folder) as writer:
-        for passage, found in enumerate(spans_of(job, tagger_files(tagger, options), snapshot)):
+        for passage, found in enumerate(spans):
             writer.add(
                 found, snapshot.chars(passage), snapshot.sentences(passage), int(snapshot.sentence_offsets[passage])
             )

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from realmops.config import Optimiser, Tag
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.dates import find_dates
+from realmops.corpus.phrases import Phrases
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.architectures import described_encoder
 from realmops.encoders.devices import autocast
@@ -169,16 +170,24 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
         for low in range(first, end, _TOGETHER):
             passages = range(low, min(low + _TOGETHER, end))
             found = find_entities(tagger, snapshot, passages, known["wordpieces"], dtype) if tagger else {}
-            for passage in passages:
-                dates = find_dates(snapshot.text(passage)) if known["dates"] else []
-                names = [
-                    e for e in found.get(passage, []) if not any(e[0] < stop and start < e[1] for start, stop in dates)
-                ]
-                spans.append([*((start, stop, DATE) for start, stop in dates), *names])
+            spans += [_beside_dates(snapshot, p, found.get(p, []), known["dates"]) for p in passages]
             progress(len(passages))
         return {SPANS: json.dumps(spans).encode()}
 
     return make
+
+
+def _beside_dates(snapshot: Snapshot, passage: int, found: Sequence[Entity], dates: bool) -> list[Entity]:
+    """The dates of a passage, if they are wanted, and the entities that touch none."""
+    places = find_dates(snapshot.text(passage), snapshot.language_of(passage)) if dates else []
+    others = [e for e in found if not any(e[0] < stop and start < e[1] for start, stop in places)]
+    return [*((start, stop, DATE) for start, stop in places), *others]
+
+
+def phrases_and_dates(snapshot: Snapshot, dates: bool) -> Iterator[list[Entity]]:
+    """Of each passage its spans without a tagger: names, phrases and numbers, and dates if they are wanted."""
+    phrases = Phrases(snapshot)
+    return (_beside_dates(snapshot, passage, phrases.of(passage), dates) for passage in range(len(snapshot)))
 
 
 def spans_in(files: Mapping[str, bytes]) -> list[list[Entity]]:

@@ -1,0 +1,117 @@
+"""BM25 by language: each language's paragraphs alone, and those of all languages as one corpus.
+
+    python benchmarks/languages.py XQUAD/de XQUAD/es XQUAD/zh XQUAD/ro --and en=SQUAD/cut_tiny
+
+Each folder has passages.jsonl.gz and questions*.jsonl.gz, as XQuAD's paragraphs in their languages; its name is the
+language's code. Shown is the share of questions whose own paragraph is among the first 1, 5 and 20: of our index over
+the language's paragraphs, of bm25s with the same stemmer (in Chinese over our pairs of characters), and of our index
+over the paragraphs of all languages, where the language of each paragraph and question is detected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from realmops.corpus.formats import sources
+from realmops.corpus.languages import AUTO, languages
+from realmops.corpus.questions import Question, read_questions
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.corpus.vocabulary import train_vocabulary
+from realmops.index import lexical
+from realmops.index.lexical import Bm25, rank, split_words, titled_texts
+from realmops.index.lexical_writer import write_bm25
+
+AT = (1, 5, 20)
+
+
+def snapshot_of(folder: Path, files: Sequence[Path], language: str) -> Snapshot:
+    """The snapshot of files of passages, each a passage as it stands, with its BM25 index beside it."""
+    found = [source for file in files for source in sources(file, AUTO)]
+    (folder / "snapshot").mkdir(parents=True)
+    vocabulary = train_vocabulary(found, size=2000)
+    write_snapshot(
+        found, folder / "snapshot", work=folder / "work", vocabulary=vocabulary, block_wordpieces=288,
+        whole_documents=True, language=language,
+    )  # fmt: skip
+    snapshot = Snapshot.open(folder / "snapshot")
+    write_bm25(folder / lexical.FOLDER, snapshot)
+    return snapshot
+
+
+def recalls(found_QK: npt.NDArray[np.int64], snapshot: Snapshot, questions: Sequence[Question]) -> str:
+    """The share of questions whose own passage is among the first k, for each k, as cells of a table."""
+    row_of = {name: row for row, name in enumerate(snapshot.column("document_id"))}
+    right_Q1 = np.array([[row_of[str(question.passage_id)]] for question in questions])
+    return " / ".join(f"{(found_QK[:, :k] == right_Q1).any(1).mean():.3f}".lstrip("0") for k in AT)
+
+
+def theirs(texts: Sequence[str], questions: Sequence[str], language: str) -> npt.NDArray[np.int64]:
+    """The first passages by bm25s, with the words of its own where there is a stemmer for them."""
+    import bm25s
+    import Stemmer
+
+    def words(some: Sequence[str]) -> list[list[str]]:
+        name = languages()[language].stemmer
+        if not name:
+            return [split_words(text, language) for text in some]
+        known = ("german", "spanish", "english", "french", "italian", "portuguese", "dutch", "russian")
+        stopped, stemmer = name if name in known else None, Stemmer.Stemmer(name)
+        cut = bm25s.tokenize(list(some), stopwords=stopped, stemmer=stemmer, return_ids=False, show_progress=False)
+        return [list(one) for one in cut]
+
+    index = bm25s.BM25(backend="numpy")
+    index.index(words(texts), show_progress=False)
+    asked = [one or [""] for one in words(questions)]
+    rows = [index.retrieve([one], k=min(max(AT), len(texts)), show_progress=False).documents[0] for one in asked]
+    return np.array(rows, np.int64)
+
+
+def table(folders: dict[str, Path], place: Path) -> list[str]:
+    """A row for each language."""
+    files = {code: folder / "passages.jsonl.gz" for code, folder in folders.items()}
+    questions = {
+        code: read_questions(sorted(folder.glob("questions*.jsonl.gz")), format="jsonl")
+        for code, folder in folders.items()
+    }
+    together = snapshot_of(place / "together", list(files.values()), AUTO)
+    one_corpus = Bm25.of(together)
+    names = "".join(f", {code} {(together.code_P == code.encode()).sum()}" for code in folders)
+    lines = [
+        f"{len(together)} passages together, detected as{names[1:]}",
+        "",
+        f"| recall@{' / '.join(map(str, AT))} | questions | ours | bm25s, same stemmer | all languages as one corpus |",
+        "|---|---|---|---|---|",
+    ]
+    for code in folders:
+        alone = snapshot_of(place / code, [files[code]], code)
+        asked = [question.question for question in questions[code]]
+        cells = [
+            recalls(rank(Bm25.of(alone), asked, max(AT)), alone, questions[code]),
+            recalls(theirs(titled_texts(alone), asked, code), alone, questions[code]),
+            recalls(rank(one_corpus, asked, max(AT)), together, questions[code]),
+        ]
+        lines.append(f"| {languages()[code].name} | {len(asked):,} | {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", type=Path, nargs="*", help="named by the code of their language")
+    parser.add_argument("--and", action="append", default=[], dest="more", metavar="CODE=FOLDER")
+    arguments = parser.parse_args()
+    folders = {folder.name: folder for folder in arguments.folders}
+    folders |= {code: Path(folder) for code, _, folder in (one.partition("=") for one in arguments.more)}
+    with tempfile.TemporaryDirectory() as place:
+        print("\n".join(table(folders, Path(place))))
+
+
+if __name__ == "__main__":
+    main()

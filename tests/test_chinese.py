@@ -1,0 +1,86 @@
+"""Documents alone in Chinese, end to end: names without a tagger, questions made, a reader, a search, an answer."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import small_project
+from small_project import Quiet, cli, stage, toy_values, write_params
+
+from realmops.answering.record import _around
+from realmops.corpus.questions import read_questions
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import Spans
+
+NAMES = ("安娜贝格", "卡尔伦德", "玛丽霍姆", "约恩维克", "奥拉斯塔")
+NAMES += ("英格费尔", "比约舍夫", "索菲丽塔", "拉斯莫恩", "尼尔斯科")
+TOWNS = ("奥斯陆", "卑尔根", "特隆赫姆", "哈马尔", "纳尔维克")
+TEXTS = [
+    f"{name}于{1900 + 7 * (n % 5)}年出生在{TOWNS[n % 5]}。后来{name}在{TOWNS[(n + 1) % 5]}的大学学习。"
+    f"诗人{NAMES[(n + 3) % 10]}写了关于{name}的第{10 + n % 5}本书。"
+    for n, name in enumerate(NAMES)
+]
+FILES = {part: f"data/cloze/questions.{part}.jsonl" for part in ("train", "dev", "test")}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run up to the fine-tuned model."""
+    project = tmp_path_factory.mktemp("chinese")
+    documents = [{"title": "", "text": text} for text in TEXTS]
+    small_project.write_json_lines(project / "documents.jsonl", documents)
+    values = toy_values(
+        snapshot={"language": "zh", "documents": "documents.jsonl", "use_warmup": False, "block_wordpieces": 128},
+        tag={"method": "phrases"},
+        questions=FILES,
+        pretrain={"steps": 0},
+        retriever={"hybrid": True},
+    )
+    params = write_params(project / "params.yaml", values)
+    for name in ("snapshot", "tag"):
+        stage(name, values, project, project)
+    result = cli("cloze", "--params", params, "--root", project)
+    assert result.exit_code == 0, result.output
+    for name in ("ict", "pretrain", "finetune", "evaluate"):
+        stage(name, values, project, project, Quiet())
+    return project
+
+
+def test_names_and_years_are_salient(root: Path) -> None:
+    snapshot, spans = Snapshot.open(root / "data/snapshot/corpus"), Spans.open(root / "data/spans/corpus")
+    assert len(snapshot) == len(TEXTS)
+    assert [len(snapshot.sentences(0)), snapshot.language_of(0)] == [3, "zh"]
+    found = {snapshot.text(int(row[0]))[row[4] : row[5]] for row in spans.rows}
+    assert {"1900年", "1907年"} <= found
+    assert {"安娜贝格", "卡尔伦德", "约恩维克"} <= found
+
+
+def test_questions_are_made_and_scored_by_the_rules_of_chinese(root: Path) -> None:
+    questions = read_questions([root / name for name in FILES.values()], format="jsonl")
+    assert len(questions) >= 3
+    assert {question.language for question in questions} == {"zh"}
+    for question in questions:
+        assert re.fullmatch(r"(什么|何时|多少|哪一年).*？", question.question)
+        assert not re.search("[一-龥] [一-龥]", question.question)
+    metrics = json.loads((root / "results/metrics.json").read_text())
+    assert metrics["questions"] >= 1
+
+
+def test_a_search_and_an_answer_are_in_chinese(root: Path) -> None:
+    result = cli("search", "约恩维克在哪里学习？", "--root", root, "--by", "words", "--json")
+    assert result.exit_code == 0, result.output
+    best = json.loads(result.stdout)["passages"][0]
+    assert "约恩维克" in best["text"]
+    marked = [best["text"][start:end] for start, end in best["highlights"]]
+    assert {"约恩维克", "学习"} <= {*marked}
+    result = cli("ask", "安娜贝格出生在哪一年？", "--root", root, "--json")
+    assert result.exit_code == 0, result.output
+    record = json.loads(result.stdout)
+    assert record["answer"] in record["passages"][0]["text"] or record["abstained"] or not record["answer"]
+    assert cli("ask", "安娜贝格出生在哪一年？", "--root", root).exit_code == 0
+
+
+def test_a_quotation_has_text_around_it_without_blanks() -> None:
+    text = "他" * 100 + "出生在奥斯陆" + "她" * 100
+    assert _around(text, 103, 106) == ("… " + "他" * 57 + "出生在", "她" * 60 + " …")

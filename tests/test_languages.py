@@ -1,0 +1,239 @@
+"""Languages: detection, words of scripts without blanks, a corpus of several languages, and BM25 over it."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import Stemmer
+from small_project import Quiet, stage, toy_values, write_json_lines
+from small_world import World
+
+from realmops import config
+from realmops.answering.search import highlights, stems_of
+from realmops.artifacts import atomic_folder, read_manifest
+from realmops.corpus.formats import sources
+from realmops.corpus.languages import AUTO, ENGLISH, check_language, detect, languages, word_spans
+from realmops.corpus.passages import split_sentences
+from realmops.corpus.snapshot import LANGUAGES, Snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
+from realmops.corpus.vocabulary import train_vocabulary
+from realmops.index import lexical
+from realmops.index.lexical import Bm25, query_stems, rank
+from realmops.index.lexical_writer import write_bm25
+
+TEXTS = {
+    "de": "Die Häuser der Stadt wurden 1902 gebaut. Dr. Anna Berg zog z. B. aus Köln zu den alten Häusern.",
+    "es": "Las casas de la ciudad fueron construidas en 1902. Anna Berg vivía en una casa antigua cerca del río.",
+    "ro": "Casele orașului au fost construite în anul 1902. Anna Berg a locuit într-o casă veche de lângă râu.",
+    "zh": "这座城市的房屋建于1902年。安娜·贝格搬进了河边的一座老房子！她在那里写了三本小说。",
+    "en": "The houses of the town were built in 1902. Anna Berg moved into one of the old houses beside the river.",
+}
+
+
+def corpus(folder: Path, texts: Sequence[str], language: str, workers: int = 1) -> Snapshot:
+    """The snapshot of documents without a title, with its BM25 index beside it."""
+    folder.mkdir(parents=True)
+    documents = folder / "documents.jsonl"
+    documents.write_text("".join(json.dumps({"title": "", "text": text}) + "\n" for text in texts))
+    found = sources(documents, "auto")
+    vocabulary = train_vocabulary(found, size=300, min_count=1)
+    options: Any = {"block_wordpieces": 512, "workers": workers, "language": language}
+    with atomic_folder(folder / "snapshot") as stage:
+        write_snapshot(found, stage, work=folder / "work", vocabulary=vocabulary, **options)
+    snapshot = Snapshot.open(folder / "snapshot")
+    write_bm25(folder / lexical.FOLDER, snapshot)
+    return snapshot
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    return corpus(tmp_path_factory.mktemp("mixed") / "corpus", [*TEXTS.values(), TEXTS["de"] + " Ende."], AUTO)
+
+
+def test_every_language_has_a_stemmer_that_is_there_and_a_code_that_is_detected() -> None:
+    for code, known in languages().items():
+        assert len(code) == 2
+        assert known.stemmer in ("", *Stemmer.algorithms()), code
+        assert detect("words", [code]) == (code,)
+    assert len(detect("words", list(languages()))) == 2
+
+
+def test_an_unknown_language_is_refused() -> None:
+    for code in (AUTO, *languages()):
+        check_language(code)
+    with pytest.raises(ValueError, match=r"snapshot.language is 'german'; auto \(of each document\) or one of en, de"):
+        check_language("german")
+
+
+@pytest.mark.parametrize("code", TEXTS)
+def test_the_language_of_a_text_is_detected(code: str) -> None:
+    assert detect(TEXTS[code]) == (code,)
+
+
+def test_a_name_alone_may_be_in_either_of_two_languages() -> None:
+    assert len(detect("Marlee Matlin", ["en", "ro", "de"])) == 2
+    assert len(detect("", ["en", "ro", "de"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Die Häuser, 1902 a b", ["die", "häuser", "1902"]),
+        ("Ha\u0308user", ["häuser"]),
+        ("老房子建于1902年。", ["老房", "房子", "子建", "建于", "1902", "年"]),
+        ("서울에서 KBS를", ["서울", "울에", "에서", "kbs", "를"]),
+        ("東京タワーへ", ["東京", "京タ", "タワ", "ワー", "ーへ"]),
+        ("हिन्दी भाषा", ["हिन्दी", "भाषा"]),
+    ],
+)
+def test_words_are_those_of_the_script(text: str, words: list[str]) -> None:
+    found = list(word_spans(text))
+    assert [word for word, _, _ in found] == words
+    for word, start, end in found:
+        assert lexical.split_words(text[start:end], "de") == [word]
+
+
+def test_sentences_are_cut_by_the_rules_of_the_language() -> None:
+    def cut(code: str) -> list[str]:
+        return [TEXTS[code][start:end] for start, end in split_sentences(TEXTS[code], code)]
+
+    assert [len(cut(code)) for code in ("de", "es", "ro", "zh", "en")] == [2, 2, 2, 3, 2]
+    assert cut("zh")[1] == "安娜·贝格搬进了河边的一座老房子！"
+
+
+def test_each_document_has_its_own_language(mixed: Snapshot) -> None:
+    assert mixed.language == AUTO
+    assert [mixed.language_of(row) for row in range(len(mixed))] == [*TEXTS, "de"]
+    assert mixed.languages == ["de", "en", "es", "ro", "zh"]
+    assert mixed.code_P.tolist() == [code.encode() for code in (*TEXTS, "de")]
+    lengths = [len(mixed.sentences(row)) for row in range(len(mixed))]
+    assert lengths == [2, 2, 2, 3, 2, 3]
+
+
+def test_the_files_are_the_same_with_more_workers(mixed: Snapshot, tmp_path: Path) -> None:
+    other = corpus(tmp_path / "corpus", [*TEXTS.values(), TEXTS["de"] + " Ende."], AUTO, workers=2)
+    assert other.manifest["files"] == mixed.manifest["files"]
+
+
+def test_one_language_that_is_named_needs_no_file(tmp_path: Path, world: World) -> None:
+    german = corpus(tmp_path / "corpus", [TEXTS["de"], TEXTS["en"]], "de")
+    assert german.languages == ["de"]
+    assert german.language_of(1) == "de"
+    assert LANGUAGES not in german.manifest["files"]
+    assert Bm25.of(german).manifest["languages"] == ["de"]
+    assert "languages" not in read_manifest(world.folder / lexical.FOLDER, lexical.KIND)
+
+
+def test_english_makes_the_keys_of_before_and_another_language_others() -> None:
+    values = {name: dict(keys) for name, keys in config.defaults().items()}
+    assert values["snapshot"]["language"] == ENGLISH
+    before = {name: {key: value for key, value in keys.items() if key != "language"} for name, keys in values.items()}
+    assert config.keyed(values) == before
+    values["snapshot"]["language"] = "de"
+    assert config.keyed(values) == values
+
+
+def test_words_are_found_by_the_stems_of_the_language(tmp_path: Path) -> None:
+    index = Bm25.of(corpus(tmp_path / "corpus", ["Nichts davon.", TEXTS["de"], "Auch nichts."], "de"))
+    assert rank(index, ["Welches Haus steht dort?"], 1).tolist() == [[1]]
+    assert index.scores("Städte").argmax() == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "passages"),
+    [
+        ("Wann wurden die Häuser gebaut?", {0, 5}),
+        ("¿Cuándo fueron construidas las casas?", {1}),
+        ("Când au fost construite casele?", {2}),
+        ("房屋建于哪一年？", {3}),
+        ("When were the houses built?", {4}),
+    ],
+)
+def test_a_question_finds_passages_of_its_language_first(mixed: Snapshot, query: str, passages: set[int]) -> None:
+    index = Bm25.of(mixed)
+    assert {*rank(index, [query], len(passages))[0].tolist()} == passages
+    score_QK, id_QK = index.search([query], 6)
+    found = id_QK[0][id_QK[0] >= 0]
+    assert index.score_of(query, found).tolist() == score_QK[0][: len(found)].tolist()
+    assert index.scores(query)[found].tolist() == score_QK[0][: len(found)].tolist()
+
+
+def test_a_question_of_no_sure_language_is_looked_up_both_ways(
+    mixed: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = Bm25.of(mixed)
+    assert query_stems("houses Häuser", ("de", "en")) == ["hous", "haus", "häuser"]
+    assert set(rank(index, ["Anna Berg"], 5)[0].tolist()) == {0, 1, 2, 4, 5}
+    monkeypatch.setattr(index, "spoken", lambda query: ("en", "de"))
+    assert {*rank(index, ["houses Häuser"], 3)[0].tolist()} == {0, 4, 5}
+
+
+def test_how_rare_a_word_is_depends_on_the_passages_of_the_language_that_may_be_seen(mixed: Snapshot) -> None:
+    index = Bm25.of(mixed)
+    query = "Wann wurden die Häuser gebaut?"
+    alone = index.within(np.array([0]))
+    assert alone.score_of(query, np.array([0]))[0] > index.score_of(query, np.array([0]))[0]
+    few = index.within(np.array([0, 5, 4])).score_of(query, np.array([0, 5]))
+    assert few.tolist() == index.score_of(query, np.array([0, 5])).tolist(), "both German passages and one other"
+
+
+def test_an_update_has_the_bytes_of_a_new_index(mixed: Snapshot, tmp_path: Path) -> None:
+    new = corpus(tmp_path / "new", ["Une phrase française, tout à fait nouvelle.", *list(TEXTS.values())[1:]], AUTO)
+    write_bm25(tmp_path / "updated", new, earlier=mixed)
+    files = [
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (tmp_path / "updated", tmp_path / "new" / lexical.FOLDER)
+    ]
+    assert files[0] == files[1]
+    assert "groups.npy" in files[0]
+
+
+def test_passages_in_another_language_than_before_are_counted_again(tmp_path: Path) -> None:
+    texts = [TEXTS["de"], TEXTS["en"]]
+    before, now = (corpus(tmp_path / code, texts, code) for code in ("en", "de"))
+    write_bm25(tmp_path / "updated", now, earlier=before)
+    files = [
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (tmp_path / "updated", tmp_path / "de" / lexical.FOLDER)
+    ]
+    assert files[0] == files[1]
+
+
+def test_highlights_are_in_the_language_of_the_query() -> None:
+    def marked(text: str, query: str, *spoken: str) -> list[str]:
+        return [text[start:end] for start, end in highlights(text, stems_of(query, spoken))]
+
+    assert marked(TEXTS["de"], "Wo stehen die alten Häuser der Stadt?", "de") == ["Häuser", "Stadt", "alten", "Häusern"]
+    assert marked(TEXTS["zh"], "老房子建于哪年", "zh") == ["建于", "老房子"]
+    assert marked(TEXTS["de"], "houses Haus", "en", "de") == ["Häuser", "Häusern"]
+
+
+def test_documents_in_another_language_than_the_one_that_is_set_are_told_of(tmp_path: Path) -> None:
+    for code, warned in (("de", True), ("en", False)):
+        folder = tmp_path / code
+        folder.mkdir()
+        documents = [{"title": "", "text": f"{TEXTS[code]} {TEXTS[code]} {n}"} for n in range(60)]
+        write_json_lines(folder / "documents.jsonl", documents)
+        report = Quiet()
+        stage("snapshot", toy_values(snapshot={"block_wordpieces": 512}), folder, folder, report)
+        told = [line for line in report.warned if "passages look German, and snapshot.language is en" in line]
+        assert bool(told) == warned
+        if warned:
+            german = toy_values(snapshot={"block_wordpieces": 512, "language": "de"})
+            stage("snapshot", german, folder, folder, report)
+            assert len(report.warned) == 1
+
+
+def test_a_question_is_in_no_language_of_a_few_stray_passages(tmp_path: Path) -> None:
+    dutch = "De huizen van de stad werden in 1902 gebouwd. Anna Berg woonde in een oud huis bij de rivier."
+    snapshot = corpus(tmp_path / "corpus", [*(f"{TEXTS['de']} {n}" for n in range(120)), dutch], AUTO)
+    assert snapshot.languages == ["de", "nl"]
+    assert snapshot.common_languages == ["de"]
+    index = Bm25.of(snapshot)
+    assert index.spoken("Waar staan de huizen van de stad?") == ("de",)
+    assert rank(index, ["Waar werden de huizen van de stad gebouwd?"], 1).tolist() == [[120]], (
+        "its words are found still"
+    )
