@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import pytest
 from conftest import Told
 from small_project import wait_for
 
+from realmops import config
 from realmops.artifacts import write_json
 from realmops.journal import Journal
-from realmops.tracking import sender
+from realmops.tracking import runs, sender
 from realmops.tracking.client import default_uri, mlflow_client
 from realmops.tracking.mlflow_views import as_table
 from realmops.tracking.runs import (
@@ -468,3 +470,24 @@ def test_what_mlflow_logs_by_itself_names_no_password(folder: Path, capfd: pytes
     told = capfd.readouterr().err
     assert "sent nothing to http://host/x" in told
     assert not [secret for secret in SECRETS if secret in told], told
+
+
+def test_pre_training_on_a_cluster_is_in_the_run_of_the_other_stages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There it is told to leave the indexes to builders elsewhere, and no other stage is."""
+    seen: list[tuple[str, TrackedRun]] = []
+
+    def tracker(journal: Path, name: str, run: TrackedRun, folder: Path) -> nullcontext[None]:
+        seen.append((name, run))
+        return nullcontext()
+
+    monkeypatch.setattr(runs, "Tracker", tracker)
+    values = config.checked({"tracking": {"enabled": True}}, "test")
+    external = config.checked({"pretrain": {"builder": "external", "exchange": "/elsewhere"}}, "test", values)
+    for name, own in (("pretrain", external), ("evaluate", values)):
+        with ExitStack() as stack, Journal(tmp_path / name / "log.jsonl", name) as journal:
+            runs.tracked(stack, journal, name, own, [], {}, tmp_path, tmp_path)
+    (_, pretrain), (_, evaluate) = seen
+    assert pretrain.key == evaluate.key
+    assert pretrain.params == evaluate.params, "MLflow takes no other value of a parameter later on"

@@ -393,10 +393,20 @@ def checked(values: Values, source: str | Path, base: Values | None = None) -> d
 _LATER = {("snapshot", "language"): "en"}  # options that came later, with the value that acts as versions before did
 
 
+_PLACES = {("pretrain", "builder"), ("pretrain", "exchange")}  # where indexes are built; a cluster sets them itself
+
+
 def keyed(values: Values) -> dict[str, dict[str, Any]]:
-    """The options that make a key: later ones only where they act otherwise, so that keys stay as they were."""
+    """The options that make a key: not those that say where indexes are built.
+
+    Later ones count only where they act otherwise, so that keys stay as they were.
+    """
     return {
-        section: {key: value for key, value in keys.items() if _LATER.get((section, key), ...) != value}
+        section: {
+            key: value
+            for key, value in keys.items()
+            if (section, key) not in _PLACES and _LATER.get((section, key), ...) != value
+        }
         for section, keys in values.items()
     }
 

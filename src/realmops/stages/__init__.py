@@ -236,8 +236,6 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
         else:
             content[name] = content_of(path)
     sections = config.keyed(deciding(stage, values))
-    if "pretrain" in sections:
-        sections["pretrain"] = {key: v for key, v in sections["pretrain"].items() if key not in ("builder", "exchange")}
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 

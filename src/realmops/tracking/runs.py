@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from realmops.artifacts import MANIFEST, WORK, digest_of, make_folder, read_json, sha256_file, write_json
+from realmops.config import keyed
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.retrieval import zero_shot_recall
 from realmops.journal import Journal
@@ -182,6 +183,7 @@ def tracked(
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
+    values = keyed(values)  # all stages of a training are one run, wherever each of them builds its indexes
     params_hash = digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     tags |= {"realmops.presets": ", ".join(presets)} if presets else {}
