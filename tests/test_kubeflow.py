@@ -153,13 +153,15 @@ def test_a_second_submission_starts_nothing(trained: tuple[Any, list[int]], clus
 def test_kfp_runs_the_compiled_file(trained: tuple[Any, list[int]], cluster: Cluster, name: str) -> None:
     """Of the same options into the same folder: every stage finds its work done."""
     key = trained[0].runtime_config.parameters["run"]
-    sets = [word for one in cluster.words(name)[3:] for word in [one]]
-    options = cluster.realmops("params", "--kfp", *sets).strip()
+    options = cluster.realmops("params", "--kfp", *cluster.words(name)[3:]).strip()
     compiled = Path(__file__).parents[1] / "src/realmops/kubeflow/train.yaml"
     words = ["run", "create", "-e", "realmops", "-r", f"walk-{name}", "-f", str(compiled)]
     arguments = [f"image={cluster.image}", f"run={key}", f"options={options}"]
     done = subprocess.run(
-        [sys.executable, "-m", "kfp.cli", "--endpoint", os.environ["KF_PIPELINES_ENDPOINT"], *words, *arguments],
+        [
+            sys.executable, "-c", "from kfp.cli.__main__ import main; main()",
+            "--endpoint", os.environ["KF_PIPELINES_ENDPOINT"], *words, *arguments,
+        ],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
