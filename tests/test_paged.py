@@ -109,7 +109,7 @@ def test_people_read_the_page(tmp_path: Path) -> None:
     lines = short({**record, "citations": [citation], "passages": [passage]})
     name = snapshot.document_id(0)
     assert lines[2] == f"    document {name}, a.pdf, page 2, characters {start} to {start + 6}, p(z|x) 0.50"
-    [shown] = _passages({"question": "", "passages": [passage]}, {passage["passage_id"]: citation}, ())
+    [shown] = _passages({"question": "", "passages": [passage]}, {passage["passage_id"]: citation}, (), {})
     assert (passage["page"], shown.record["page"], shown.quoted) == (1, 2, "Bergen")
 
 
