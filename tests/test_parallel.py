@@ -190,15 +190,19 @@ def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> 
         assert (root / path.relative_to(trained / "two")).read_bytes() == path.read_bytes(), path.name
 
 
-def test_a_pod_starts_the_processes_that_it_is_told_to(trained: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_pod_starts_the_processes_that_it_is_told_to(
+    trained: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = json.dumps(config.load(trained / "params.yaml"))
     manifest, metrics = Output(trained / "manifest"), Output(trained / "metrics")
     tasks.run_stage("ict", options, str(trained / "two"), manifest, metrics, processes=2)
     assert metrics.shown == json.loads((trained / "metrics").read_text())
     assert "ict: nothing to do" in capfd.readouterr().err
-    with pytest.raises(SystemExit) as error:
-        tasks.run_stage("ict", options, str(trained / "nowhere"), manifest, metrics, processes=2)
-    assert error.value.code == 1
+    for code in (2, 1):  # what is missing is found before processes start; torchrun's own code where one of them fails
+        with pytest.raises(SystemExit) as error:
+            tasks.run_stage("ict", options, str(trained / "nowhere"), manifest, metrics, processes=2)
+        assert error.value.code == code
+        monkeypatch.setattr(tasks, "_take_over", lambda *_: None)
 
 
 class Helper(Team):
