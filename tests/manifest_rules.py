@@ -62,7 +62,7 @@ VALUES = {
     r".*\.(duration|maxDuration)": r"(\d+(\.\d+)?(ms|s|m|h))+",
     f"{OF_GITOPS}hook": "Sync|PostSync",
     f"{OF_GITOPS}hook-delete-policy": "BeforeHookCreation|HookSucceeded|HookFailed",
-    f"{OF_GITOPS}sync-options": r"(Prune|Delete)=false(,Delete=false)?",
+    f"{OF_GITOPS}sync-options": r"(Prune|Delete)=false(,Delete=false)?|Force=true,Replace=true",
     f"{OF_GITOPS}prune": "disabled",
     f"{OF_GITOPS}force": "enabled",
     f"{OF_GITOPS}.*": "nothing that Argo CD or Flux knows",
