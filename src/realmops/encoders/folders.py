@@ -21,6 +21,7 @@ BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 VOCABULARY = "vocab.txt"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 POOLING = "1_Pooling/config.json"  # of a sentence encoder: how its vectors become one
 MODULES = "modules.json"  # of a sentence encoder: what comes after another
 _COMMON = (CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG, POOLING, MODULES)

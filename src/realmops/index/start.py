@@ -58,7 +58,7 @@ def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Calla
     passages_V = np.asarray(_presence(snapshot, rows, progress("wordpieces", len(rows))).sum(0)).ravel()
     idf_V = inverse_document_frequency(np.maximum(passages_V, 1), len(rows))
     special = _special(snapshot).tolist()
-    reader.matches.learn_words(snapshot.vocabulary, snapshot.continues_word, stems(snapshot.vocabulary), special, idf_V)
+    reader.matches.learn_words(snapshot.words, snapshot.continues_word, stems(snapshot.words), special, idf_V)
 
 
 def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
