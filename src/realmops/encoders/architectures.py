@@ -10,9 +10,11 @@ from torch import nn
 
 from realmops.encoders.bert import Bert
 from realmops.encoders.encoder import Encoder
+from realmops.encoders.families import FAMILIES
 from realmops.encoders.folders import read_config
+from realmops.encoders.modernbert import ModernBert
 
-ARCHITECTURES: dict[str, type[Encoder]] = {"bert": Bert, "realm": Bert}
+ARCHITECTURES: dict[str, type[Encoder]] = {**dict.fromkeys(FAMILIES, Bert), "realm": Bert, "modernbert": ModernBert}
 
 
 def described_encoder(description: Mapping[str, Any], source: str) -> Encoder:

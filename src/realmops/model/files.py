@@ -34,6 +34,7 @@ from realmops.model.retriever import Bag, Embedder, Mixture, Retriever, Tower, i
 MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
+SPARE_WORDPIECES = 128  # at most, that an encoder has beside its tokenizer's: matrices are padded to round numbers
 
 
 def build_encoder(
@@ -54,7 +55,7 @@ def build_encoder(
         return bert, small_head
     folder = encoder_folder(options.init)
     encoder, head, found = load_encoder(folder, options.dropout)
-    if encoder.vocabulary != vocabulary:
+    if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
         raise ValueError(
             f"{folder}: the encoder has {encoder.vocabulary} wordpieces, the snapshot {vocabulary}; "
             "make the snapshot with this bert.init"
@@ -134,7 +135,12 @@ def _build_embedder(
             )
     check_vectors(retriever.document_vectors, retriever.pooling, pooling)
     if segments == "auto":
-        segments = "one" if folder is not None and is_sentence_encoder(folder) else "two"
+        one = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
+        segments = "one" if one else "two"
+    if segments == "two" and encoder.segments < 2:
+        raise ValueError(
+            f"retriever.segments is two, and {encoder.words} tells no segments apart; set retriever.segments=auto"
+        )
     check_width(retriever.projection, retriever.embedding_width, encoder.width)
     tower = Embedder(
         encoder,

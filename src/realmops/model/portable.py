@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from realmops.encoders.bert import Bert, export_state
+from realmops.encoders.bert import Bert
+from realmops.encoders.encoder import Encoder
 from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, TOKENIZER, TOKENIZER_CONFIG
 from realmops.model.retriever import Bag, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
@@ -122,29 +123,39 @@ def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
 
 def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
     encoder = tower.encoder
-    if not isinstance(encoder, Bert):
+    published = encoder.published()
+    if published is None:
         raise ValueError(
             f"the encoder is {encoder.words}, which sentence-transformers does not know: take its embeddings by "
             "--format parquet, or train with a BERT (bert.init)"
         )
+    config, weights = published
     limit, special = min(limit, encoder.positions), SpecialTokens.of(tokenizer)
     names = {"cls_token": special.cls, "sep_token": special.sep, "unk_token": special.unknown}
-    names |= {"pad_token": special.padding, "mask_token": special.mask}
+    names |= {"pad_token": special.padding}
+    names |= {} if special.mask_if_any is None else {"mask_token": special.mask}
     about_tokenizer = {name: tokenizer.id_to_token(number) for name, number in names.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": limit,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_input_names": inputs_of(encoder),
         "split_special_tokens": True,  # "[MASK]" in a text is three words
     }
-    about = {"max_seq_length": limit, "do_lower_case": False, "model_args": {"add_pooling_layer": False}}
+    about: dict[str, Any] = {"max_seq_length": limit, "do_lower_case": False}
+    if isinstance(encoder, Bert) and encoder.config.family.pools:
+        about["model_args"] = {"add_pooling_layer": False}
     files = {
-        CONFIG: _json({"architectures": ["BertModel"], "pad_token_id": special.padding} | encoder.describe()),
-        SAFETENSORS[0]: _tensors({name.removeprefix("bert."): x for name, x in export_state(encoder).items()}),
+        CONFIG: _json({"pad_token_id": special.padding} | config),
+        SAFETENSORS[0]: _tensors(weights),
         "sentence_bert_config.json": _json(about),
         TOKENIZER: joining(tokenizer, tower.segments).to_str().encode(),
         TOKENIZER_CONFIG: _json(about_tokenizer),
     }
     return _Module("Transformer", files)
+
+
+def inputs_of(encoder: Encoder) -> list[str]:
+    """What the library gives the encoder."""
+    return ["input_ids", *(["token_type_ids"] if encoder.segments > 1 else []), "attention_mask"]
 
 
 def _dense(tensors: Mapping[str, Tensor], activation: str = _NO_ACTIVATION) -> _Module:
