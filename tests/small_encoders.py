@@ -100,11 +100,19 @@ FAMILIES: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...
         },
     ),
 }  # fmt: skip
+_OTHERS: dict[str, dict[str, Any]] = {  # which transformers computes
+    "albert": {**_SHAPE, **_WIDE, "embedding_size": 24, "max_position_embeddings": 64},
+    "deberta-v2": {
+        **_SHAPE, **_WIDE, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+    },
+    "convbert": {**_SHAPE, **_WIDE},
+    "fnet": {**_SHAPE},
+}  # fmt: skip
 
 
 def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) -> Path:
     """A folder of this family with random weights, biases and norms too, with its masked word head or without."""
-    make, special, shape = FAMILIES[family]
+    make, special, shape = FAMILIES.get(family) or (wordpiece, SPECIAL_TOKENS, _OTHERS[family])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make(special)
     write_tokenizer(folder, tokenizer, special, *(("<s>", "</s>") if "<s>" in special else ("[CLS]", "[SEP]")))

@@ -13,6 +13,7 @@ import transformers
 from small_encoders import FAMILIES, write_encoder
 from torch import Tensor
 
+from realmops.commands.run import encoder_notes
 from realmops.encoders.architectures import described_encoder, load_encoder
 from realmops.encoders.packed import Packed
 
@@ -122,3 +123,62 @@ def test_dropout_is_the_folders_own_or_another(family: str, tmp_path: Path) -> N
         encoder.set_dropout(0.0)
         assert torch.equal(encoder(batch), encoder(batch))
     assert load_encoder(folder)[0].dropout == (0.0 if family == "modernbert" else 0.1)
+
+
+@pytest.mark.parametrize("family", ["albert", "deberta-v2"])
+def test_other_encoders_are_computed_by_transformers(family: str, tmp_path: Path) -> None:
+    """With their masked word head, where it has a usual form."""
+    folder = write_encoder(tmp_path, family)
+    encoder, head, found = load_encoder(folder, 0.0)
+    assert found
+    assert encoder.words == f"{family} by transformers"
+    assert encoder.positions == 64
+    peer = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    tokens = sequences(encoder.vocabulary)
+    hidden_TD = their_rows(peer.base_model, tokens)
+    again = described_encoder(json.loads(json.dumps(encoder.describe())), "here").eval()
+    again.load_state_dict(encoder.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(encoder.eval()(Packed(tokens)), hidden_TD, **EXACT)
+        torch.testing.assert_close(again(Packed(tokens)), hidden_TD, **EXACT)
+        torch.testing.assert_close(head(hidden_TD, encoder.word_vectors), their_rows(peer, tokens), **EXACT)
+        added_TD = torch.zeros(len(hidden_TD), encoder.word_vectors.shape[1])
+        torch.testing.assert_close(encoder(Packed(tokens), added_TD), hidden_TD, **EXACT)
+    encoder.gradient_checkpointing = True
+    encoder.train()(Packed(tokens)).square().sum().backward()
+    assert encoder.word_vectors.grad is not None
+
+
+REFUSED = {
+    "a decoder": ({"model_type": "gpt2"}, r"'gpt2' is no encoder that tells masked words.*nearest.*ModernBERT-base"),
+    "two halves": (
+        {"model_type": "t5"},
+        r"'t5' is an encoder with a decoder.*the nearest .* is .*roberta",
+    ),
+    "a BERT as decoder": ({"model_type": "albert", "is_decoder": True}, r"'albert' is set up as a decoder"),
+    "own code": ({"model_type": "mine", "auto_map": {}}, r"'mine' comes with code of its own, which is never run"),
+    "not known": ({"model_type": "mine"}, r"'mine' is not among those of the installed transformers"),
+}
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_work_is_refused_with_the_reason(config: dict[str, object], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        load_encoder(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        list(encoder_notes(tmp_path))
+
+
+def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
+    for family, message in {"convbert": "reads the padding of a batch", "fnet": "takes no attention_mask"}.items():
+        folder = write_encoder(tmp_path / family, family)
+        with pytest.raises(ValueError, match=message):
+            load_encoder(folder)
+
+
+def test_only_safetensors_are_read_of_other_encoders(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "albert")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"albert is read from model.safetensors alone"):
+        load_encoder(folder)

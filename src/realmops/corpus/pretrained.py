@@ -8,7 +8,14 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from realmops.corpus.vocabulary import UNCASED, Casing, open_tokenizer, pieces_of, read_vocabulary
-from realmops.encoders.folders import SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG, VOCABULARY, read_optional
+from realmops.encoders.folders import (
+    SPECIAL_TOKENS_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    VOCABULARY,
+    is_bert,
+    read_optional,
+)
 
 _ROLES = {
     "cls_token": "[CLS]",
@@ -52,7 +59,7 @@ def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]
 
 def _special_names(folder: Path) -> dict[str, str]:
     """The special tokens that a folder names, by role; ``bos`` and ``eos`` stand for a missing ``cls`` and ``sep``."""
-    stated = read_optional(folder / SPECIAL_TOKENS_MAP, "map of special tokens")
+    stated = {} if is_bert(folder) else read_optional(folder / SPECIAL_TOKENS_MAP, "map of special tokens")
     stated |= read_optional(folder / TOKENIZER_CONFIG, "tokenizer configuration")
     both = ((role, value.get("content") if isinstance(value, dict) else value) for role, value in stated.items())
     named = {role: name for role, name in both if role.endswith("_token") and isinstance(name, str)}

@@ -213,9 +213,7 @@ class Bert(Encoder):
         bert, head = cls(config), MaskedWordHead(config)
         found = import_state(bert, read_weights(folder), str(folder), head)
         if not found:
-            with torch.no_grad():
-                head.transform.weight.copy_(torch.eye(*head.transform.weight.shape))
-                head.transform.bias.zero_()
+            head.start_afresh()
         return bert, head, found
 
     def set_dropout(self, dropout: float) -> None:
@@ -240,6 +238,12 @@ class MaskedWordHead(nn.Module):
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
         return F.linear(self.norm(F.gelu(self.transform(hidden_ND), approximate=self.gelu)), word_VD, self.bias)
+
+    def start_afresh(self) -> None:
+        """From a near identity."""
+        with torch.no_grad():
+            self.transform.weight.copy_(torch.eye(*self.transform.weight.shape))
+            self.transform.bias.zero_()
 
 
 def _buckets(distance_LL: Tensor, buckets: int, farthest: int = 128) -> Tensor:

@@ -135,3 +135,12 @@ FAMILIES = {
         pools=False,
     ),
 }
+
+PACKED = {*FAMILIES, "realm", "modernbert"}  # kinds that are read without padding
+# the names of masked word heads, also of other families
+MASKED_WORD_HEADS = (
+    HEAD_NAMES,
+    _LM_HEAD,
+    _head("predictions.dense", "predictions.LayerNorm", "predictions.bias"),
+    _head("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder.bias"),
+)

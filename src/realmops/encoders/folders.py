@@ -70,8 +70,14 @@ def encoder_files(init: str, family: Family = BERT) -> dict[str, Path]:
     if init == "small":
         return {}
     folder = encoder_folder(init, family)
-    found = [folder / name for name in _COMMON if (folder / name).is_file()]
+    names = [*_COMMON, *([] if is_bert(folder) else [SPECIAL_TOKENS_MAP])]
+    found = [folder / name for name in names if (folder / name).is_file()]
     return {path.relative_to(folder).as_posix(): path for path in (*found, *_weight_files(folder))}
+
+
+def is_bert(folder: Path) -> bool:
+    """Whether it is a BERT by its configuration: its special tokens are told without ``SPECIAL_TOKENS_MAP``."""
+    return read_optional(folder / CONFIG, "model configuration").get("model_type", "bert") in ("bert", "realm")
 
 
 def is_sentence_encoder(folder: Path) -> bool:
@@ -138,10 +144,10 @@ def _from_hub(name: str, family: Family) -> Path:
                 return folder
         except LocalEntryNotFoundError:
             pass
-        safe = [*_COMMON, *SAFETENSORS, _SHARDS[0]]
+        safe = [*_COMMON, SPECIAL_TOKENS_MAP, *SAFETENSORS, _SHARDS[0]]
         folder = Path(snapshot_download(name, allow_patterns=safe))
         if BIN in family.weights and not any((folder / weights).is_file() for weights in SAFETENSORS):
-            folder = Path(snapshot_download(name, allow_patterns=[*_COMMON, *BIN, _SHARDS[1]]))
+            folder = Path(snapshot_download(name, allow_patterns=[*_COMMON, SPECIAL_TOKENS_MAP, *BIN, _SHARDS[1]]))
     except Exception as error:  # no network, no such name, HF_HUB_OFFLINE: the advice is the same
         target = name.split("/")[-1] or "FOLDER"
         raise ValueError(
