@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from realmops.corpus.vocabulary import SPECIAL_TOKENS
 
-TEXTS = [part for title, text, _ in DOCUMENTS for part in (title, text)] * 3
+PROMPTS = "Query: Passage: Find: one two three four"
+TEXTS = [PROMPTS, *(part for title, text, _ in DOCUMENTS for part in (title, text))] * 3
 ROBERTAS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 
 
@@ -23,7 +24,7 @@ def wordpiece(special: tuple[str, ...] = SPECIAL_TOKENS) -> Tokenizer:
     """BERT's kind; MPNet has RoBERTa's special tokens in it."""
     letters = [chr(n) for n in range(ord("a"), ord("z") + 1)] + list("0123456789")
     words = sorted({word.strip(".").lower() for text in TEXTS for word in text.split()})
-    pieces = [*special, *words, *".?,'()-", *(w for w in letters if w not in words), *(f"##{w}" for w in letters)]
+    pieces = [*special, *words, *".?,:'()-", *(w for w in letters if w not in words), *(f"##{w}" for w in letters)]
     unknown = next(token for token in special if "unk" in token.lower())
     tokenizer = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token=unknown))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

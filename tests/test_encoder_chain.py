@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-import torch
 from sentence_transformers import SentenceTransformer
 from small_encoders import FAMILIES, write_encoder
-from small_project import QUESTIONS, cli, stage, stopped_at, toy_values, write_params, write_project
+from small_project import QUESTIONS, cli, stage, stopped_at, toy_values, write_project
 from tokenizers import Tokenizer
 
 from realmops.api import Answerer
 from realmops.commands.answers import generation_of_run
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
-STAGES = ("snapshot", "tag", "ict", "pretrain", "finetune", "evaluate")
+STAGES = ("snapshot", "tag", "ict", "pretrain", "finetune")
 READERS: dict[str, dict[str, Any]] = {
     "mpnet": {"matches": True},
     "modernbert": {"copies": True, "apart": True, "matches": False},
@@ -27,28 +26,26 @@ READERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "bert"), "albert"])
 def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -> None:
-    folder, root = write_encoder(tmp_path / "encoder", family), tmp_path / "root"
+    folder, root = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130), tmp_path / "root"
     write_project(tmp_path)
+    steps = 4 if family == "modernbert" else 0  # an index builder is a process more
     changes = {
-        "bert": {"init": str(folder), "positions": 64},
-        "snapshot": {"block_wordpieces": 60},
-        "pretrain": {"steps": 6, "query_wordpieces": 40, "reader_wordpieces": 60, "masking": "random_span"},
-        "finetune": {"query_wordpieces": 40, "reader_wordpieces": 60, "epochs": 1},
+        "bert": {"init": str(folder), "positions": 128},
+        "pretrain": {"steps": steps, "refresh_every": 2, "lag": 0, "builder": "child" if steps else "external"},
+        "finetune": {"epochs": 1},
         "reader": READERS.get(family, {}),
     }
     values = toy_values(**changes)
-    params = write_params(tmp_path / "params.yaml", values)
     for name in STAGES[:3]:
         stage(name, values, tmp_path, root)
-    with stopped_at(5):
-        stage("pretrain", values, tmp_path, root)
-    result = cli("run", "all", "--params", params, "--root", root)
-    assert result.exit_code == 0, result.output
-    assert ("which transformers computes" in result.output) == (family == "albert")
+    if steps:
+        with stopped_at(3):
+            stage("pretrain", values, tmp_path, root)
+    for name in STAGES[3:]:
+        stage(name, values, tmp_path, root)
 
-    answerer = Answerer(root)
-    answer = answerer.ask("Where was the poet Anna Berg born?")
-    assert answer["answer"]
+    record = Answerer.open(root).answer("Where was the poet Anna Berg born?")
+    assert len(record.passages) > 1
     model = generation_of_run(root).model
     assert model.passages is not None
     assert cli("export", tmp_path / "st", "--format", "sentence-transformers", "--root", root).exit_code == 0
@@ -57,17 +54,14 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
     known_PE = model.passages.vectors(slice(None)).numpy()
     np.testing.assert_allclose(library.encode_document(pairs), known_PE, atol=1e-5)
     assert known_PE.std(0).min() > 1e-4
-    if family not in ("mpnet", "modernbert", "roberta"):
+    if family not in ("mpnet", "modernbert"):
         return  # an export takes seconds
     assert cli("export", tmp_path / "onnx", "--format", "onnx", "--root", root).exit_code == 0
     tokenizer = Tokenizer.from_file(str(tmp_path / "onnx/tokenizer.json"))
-    tokenizer.enable_truncation(60)
+    tokenizer.enable_truncation(model.snapshot.block_wordpieces)
     tokenizer.enable_padding(pad_id=model.special.padding)
     found = tokenizer.encode_batch(pairs)
-    inputs = {
-        name: np.array([getattr(one, of) for one in found])
-        for name, of in (("input_ids", "ids"), ("attention_mask",) * 2)
-    }
-    session = onnxruntime.InferenceSession(str(tmp_path / "onnx/encoder.onnx"))
-    np.testing.assert_allclose(session.run(None, inputs)[0], known_PE, atol=1e-4)
-    assert torch.get_num_threads() == 1
+    inputs = {"input_ids": [one.ids for one in found], "attention_mask": [one.attention_mask for one in found]}
+    session = onnxruntime.InferenceSession(str(tmp_path / "onnx/document.onnx"))
+    made_PE = session.run(None, {name: np.array(rows) for name, rows in inputs.items()})[0]
+    np.testing.assert_allclose(made_PE, known_PE, atol=1e-4)

@@ -104,7 +104,7 @@ def test_what_is_added_counts_as_part_of_the_word_vectors(family: str, tmp_path:
     batch = Packed(sequences(encoder.vocabulary))
     with torch.no_grad():
         plain_TD = encoder(batch)
-        added_TD = torch.zeros_like(plain_TD)
+        added_TD = torch.zeros(len(plain_TD), encoder.added_width)
         assert torch.equal(encoder(batch, added_TD), plain_TD)
         added_TD[batch.starts[2]] = 1.0
         changed_T = (encoder(batch, added_TD) - plain_TD).abs().amax(-1) > 0
@@ -142,7 +142,7 @@ def test_other_encoders_are_computed_by_transformers(family: str, tmp_path: Path
         torch.testing.assert_close(encoder.eval()(Packed(tokens)), hidden_TD, **EXACT)
         torch.testing.assert_close(again(Packed(tokens)), hidden_TD, **EXACT)
         torch.testing.assert_close(head(hidden_TD, encoder.word_vectors), their_rows(peer, tokens), **EXACT)
-        added_TD = torch.zeros(len(hidden_TD), encoder.word_vectors.shape[1])
+        added_TD = torch.zeros(len(hidden_TD), encoder.added_width)
         torch.testing.assert_close(encoder(Packed(tokens), added_TD), hidden_TD, **EXACT)
     encoder.gradient_checkpointing = True
     encoder.train()(Packed(tokens)).square().sum().backward()

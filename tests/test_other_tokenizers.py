@@ -125,7 +125,7 @@ def test_a_snapshot_has_the_wordpieces_of_each_passage_on_its_own(kind: str, tmp
         assert snapshot.body(i).tolist() == own.ids
         assert snapshot.encoded(text, with_forms=False).tolist() == own.ids
         assert snapshot.encoded(text, with_forms=True).tolist() == snapshot.written(i).tolist()
-        rooms.append(len(own.ids))
+        rooms.append(len(own.ids) if len(sentences) > 1 else 0)  # one sentence is kept whole
         assert sentences[0, 0] == 0
         assert sentences[-1, 1] == len(own.ids)
         assert sentences[1:, 0].tolist() == sentences[:-1, 1].tolist()
@@ -134,7 +134,7 @@ def test_a_snapshot_has_the_wordpieces_of_each_passage_on_its_own(kind: str, tmp
             assert text[chars[first, 0] : chars[end - 1, 1]].strip()[:1].isalnum()
             assert text[: chars[first, 0]].rstrip()[-1:] in ("", ".")
         assert snapshot.continues(i).tolist() == inside_words(text, chars).tolist()
-    assert max(rooms) < 60
+    assert 0 < max(rooms) < 60
     again = write(tmp_path / "again", documents, tokenizer.to_str(), ["unused"])
     assert replace_made(again.manifest) == replace_made(snapshot.manifest)
 

@@ -149,7 +149,8 @@ def cut_passages(
     """
     # A title is often that of the document before (paragraphs of one article): tokenise each only once.
     titles = list(dict.fromkeys(document.title for document in documents))
-    title_ids = dict(zip(titles, tokenizer.encode(titles).by_text(), strict=True))
+    written = [title and tokenizer.before_titles + title for title in titles]
+    title_ids = dict(zip(titles, tokenizer.encode(written).by_text(), strict=True))
     body = tokenizer.encode([document.text for document in documents])
     chars, bases = body.chars, body.bases.tolist()
     if not tokenizer.in_context:

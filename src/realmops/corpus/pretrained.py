@@ -7,7 +7,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from realmops.corpus.vocabulary import UNCASED, Casing, open_tokenizer, pieces_of, read_vocabulary
+from realmops.corpus.special import prompted
+from realmops.corpus.vocabulary import UNCASED, Casing, build_tokenizer, open_tokenizer, pieces_of, read_vocabulary
 from realmops.encoders.folders import (
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
@@ -15,6 +16,7 @@ from realmops.encoders.folders import (
     VOCABULARY,
     is_bert,
     read_optional,
+    sentence_prompts,
 )
 
 _ROLES = {
@@ -30,8 +32,9 @@ _MASKS = ("[MASK]", "<mask>")  # the names by which ``SpecialTokens.of`` knows i
 def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]:
     """The pieces of an encoder's folder in the order of their ids, its casing, and its tokenizer.json.
 
-    The last is None where pieces and casing say all: for WordPiece with BERT's special tokens. ValueError for a
-    tokenizer without a word for what begins a sequence or ends its parts.
+    The last is None where pieces and casing say all: for WordPiece with BERT's special tokens. What a sentence encoder
+    wants before queries and documents is a part of it. ValueError for a tokenizer without a word for what begins a
+    sequence or ends its parts.
     """
     stated = read_optional(folder / TOKENIZER, "tokenizer")
     names = _special_names(folder)
@@ -40,8 +43,10 @@ def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]
     if "cls" in (post := stated.get("post_processor") or {}):
         names.setdefault("cls_token", post["cls"][0])
     berts = all(names.get(role, name) == name for role, name in _ROLES.items())
+    told = sentence_prompts(folder)
     if berts and (kind, splits) == ("WordPiece", "BertPreTokenizer"):
-        return *read_encoder_vocabulary(folder), None
+        pieces, casing = read_encoder_vocabulary(folder)
+        return pieces, casing, prompted(build_tokenizer(pieces, casing), *told).to_str() if any(told) else None
     if not stated:
         raise ValueError(
             f"{folder}: its special tokens are not BERT's ({', '.join(sorted(set(names.values())))}), and {TOKENIZER} "
@@ -50,6 +55,7 @@ def read_encoder_tokenizer(folder: Path) -> tuple[list[str], Casing, str | None]
     try:
         tokenizer = open_tokenizer((folder / TOKENIZER).read_text(encoding="utf-8"))
         tokenizer = _with_roles(tokenizer, names)
+        tokenizer = prompted(tokenizer, *told) if any(told) else tokenizer
     except ValueError as error:
         raise ValueError(f"{folder / TOKENIZER}: {error}") from None
     except Exception as error:  # whatever the library stumbles over; it raises Exception itself
@@ -81,10 +87,9 @@ def _with_roles(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
                 "none of an encoder; choose one that was trained on masked words, as google-bert/bert-base-uncased"
             )
         begin, end = ends
+        known = list(zip(ends, ids, strict=True))
         tokenizer.post_processor = TemplateProcessing(
-            single=f"{begin} $A {end}",
-            pair=f"{begin} $A {end} $B {end}",
-            special_tokens=list(zip(ends, ids, strict=True)),
+            single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B {end}", special_tokens=known
         )
     mask = names.get("mask_token")
     if mask is None or mask in _MASKS or tokenizer.token_to_id(mask) is None:

@@ -55,6 +55,7 @@ from realmops.corpus.snapshot import (
     rejects,
 )
 from realmops.corpus.spans import SpansWriter
+from realmops.corpus.special import SpecialTokens
 from realmops.corpus.tokenizer import inside_words, texts_tokenizer
 from realmops.corpus.vocabulary import (
     UNCASED,
@@ -149,10 +150,10 @@ class _Cutter:
 
     def __init__(self, vocabulary: Sequence[str], tokenizer: str | None, settings: dict[str, Any]) -> None:
         casing = Casing(**settings["casing"])
-        self._tokenizer = texts_tokenizer(
-            open_tokenizer(tokenizer) if tokenizer else build_tokenizer(vocabulary, casing)
-        )
-        self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"]
+        one = open_tokenizer(tokenizer) if tokenizer else build_tokenizer(vocabulary, casing)
+        self._tokenizer = texts_tokenizer(one)
+        told = len(SpecialTokens.of(one).document) if tokenizer else 0
+        self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"] - told
         self._drop_titles = settings["drop_titles"]
 
     def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:

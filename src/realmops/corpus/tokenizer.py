@@ -22,6 +22,7 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
+from realmops.corpus.special import SpecialTokens, blank_before
 from realmops.corpus.vocabulary import written_pieces
 
 # Shape legend: N texts, T wordpieces of all texts, C chunks in memory, W wordpieces of all chunks in memory,
@@ -94,6 +95,7 @@ class WholeTokenizer:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self.before_titles = blank_before(tokenizer, SpecialTokens.of(tokenizer).document)
         self._is_blank_V = np.array([not piece.strip() for piece in written_pieces(tokenizer)])
 
     def encode(self, texts: Sequence[str]) -> Wordpieces:
@@ -125,7 +127,7 @@ def _offsets(offsets: Sequence[tuple[int, int]]) -> Longs:
 class CachedTokenizer:
     """A tokenizer of ``vocabulary.build_tokenizer`` and the chunks that it has seen, in bounded memory."""
 
-    in_context = False
+    in_context, before_titles = False, ""
 
     _first: Longs  # [C] the first of a chunk's wordpieces
     _count: Longs  # [C] and how many they are

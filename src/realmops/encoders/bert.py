@@ -130,7 +130,7 @@ class Bert(Encoder):
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config.vocabulary, config.width, config.positions, config.dropout, config.layer_norm_eps)
         self.config, self.words, self.segments = config, config.family.words, config.segments
-        inner = config.embedding or config.width
+        self.added_width = inner = config.embedding or config.width
         self.word = nn.Embedding(config.vocabulary, inner)
         self.position = nn.Embedding(config.positions, inner)
         self.segment = nn.Embedding(config.segments, inner) if config.segments else None
@@ -142,20 +142,18 @@ class Bert(Encoder):
     def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
         """Hidden states T x D of a packed batch; sequences must fit ``config.positions``.
 
-        ``added_TD`` is added to the embeddings of the wordpieces; behind their projection, where there is one.
+        ``added_TD`` is added to the embeddings of the wordpieces.
         """
         assert batch.longest <= self.config.positions, (batch.longest, self.config.positions)
         batch.to(self.word.weight.device)
         x_TD: Tensor = self.word(batch.tokens_T) + self.position(batch.positions_T)
         if self.segment is not None:
             x_TD = x_TD + (self.segment(batch.segments_T) if self.segments > 1 else self.segment.weight)
-        if added_TD is not None and self.project is None:
+        if added_TD is not None:
             x_TD = x_TD + added_TD
         x_TD = F.dropout(even_rows(self.norm(x_TD)), self.config.dropout, self.training)
         if self.project is not None:
             x_TD = self.project(x_TD)
-            if added_TD is not None:
-                x_TD = x_TD + F.pad(added_TD, (0, 0, 0, len(x_TD) - len(added_TD)))
         added = None if self.relative is None else self._relative_scores(batch, self.relative)
         for layer in self.layers:
             again = self.gradient_checkpointing and torch.is_grad_enabled()

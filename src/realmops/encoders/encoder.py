@@ -29,6 +29,7 @@ class Encoder(nn.Module, ABC):
         super().__init__()
         self.vocabulary, self.width, self.positions = vocabulary, width, positions
         self.dropout, self.layer_norm_eps = dropout, layer_norm_eps
+        self.added_width = width  # of what ``forward`` adds: that of the word vectors
         self.gradient_checkpointing = False  # activations are made again on the way back, where it can do that
 
     @abstractmethod

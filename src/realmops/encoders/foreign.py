@@ -40,7 +40,7 @@ class Foreign(Encoder):
         words = model.get_input_embeddings().weight
         dropout = float(getattr(config, "hidden_dropout_prob", 0.0) or 0.0)
         super().__init__(len(words), config.hidden_size, _positions(model), dropout, _eps(config))
-        self.model, self.inner = model, words.shape[1]
+        self.model, self.added_width = model, words.shape[1]
         self.words = f"{config.model_type} by transformers"
         self._recomputes = False
         self.takes = set(inspect.signature(model.forward).parameters)
@@ -48,7 +48,7 @@ class Foreign(Encoder):
         self.segments = int(getattr(config, "type_vocab_size", 0) or 0) if tells else 0
 
     def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
-        """Hidden states T x D; ``added_TD`` is as wide as the word vectors, or nothing is added."""
+        """Hidden states T x D; ``added_TD`` is added to the word vectors."""
         batch.to(self.device)
         count, longest = len(batch), batch.longest
         sequence_T = torch.repeat_interleave(
@@ -104,7 +104,7 @@ class Foreign(Encoder):
         return []
 
     def masked_word_head(self) -> MaskedWordHead:
-        inner = 0 if self.inner == self.width else self.inner
+        inner = 0 if self.added_width == self.width else self.added_width
         activation = getattr(self.model.config, "hidden_act", "gelu")
         shape = {"layers": 1, "heads": 1, "intermediate": 1, "positions": 1, "dropout": 0.0}
         known = activation if activation in ("gelu", "gelu_new", "gelu_pytorch_tanh") else "gelu"

@@ -17,7 +17,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import Progress, document_sequences, embed, no_progress
 from realmops.index.lexical import stems
 from realmops.model.reader import Reader
-from realmops.model.retriever import Bag, Embedder, Retriever
+from realmops.model.retriever import Bag, Dense, Embedder, Retriever
 from realmops.model.sequences import SpecialTokens
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def start_pca(
     """The projection becomes the passages' principal components, its bias puts their mean at 0."""
     assert tower.projection is not None
     encoder, pooling, segments = tower.encoder, tower.pooling, tower.segments
-    plain = Embedder(encoder, encoder.width, "paper", pooling=pooling, projection="identity", segments=segments)
+    shapes = [layer.shape for layer in tower.dense if isinstance(layer, Dense)]
+    kind = {"pooling": pooling, "projection": "identity", "segments": segments}
+    plain = Embedder(encoder, tower.pooled_width, "paper", dense=shapes, **kind)  # type: ignore[arg-type]
+    plain.dense = tower.dense
     plain.train(tower.training)  # which embed() puts back, in the encoder that both have
     pooled_PD = embed(plain, document_sequences(snapshot, rows), dtype, progress)
     weight_ED, bias_E = principal_components(pooled_PD, tower.width)

@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
+from realmops.corpus.special import around
 from realmops.encoders.bert import Bert
 from realmops.encoders.encoder import Encoder
-from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, TOKENIZER, TOKENIZER_CONFIG
-from realmops.model.retriever import Bag, Embedder, Retriever, Tower
+from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from realmops.model.retriever import Bag, Dense, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
 
 ROUTES = ("query", "document")
@@ -73,8 +73,8 @@ def write_retriever(folder: Path, retriever: Retriever, tokenizer: Tokenizer, li
             (folder / path / name).write_bytes(content)
     rows = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(listed)]
     (folder / MODULES).write_bytes(_json(rows))
-    about = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever), "prompts": {}}
-    (folder / "config_sentence_transformers.json").write_bytes(_json(about))
+    about = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever)}
+    (folder / SENTENCE_CONFIG).write_bytes(_json({**about, "prompts": prompts_of(tokenizer)}))
 
 
 def similarity(retriever: Retriever) -> str:
@@ -82,37 +82,47 @@ def similarity(retriever: Retriever) -> str:
     return "cosine" if retriever.query.head == "cosine" else "dot"
 
 
-def joining(tokenizer: Tokenizer, segments: str = "two") -> Tokenizer:
-    """A tokenizer that makes ``join_query`` of a text and ``join_document`` of a pair of title and text."""
+def joining(tokenizer: Tokenizer, segments: str = "two", told: bool = True) -> Tokenizer:
+    """A tokenizer that makes ``join_query`` of a text and ``join_document`` of a pair of title and text.
+
+    Without ``told`` what queries and documents begin with is left to :func:`prompts_of`.
+    """
     special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
-    begin, end = (tokenizer.id_to_token(number) for number in (special.cls, special.sep))
-    of_text = 0 if segments == "one" else 1
-    other.post_processor = TemplateProcessing(
-        single=f"{begin} $A {end}",
-        pair=f"{begin} $A {end} $B:{of_text} {end}:{of_text}",
-        special_tokens=[(begin, special.cls), (end, special.sep)],
-    )
+    if not told:
+        special = replace(special, query=(), document=())
+    other.post_processor = around(other, special, 0 if segments == "one" else 1)
     return other
+
+
+def prompts_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """What queries and documents begin with, as the library takes it: text."""
+    special = SpecialTokens.of(tokenizer)
+    told = {"query": special.query, "document": special.document}
+    return {name: tokenizer.decode(list(ids)).strip() + " " for name, ids in told.items() if ids}
 
 
 def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
     if isinstance(tower, Bag):
         # Of the library's mean and the bag's sum the direction is the same.
         weights = _tensors({"embedding.weight": tower.word.weight * tower.counts_V[:, None]})
-        tokens = joining(tokenizer).to_str().encode()
+        tokens = joining(tokenizer, told=False).to_str().encode()
         return [_Module("StaticEmbedding", {SAFETENSORS[0]: weights, TOKENIZER: tokens}), _Module("Normalize")]
     assert isinstance(tower, Embedder)
     pooling = {"word_embedding_dimension": tower.encoder.width}
     pooling |= {f"pooling_mode_{name}": name.startswith(tower.pooling) for name in ("cls_token", "mean_tokens")}
+    pooling |= {"pooling_mode_lasttoken": True} if tower.pooling == "last" else {}
     modules = [_transformer(tower, tokenizer, limit), _Module("Pooling", {CONFIG: _json(pooling)})]
+    for layer in tower.dense:
+        assert isinstance(layer, Dense)
+        modules.append(_dense(layer.linear.state_dict(), layer.shape.activation))
     if tower.pooler is not None:
         modules.append(_dense(tower.pooler.state_dict(), _TANH))
     # A LayerNorm with another epsilon gives the same for inputs that are longer by the root of both's ratio.
     scale = 1.0 if tower.norm is None else math.sqrt(LAYER_NORM_EPS / tower.norm.eps)
     if tower.projection is not None:
         modules.append(_dense({name: scale * x for name, x in tower.projection.state_dict().items()}))
-    elif scale != 1:
-        modules.append(_dense({"weight": scale * torch.eye(tower.width)}))
+    elif scale != 1 or tower.width != tower.pooled_width:  # the first numbers, where they are fewer
+        modules.append(_dense({"weight": scale * torch.eye(tower.width, tower.pooled_width)}))
     if tower.norm is not None:
         weights = _tensors({f"norm.{name}": tensor for name, tensor in tower.norm.state_dict().items()})
         modules.append(_Module("LayerNorm", {CONFIG: _json({"dimension": tower.width}), SAFETENSORS[0]: weights}))
@@ -147,7 +157,7 @@ def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
         CONFIG: _json({"pad_token_id": special.padding} | config),
         SAFETENSORS[0]: _tensors(weights),
         "sentence_bert_config.json": _json(about),
-        TOKENIZER: joining(tokenizer, tower.segments).to_str().encode(),
+        TOKENIZER: joining(tokenizer, tower.segments, told=False).to_str().encode(),
         TOKENIZER_CONFIG: _json(about_tokenizer),
     }
     return _Module("Transformer", files)
