@@ -69,6 +69,10 @@ def test_bert_keeps_its_vocabulary_and_other_special_tokens_want_a_tokenizer(tmp
     write_tokenizer(tmp_path, wordpiece(ROBERTAS), ROBERTAS, "<s>", "</s>")
     (tmp_path / "vocab.txt").write_text("\n".join([*ROBERTAS, *SPECIAL_TOKENS]))
     assert read_encoder_tokenizer(tmp_path)[2] is not None
+    both = opened(tmp_path, "wordpiece", (*ROBERTAS, *SPECIAL_TOKENS))  # as MPNet has them
+    found = SpecialTokens.of(both)
+    assert both.id_to_token(found.mask) == "<mask>"
+    assert both.id_to_token(found.padding) == "<pad>"
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"its special tokens are not BERT's .*<mask>.*tokenizer.json is missing"):
         read_encoder_tokenizer(tmp_path)

@@ -162,7 +162,8 @@ def cut_passages(
     for index, document in enumerate(documents):
         rows = range(first_row, first_row + counts[index])
         first_row = rows.stop
-        lengths = [sentence_tokens[row][1] - sentence_tokens[row][0] for row in rows]
+        borders = [*(sentence_tokens[row][0] for row in rows), *(sentence_tokens[row][1] for row in rows[-1:])]
+        lengths = [end - first for first, end in itertools.pairwise(borders)]  # with the blanks behind it
         room = sys.maxsize if block_wordpieces is None else block_wordpieces
         for first, end in pack_sentences(lengths, len(title_ids[document.title]), room):
             low, high = rows.start + first, rows.start + end - 1

@@ -61,7 +61,9 @@ class SpecialTokens:
             said["padding"] = tokenizer.padding["pad_id"]
         for role, names in _NAMES.items():
             if said.get(role) is None:
-                ids = (tokenizer.token_to_id(name) for name in names)
+                # MPNet's vocabulary has all of BERT's in it, and special tokens of its own
+                angular = (tokenizer.id_to_token(said.get("begin") or 0) or "").startswith("<")
+                ids = (tokenizer.token_to_id(name) for name in (reversed(names) if angular else names))
                 said[role] = next((found for found in ids if found is not None), None)
         roles = ("begin", "separator", "unknown", "padding")
         begin, end, unknown_id, padding = (_known(said[role], role) for role in roles)
