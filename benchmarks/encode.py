@@ -88,7 +88,7 @@ class Ours:
         from realmops.encoders.packed import Packed, length_batches
 
         sequences = self.sequences(documents)
-        out = torch.empty(len(sequences), self.bert.config.width)
+        out = torch.empty(len(sequences), self.bert.width)
         with torch.no_grad(), autocast(torch.device("cpu"), self.dtype):
             for rows in length_batches([len(s) for s in sequences], torch.device("cpu")):
                 batch = Packed([sequences[i] for i in rows])

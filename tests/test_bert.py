@@ -379,7 +379,7 @@ def test_configurations_survive_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "roberta"}, r"config\.json: model_type is 'roberta'; only BERT encoders can be used"),
+        ({"model_type": "deberta"}, r"config\.json: model_type is 'deberta'; only BERT encoders can be used"),
         ({"hidden_act": "relu"}, r"hidden_act is 'relu'; only .* \(hidden_act gelu, gelu_new, gelu_pytorch_tanh\)"),
         ({"position_embedding_type": "relative_key"}, r"position_embedding_type is 'relative_key'; only BERT"),
         ({"hidden_size": None, "vocab_size": None}, r"the keys vocab_size, hidden_size are missing; it is no"),

@@ -197,9 +197,11 @@ def test_a_word_inside_a_longer_one_is_no_hit(
     passage: str, original: str, masked: list[int], hit: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body, x = (np.array([PIECES.index(piece) for piece in text.split()]) for text in (passage, original))
-    example = Example(0, x, x, np.array(masked), x[masked], "")
     continues = np.array([piece.startswith("##") for piece in PIECES])
-    realm: Any = SimpleNamespace(snapshot=SimpleNamespace(body=lambda passage: body, continues_word=continues))
+    behind = x[masked[-1] + 1 : masked[-1] + 2]
+    example = Example(0, x, x, np.array(masked), x[masked], "", cut=bool(continues[behind].any()))
+    snapshot = SimpleNamespace(body=lambda passage: body, continues=lambda passage: continues[body])
+    realm: Any = SimpleNamespace(snapshot=snapshot)
     monkeypatch.setattr(module, "found_for", lambda *given: [[0]])
     monkeypatch.setattr(module, "_guesses", lambda *given: [{"masked_log_p": 0.0}])
     found = module.measure(realm, [example], None)  # type: ignore[arg-type]

@@ -289,7 +289,12 @@ def exists(path: str, page: str) -> bool:
 
 
 # Names of files that runs write or people bring, which the pages say without their folder.
-WRITTEN = {"answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"} | {*ALWAYS, *PLACES.values()}
+WRITTEN = {
+    *("answers.jsonl", "manifest.json", "metrics.json", "metrics.jsonl", "my.jsonl"),
+    *("config.json", "config_sentence_transformers.json", "tokenizer.json"),  # of an encoder
+    *ALWAYS,
+    *PLACES.values(),
+}
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))

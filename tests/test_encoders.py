@@ -123,7 +123,7 @@ def test_the_hub_is_asked_for_what_is_read_and_nothing_else(
     published = write_encoder(tmp_path / "published")
     write_pooling(published, pooling_mode_mean_tokens=True)
     (published / "modules.json").write_text("[]")
-    for name in ("README.md", "openvino_model.bin", "model.onnx", "2_Dense/model.safetensors"):
+    for name in ("README.md", "openvino_model.bin", "model.onnx", "2_Other/model.safetensors"):
         (published / name).parent.mkdir(exist_ok=True)
         (published / name).write_bytes(b"large")
     if form == "bin":
@@ -175,7 +175,7 @@ def test_a_sentence_encoder_says_how_it_pools(tmp_path: Path, values: dict[str, 
     [
         ({"pooling_mode_cls_token": False, "pooling_mode_max_tokens": True}, "max_tokens"),
         ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}, "cls_token, mean_tokens"),
-        ({"pooling_mode": "lasttoken"}, "lasttoken"),
+        ({"pooling_mode": "weightedmean"}, "weightedmean"),
         ({"pooling_mode": ["mean", "max"]}, "mean, max"),
         ({}, "nothing that is known"),
     ],
@@ -218,13 +218,13 @@ def test_auto_is_what_the_folder_says_and_options_come_first(tmp_path: Path, mod
 
 def test_modules_that_are_not_used_are_told(tmp_path: Path) -> None:
     folder = write_pooling(write_encoder(tmp_path), pooling_mode="cls")
-    names = ["Transformer", "Pooling", "Dense", "Normalize"]
+    names = ["Transformer", "Pooling", "LSTM", "Normalize"]
     modules = [{"idx": n, "type": f"sentence_transformers.models.{name}"} for n, name in enumerate(names)]
     (folder / "modules.json").write_text(json.dumps(modules))
-    assert unused_modules(folder) == ["Dense"]
+    assert unused_modules(folder) == ["LSTM"]
     warned: list[str] = []
     build_models(section("bert", init=str(folder)), section("retriever"), section("reader"), 40, 0, warned.append)
-    assert any("modules.json names Dense beside the encoder and its pooling" in warning for warning in warned)
+    assert any("modules.json names LSTM beside the encoder and its pooling" in warning for warning in warned)
     (folder / "modules.json").write_text(json.dumps(modules[:2]))
     warned.clear()
     build_models(section("bert", init=str(folder)), section("retriever"), section("reader"), 40, 0, warned.append)
@@ -425,7 +425,7 @@ def test_a_cased_encoder_goes_from_text_to_answers(tmp_path: Path) -> None:
     [
         ("weights", "lacks model.safetensors or pytorch_model.bin"),
         ("header", "model.safetensors is damaged"),
-        ("architecture", "model_type is 'roberta'; only BERT encoders can be used"),
+        ("architecture", "model_type 'gpt2' is no"),
         ("tokenizer", "lacks vocab.txt or tokenizer.json"),
         ("width", "retriever.projection is pca, and retriever.embedding_width is 4096"),
     ],
@@ -444,7 +444,7 @@ def test_an_encoder_is_opened_before_the_first_stage(
         case "header":
             (folder / "model.safetensors").write_bytes(b"no weights")
         case "architecture":
-            (folder / "config.json").write_text(json.dumps(config | {"model_type": "roberta"}))
+            (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
         case "tokenizer":
             for name in ("vocab.txt", "tokenizer.json"):
                 (folder / name).unlink(missing_ok=True)

@@ -53,7 +53,7 @@ def test_a_snapshot_that_finds_its_disk_full_as_it_begins_keeps_no_file_open(
         schema = snapshot_writer._SCHEMA.serialize()
         monkeypatch.setattr(GrowingFile, "write", lambda self, what: full() if what == schema else write(self, what))
     with pytest.raises(OSError, match="No space left"):
-        snapshot_writer._Writer(tmp_path, ["[PAD]"], [], 0.0, languages=False)
+        snapshot_writer._Writer(tmp_path, ["[PAD]"], None, [], 0.0, languages=False)
     assert len(opened) == (fails_at if isinstance(fails_at, int) else 14)
     assert all(file._file.closed for file in opened)
     assert not (tmp_path / snapshot_writer._IDS).exists()

@@ -109,10 +109,10 @@ def tale(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def test_crops_are_whole_words_inside_the_passage(tale: World) -> None:
     """4 to 16 words, every length as likely, from the first word to the last; a short passage is a crop itself."""
-    body, continues = tale.snapshot.body(0), tale.snapshot.continues_word
+    body, continues = tale.snapshot.body(0), tale.snapshot.continues(0)
     bounds, rng = sorted(word_bounds(tale, 0)), np.random.default_rng(0)
     assert len(bounds) - 1 < len(body), "some words have several wordpieces"
-    runs = [crop_run(body, continues, rng) for _ in range(6500)]
+    runs = [crop_run(continues, rng) for _ in range(6500)]
     words = [bounds.index(end) - bounds.index(first) for first, end in runs]
     counts = np.bincount(words, minlength=17)
     assert set(words) == set(range(4, 17))
@@ -121,14 +121,14 @@ def test_crops_are_whole_words_inside_the_passage(tale: World) -> None:
     assert max(end for _, end in runs) == len(body)
     four = [bounds.index(first) for first, end in runs if bounds.index(end) - bounds.index(first) == 4]
     assert set(four) == set(range(len(bounds) - 4)), "every place"
-    assert {crop_run(tale.snapshot.body(1), continues, rng) for _ in range(20)} == {(0, len(tale.snapshot.body(1)))}
-    inside = np.flatnonzero(continues[body])[0]  # a passage that begins inside a word
-    assert {crop_run(body[inside : inside + 1], continues, rng) for _ in range(5)} == {(0, 1)}
+    assert {crop_run(tale.snapshot.continues(1), rng) for _ in range(20)} == {(0, len(tale.snapshot.body(1)))}
+    inside = np.flatnonzero(continues)[0]  # a passage that begins inside a word
+    assert {crop_run(continues[inside : inside + 1], rng) for _ in range(5)} == {(0, 1)}
 
 
 def test_words_are_dropped_whole_and_never_all(tale: World) -> None:
     """Each with probability 0.3; of one word nothing."""
-    body, continues = tale.snapshot.body(0), tale.snapshot.continues_word
+    body, continues = tale.snapshot.body(0), tale.snapshot.continues(0)
     bounds, rng = sorted(word_bounds(tale, 0)), np.random.default_rng(0)
     words = [tuple(body[first:end].tolist()) for first, end in pairwise(bounds)]
     kept = 0
@@ -140,8 +140,8 @@ def test_words_are_dropped_whole_and_never_all(tale: World) -> None:
         assert left == []
     assert kept / (300 * len(words)) == pytest.approx(0.7, abs=0.02)
     for _ in range(50):
-        assert dropped_words(body[:1], continues, rng).tolist() == body[:1].tolist()
-        assert len(dropped_words(body[: bounds[2]], continues, rng)) >= 1
+        assert dropped_words(body[:1], continues[:1], rng).tolist() == body[:1].tolist()
+        assert len(dropped_words(body[: bounds[2]], continues[: bounds[2]], rng)) >= 1
 
 
 def test_crops_are_queries_and_what_they_cover_is_taken_out(tale: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,8 +102,8 @@ class Tag(Section, name="tag"):
 
 class RetrieverOptions(Section, name="retriever"):
     tower: Literal["bert", "bag"]
-    pooling: Literal["auto", "cls", "mean"]
-    projection: Literal["orthogonal", "identity", "pca", "random"]
+    pooling: Literal["auto", "cls", "mean", "last"]
+    projection: Literal["orthogonal", "identity", "pca", "random", "first"]
     embedding_width: Count
     head: Literal["paper", "release", "normalised", "cosine"]
     temperature: float
@@ -534,7 +534,8 @@ def _check_towers(values: Values) -> None:
                 raise ValueError(f"retriever.tower is bag and retriever.{found}: {why}; set retriever.{remedy}")
         return
     check_vectors(options["document_vectors"], options["pooling"], options["pooling"])
-    if head == "release" and (options["pooling"] == "mean" or options["projection"] in ("identity", "pca")):
+    other = options["pooling"] in ("mean", "last") or options["projection"] in ("identity", "pca", "first")
+    if head == "release" and other:
         raise ValueError(
             f"retriever.head is release, with retriever.pooling {options['pooling']} and retriever.projection "
             f"{options['projection']}: the released code has a dense layer behind BERT's pooler, which reads [CLS]; "
@@ -551,6 +552,11 @@ def check_width(projection: str, width: int, encoder_width: int) -> None:
             f"retriever.projection is identity, which keeps the encoder's width of {encoder_width}, and "
             f"retriever.embedding_width is {width}; set retriever.embedding_width=0, or another retriever.projection"
         )
+    if projection == "first" and width > encoder_width:
+        raise ValueError(
+            f"retriever.projection is first, and retriever.embedding_width is {width}: the encoder's vectors have "
+            f"{encoder_width} numbers; set retriever.embedding_width={encoder_width} or less"
+        )
     if projection == "pca" and width > encoder_width:
         raise ValueError(
             f"retriever.projection is pca, and retriever.embedding_width is {width}: the encoder's vectors have no "
@@ -560,10 +566,11 @@ def check_width(projection: str, width: int, encoder_width: int) -> None:
 
 def check_vectors(vectors: int, pooling: str, means: str) -> None:
     """ValueError when a pooling, which ``means`` this one where it is ``auto``, makes fewer vectors of a passage."""
-    if vectors > 1 and means == "cls":
+    if vectors > 1 and means in ("cls", "last"):
         raise ValueError(
             f"retriever.document_vectors is {vectors}, and retriever.pooling {pooling} makes one vector, that of "
-            "[CLS]; set retriever.pooling=mean, or retriever.document_vectors=1"
+            f"{'[CLS]' if means == 'cls' else 'the last wordpiece'}; set retriever.pooling=mean, or "
+            "retriever.document_vectors=1"
         )
 
 

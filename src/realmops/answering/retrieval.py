@@ -26,6 +26,7 @@ from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.special import blank_before
 from realmops.encoders.devices import autocast, send
 from realmops.encoders.packed import Packed
 from realmops.index.embed import Progress, embed, no_progress, query_sequences
@@ -129,10 +130,10 @@ class RetrieveAndRead(Answering):
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
         self.sources = Sources(self.snapshot)
         self._correct: dict[tuple[tuple[str, ...], str], dict[int, bool]] = {}  # an id is a question's in one file only
-        encode = self.snapshot.tokenizer.encode
+        encode, blank = self.snapshot.tokenizer.encode, blank_before(self.snapshot.tokenizer, self.special.query)
         # A question is looked at several times: its length is checked, it is embedded, and it is read (only read).
         self.wordpieces: Callable[[str], np.ndarray] = lru_cache(_QUESTIONS_IN_MEMORY)(
-            lambda text: np.array(encode(text, add_special_tokens=False).ids, dtype=np.int64)
+            lambda text: np.array(encode(blank + text, add_special_tokens=False).ids, dtype=np.int64)
         )
 
     def over(self, ranker: Callable[[str, int], np.ndarray]) -> Self:

@@ -232,7 +232,7 @@ class Search:
             raise ValueError("there are no embeddings yet: run the stage ict")
         limit = self.snapshot.block_wordpieces if documents else self.query_wordpieces
         tower = self.retriever.document if documents else self.retriever.query
-        return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit)), self.dtype)
+        return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit, documents=documents)), self.dtype)
 
     def _best(
         self, query: str, k: int, allowed: Ids | None, by: By, words: Bm25

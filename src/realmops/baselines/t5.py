@@ -27,7 +27,6 @@ from realmops.artifacts import read_json, seed_for, write_json
 from realmops.config import ClosedBookOptions, Optimiser
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.vocabulary import build_tokenizer
 from realmops.encoders.bert import BertConfig
 from realmops.encoders.devices import autocast
 from realmops.encoders.folders import CONFIG, T5, TOKENIZER, encoder_folder, read_config
@@ -301,7 +300,10 @@ def _transformers() -> Any:
 
 def _tokenizer_of(snapshot: Snapshot) -> Tokenizer:
     """The snapshot's tokenizer with ids for joins and sentinels behind its own."""
-    tokenizer = build_tokenizer(snapshot.vocabulary, snapshot.casing)
+    tokenizer = Tokenizer.from_str(snapshot.tokenizer.to_str())
+    if not isinstance(tokenizer.decoder, decoders.WordPiece):  # blanks are parts of its pieces
+        tokenizer.add_special_tokens(list(SENTINELS))
+        return tokenizer
     tokenizer.add_special_tokens([JOIN, *SENTINELS])
     tokenizer.decoder = decoders.Sequence(
         [decoders.WordPiece(cleanup=False), decoders.Fuse(), decoders.Replace(f" {JOIN} ", "")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from realmops.commands.answers import Generation
 from realmops.commands.report import metrics_under
 from realmops.commands.trained import sections_of
 from realmops.evaluate.report import headline_rows
-from realmops.model.portable import similarity
-from realmops.model.retriever import Retriever
+from realmops.model.portable import inputs_of, similarity
+from realmops.model.retriever import Embedder, Retriever
 
 CARD = "README.md"
+_ONNX = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
 _USE = {  # by format
     "sentence-transformers": """\
 ```python
@@ -40,7 +42,7 @@ def embed(file, wordpieces, texts):
     tokenizer.enable_truncation(wordpieces)
     tokenizer.enable_padding(pad_id=PADDING)
     found = tokenizer.encode_batch(texts)
-    inputs = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}
+    inputs = ONNX_INPUTS
     inputs = {name: numpy.array([getattr(one, of) for one in found]) for name, of in inputs.items()}
     return onnxruntime.InferenceSession(f"FOLDER/{file}").run(None, inputs)[0]
 
@@ -113,7 +115,10 @@ def _front_matter(format: str, init: str | None) -> dict[str, Any]:
 
 
 def _filled(text: str, generation: Generation, retriever: Retriever) -> str:
+    tower = retriever.query
+    inputs = inputs_of(tower.encoder) if isinstance(tower, Embedder) else []
     values = {
+        "ONNX_INPUTS": json.dumps({name: _ONNX[name] for name in _ONNX if name in inputs}),
         "PADDING": generation.model.special.padding,
         "QUERY_LIMIT": generation.model.options.query_wordpieces,
         "DOCUMENT_LIMIT": generation.model.snapshot.block_wordpieces,

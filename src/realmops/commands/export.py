@@ -27,12 +27,12 @@ from realmops.index.embed import embed_documents
 from realmops.index.mapped import release
 from realmops.index.mips import PassageIndex
 from realmops.model.files import load_models
-from realmops.model.portable import ROUTES, joining, similarity, write_retriever
+from realmops.model.portable import ROUTES, inputs_of, joining, similarity, write_retriever
 from realmops.model.retriever import Embedder, Retriever
 
 KIND = "export"
 PASSAGES = "passages.parquet"
-INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of an ONNX file
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of an ONNX file; the last where there are segments
 OUTPUT = "sentence_embedding"
 _NEEDED = ("sentence_transformers", "onnxscript")  # of --format onnx
 _CHECKED = 8  # passages whose embeddings are made again
@@ -173,11 +173,13 @@ def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: t
     example, mask = torch.tensor([[2, 1, 3, 1, 3], [2, 1, 3, 0, 0]]), torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("wordpieces")}
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns of packages that nobody needs here
+    inputs = [name for name in INPUTS if name in inputs_of(retriever.query.encoder)]
+    examples = (example, mask, 0 * mask)[: len(inputs)]
     for route, modules in routes.items():
         with warnings.catch_warnings(action="ignore"):  # of torch's own calls
             torch.onnx.export(
-                _Route(*modules).eval(), (example, mask, 0 * mask), str(out / f"{route}.onnx"), input_names=INPUTS,
-                output_names=[OUTPUT], dynamic_shapes=(sizes,) * len(INPUTS), external_data=False, verbose=False,
+                _Route(*modules).eval(), examples, str(out / f"{route}.onnx"), input_names=inputs,
+                output_names=[OUTPUT], dynamic_shapes=((sizes,) * len(inputs),), external_data=False, verbose=False,
             )  # fmt: skip
     joining(tokenizer, retriever.query.segments).save(str(out / TOKENIZER))
 
@@ -185,9 +187,9 @@ def _write_onnx(out: Path, retriever: Retriever, tokenizer: Tokenizer, limits: t
 class _Route(nn.Sequential):
     """Modules of sentence-transformers, one behind the other, with tensors instead of a dictionary."""
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, *inputs: Tensor) -> Tensor:
         """Embeddings B x E."""
-        features = dict(zip(INPUTS, (input_ids, attention_mask, token_type_ids), strict=True))
+        features = dict(zip(INPUTS, inputs, strict=False))
         for module in self:
             features = module(features)
         return features[OUTPUT]

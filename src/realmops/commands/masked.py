@@ -88,7 +88,7 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
 
     def words(y_M: Tensor) -> str:
         text: str = snapshot.tokenizer.decode(y_M.tolist(), skip_special_tokens=False)
-        return text
+        return text.strip()
 
     guess_KM = log_word_KMV.argmax(-1)  # masks are independent given z, so this is the likeliest y of each z
     marginal_K = torch.stack([(log_prior_K + log_likelihood(y_M)).logsumexp(0) for y_M in guess_KM])
@@ -154,11 +154,11 @@ def _same_passage_tower(tuned: Path, retriever: Retriever, snapshot: Snapshot) -
 
 def _example(sentence: str, answer: str | None, realm: Realm) -> Example:
     def pieces(text: str) -> list[int]:
-        found: list[int] = realm.snapshot.tokenizer.encode(text, add_special_tokens=False).ids
+        found: list[int] = realm.snapshot.tokenizer.encode(text.rstrip(), add_special_tokens=False).ids
         return found
 
     before, *behind = sentence.split(MASK)
-    hidden = [realm.special.mask] * len(behind) if answer is None else pieces(answer)
+    hidden = [realm.special.mask] * len(behind) if answer is None else pieces(before[len(before.rstrip()) :] + answer)
     if len(behind) > 1 and len(hidden) != len(behind):
         raise ValueError(
             f"the answer {answer!r} has {len(hidden)} wordpieces, the sentence {len(behind)} {MASK}: write one "

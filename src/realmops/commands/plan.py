@@ -212,7 +212,8 @@ def _example(realm: Realm, passage: int, rng: np.random.Generator) -> Example:
     first, end = rng.choice([run for run in snapshot.sentences(passage) if run[0] < run[1]])
     original = snapshot.body(passage)[first:end]
     original = original[: min(options.query_wordpieces - 2, options.reader_wordpieces - 3)]
-    at = mask_positions(options.masking, rng, (0, 1), snapshot.continues_word[original], options.max_masks)
+    continues = snapshot.continues(passage)[first : first + len(original)]
+    at = mask_positions(options.masking, rng, (0, 1), continues, options.max_masks)
     x = original.copy()
     x[at] = realm.special.mask
     return Example(passage, original, x, at, original[at], "")

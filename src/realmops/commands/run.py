@@ -14,7 +14,8 @@ from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.questions import read_questions
-from realmops.encoders.folders import T5, encoder_files, encoder_folder
+from realmops.encoders.families import PACKED
+from realmops.encoders.folders import CONFIG, T5, encoder_files, encoder_folder, read_config
 from realmops.index.process import end_with
 from realmops.stages import CLOZE, STAGES, Report, check_files, external_files, in_use, named_below
 from realmops.stages.runner import run_stage
@@ -53,6 +54,9 @@ def run_stages(
     look_at_encoders(names, values)
     for note in notes(names, values):
         report.warn(note)
+    if any("bert" in STAGES[name].sections for name in names) and (init := values["bert"]["init"]) != "small":
+        for note in encoder_notes(encoder_folder(init)):
+            report.warn(note)
     if len(names) > 1:
         report.say(begins(names, values))
     for name in names:
@@ -62,6 +66,21 @@ def run_stages(
         if name == "tag" and named_below(CLOZE, names, values):
             for line in make_cloze(root, None, seed=values["run"]["seed"]):
                 report.say(f"cloze: {line}")
+
+
+def encoder_notes(folder: Path) -> Iterator[str]:
+    """What is worth knowing of an encoder before it begins; ValueError where it cannot work here."""
+    config = read_config(folder)
+    kind = config.get("model_type", "bert")
+    if kind in PACKED:
+        return
+    from realmops.encoders.foreign import refuse
+
+    refuse(config, str(folder / CONFIG))
+    yield (
+        f"bert.init is a {kind}, which transformers computes: batches are padded, and it is slower than a BERT, "
+        "RoBERTa, XLM-R, MPNet, DistilBERT, ELECTRA or ModernBERT of its size"
+    )
 
 
 def look_at(key: str, path: Path, values: Mapping[str, Mapping[str, Any]]) -> None:

@@ -219,6 +219,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
                 stage,
                 work=work / "growing",
                 vocabulary=old.vocabulary,
+                tokenizer=old.tokenizer_json,
                 broken_share=options.broken_share,
                 workers=options.workers,
                 progress=task.report.progress("passages", sum(source.size for source in found), "B"),

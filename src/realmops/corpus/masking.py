@@ -108,7 +108,7 @@ def _windows(snapshot: Snapshot, size: int) -> Iterator[tuple[np.ndarray, np.nda
         tokens = snapshot.tokens[offsets[first] : offsets[end]].astype(np.int64)
         passage = np.repeat(np.arange(first, end), np.diff(offsets[first : end + 1]))
         place = np.arange(max(0, len(tokens) - size + 1))
-        begins = np.append(~snapshot.continues_word[tokens], True)
+        begins = np.append(~snapshot.continuing(int(offsets[first]), int(offsets[end])), True)
         begins[(offsets[first:end] - offsets[first])[np.diff(offsets[first : end + 1]) > 0]] = True
         inside = (passage[place] == passage[place + size - 1]) & begins[place] & begins[place + size]
         place = place[inside]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from realmops.artifacts import canonical_json
 from realmops.corpus.documents import Document
 from realmops.corpus.languages import AUTO, ENGLISH, detect
-from realmops.corpus.tokenizer import CachedTokenizer
+from realmops.corpus.tokenizer import CachedTokenizer, WholeTokenizer
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 
@@ -140,20 +140,27 @@ def passage_digest(title: str, text: str) -> str:
 
 
 def cut_passages(
-    documents: Sequence[Document], tokenizer: CachedTokenizer, *, block_wordpieces: int | None, language: str = ENGLISH
+    documents: Sequence[Document],
+    tokenizer: CachedTokenizer | WholeTokenizer,
+    *,
+    block_wordpieces: int | None,
+    language: str = ENGLISH,
 ) -> PassageBatch:
     """The passages of a batch of documents, wordpieces and offsets included.
 
     Without ``block_wordpieces`` each document is one passage. ``language`` is that of all, or ``AUTO``.
     Every text is tokenised once, whole; characters of all texts are counted on in one line, so that one
-    search finds the wordpieces of all sentences.
+    search finds the wordpieces of all sentences. A tokenizer whose wordpieces depend on what stands around them does
+    so again with the passages, so that theirs are those of the passage's text alone.
     """
     # A title is often that of the document before (paragraphs of one article): tokenise each only once.
     titles = list(dict.fromkeys(document.title for document in documents))
-    title_ids = dict(zip(titles, tokenizer.encode(titles).by_text(), strict=True))
+    written = [title and tokenizer.before_titles + title for title in titles]
+    title_ids = dict(zip(titles, tokenizer.encode(written).by_text(), strict=True))
     body = tokenizer.encode([document.text for document in documents])
     chars, bases = body.chars, body.bases.tolist()
-    _cover_marks(documents, chars)
+    if not tokenizer.in_context:
+        _cover_marks(documents, chars)
     languages = [detect(f"{one.title} {one.text}")[0] if language == AUTO else language for one in documents]
     counts, sentence_chars, sentence_tokens = _sentences(documents, languages, bases, chars)
 
@@ -162,7 +169,8 @@ def cut_passages(
     for index, document in enumerate(documents):
         rows = range(first_row, first_row + counts[index])
         first_row = rows.stop
-        lengths = [sentence_tokens[row][1] - sentence_tokens[row][0] for row in rows]
+        borders = [*(sentence_tokens[row][0] for row in rows), *(sentence_tokens[row][1] for row in rows[-1:])]
+        lengths = [end - first for first, end in itertools.pairwise(borders)]  # with the blanks behind it
         room = sys.maxsize if block_wordpieces is None else block_wordpieces
         for first, end in pack_sentences(lengths, len(title_ids[document.title]), room):
             low, high = rows.start + first, rows.start + end - 1
@@ -170,10 +178,37 @@ def cut_passages(
             tokens = sentence_tokens[low][0], sentence_tokens[high][1]
             digest = passage_digest(document.title, document.text[start:stop])
             passages.append(Passage(index, (start, stop), (low, high + 1), tokens, digest))
-    sentences = _relative_sentences(sentence_tokens, passages)
     titles_by_document = [title_ids[document.title] for document in documents]
+    if tokenizer.in_context:
+        ends = np.array(sentence_chars, np.int64)
+        return _apart(documents, tokenizer, passages, ends, bases, titles_by_document, languages)
+    sentences = _relative_sentences(sentence_tokens, passages)
     relative = _relative(chars, passages, bases)
     return PassageBatch(passages, body.ids, relative, sentences, titles_by_document, languages)
+
+
+def _apart(
+    documents: Sequence[Document],
+    tokenizer: CachedTokenizer | WholeTokenizer,
+    passages: Sequence[Passage],
+    sentence_chars: NDArray[np.int64],
+    bases: Sequence[int],
+    titles: list[list[int]],
+    languages: list[str],
+) -> PassageBatch:
+    """The batch with the wordpieces of each passage's text on its own; blanks belong to the sentence before them."""
+    body = tokenizer.encode([documents[one.document].text[slice(*one.chars)] for one in passages])
+    chars, made = body.chars.copy(), []
+    sentences: list[tuple[int, int]] = []
+    for one, base, (first, end) in zip(passages, body.bases, itertools.pairwise(body.borders()), strict=True):
+        chars[first:end] -= base
+        begins = sentence_chars[slice(*one.sentences), 0] - bases[one.document] - one.chars[0]
+        starts = np.unique(np.searchsorted(np.maximum.accumulate(chars[first:end, 1]), begins[1:], side="right"))
+        bounds = [0, *starts[(starts > 0) & (starts < end - first)].tolist(), end - first]
+        made.append(replace(one, tokens=(first, end), sentences=(len(sentences), len(sentences) + len(bounds) - 1)))
+        sentences += itertools.pairwise(bounds)
+    found = np.array(sentences, np.int32).reshape(-1, 2)
+    return PassageBatch(made, body.ids, chars.astype(np.int32), found, titles, languages)
 
 
 def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:

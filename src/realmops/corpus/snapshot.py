@@ -25,13 +25,24 @@ from realmops.corpus.flat import load_flat
 from realmops.corpus.forms import forms_of
 from realmops.corpus.languages import AUTO, ENGLISH, detect
 from realmops.corpus.spans import Spans
-from realmops.corpus.vocabulary import Casing, build_tokenizer, continuing_pieces, read_vocabulary
+from realmops.corpus.tokenizer import WholeTokenizer, inside_words
+from realmops.corpus.vocabulary import (
+    Casing,
+    build_tokenizer,
+    continuing_pieces,
+    open_tokenizer,
+    pieces_of,
+    read_vocabulary,
+    written_pieces,
+)
+from realmops.encoders.folders import TOKENIZER, VOCABULARY
 
 # Shape legend: P passages, T wordpieces of all bodies, S sentences; t and s those of one passage.
 
 KIND = "snapshot"
 LANGUAGES = "languages.npy"
 COMMON = 0.01  # share of the passages, below which no question is taken to be in a language; a few may be taken wrongly
+CONTINUES = "continues.npy"
 GIVEN_SPANS = "given_spans"
 PLACES = "places.npy"
 REJECTS = "rejects.jsonl"
@@ -75,7 +86,8 @@ class Snapshot:
         places.npy: int64 [P, 2], the number of the passage's document in the corpus, and the character of that
             document's text at which the passage begins. Versions before wrote none.
         languages.npy: uint8 [P, 2], the two letters of each passage's language, where each document has its own.
-        vocab.txt: the wordpieces.
+        vocab.txt: the wordpieces. Of another tokenizer than BERT's WordPiece instead tokenizer.json, and continues.npy:
+            bool [T], which wordpieces continue a word.
         rejects.jsonl: {"place", "problem"} of every broken record; of a file that could not be read also its "kind".
         sources.jsonl: for each file of the corpus, how many records it had and what became of them.
         given_spans/: a spans folder, when documents carry spans of their own.
@@ -97,6 +109,8 @@ class Snapshot:
         self.sentence_rows: Ints = load_flat(folder / "sentences.npy")
         self.sentence_offsets: NDArray[np.int64] = load_flat(folder / "sentence_offsets.npy")
         self._places: NDArray[np.int64] | None = load_flat(folder / PLACES) if PLACES in manifest["files"] else None
+        has_own = CONTINUES in manifest["files"]
+        self._continues: NDArray[np.bool_] | None = load_flat(folder / CONTINUES) if has_own else None
         self._parquet = pq.ParquetFile(folder / TEXTS, memory_map=True)
         self._group = lru_cache(_GROUPS_IN_MEMORY)(self._parquet.read_row_group)
         self._forms = lru_cache(_WRITTEN_IN_MEMORY)(self.forms)
@@ -230,8 +244,19 @@ class Snapshot:
 
     def forms(self, index: int) -> NDArray[np.int64]:
         """[t] how the word of each wordpiece is written in the passage's text."""
-        continues, starts = self.continues_word[self.body(index)], self.sentences(index)[:, 0]
-        return forms_of(self.text(index), self.chars(index), continues, starts)
+        return forms_of(self.text(index), self.chars(index), self.continues(index), self.sentences(index)[:, 0])
+
+    def continues(self, index: int) -> NDArray[np.bool_]:
+        """[t] whether a wordpiece of the passage's text continues a word."""
+        return self.continuing(int(self.token_offsets[index]), int(self.token_offsets[index + 1]))
+
+    def continuing(self, first: int, end: int) -> NDArray[np.bool_]:
+        """The same of a run of all passages' wordpieces."""
+        if self._continues is not None:
+            own: NDArray[np.bool_] = self._continues[first:end]
+            return own
+        found: NDArray[np.bool_] = self.continues_word[self.tokens[first:end]]
+        return found
 
     def written(self, index: int) -> NDArray[np.int64]:
         """[t] the wordpieces of the passage's text, each with the form of its word, as ``Packed`` takes them."""
@@ -244,13 +269,16 @@ class Snapshot:
         from realmops.corpus.passages import split_sentences
         from realmops.encoders.packed import FORM_STEP
 
-        found = self.tokenizer.encode(text, add_special_tokens=False)
-        body, chars = np.array(found.ids, np.int64), np.array(found.offsets, np.int32).reshape(-1, 2)
-        if not with_forms or not len(body):
+        if not with_forms:
+            return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        found = self.whole_tokenizer.encode([text])
+        body, chars = found.ids.astype(np.int64), found.chars.astype(np.int32)
+        if not len(body):
             return body
+        continues = self.continues_word[body] if self._continues is None else inside_words(text, chars)
         sentences = split_sentences(text, detect(text, self.common_languages)[0])
         starts = np.searchsorted(chars[:, 0], [start for start, _ in sentences]).astype(np.int32)
-        return body + FORM_STEP * forms_of(text, chars, self.continues_word[body], starts)
+        return body + FORM_STEP * forms_of(text, chars, continues, starts)
 
     def title_tokens(self, index: int) -> NDArray[np.int64]:
         return self.title_flat[self.title_offsets[index] : self.title_offsets[index + 1]].astype(np.int64)
@@ -266,16 +294,37 @@ class Snapshot:
     @cached_property
     def vocabulary(self) -> list[str]:
         """The wordpieces in the order of their ids."""
-        return read_vocabulary(self.folder / "vocab.txt")
+        if self.tokenizer_json is None:
+            return read_vocabulary(self.folder / VOCABULARY)
+        return pieces_of(self.tokenizer)
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The wordpieces in lower case without what marks a blank, "##" before those that continue a word."""
+        if getattr(self.tokenizer.model, "continuing_subword_prefix", None):
+            return self.vocabulary
+        both = zip(written_pieces(self.tokenizer), self.continues_word, strict=True)
+        return [("##" if inside else "") + piece.strip().lower() for piece, inside in both]
 
     @cached_property
     def continues_word(self) -> NDArray[np.bool_]:
-        """[V] whether a wordpiece continues a word ("##ing")."""
+        """[V] whether a wordpiece seems to continue a word ("##ing"); ``continues`` knows it of those of passages."""
         return continuing_pieces(self.tokenizer)
 
     @cached_property
+    def tokenizer_json(self) -> str | None:
+        """The tokenizer, where it is another than BERT's WordPiece."""
+        path = self.folder / TOKENIZER
+        return path.read_text(encoding="utf-8") if TOKENIZER in self.manifest["files"] else None
+
+    @cached_property
     def tokenizer(self) -> Tokenizer:
-        return build_tokenizer(self.vocabulary, self.casing)
+        own = self.tokenizer_json
+        return build_tokenizer(self.vocabulary, self.casing) if own is None else open_tokenizer(own)
+
+    @cached_property
+    def whole_tokenizer(self) -> WholeTokenizer:
+        return WholeTokenizer(self.tokenizer)
 
     def given_spans(self) -> Spans | None:
         """The spans that the documents carried, if any did."""

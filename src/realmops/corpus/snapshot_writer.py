@@ -43,6 +43,7 @@ from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, g
 from realmops.corpus.languages import AUTO, ENGLISH, check_language
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
 from realmops.corpus.snapshot import (
+    CONTINUES,
     GIVEN_SPANS,
     KIND,
     LANGUAGES,
@@ -56,8 +57,17 @@ from realmops.corpus.snapshot import (
     rejects,
 )
 from realmops.corpus.spans import SpansWriter
-from realmops.corpus.tokenizer import CachedTokenizer
-from realmops.corpus.vocabulary import UNCASED, Casing, build_tokenizer, vocabulary_bytes, vocabulary_hash
+from realmops.corpus.special import SpecialTokens
+from realmops.corpus.tokenizer import inside_words, texts_tokenizer
+from realmops.corpus.vocabulary import (
+    UNCASED,
+    Casing,
+    build_tokenizer,
+    open_tokenizer,
+    vocabulary_bytes,
+    vocabulary_hash,
+)
+from realmops.encoders.folders import TOKENIZER, VOCABULARY
 
 _TEXTS = "passages.arrows"  # the rows of passages.parquet while they grow
 _IDS = "ids.sqlite"
@@ -84,6 +94,7 @@ def write_snapshot(
     vocabulary: Sequence[str],
     block_wordpieces: int,
     casing: Casing = UNCASED,
+    tokenizer: str | None = None,
     whole_documents: bool = False,
     drop_titles: bool = False,
     language: str = ENGLISH,
@@ -98,6 +109,7 @@ def write_snapshot(
     Args:
         work: a folder of this snapshot alone, on the same disk, for what grows. After a kill the same call goes on from
             it and ends with the same bytes; the caller removes it, but for bad input, after which it is gone.
+        tokenizer: the tokenizer.json with this vocabulary, where it is another than BERT's WordPiece of this casing.
         block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
         whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
         drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
@@ -125,8 +137,8 @@ def write_snapshot(
     }
     try:
         with (
-            closing(_Writer(work, vocabulary, sources, broken_share, language == AUTO)) as writer,
-            workers_in_order(workers, sources, _Cutter(vocabulary, settings)) as cut,
+            closing(_Writer(work, vocabulary, tokenizer, sources, broken_share, language == AUTO)) as writer,
+            workers_in_order(workers, sources, _Cutter(vocabulary, tokenizer, settings)) as cut,
         ):
             advance = Progress(sources, progress)
             for batch, (outcomes, passages) in cut(batches(sources, writer.source, writer.counts.records)):
@@ -141,9 +153,12 @@ def write_snapshot(
 class _Cutter:
     """What a worker does: records to documents, and documents to passages."""
 
-    def __init__(self, vocabulary: Sequence[str], settings: dict[str, Any]) -> None:
-        self._tokenizer = CachedTokenizer(build_tokenizer(vocabulary, Casing(**settings["casing"])))
-        self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"]
+    def __init__(self, vocabulary: Sequence[str], tokenizer: str | None, settings: dict[str, Any]) -> None:
+        casing = Casing(**settings["casing"])
+        one = open_tokenizer(tokenizer) if tokenizer else build_tokenizer(vocabulary, casing)
+        self._tokenizer = texts_tokenizer(one)
+        told = len(SpecialTokens.of(one).document) if tokenizer else 0
+        self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"] - told
         self._drop_titles = settings["drop_titles"]
         self._language = settings["language"]
 
@@ -214,10 +229,16 @@ class _Writer:
     """
 
     def __init__(
-        self, work: Path, vocabulary: Sequence[str], sources: Sequence[Source], broken_share: float, languages: bool
+        self,
+        work: Path,
+        vocabulary: Sequence[str],
+        tokenizer: str | None,
+        sources: Sequence[Source],
+        broken_share: float,
+        languages: bool,
     ) -> None:
         self._work = work
-        self._vocabulary = vocabulary
+        self._vocabulary, self._tokenizer = vocabulary, tokenizer
         self._sources = sources
         self._broken_share = broken_share
         state = _restored(work)
@@ -233,6 +254,7 @@ class _Writer:
         with ExitStack() as opened:  # closes what is open where the disk has no room for the rest
             self._tokens = growing("tokens.npy", FlatArray, wordpiece)
             self._token_chars = growing("token_chars.npy", FlatArray, np.int32, (2,))
+            self._continues = None if tokenizer is None else growing(CONTINUES, FlatArray, np.bool_)
             self._token_offsets = growing("token_offsets.npy", FlatOffsets)
             self._title_tokens = growing("title_tokens.npy", FlatArray, wordpiece)
             self._title_offsets = growing("title_offsets.npy", FlatOffsets)
@@ -265,6 +287,10 @@ class _Writer:
             passages = passages.without(used_ids)
         self._append_arrays(passages)
         self._append_texts(documents, passages)
+        if self._continues is not None:
+            texts = (documents[one.document].text[slice(*one.chars)] for one in passages.passages)
+            for one, text in zip(passages.passages, texts, strict=True):
+                self._continues.append(inside_words(text, passages.chars[slice(*one.tokens)]))
         self._append_spans(documents, passages)
         if time.monotonic() - self._synced > _CHECKPOINT_SECONDS:
             self._checkpoint()
@@ -278,8 +304,12 @@ class _Writer:
             raise ValueError(self._nothing())
         self._checkpoint()
         corpus = self._write_texts(folder)
-        vocabulary = vocabulary_hash(self._vocabulary)
-        (folder / "vocab.txt").write_bytes(vocabulary_bytes(self._vocabulary))
+        if self._tokenizer is None:
+            vocabulary = vocabulary_hash(self._vocabulary)
+            (folder / VOCABULARY).write_bytes(vocabulary_bytes(self._vocabulary))
+        else:
+            vocabulary = hashlib.sha256(self._tokenizer.encode()).hexdigest()
+            (folder / TOKENIZER).write_text(self._tokenizer, encoding="utf-8")
         self.close()  # every file, and the scratch database is removed
         for name in sorted(self._files.keys() - {_TEXTS}):
             link_or_copy(self._work / name, folder / name)

@@ -1,26 +1,40 @@
-"""The WordPiece tokenizer with a memory of words: the same wordpieces, several times as fast.
+"""Texts to wordpieces with the characters of each: BERT's WordPiece by a memory of words, any other as it is.
 
-Most words of a text were there before. Texts are cut into chunks at blanks and ASCII punctuation; each chunk is
-tokenised once, by the tokenizer itself, and looked up ever after. No wordpiece reaches over such a border: the
-tokenizer takes blanks away, makes punctuation a word of its own, and treats every other character alone, but
-for accents, which stay in the chunk of their letter.
+The memory gives the same wordpieces several times as fast. Most words of a text were there before. Texts are cut into
+chunks at blanks and ASCII punctuation; each chunk is tokenised once, by the tokenizer itself, and looked up ever after.
+No wordpiece reaches over such a border: the tokenizer takes blanks away, makes punctuation a word of its own, and
+treats every other character alone, but for accents, which stay in the chunk of their letter.
 """
+
+from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import regex
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
-# Shape legend: N texts, T wordpieces of all texts, C chunks in memory, W wordpieces of all chunks in memory.
+from realmops.corpus.special import SpecialTokens, blank_before
+from realmops.corpus.vocabulary import written_pieces
+
+# Shape legend: N texts, T wordpieces of all texts, C chunks in memory, W wordpieces of all chunks in memory,
+# V vocabulary.
 
 _CHUNKS_IN_MEMORY = 1 << 18
 _BLANKS = " \t\n\r"
 _PUNCTUATION = r"!-/:-@\[-`{-~"
 _CHUNK = re.compile(rf" ?(?:[^{_BLANKS}{_PUNCTUATION}]+|[{_PUNCTUATION}])|[{_BLANKS}]")
+_BLANK_CODES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
+# Runs of characters that are one word; scripts without blanks have words too, which only pieces tell apart.
+_WORD = regex.compile(r"(?V1)[\p{L}\p{M}\p{N}--\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]{2,}")
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 
@@ -33,9 +47,33 @@ class Wordpieces:
     chars: Longs  # [T, 2] start and end on that line
     bases: Longs  # [N] where each text starts on it
 
+    def borders(self) -> list[int]:
+        """[N + 1] the first wordpiece of each text, and the end of the last."""
+        return [*np.searchsorted(self.chars[:, 0], self.bases).tolist(), len(self.ids)]
+
     def by_text(self) -> list[list[int]]:
-        borders = np.searchsorted(self.chars[:, 0], self.bases).tolist()
-        return [self.ids[a:b].tolist() for a, b in itertools.pairwise([*borders, len(self.ids)])]
+        return [self.ids[a:b].tolist() for a, b in itertools.pairwise(self.borders())]
+
+
+def texts_tokenizer(tokenizer: Tokenizer) -> CachedTokenizer | WholeTokenizer:
+    """What makes wordpieces of many texts: with a memory of words where no word's pieces depend on its neighbours."""
+    berts = (tokenizer.model, WordPiece), (tokenizer.normalizer, BertNormalizer)
+    if all(isinstance(part, kind) for part, kind in (*berts, (tokenizer.pre_tokenizer, BertPreTokenizer))):
+        return CachedTokenizer(tokenizer)
+    return WholeTokenizer(tokenizer)
+
+
+def inside_words(text: str, chars: NDArray[Any]) -> NDArray[np.bool_]:
+    """[T] whether a wordpiece begins inside a word of the text: behind a letter or digit, with one.
+
+    ``chars`` are its characters, blanks in front of it left out.
+    """
+    inside = np.zeros(len(text) + 1, dtype=bool)
+    for match in _WORD.finditer(text):
+        inside[match.start() + 1 : match.end()] = True
+    found: NDArray[np.bool_] = inside[chars[:, 0]]
+    found[1:] |= chars[1:, 0] < chars[:-1, 1]  # a part of a character
+    return found
 
 
 class _ChunkNumbers(dict[str, int]):
@@ -50,8 +88,46 @@ def _lengths(texts: Sequence[str]) -> Longs:
     return np.fromiter(map(len, texts), np.int64, len(texts))
 
 
+class WholeTokenizer:
+    """Any tokenizer: BPE or Unigram, whose pieces depend on blanks and words around them."""
+
+    in_context = True
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.before_titles = blank_before(tokenizer, SpecialTokens.of(tokenizer).document)
+        self._is_blank_V = np.array([not piece.strip() for piece in written_pieces(tokenizer)])
+
+    def encode(self, texts: Sequence[str]) -> Wordpieces:
+        """The wordpieces of ``Tokenizer.encode`` without special tokens; blanks before a word are not its characters.
+
+        A piece of nothing but blanks has theirs, or none where the text has none there.
+        """
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        lengths = _lengths(texts)
+        bases = np.cumsum(lengths + 1) - (lengths + 1)
+        ids = np.fromiter(itertools.chain.from_iterable(one.ids for one in encoded), np.int32)
+        chars = np.concatenate([np.empty((0, 2), np.int64), *(_offsets(one.offsets) for one in encoded)])
+        chars += np.repeat(bases, [len(one.ids) for one in encoded])[:, None]
+        line = np.frombuffer(" ".join([*texts, ""]).encode("utf-32-le"), np.uint32)
+        is_blank = np.isin(line, _BLANK_CODES)
+        # of each character the first from there on that is no blank
+        behind = np.minimum.accumulate(np.where(is_blank, len(line), np.arange(len(line)))[::-1])[::-1]
+        first = np.append(behind, len(line))[chars[:, 0]]
+        empty = self._is_blank_V[ids] & (first < chars[:, 1])
+        chars[empty, 1] = chars[empty, 0]
+        chars[:, 0] = np.where(first < chars[:, 1], first, chars[:, 0])
+        return Wordpieces(ids, chars, bases)
+
+
+def _offsets(offsets: Sequence[tuple[int, int]]) -> Longs:
+    return np.array(offsets, np.int64).reshape(-1, 2)
+
+
 class CachedTokenizer:
     """A tokenizer of ``vocabulary.build_tokenizer`` and the chunks that it has seen, in bounded memory."""
+
+    in_context, before_titles = False, ""
 
     _first: Longs  # [C] the first of a chunk's wordpieces
     _count: Longs  # [C] and how many they are
@@ -82,7 +158,7 @@ class CachedTokenizer:
         size = _lengths(chunks)
         base = np.cumsum(size + 1) - (size + 1)
         encoding = self._tokenizer.encode(" ".join(chunks), add_special_tokens=False)
-        chars = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        chars = _offsets(encoding.offsets)
         first = np.searchsorted(chars[:, 0], base)
         count = np.diff(first, append=len(chars))
         self._first = np.concatenate([self._first, len(self._ids) + first])

@@ -11,7 +11,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,7 +32,7 @@ WORD_LIMIT = 100
 _SAMPLE_BYTES = 256 << 20
 _DISTINCT_LIMIT = 4_000_000  # words in memory
 _PREFIX = "##"
-_BEHIND_BLANKS = ("\u0120", "\u2581")  # what byte-level and SentencePiece vocabularies put before a word
+_BYTE_BLANK, _SENTENCE_BLANK = "\u0120", "\u2581"  # what byte-level and SentencePiece vocabularies put before a word
 _Pair = tuple[str, str]
 
 
@@ -250,18 +250,53 @@ def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Toke
     return tokenizer
 
 
+def open_tokenizer(text: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; its special tokens are never found in text, and nothing is cut or padded."""
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def pieces_of(tokenizer: Tokenizer) -> list[str]:
+    """The pieces in the order of their ids; "" for an id without one."""
+    return [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
+
+
 def continuing_pieces(tokenizer: Tokenizer) -> NDArray[np.bool_]:
     """[V] whether a wordpiece continues a word, as the tokenizer's model marks it.
 
     WordPiece marks the pieces that continue a word. Byte-level and SentencePiece vocabularies mark those behind a
     blank: of the others, one that begins with a letter or a digit continues a word.
     """
-    pieces = [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
     if prefix := getattr(tokenizer.model, "continuing_subword_prefix", None):
-        return np.array([piece.startswith(prefix) for piece in pieces])
-    if not any(piece.startswith(_BEHIND_BLANKS) for piece in pieces):  # a vocabulary of whole words
-        return np.zeros(len(pieces), dtype=bool)
-    return np.array([piece[:1].isalnum() and not piece.startswith(_BEHIND_BLANKS) for piece in pieces])
+        return np.array([piece.startswith(prefix) for piece in pieces_of(tokenizer)])
+    written = written_pieces(tokenizer)
+    if not any(piece.startswith(" ") for piece in written):  # a vocabulary of whole words
+        return np.zeros(len(written), dtype=bool)
+    return np.array([piece[:1].isalnum() for piece in written])
+
+
+def written_pieces(tokenizer: Tokenizer) -> list[str]:
+    """The pieces as they stand in text, with the blank before them where they have one."""
+    pieces = pieces_of(tokenizer)
+    if any(piece.startswith(_BYTE_BLANK) for piece in pieces):
+        return [_bytes_of(piece).decode(errors="replace") for piece in pieces]
+    return [piece.replace(_SENTENCE_BLANK, " ") for piece in pieces]
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for: printable ones for themselves (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _bytes_of(piece: str) -> bytes:
+    letters = _byte_letters()
+    return bytes(letters[c] for c in piece) if all(c in letters for c in piece) else piece.encode()
 
 
 def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:

@@ -10,9 +10,18 @@ from torch import nn
 
 from realmops.encoders.bert import Bert
 from realmops.encoders.encoder import Encoder
+from realmops.encoders.families import FAMILIES
 from realmops.encoders.folders import read_config
+from realmops.encoders.foreign import MODEL_TYPE as FOREIGN
+from realmops.encoders.foreign import Foreign
+from realmops.encoders.modernbert import ModernBert
 
-ARCHITECTURES: dict[str, type[Encoder]] = {"bert": Bert, "realm": Bert}
+ARCHITECTURES: dict[str, type[Encoder]] = {
+    **dict.fromkeys(FAMILIES, Bert),
+    "realm": Bert,
+    "modernbert": ModernBert,
+    FOREIGN: Foreign,
+}
 
 
 def described_encoder(description: Mapping[str, Any], source: str) -> Encoder:
@@ -22,9 +31,9 @@ def described_encoder(description: Mapping[str, Any], source: str) -> Encoder:
 
 def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, nn.Module, bool]:
     """The encoder of a published folder, as :meth:`Encoder.load` gives it."""
-    return _class_of(read_config(folder)).load(folder, dropout)
+    return _class_of(read_config(folder), Foreign).load(folder, dropout)
 
 
-def _class_of(description: Mapping[str, Any]) -> type[Encoder]:
-    """BERT where it is not known: it says what is wrong."""
-    return ARCHITECTURES.get(str(description.get("model_type")), Bert)
+def _class_of(description: Mapping[str, Any], other: type[Encoder] = Bert) -> type[Encoder]:
+    """BERT, which says what is missing, where nothing is named, and ``other`` where the name is not known."""
+    return ARCHITECTURES.get(str(description["model_type"]), other) if "model_type" in description else Bert

@@ -1,16 +1,18 @@
-"""A lean BERT encoder over packed sequences: load one, or build a small one from scratch.
+"""A lean BERT encoder over packed sequences: load one or a relative, or build a small one from scratch.
 
-Attention alone pads (:mod:`realmops.encoders.packed`); on a GPU with half precision nothing does: its flash attention
-takes sequences as they lie.  Folders with the weights of Hugging Face's BERT can be read.
+Attention alone pads (:mod:`realmops.encoders.attention`); on a GPU with half precision nothing does: its flash
+attention takes sequences as they lie.  Folders with the weights of Hugging Face's BERT can be read, and those of its
+relatives, which differ in their embeddings alone (:mod:`realmops.encoders.families`): RoBERTa, XLM-R, MPNet,
+DistilBERT, ELECTRA.
 
-Shape suffixes: B sequences, T wordpieces of all sequences, G sequences of a group, L its longest, P padded rows,
-D width, H heads, V vocabulary, N chosen positions.
+Shape suffixes: B sequences, T wordpieces of all sequences, G sequences of a group, L its longest,
+D width, E width of embeddings, H heads, V vocabulary, N chosen positions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -20,17 +22,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from realmops.encoders.attention import attend
 from realmops.encoders.devices import product
 from realmops.encoders.encoder import Encoder
+from realmops.encoders.families import FAMILIES, Family
 from realmops.encoders.folders import CONFIG, read_config, read_weights
-from realmops.encoders.packed import Packed, PaddedGroup, even_rows, pad_rows, unpad_rows
+from realmops.encoders.packed import Packed, even_rows
 
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation of GELU
 
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The shape of an encoder; names follow the paper of BERT, values those of its config.json."""
+    """The shape of an encoder; names follow the paper of BERT, values those of its config.json.
+
+    ``embedding`` is the width of embeddings, 0 where it is the encoder's. ``padding`` is the number behind which
+    positions begin in files, where they do so, else -1. ``buckets`` are those of distances that have a bias.
+    """
 
     vocabulary: int
     width: int
@@ -42,47 +50,49 @@ class BertConfig:
     segments: int = 2
     layer_norm_eps: float = 1e-12
     activation: str = "gelu"
+    kind: str = "bert"
+    embedding: int = 0
+    padding: int = -1
+    buckets: int = 0
+
+    @property
+    def family(self) -> Family:
+        return FAMILIES[self.kind]
 
     def to_json(self) -> dict[str, Any]:
         """The fields under the names of a Hugging Face ``config.json``."""
-        fixed = {"model_type": "bert", "attention_probs_dropout_prob": self.dropout}
-        return fixed | {_JSON[k]: v for k, v in asdict(self).items()}
+        family, own = self.family, asdict(self)
+        own |= {"positions": self.positions + 1 + self.padding, "embedding": self.embedding or self.width}
+        out: dict[str, Any] = {"model_type": self.kind, **dict.fromkeys(family.dropouts, self.dropout)}
+        out |= {name: own[key] for key, name in family.config.items()}
+        return out | ({"pad_token_id": self.padding} if family.behind_padding else {})
 
     @staticmethod
     def from_json(values: Mapping[str, Any], source: str) -> BertConfig:
-        """Read a ``config.json``; ValueError names what is missing or not BERT."""
-        for key, allowed in _ONLY.items():
-            if values.get(key, allowed[0]) not in allowed:
+        """Read a ``config.json``; ValueError names what is missing or not of BERT's relatives."""
+        kind = "bert" if values.get("model_type") == "realm" else str(values.get("model_type", "bert"))
+        allowed = {"model_type": (*FAMILIES, "realm"), "position_embedding_type": ("absolute",)}
+        family = FAMILIES.get(kind, FAMILIES["bert"])
+        allowed[family.config["activation"]] = tuple(_GELU)
+        for key, ones in allowed.items():
+            if values.get(key, ones[0]) not in ones:
                 raise ValueError(
-                    f"{source}: {key} is {values[key]!r}; only BERT encoders can be used ({key} {', '.join(allowed)}): "
-                    "choose such a model, for example google-bert/bert-base-uncased"
+                    f"{source}: {key} is {values[key]!r}; only BERT encoders can be used, and relatives ({key} "
+                    f"{', '.join(ones)}): choose such a model, for example google-bert/bert-base-uncased"
                 )
-        missing = [name for key, name in _JSON.items() if name not in values and key not in _OPTIONAL]
+        missing = [name for key, name in family.config.items() if name not in values and key not in _OPTIONAL]
         if missing:
             raise ValueError(f"{source}: the keys {', '.join(missing)} are missing; it is no BERT configuration")
-        return BertConfig(**{key: values[name] for key, name in _JSON.items() if name in values})
+        found = {key: values[name] for key, name in family.config.items() if name in values} | dict(family.fixed)
+        if family.behind_padding:
+            found["padding"] = int(values.get("pad_token_id", 1))
+            found["positions"] -= 1 + found["padding"]
+        if found.get("embedding") == found["width"]:
+            found["embedding"] = 0
+        return BertConfig(**found, kind=kind)
 
 
-_JSON = {
-    "vocabulary": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "intermediate": "intermediate_size",
-    "positions": "max_position_embeddings",
-    "dropout": "hidden_dropout_prob",
-    "segments": "type_vocab_size",
-    "layer_norm_eps": "layer_norm_eps",
-    "activation": "hidden_act",
-}
 _OPTIONAL = {"segments", "layer_norm_eps", "activation"}
-_ONLY = {"model_type": ("bert", "realm"), "hidden_act": tuple(_GELU), "position_embedding_type": ("absolute",)}
-
-
-def _flash_takes(x_TD: Tensor) -> bool:
-    """Whether flash attention can be had for these numbers: on a GPU, in half precision."""
-    halves = (torch.bfloat16, torch.float16)
-    return x_TD.is_cuda and x_TD.dtype in halves and torch.backends.cuda.is_flash_attention_available()
 
 
 class _Layer(nn.Module):
@@ -102,60 +112,33 @@ class _Layer(nn.Module):
         self.output = nn.Linear(config.intermediate, width)
         self.output_norm = nn.LayerNorm(width, eps=eps)
 
-    def forward(self, x_TD: Tensor, batch: Packed) -> Tensor:
+    def forward(self, x_TD: Tensor, batch: Packed, added: Sequence[Tensor] | None = None) -> Tensor:
+        """``added`` goes to the scores, as :func:`attend` takes it."""
         bias = torch.cat([self.query_bias, torch.zeros_like(self.query_bias), self.value_bias])
         qkv_TD = product(self.qkv, x_TD, bias)
-        attended_TD = self._attend(qkv_TD[: batch.wordpieces], batch)
-        attended_TD = product(self.attention_output, even_rows(attended_TD), self.attention_output.bias)
+        drop = self.dropout if self.training else 0.0
+        y_TD = attend(qkv_TD[: batch.wordpieces], batch, self.heads, drop, added=added)
+        attended_TD = product(self.attention_output, even_rows(y_TD), self.attention_output.bias)
         x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
         inner_TD = F.gelu(product(self.intermediate, x_TD, self.intermediate.bias), approximate=self.gelu)
         inner_TD = product(self.output, inner_TD, self.output.bias)
         normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
         return normed
 
-    def _attend(self, qkv_TD: Tensor, batch: Packed) -> Tensor:
-        if _flash_takes(qkv_TD) and not (self.training and self.dropout):
-            from torch.nn.attention.varlen import varlen_attn  # takes seconds to import
-
-            q_THD, k_THD, v_THD = qkv_TD.view(len(qkv_TD), 3, self.heads, -1).unbind(1)
-            y_THD: Tensor = varlen_attn(  # type: ignore[assignment]  # one tensor, as nothing more is asked for
-                q_THD, k_THD, v_THD, batch.starts_B, batch.starts_B, batch.longest, batch.longest
-            )
-            return y_THD.flatten(1)
-        batch.pad()
-        qkv_PD = qkv_TD if batch.in_place else pad_rows(qkv_TD, batch.padded_row_T, batch.padded_rows)
-        parts = [self._attend_group(part, group) for part, group in zip(batch.split(qkv_PD), batch.groups, strict=True)]
-        y_PD = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return y_PD if batch.in_place else unpad_rows(y_PD, batch.padded_row_T)
-
-    def _attend_group(self, qkv_PD: Tensor, group: PaddedGroup) -> Tensor:
-        qkv_GLD = qkv_PD.view(group.size, group.longest, 3, self.heads, -1)
-        q_GHLD, k_GHLD, v_GHLD = qkv_GLD.permute(2, 0, 3, 1, 4).unbind(0)
-        padding = None if group.is_padding_GL is None else group.is_padding_GL[:, None, None, :]
-        drop = self.dropout if self.training else 0.0
-        if qkv_PD.is_cuda or not torch.is_grad_enabled():
-            mask = None if padding is None else ~padding
-            y_GHLD = F.scaled_dot_product_attention(q_GHLD, k_GHLD, v_GHLD, mask, drop)
-        else:  # on a CPU the fused form is the faster one, but not with its way back
-            scores_GHLL = (q_GHLD / math.sqrt(q_GHLD.shape[-1])) @ k_GHLD.transpose(-1, -2)
-            if padding is not None:
-                scores_GHLL = scores_GHLL.masked_fill(padding, -torch.inf)
-            y_GHLD = F.dropout(scores_GHLL.softmax(-1), drop, self.training) @ v_GHLD
-        return y_GHLD.transpose(1, 2).reshape(group.size * group.longest, -1)
-
 
 class Bert(Encoder):
-    """A BERT encoder: packed wordpieces in, one vector for each of them out."""
-
-    words = "a BERT"
+    """A BERT encoder or a relative: packed wordpieces in, one vector for each of them out."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config.vocabulary, config.width, config.positions, config.dropout, config.layer_norm_eps)
-        self.config = config
-        self.word = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Embedding(config.positions, config.width)
-        self.segment = nn.Embedding(config.segments, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.config, self.words, self.segments = config, config.family.words, config.segments
+        self.added_width = inner = config.embedding or config.width
+        self.word = nn.Embedding(config.vocabulary, inner)
+        self.position = nn.Embedding(config.positions, inner)
+        self.segment = nn.Embedding(config.segments, inner) if config.segments else None
+        self.norm = nn.LayerNorm(inner, eps=config.layer_norm_eps)
+        self.project = nn.Linear(inner, config.width) if config.embedding else None
+        self.relative = nn.Embedding(config.buckets, config.heads) if config.buckets else None
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.layers))
 
     def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
@@ -165,14 +148,35 @@ class Bert(Encoder):
         """
         assert batch.longest <= self.config.positions, (batch.longest, self.config.positions)
         batch.to(self.word.weight.device)
-        x_TD: Tensor = self.word(batch.tokens_T) + self.position(batch.positions_T) + self.segment(batch.segments_T)
+        x_TD: Tensor = self.word(batch.tokens_T) + self.position(batch.positions_T)
+        if self.segment is not None:
+            x_TD = x_TD + (self.segment(batch.segments_T) if self.segments > 1 else self.segment.weight)
         if added_TD is not None:
             x_TD = x_TD + added_TD
         x_TD = F.dropout(even_rows(self.norm(x_TD)), self.config.dropout, self.training)
+        if self.project is not None:
+            x_TD = self.project(x_TD)
+        added = None if self.relative is None else self._relative_scores(batch, self.relative)
         for layer in self.layers:
             again = self.gradient_checkpointing and torch.is_grad_enabled()
-            x_TD = checkpoint(layer, x_TD, batch, use_reentrant=False) if again else layer(x_TD, batch)
+            x_TD = checkpoint(layer, x_TD, batch, added, use_reentrant=False) if again else layer(x_TD, batch, added)
         return x_TD[: batch.wordpieces]
+
+    @staticmethod
+    def _relative_scores(batch: Packed, relative: nn.Embedding) -> list[Tensor]:
+        """What distances add to the scores of each group, with minus infinity where padding is; G or 1 x H x L x L."""
+        batch.pad()
+        device, found = relative.weight.device, []
+        for group in batch.groups:
+            place_L = torch.arange(group.longest, device=device)
+            bucket_LL = _buckets(place_L[None, :] - place_L[:, None], relative.num_embeddings)
+            scores_HLL = relative(bucket_LL).permute(2, 0, 1)
+            if torch.is_autocast_enabled(device.type):
+                scores_HLL = scores_HLL.to(torch.get_autocast_dtype(device.type))
+            padding_GL = group.is_padding_GL
+            whole = scores_HLL[None].contiguous()
+            found.append(whole if padding_GL is None else whole.masked_fill(padding_GL[:, None, None, :], -torch.inf))
+        return found
 
     @property
     def word_vectors(self) -> nn.Parameter:
@@ -191,6 +195,11 @@ class Bert(Encoder):
     def describe(self) -> dict[str, Any]:
         return self.config.to_json()
 
+    def published(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        family = self.config.family
+        state = {name.removeprefix(family.prefixes[0]): tensor for name, tensor in export_state(self).items()}
+        return {"architectures": [family.model], **self.describe()}, state
+
     @classmethod
     def described(cls, description: Mapping[str, Any], source: str) -> Bert:
         return Bert(BertConfig.from_json(description, source))
@@ -204,9 +213,7 @@ class Bert(Encoder):
         bert, head = cls(config), MaskedWordHead(config)
         found = import_state(bert, read_weights(folder), str(folder), head)
         if not found:
-            with torch.no_grad():
-                head.transform.weight.copy_(torch.eye(bert.width))
-                head.transform.bias.zero_()
+            head.start_afresh()
         return bert, head, found
 
     def set_dropout(self, dropout: float) -> None:
@@ -222,14 +229,34 @@ class MaskedWordHead(nn.Module):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.transform = nn.Linear(config.width, config.width)
-        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        inner = config.embedding or config.width
+        self.transform = nn.Linear(config.width, inner)
+        self.norm = nn.LayerNorm(inner, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
-        self.gelu = _GELU[config.activation]
+        self.gelu = "none" if config.family.own_gelu else _GELU[config.activation]
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
         return F.linear(self.norm(F.gelu(self.transform(hidden_ND), approximate=self.gelu)), word_VD, self.bias)
+
+    def start_afresh(self) -> None:
+        """From a near identity."""
+        with torch.no_grad():
+            self.transform.weight.copy_(torch.eye(*self.transform.weight.shape))
+            self.transform.bias.zero_()
+
+
+def _buckets(distance_LL: Tensor, buckets: int, farthest: int = 128) -> Tensor:
+    """The bucket of each distance, half of them for either side: exact for near ones, wider and wider for far ones.
+
+    As in T5 (Raffel et al. 2020), which MPNet follows.
+    """
+    half = buckets // 2
+    exact = half // 2
+    far_LL = distance_LL.abs()
+    growth = torch.log(far_LL.clamp(min=1).float() / exact) / math.log(farthest / exact) * (half - exact)
+    wide_LL = (exact + growth.long()).clamp(max=half - 1)
+    return torch.where(far_LL < exact, far_LL, wide_LL) + half * (distance_LL > 0)
 
 
 def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.Generator) -> None:
@@ -263,34 +290,12 @@ def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.G
 # ---- files in Hugging Face's format ---------------------------------------------------------------
 
 
-_NAMES = {  # Hugging Face's, of each part of ours
-    "word": "embeddings.word_embeddings",
-    "position": "embeddings.position_embeddings",
-    "segment": "embeddings.token_type_embeddings",
-    "norm": "embeddings.LayerNorm",
-    "layers": "encoder.layer",
-    "qkv": "attention.self.qkv",  # which they keep as query, key and value
-    "query_bias": "attention.self.query.bias",
-    "value_bias": "attention.self.value.bias",
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
-HEAD_NAMES = {  # of a masked word head
-    "transform.weight": "cls.predictions.transform.dense.weight",
-    "transform.bias": "cls.predictions.transform.dense.bias",
-    "norm.weight": "cls.predictions.transform.LayerNorm.weight",
-    "norm.bias": "cls.predictions.transform.LayerNorm.bias",
-    "bias": "cls.predictions.bias",
-}
-
-
-def their_names(ours: str) -> list[str]:
+def their_names(ours: str, family: Family = FAMILIES["bert"]) -> list[str]:
     """Hugging Face's names of one of an encoder's parameters; more than one are joined, row after row, in ours."""
-    name = ".".join(_NAMES.get(part, part) for part in ours.split("."))
-    return [name.replace("qkv", part) for part in ("query", "key", "value")] if "qkv" in name else [name]
+    name = ".".join(family.names.get(part, part) for part in ours.split("."))
+    before, brace, rest = name.partition("{")
+    parts, _, behind = rest.partition("}")
+    return [before + part + behind for part in parts.split(",")] if brace else [name]
 
 
 def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Tensor]:
@@ -299,13 +304,16 @@ def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Te
     Hugging Face's keys have a bias, which changes nothing: it is written as zeros.
     """
     out: dict[str, Tensor] = {}
+    family, prefix = bert.config.family, bert.config.family.prefixes[0]
     for ours, tensor in bert.state_dict().items():
-        theirs = their_names(ours)
-        out |= {f"bert.{name}": part for name, part in zip(theirs, tensor.chunk(len(theirs)), strict=True)}
-    for name in [name for name in out if name.endswith("query.bias")]:
-        out[name.replace("query", "key")] = torch.zeros_like(out[name])
+        theirs = their_names(ours, family)
+        out |= {prefix + name: part for name, part in zip(theirs, tensor.chunk(len(theirs)), strict=True)}
+        if ours.endswith("query_bias"):
+            out[prefix + their_names(ours.replace("query_bias", "qkv.bias"), family)[1]] = torch.zeros_like(tensor)
+    place = prefix + family.names["position"] + ".weight"
+    out[place] = F.pad(out[place], (0, 0, 1 + bert.config.padding, 0))
     if head is not None:
-        out |= {theirs: head.state_dict()[ours] for ours, theirs in HEAD_NAMES.items()}
+        out |= {theirs: head.state_dict()[ours] for ours, theirs in family.head.items()}
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in out.items()}
 
 
@@ -315,7 +323,8 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
     Returns whether the head was found.  The bias of keys is left out: no output depends on it.
     ValueError names the first parameter that is missing or has another shape.
     """
-    prefix = _prefix(state)
+    family = bert.config.family
+    prefix = _prefix(state, family)
 
     def take(name: str) -> Tensor:
         for candidate in _spellings(name):
@@ -323,32 +332,36 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
                 return state[candidate].float()
         raise ValueError(f"{source}: the parameter {name} is missing; it is no BERT encoder of this shape")
 
-    parts_of = {ours: [take(prefix + theirs) for theirs in their_names(ours)] for ours in bert.state_dict()}
+    parts_of = {ours: [take(prefix + theirs) for theirs in their_names(ours, family)] for ours in bert.state_dict()}
+    parts_of["position.weight"] = [parts_of["position.weight"][0][1 + bert.config.padding :]]
     _fill(bert, {ours: torch.cat(parts) if parts[1:] else parts[0] for ours, parts in parts_of.items()}, source)
-    has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in HEAD_NAMES.values())
+    has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in family.head.values())
     if head is not None and has_head:
-        _fill(head, {ours: take(theirs) for ours, theirs in HEAD_NAMES.items()}, source)
+        _fill(head, {ours: take(theirs) for ours, theirs in family.head.items()}, source)
     return has_head
 
 
 def import_pooler(pooler: nn.Linear, state: Mapping[str, Tensor], source: str) -> bool:
     """Fill the layer over [CLS] that BERT's second task trained; returns whether the file has one."""
-    names = {kind: f"{_prefix(state)}pooler.dense.{kind}" for kind in ("weight", "bias")}
-    if not all(name in state for name in names.values()):
+    prefixes = ("", *(prefix for family in FAMILIES.values() for prefix in family.prefixes))
+    found = (p for p in prefixes if all(f"{p}pooler.dense.{kind}" in state for kind in ("weight", "bias")))
+    if (prefix := next(found, None)) is None:
         return False
+    names = {kind: f"{prefix}pooler.dense.{kind}" for kind in ("weight", "bias")}
     _fill(pooler, {kind: state[name].float() for kind, name in names.items()}, source)
     return True
 
 
-def _prefix(state: Mapping[str, Tensor]) -> str:
+def _prefix(state: Mapping[str, Tensor], family: Family) -> str:
     """What stands before the encoder's names: published models wrap it or do not."""
-    return next((prefix for prefix in ("bert.", "realm.") if any(name.startswith(prefix) for name in state)), "")
+    return next((prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in state)), "")
 
 
 def _spellings(name: str) -> tuple[str, ...]:
     """The name, that of the first converted checkpoints, and that of a bias which two modules share."""
     old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-    return name, old, name.replace("cls.predictions.bias", "cls.predictions.decoder.bias")
+    shared = name.replace("cls.predictions.bias", "cls.predictions.decoder.bias")
+    return name, old, shared.replace("lm_head.bias", "lm_head.decoder.bias")
 
 
 def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:

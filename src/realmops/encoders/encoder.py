@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,14 @@ class Encoder(nn.Module, ABC):
     ``positions`` is the longest sequence that it takes. ``layer_norm_eps`` is what heads behind it take over.
     """
 
-    words: ClassVar[str]  # what it is, for people, with its article
+    words: str  # what it is, for people, with its article
+    segments = 2  # that it tells apart; below 2 all wordpieces are alike to it
 
     def __init__(self, vocabulary: int, width: int, positions: int, dropout: float, layer_norm_eps: float) -> None:
         super().__init__()
         self.vocabulary, self.width, self.positions = vocabulary, width, positions
         self.dropout, self.layer_norm_eps = dropout, layer_norm_eps
+        self.added_width = width  # of what ``forward`` adds: that of the word vectors
         self.gradient_checkpointing = False  # activations are made again on the way back, where it can do that
 
     @abstractmethod
@@ -37,7 +39,7 @@ class Encoder(nn.Module, ABC):
     @property
     @abstractmethod
     def word_vectors(self) -> nn.Parameter:
-        """The vector of each wordpiece V x D; masked words are told by it too."""
+        """The vector of each wordpiece, V x D for most; masked words are told by it too."""
 
     @property
     @abstractmethod
@@ -64,6 +66,10 @@ class Encoder(nn.Module, ABC):
 
         Where it had none the head starts afresh. ``dropout`` takes the place of the folder's own.
         """
+
+    def published(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """``config.json`` and weights as transformers has them; None where it has no such encoder."""
+        return None
 
     def set_dropout(self, dropout: float) -> None:
         """Learn with another dropout from here on."""

@@ -21,12 +21,16 @@ BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 VOCABULARY = "vocab.txt"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"  # of a sentence encoder: what texts begin with
 POOLING = "1_Pooling/config.json"  # of a sentence encoder: how its vectors become one
 MODULES = "modules.json"  # of a sentence encoder: what comes after another
 _COMMON = (CONFIG, VOCABULARY, TOKENIZER, TOKENIZER_CONFIG, POOLING, MODULES)
 _POOLING_MODE = "pooling_mode_"
-_POOLED = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean"}
-_USED = {"Transformer", "Pooling", "Normalize"}
+_POOLED = {"cls": "cls", "cls_token": "cls", "mean": "mean", "mean_tokens": "mean", "lasttoken": "last"}
+_USED = {"Transformer", "Pooling", "Normalize", "Dense"}
+_DENSE = ("*_Dense/config.json", "*_Dense/model.safetensors")
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")  # sentence-transformers writes an empty first one itself
 _SHARDS = ("model-*.safetensors", "pytorch_model-*.bin")
 
 
@@ -69,8 +73,17 @@ def encoder_files(init: str, family: Family = BERT) -> dict[str, Path]:
     if init == "small":
         return {}
     folder = encoder_folder(init, family)
-    found = [folder / name for name in _COMMON if (folder / name).is_file()]
+    names = [*_COMMON, *([] if is_bert(folder) else [SPECIAL_TOKENS_MAP])]
+    names += [SENTENCE_CONFIG] if any(sentence_prompts(folder)) else []
+    found = [folder / name for name in names if (folder / name).is_file()]
+    for layer in sentence_layers(folder):
+        found += [layer / CONFIG, *_weight_files(layer)]
     return {path.relative_to(folder).as_posix(): path for path in (*found, *_weight_files(folder))}
+
+
+def is_bert(folder: Path) -> bool:
+    """Whether it is a BERT by its configuration: its special tokens are told without ``SPECIAL_TOKENS_MAP``."""
+    return read_optional(folder / CONFIG, "model configuration").get("model_type", "bert") in ("bert", "realm")
 
 
 def is_sentence_encoder(folder: Path) -> bool:
@@ -79,7 +92,7 @@ def is_sentence_encoder(folder: Path) -> bool:
 
 
 def sentence_pooling(folder: Path) -> str | None:
-    """``cls`` or ``mean`` as a sentence encoder's folder says, None for another encoder; ValueError names the file."""
+    """``cls``, ``mean`` or ``last`` as a sentence encoder's folder says, None for another; ValueError says what."""
     if not is_sentence_encoder(folder):
         return None
     values = _read_object(folder / POOLING, "pooling of a sentence encoder")
@@ -90,26 +103,64 @@ def sentence_pooling(folder: Path) -> str | None:
     if len(modes) != 1 or modes[0] not in _POOLED:
         raise ValueError(
             f"{folder / POOLING}: its vectors become one by {', '.join(map(str, modes)) or 'nothing that is known'}; "
-            "cls and mean are possible here: set retriever.pooling to one of them, or choose another encoder"
+            "cls, mean and lasttoken are possible here: set retriever.pooling to one of them, or choose another encoder"
         )
+    if values.get("include_prompt") is False and any(sentence_prompts(folder)):
+        raise ValueError(f"{folder / POOLING}: include_prompt is false; what texts begin with is always read here")
     return _POOLED[modes[0]]
+
+
+def sentence_layers(folder: Path) -> list[Path]:
+    """The folders of a sentence encoder's dense layers, in their order; ValueError names the file."""
+    names = [str(module.get("path")) for module in _modules(folder) if _kind(module) == "Dense"]
+    for name in names:
+        if Path(name).name != name or not (folder / name / CONFIG).is_file():
+            raise ValueError(f"{folder / MODULES}: {name!r} is no folder of a layer beside it; fetch the encoder again")
+    return [folder / name for name in names]
+
+
+def sentence_prompts(folder: Path) -> tuple[str, str]:
+    """What a sentence encoder wants before a query, and before a document; ValueError names the file."""
+    path = folder / SENTENCE_CONFIG
+    values = read_optional(path, "configuration of a sentence encoder")
+    prompts: Any = values.get("prompts") or {}
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ValueError(f"{path}: prompts is {prompts!r}; texts by names are wanted")
+    usual = prompts.get(str(values.get("default_prompt_name")), "")
+    document = next((prompts[name] for name in _DOCUMENT_PROMPTS if prompts.get(name)), usual)
+    return str(prompts.get("query", usual)), str(document)
 
 
 def unused_modules(folder: Path) -> list[str]:
     """The modules of a sentence encoder that are more than the encoder, its pooling and a division by the length."""
+    return [kind for kind in map(_kind, _modules(folder)) if kind not in _USED]
+
+
+def _modules(folder: Path) -> list[dict[str, Any]]:
     path = folder / MODULES
     if not path.is_file():
         return []
     try:
-        names = [str(module["type"]).rpartition(".")[2] for module in json.loads(path.read_bytes())]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        modules = list(json.loads(path.read_bytes()))
+        for module in modules:
+            module["type"].rpartition(".")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no list of a sentence encoder's modules ({error}); fetch it again") from None
-    return [name for name in names if name not in _USED]
+    return modules
+
+
+def _kind(module: dict[str, Any]) -> str:
+    return str(module["type"]).rpartition(".")[2]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The content of ``config.json``; ValueError names the file."""
     return _read_object(folder / CONFIG, "model configuration")
+
+
+def read_layer(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration of a sentence encoder's dense layer, and its weights."""
+    return _read_object(folder / CONFIG, "dense layer"), read_weights(folder)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -137,10 +188,10 @@ def _from_hub(name: str, family: Family) -> Path:
                 return folder
         except LocalEntryNotFoundError:
             pass
-        safe = [*_COMMON, *SAFETENSORS, _SHARDS[0]]
-        folder = Path(snapshot_download(name, allow_patterns=safe))
+        others = [*_COMMON, SPECIAL_TOKENS_MAP, SENTENCE_CONFIG, *_DENSE]
+        folder = Path(snapshot_download(name, allow_patterns=[*others, *SAFETENSORS, _SHARDS[0]]))
         if BIN in family.weights and not any((folder / weights).is_file() for weights in SAFETENSORS):
-            folder = Path(snapshot_download(name, allow_patterns=[*_COMMON, *BIN, _SHARDS[1]]))
+            folder = Path(snapshot_download(name, allow_patterns=[*others, *BIN, _SHARDS[1]]))
     except Exception as error:  # no network, no such name, HF_HUB_OFFLINE: the advice is the same
         target = name.split("/")[-1] or "FOLDER"
         raise ValueError(

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.special import blank_before
 from realmops.encoders.devices import autocast, send
 from realmops.encoders.packed import Packed, length_batches
 from realmops.model.retriever import Retriever, Tower
-from realmops.model.sequences import SpecialTokens, join_document, join_query
+from realmops.model.sequences import SpecialTokens, join_document, join_query, join_text
 
 Progress = Callable[[int], None]
 """Is told how many more units are done."""
@@ -73,11 +74,13 @@ def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np
     return [join_document(snapshot.title_tokens(i), snapshot.body(i), special, limit) for i in rows]
 
 
-def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int) -> list[np.ndarray]:
-    """[CLS] text [SEP] of each text, of at most ``limit`` wordpieces."""
+def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, documents: bool = False) -> list[np.ndarray]:
+    """[CLS] text [SEP] of each text, of at most ``limit`` wordpieces; they are queries, or ``documents``."""
     special = SpecialTokens.of(snapshot.tokenizer)
-    encoded = snapshot.tokenizer.encode_batch(list(texts), add_special_tokens=False)
-    return [join_query(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
+    blank = blank_before(snapshot.tokenizer, special.document if documents else special.query)
+    encoded = snapshot.tokenizer.encode_batch([blank + text for text in texts], add_special_tokens=False)
+    join = join_text if documents else join_query
+    return [join(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
 
 
 def embed_documents(

@@ -18,7 +18,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.embed import Progress, document_sequences, embed, no_progress
 from realmops.index.lexical import stems
 from realmops.model.reader import Reader
-from realmops.model.retriever import Bag, Embedder, Retriever
+from realmops.model.retriever import Bag, Dense, Embedder, Retriever
 from realmops.model.sequences import SpecialTokens
 
 if TYPE_CHECKING:
@@ -60,16 +60,20 @@ def start_matches(reader: Reader, snapshot: Snapshot, seed: int, progress: Calla
     idf_V = inverse_document_frequency(np.maximum(passages_V, 1), len(rows))
     special = _special(snapshot).tolist()
     language = snapshot.languages[0]
-    stem_V = stems(snapshot.vocabulary, language)
+    stem_V = stems(snapshot.words, language)
     asking = None if language == ENGLISH else _asking(snapshot, language)
-    reader.matches.learn_words(snapshot.vocabulary, snapshot.continues_word, stem_V, special, idf_V, asking)
+    reader.matches.learn_words(snapshot.words, snapshot.continues_word, stem_V, special, idf_V, asking)
 
 
 def _asking(snapshot: Snapshot, language: str) -> dict[str, set[str]]:
     """The question words of a language by kind, as the snapshot's tokenizer writes them."""
     normal = snapshot.tokenizer.normalizer
     known = languages()[language].questions
-    return {kind: {normal.normalize_str(word) for word in words} for kind, words in known.items() if " " not in kind}
+    return {
+        kind: {(normal.normalize_str(word) if normal else word).strip().lower() for word in words}
+        for kind, words in known.items()
+        if " " not in kind
+    }
 
 
 def start_bag(bag: Bag, snapshot: Snapshot, rows: list[int], seed: int, progress: Progress = no_progress) -> None:
@@ -114,7 +118,10 @@ def start_pca(
     """The projection becomes the passages' principal components, its bias puts their mean at 0."""
     assert tower.projection is not None
     encoder, pooling, segments = tower.encoder, tower.pooling, tower.segments
-    plain = Embedder(encoder, encoder.width, "paper", pooling=pooling, projection="identity", segments=segments)
+    shapes = [layer.shape for layer in tower.dense if isinstance(layer, Dense)]
+    kind = {"pooling": pooling, "projection": "identity", "segments": segments}
+    plain = Embedder(encoder, tower.pooled_width, "paper", dense=shapes, **kind)  # type: ignore[arg-type]
+    plain.dense = tower.dense
     plain.train(tower.training)  # which embed() puts back, in the encoder that both have
     pooled_PD = embed(plain, document_sequences(snapshot, rows), dtype, progress)
     weight_ED, bias_E = principal_components(pooled_PD, tower.width)

@@ -24,16 +24,29 @@ from realmops.encoders.folders import (
     POOLING,
     encoder_folder,
     is_sentence_encoder,
+    read_layer,
     read_weights,
+    sentence_layers,
     sentence_pooling,
     unused_modules,
 )
 from realmops.model.reader import READERS, Reader, SpanHead, initialise_spans
-from realmops.model.retriever import Bag, Embedder, Mixture, Retriever, Tower, initialise_projection
+from realmops.model.retriever import (
+    ACTIVATIONS,
+    Bag,
+    Dense,
+    DenseShape,
+    Embedder,
+    Mixture,
+    Retriever,
+    Tower,
+    initialise_projection,
+)
 
 MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
+SPARE_WORDPIECES = 128  # at most, that an encoder has beside its tokenizer's: matrices are padded to round numbers
 
 
 def build_encoder(
@@ -54,7 +67,7 @@ def build_encoder(
         return bert, small_head
     folder = encoder_folder(options.init)
     encoder, head, found = load_encoder(folder, options.dropout)
-    if encoder.vocabulary != vocabulary:
+    if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
         raise ValueError(
             f"{folder}: the encoder has {encoder.vocabulary} wordpieces, the snapshot {vocabulary}; "
             "make the snapshot with this bert.init"
@@ -123,10 +136,11 @@ def _build_embedder(
     warn: Callable[[str], None] | None,
 ) -> Embedder:
     """``folder`` is the encoder's, None for one that starts from scratch."""
-    pooling, segments = retriever.pooling, retriever.segments
+    pooling: str = retriever.pooling
+    segments = retriever.segments
     if pooling == "auto":
         own = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
-        pooling = "mean" if own == "mean" else "cls"
+        pooling = own or "cls"
         if folder is not None and own and warn is not None and (unused := unused_modules(folder)):
             warn(
                 f"{folder / MODULES} names {', '.join(unused)} beside the encoder and its pooling ({POOLING}): they "
@@ -134,21 +148,47 @@ def _build_embedder(
             )
     check_vectors(retriever.document_vectors, retriever.pooling, pooling)
     if segments == "auto":
-        segments = "one" if folder is not None and is_sentence_encoder(folder) else "two"
-    check_width(retriever.projection, retriever.embedding_width, encoder.width)
+        one = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
+        segments = "one" if one else "two"
+    if segments == "two" and encoder.segments < 2:
+        raise ValueError(
+            f"retriever.segments is two, and {encoder.words} tells no segments apart; set retriever.segments=auto"
+        )
+    layers = []
+    if folder is not None and is_sentence_encoder(folder) and retriever.head != "release":
+        layers = [_dense_layer(path) for path in sentence_layers(folder)]
+    shapes = [shape for shape, _ in layers]
+    width = shapes[-1].outputs if shapes else encoder.width
+    check_width(retriever.projection, retriever.embedding_width, width)
     tower = Embedder(
         encoder,
-        retriever.embedding_width or encoder.width,
+        retriever.embedding_width or width,
         retriever.head,
         pooling=pooling,
         projection=retriever.projection,
         segments=segments,
         temperature=retriever.temperature,
+        dense=shapes,
     )
+    for layer, (_, state) in zip(tower.dense, layers, strict=True):
+        layer.load_state_dict(state)
     initialise_projection(tower, generator)
     if tower.pooler is not None and folder is not None:
         import_pooler(tower.pooler, read_weights(folder), str(folder))
     return tower
+
+
+def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
+    """A layer of a sentence encoder; ValueError names what it has that is not known here."""
+    about, state = read_layer(folder)
+    activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{folder}: activation_function is {activation!r}; {', '.join(ACTIVATIONS)} are known")
+    if "linear.weight" not in state or state.keys() - {"linear.weight", "linear.bias"}:
+        raise ValueError(f"{folder}: its parameters are {', '.join(sorted(state))}; a linear layer's alone are known")
+    outputs, inputs = state["linear.weight"].shape
+    shape = DenseShape(inputs, outputs, "linear.bias" in state, activation)
+    return shape, {name: tensor.float() for name, tensor in state.items()}
 
 
 def add_spans(reader: Reader, span_width: int, seed: int) -> None:
@@ -185,12 +225,14 @@ def _describe_tower(tower: Tower) -> dict[str, Any]:
     if isinstance(tower, Bag):
         return common | {"tower": "bag", "vocabulary": tower.word.num_embeddings}
     assert isinstance(tower, Embedder)
+    dense = [asdict(layer.shape) for layer in tower.dense if isinstance(layer, Dense)]
     return common | {
         "tower": "bert",
         "bert": tower.encoder.describe(),
         "pooling": tower.pooling,
         "projection": tower.start,
         "segments": tower.segments,
+        **({"dense": dense} if dense else {}),
     }
 
 
@@ -200,7 +242,8 @@ def _described_tower(description: Mapping[str, Any]) -> Tower:
         return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
     encoder = described_encoder(description["bert"], MODEL)
     kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
-    return Embedder(encoder, description["embedding_width"], description["head"], **kind)
+    dense = [DenseShape(**shape) for shape in description.get("dense", ())]
+    return Embedder(encoder, description["embedding_width"], description["head"], dense=dense, **kind)
 
 
 def _retriever_bytes(retriever: Retriever) -> bytes:

@@ -109,7 +109,7 @@ class Matches(nn.Module):
             (self.continues_V, continues_V),
             (self.ends_V, [int(piece in ends) for piece in vocabulary]),
         ):
-            buffer_V.copy_(torch.as_tensor(values))
+            buffer_V[: len(values)].copy_(torch.as_tensor(values))  # an encoder may have more than its tokenizer
 
     def forward(self, batch: Packed) -> Tensor:
         """What is added to the embeddings of a packed batch of join(x, z), T x D."""

@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from realmops.encoders.bert import Bert, export_state
-from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, TOKENIZER, TOKENIZER_CONFIG
-from realmops.model.retriever import Bag, Embedder, Retriever, Tower
+from realmops.corpus.special import around
+from realmops.encoders.bert import Bert
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from realmops.model.retriever import Bag, Dense, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
 
 ROUTES = ("query", "document")
@@ -72,8 +73,8 @@ def write_retriever(folder: Path, retriever: Retriever, tokenizer: Tokenizer, li
             (folder / path / name).write_bytes(content)
     rows = [{"idx": n, "name": str(n), "path": path, "type": kind} for n, (path, kind) in enumerate(listed)]
     (folder / MODULES).write_bytes(_json(rows))
-    about = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever), "prompts": {}}
-    (folder / "config_sentence_transformers.json").write_bytes(_json(about))
+    about = {"model_type": "SentenceTransformer", "similarity_fn_name": similarity(retriever)}
+    (folder / SENTENCE_CONFIG).write_bytes(_json({**about, "prompts": prompts_of(tokenizer)}))
 
 
 def similarity(retriever: Retriever) -> str:
@@ -81,37 +82,47 @@ def similarity(retriever: Retriever) -> str:
     return "cosine" if retriever.query.head == "cosine" else "dot"
 
 
-def joining(tokenizer: Tokenizer, segments: str = "two") -> Tokenizer:
-    """A tokenizer that makes ``join_query`` of a text and ``join_document`` of a pair of title and text."""
+def joining(tokenizer: Tokenizer, segments: str = "two", told: bool = True) -> Tokenizer:
+    """A tokenizer that makes ``join_query`` of a text and ``join_document`` of a pair of title and text.
+
+    Without ``told`` what queries and documents begin with is left to :func:`prompts_of`.
+    """
     special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
-    begin, end = (tokenizer.id_to_token(number) for number in (special.cls, special.sep))
-    of_text = 0 if segments == "one" else 1
-    other.post_processor = TemplateProcessing(
-        single=f"{begin} $A {end}",
-        pair=f"{begin} $A {end} $B:{of_text} {end}:{of_text}",
-        special_tokens=[(begin, special.cls), (end, special.sep)],
-    )
+    if not told:
+        special = replace(special, query=(), document=())
+    other.post_processor = around(other, special, 0 if segments == "one" else 1)
     return other
+
+
+def prompts_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """What queries and documents begin with, as the library takes it: text."""
+    special = SpecialTokens.of(tokenizer)
+    told = {"query": special.query, "document": special.document}
+    return {name: tokenizer.decode(list(ids)).strip() + " " for name, ids in told.items() if ids}
 
 
 def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
     if isinstance(tower, Bag):
         # Of the library's mean and the bag's sum the direction is the same.
         weights = _tensors({"embedding.weight": tower.word.weight * tower.counts_V[:, None]})
-        tokens = joining(tokenizer).to_str().encode()
+        tokens = joining(tokenizer, told=False).to_str().encode()
         return [_Module("StaticEmbedding", {SAFETENSORS[0]: weights, TOKENIZER: tokens}), _Module("Normalize")]
     assert isinstance(tower, Embedder)
     pooling = {"word_embedding_dimension": tower.encoder.width}
     pooling |= {f"pooling_mode_{name}": name.startswith(tower.pooling) for name in ("cls_token", "mean_tokens")}
+    pooling |= {"pooling_mode_lasttoken": True} if tower.pooling == "last" else {}
     modules = [_transformer(tower, tokenizer, limit), _Module("Pooling", {CONFIG: _json(pooling)})]
+    for layer in tower.dense:
+        assert isinstance(layer, Dense)
+        modules.append(_dense(layer.linear.state_dict(), layer.shape.activation))
     if tower.pooler is not None:
         modules.append(_dense(tower.pooler.state_dict(), _TANH))
     # A LayerNorm with another epsilon gives the same for inputs that are longer by the root of both's ratio.
     scale = 1.0 if tower.norm is None else math.sqrt(LAYER_NORM_EPS / tower.norm.eps)
     if tower.projection is not None:
         modules.append(_dense({name: scale * x for name, x in tower.projection.state_dict().items()}))
-    elif scale != 1:
-        modules.append(_dense({"weight": scale * torch.eye(tower.width)}))
+    elif scale != 1 or tower.width != tower.pooled_width:  # the first numbers, where they are fewer
+        modules.append(_dense({"weight": scale * torch.eye(tower.width, tower.pooled_width)}))
     if tower.norm is not None:
         weights = _tensors({f"norm.{name}": tensor for name, tensor in tower.norm.state_dict().items()})
         modules.append(_Module("LayerNorm", {CONFIG: _json({"dimension": tower.width}), SAFETENSORS[0]: weights}))
@@ -122,29 +133,39 @@ def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
 
 def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
     encoder = tower.encoder
-    if not isinstance(encoder, Bert):
+    published = encoder.published()
+    if published is None:
         raise ValueError(
             f"the encoder is {encoder.words}, which sentence-transformers does not know: take its embeddings by "
             "--format parquet, or train with a BERT (bert.init)"
         )
+    config, weights = published
     limit, special = min(limit, encoder.positions), SpecialTokens.of(tokenizer)
     names = {"cls_token": special.cls, "sep_token": special.sep, "unk_token": special.unknown}
-    names |= {"pad_token": special.padding, "mask_token": special.mask}
+    names |= {"pad_token": special.padding}
+    names |= {} if special.mask_if_any is None else {"mask_token": special.mask}
     about_tokenizer = {name: tokenizer.id_to_token(number) for name, number in names.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": limit,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+        "model_input_names": inputs_of(encoder),
         "split_special_tokens": True,  # "[MASK]" in a text is three words
     }
-    about = {"max_seq_length": limit, "do_lower_case": False, "model_args": {"add_pooling_layer": False}}
+    about: dict[str, Any] = {"max_seq_length": limit, "do_lower_case": False}
+    if isinstance(encoder, Bert) and encoder.config.family.pools:
+        about["model_args"] = {"add_pooling_layer": False}
     files = {
-        CONFIG: _json({"architectures": ["BertModel"], "pad_token_id": special.padding} | encoder.describe()),
-        SAFETENSORS[0]: _tensors({name.removeprefix("bert."): x for name, x in export_state(encoder).items()}),
+        CONFIG: _json({"pad_token_id": special.padding} | config),
+        SAFETENSORS[0]: _tensors(weights),
         "sentence_bert_config.json": _json(about),
-        TOKENIZER: joining(tokenizer, tower.segments).to_str().encode(),
+        TOKENIZER: joining(tokenizer, tower.segments, told=False).to_str().encode(),
         TOKENIZER_CONFIG: _json(about_tokenizer),
     }
     return _Module("Transformer", files)
+
+
+def inputs_of(encoder: Encoder) -> list[str]:
+    """What the library gives the encoder."""
+    return ["input_ids", *(["token_type_ids"] if encoder.segments > 1 else []), "attention_mask"]
 
 
 def _dense(tensors: Mapping[str, Tensor], activation: str = _NO_ACTIVATION) -> _Module:

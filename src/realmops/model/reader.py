@@ -19,7 +19,7 @@ from realmops.encoders.devices import send
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.packed import Packed, even_rows
 from realmops.model.matches import Matches
-from realmops.model.sequences import SpecialTokens, join_query, join_reader
+from realmops.model.sequences import SpecialTokens, join_alone, join_reader
 
 SPAN_NORM_EPS = 1e-5  # of our own span heads; published ones have 1e-3
 _NOTHING = np.zeros(0, dtype=np.int64)
@@ -71,7 +71,7 @@ class Masked:
     @property
     def queries(self) -> Packed:
         """[CLS] x [SEP] of each sentence."""
-        return Packed([join_query(one, self.special, self.limit) for one in self.sentences])
+        return Packed([join_alone(one, self.special, self.limit) for one in self.sentences])
 
     def rows_M(self, batch: Packed) -> Tensor:
         """The packed rows of the masks, where each sentence stands behind [CLS] of its sequence."""
@@ -163,7 +163,7 @@ class Reader(nn.Module):
         super().__init__()
         self.bert, self.masked_words = encoder, head
         self.copy = CopyHead(encoder.width) if copies else None
-        self.matches = Matches(encoder.vocabulary, encoder.width) if matches else None
+        self.matches = Matches(encoder.vocabulary, encoder.added_width) if matches else None
         self.spans: SpanHead | None = None
 
     @property

@@ -13,6 +13,7 @@ T wordpieces, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -25,6 +26,13 @@ from realmops.encoders.devices import full_precision, send
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.packed import Packed
 
+ACTIVATIONS: dict[str, type[nn.Module]] = {  # of a dense layer, as sentence-transformers names them
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    "torch.nn.modules.activation.Tanh": nn.Tanh,
+    "torch.nn.modules.activation.GELU": nn.GELU,
+    "torch.nn.modules.activation.ReLU": nn.ReLU,
+    "torch.nn.modules.activation.SiLU": nn.SiLU,
+}
 HEADS = ("paper", "release", "normalised", "cosine")
 _SHORTEST = 1e-6  # a vector that is shorter has no direction
 
@@ -83,6 +91,29 @@ class Tower(nn.Module):
         return []
 
 
+@dataclass(frozen=True)
+class DenseShape:
+    """The shape of a layer of a sentence encoder; ``activation`` is that of sentence-transformers' configuration."""
+
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+
+
+class Dense(nn.Module):
+    """A layer of a sentence encoder behind its pooling."""
+
+    def __init__(self, shape: DenseShape) -> None:
+        super().__init__()
+        self.shape, self.activation = shape, ACTIVATIONS[shape.activation]()
+        self.linear = nn.Linear(shape.inputs, shape.outputs, bias=shape.bias)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        out: Tensor = self.activation(self.linear(x_BD))
+        return out
+
+
 class Embedder(Tower):
     """An encoder, the pooling of its vectors to one, and the projection of that to E dimensions.
 
@@ -90,9 +121,10 @@ class Embedder(Tower):
     ``normalised`` (W times the pooled vector, LayerNorm, and a relevance divided by the square root of E) or
     ``cosine`` (W times the pooled vector, divided by its length). The other arguments are the paper's unless said.
 
-    ``pooling`` is ``cls`` or ``mean`` (over all wordpieces, [CLS] and [SEP] too). ``projection`` says where W starts;
-    with ``identity`` there is none, with ``pca`` it has a bias. With ``segments`` ``one`` title and body are both of
-    segment 0.
+    ``pooling`` is ``cls``, ``mean`` (over all wordpieces, [CLS] and [SEP] too) or ``last``. ``projection`` says where W
+    starts; with ``identity`` there is none, with ``first`` the first numbers are kept instead, with ``pca`` it has a
+    bias. With ``segments`` ``one`` title and body are both of segment 0. ``dense`` are layers that a sentence encoder
+    has between pooling and projection.
     """
 
     def __init__(
@@ -105,14 +137,18 @@ class Embedder(Tower):
         projection: str = "orthogonal",
         segments: str = "two",
         temperature: float = 1.0,
+        dense: Sequence[DenseShape] = (),
     ) -> None:
         super().__init__(head, temperature, embedding_width)
-        width = encoder.width
+        self.dense = nn.ModuleList(Dense(shape) for shape in dense)
+        self.pooled_width = width = dense[-1].outputs if dense else encoder.width
         assert projection != "identity" or embedding_width == width, (embedding_width, width)
         self.bert, self.pooling, self.start, self.segments = encoder, pooling, projection, segments
         self.pooler = nn.Linear(width, width) if head == "release" else None
         has_bias = head == "release" or projection == "pca"
-        self.projection = None if projection == "identity" else nn.Linear(width, embedding_width, bias=has_bias)
+        self.projection = (
+            None if projection in ("identity", "first") else nn.Linear(width, embedding_width, bias=has_bias)
+        )
         eps = encoder.layer_norm_eps
         self.norm = nn.LayerNorm(embedding_width, eps=eps) if head in ("release", "normalised") else None
 
@@ -133,7 +169,8 @@ class Embedder(Tower):
 
     @property
     def words(self) -> str:
-        made = f"{self.bert.width} -> {self.width} by {self.start}"
+        between = "".join(f"{layer.shape.outputs} -> " for layer in self.dense if isinstance(layer, Dense))
+        made = f"{self.bert.width} -> {between}{self.width} by {self.start}"
         return f"{self.bert.words}, pooling {self.pooling}, {made}, head {self.head}, segments {self.segments}"
 
     def pooled(self, batch: Packed, vectors: int = 1) -> Tensor:
@@ -144,6 +181,9 @@ class Embedder(Tower):
             assert vectors == 1, vectors
             return self.bert.cls(batch)
         hidden_TD: Tensor = self.bert(batch)
+        if self.pooling == "last":
+            assert vectors == 1, vectors
+            return hidden_TD.index_select(0, batch.first_B + batch.lengths_B - 1)
         lengths = batch.lengths.tolist()
         hidden_of = torch.split(hidden_TD.float(), lengths)
         if vectors == 1:
@@ -156,6 +196,10 @@ class Embedder(Tower):
     def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
         """Embeddings B x M E."""
         embedding_BE = self.pooled(batch, vectors)
+        for layer in self.dense:
+            embedding_BE = layer(embedding_BE)
+        if self.start == "first":
+            embedding_BE = embedding_BE[:, : self.width]
         if self.pooler is not None:
             embedding_BE = torch.tanh(self.pooler(embedding_BE))
         if self.projection is not None:

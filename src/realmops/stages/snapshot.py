@@ -12,7 +12,7 @@ from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.languages import AUTO, check_language, detect, languages
-from realmops.corpus.pretrained import read_encoder_vocabulary
+from realmops.corpus.pretrained import read_encoder_tokenizer
 from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
@@ -33,16 +33,20 @@ def run(job: Job) -> dict[str, Any]:
     texts = {"corpus": sources(job.inputs["snapshot.documents"], options.format)}
     if options.use_warmup:
         texts["warmup"] = sources(job.inputs["snapshot.warmup"], "auto")
-    vocabulary, casing = _vocabulary(job, [source for found in texts.values() for source in found])
+    vocabulary = _vocabulary(job, [source for found in texts.values() for source in found])
     try:
-        return _write(job, texts, vocabulary, casing)
+        return _write(job, texts, *vocabulary)
     except ValueError:
         (job.work / VOCABULARY).unlink(missing_ok=True)  # after bad input there is nothing to go on from
         raise
 
 
 def _write(
-    job: Job, texts: Mapping[str, Sequence[Source]], vocabulary: Sequence[str], casing: Casing
+    job: Job,
+    texts: Mapping[str, Sequence[Source]],
+    vocabulary: Sequence[str],
+    casing: Casing,
+    tokenizer: str | None,
 ) -> dict[str, Any]:
     options = job.section(SnapshotOptions)
     metrics: dict[str, Any] = {"vocabulary": len(vocabulary)}
@@ -55,6 +59,7 @@ def _write(
             work=job.work / name,
             vocabulary=vocabulary,
             casing=casing,
+            tokenizer=tokenizer,
             whole_documents=options.whole_documents,
             block_wordpieces=options.block_wordpieces,
             drop_titles=options.wikipedia_titles,
@@ -131,18 +136,21 @@ def counts(manifest: dict[str, Any]) -> dict[str, int]:
     return {**{name: manifest[name] for name in names}, **dropped, **unread}
 
 
-def _vocabulary(job: Job, found: Sequence[Source]) -> tuple[list[str], Casing]:
-    """The encoder's vocabulary; one that is made here is made once, whatever kills come after."""
+def _vocabulary(job: Job, found: Sequence[Source]) -> tuple[list[str], Casing, str | None]:
+    """The encoder's vocabulary, casing and tokenizer.json (None for BERT's WordPiece).
+
+    A vocabulary that is made here is made once, whatever kills come after.
+    """
     bert = job.section(BertOptions)
     if bert.init != "small":
-        return read_encoder_vocabulary(encoder_folder(bert.init))
+        return read_encoder_tokenizer(encoder_folder(bert.init))
     path = job.work / VOCABULARY
     if not path.is_file():
         progress = job.report.progress("vocabulary", _bytes(found), "B")
         workers = job.section(SnapshotOptions).workers
         pieces = train_vocabulary(found, size=bert.vocabulary, workers=workers, progress=progress)
         write_bytes(path, vocabulary_bytes(pieces))
-    return read_vocabulary(path), UNCASED
+    return read_vocabulary(path), UNCASED, None
 
 
 def _bytes(found: Sequence[Source]) -> int:

@@ -26,6 +26,7 @@ class Example:
     positions: np.ndarray
     targets: np.ndarray
     words: str  # x as text without what is masked, for a search by words
+    cut: bool = False  # whether the last mask ends inside a word
 
 
 class Examples:
@@ -77,12 +78,13 @@ class Examples:
         end = min(end, first + limit)
         original = self.snapshot.body(passage)[first:end]
         salient = (start - first, min(stop, end) - first)
-        continues = self.snapshot.continues_word[original]
+        continues = self.snapshot.continues(passage)[first:end]
         at = mask_positions(self.options.masking, rng, salient, continues, self.options.max_masks)
         x = original.copy()
         x[at] = self.special.mask
         words = unmasked_text(self.snapshot.text(passage), self.snapshot.chars(passage)[first:end], at)
-        return Example(NULL if self.elsewhere else passage, original, x, at, original[at], words)
+        cut = bool(continues[at[-1] + 1 : at[-1] + 2].any())
+        return Example(NULL if self.elsewhere else passage, original, x, at, original[at], words, cut)
 
 
 def unmasked_text(text: str, chars: np.ndarray, positions: np.ndarray) -> str:

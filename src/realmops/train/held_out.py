@@ -71,11 +71,9 @@ def _holds(snapshot: Snapshot, passage: int, example: Example) -> bool:
 
     Where ``pretrain.max_masks`` ends within a word, any that begins like it will do.
     """
-    continues, end = snapshot.continues_word, int(example.positions[-1]) + 1
-    if continues[example.original[end : end + 1]].any():
-        continues = np.zeros_like(continues)
-    body, length = snapshot.body(passage), len(example.targets)
-    return any(not continues[body[p + length : p + length + 1]].any() for p in places(body, example.targets))
+    body, continues, length = snapshot.body(passage), snapshot.continues(passage), len(example.targets)
+    found = places(body, example.targets)
+    return any(example.cut or not continues[p + length : p + length + 1].any() for p in found)
 
 
 def masked_words(

@@ -62,27 +62,28 @@ def draw_cloze(
     ``CROP_WORDS`` words, of which each word is dropped with probability ``CROP_DROPPED``; a passage keeps them where
     nothing else would be left.
     """
-    body = snapshot.body(passage)
+    body, continues = snapshot.body(passage), snapshot.continues(passage)
     if options.task == "cloze":
         sentences = snapshot.sentences(passage)
         runs = [tuple(sentences[rng.integers(len(sentences))])]
     else:
-        runs = [crop_run(body, snapshot.continues_word, rng) for _ in range(options.crops)]
+        runs = [crop_run(continues, rng) for _ in range(options.crops)]
     inside = np.zeros(len(body), dtype=bool)
     for first, end in runs:
         inside[first:end] = True
     removed = bool(rng.random() < options.removal) and not inside.all()
     queries = [body[first:end] for first, end in runs]
     if options.task == "crop":
-        queries = [dropped_words(query, snapshot.continues_word, rng) for query in queries]
+        cut = zip(queries, runs, strict=True)
+        queries = [dropped_words(query, continues[first:end], rng) for query, (first, end) in cut]
     rest = body[~inside] if removed else body
     document = join_document(snapshot.title_tokens(passage), rest, special, snapshot.block_wordpieces)
     return Cloze([join_query(query, special, options.query_wordpieces) for query in queries], document, removed)
 
 
-def crop_run(body: np.ndarray, continues: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
+def crop_run(continues: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
     """First and end wordpiece of a uniform run of ``CROP_WORDS`` words, or of all words where there are fewer."""
-    starts = np.append(np.flatnonzero(~continues[body]), len(body))
+    starts = np.append(np.flatnonzero(~continues), len(continues))
     starts = starts if starts[0] == 0 else np.append(0, starts)  # a passage that begins inside a word
     words = len(starts) - 1
     length = min(int(rng.integers(CROP_WORDS[0], CROP_WORDS[1] + 1)), words)
@@ -91,8 +92,8 @@ def crop_run(body: np.ndarray, continues: np.ndarray, rng: np.random.Generator) 
 
 
 def dropped_words(query: np.ndarray, continues: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The query with some of its words left out, never all."""
-    word = np.cumsum(~continues[query])
+    """The query with some of its words left out, never all; ``continues`` says which wordpieces continue one."""
+    word = np.cumsum(~continues)
     kept = rng.random(int(word.max(initial=0)) + 1)[word] >= CROP_DROPPED
     return query[kept] if kept.any() else query
 

@@ -208,9 +208,9 @@ class Realm:
         """
         drawn = []
         for place in rng.integers(len(passages), size=self.options.batch_size).tolist():
-            body, continues = self.snapshot.body(passages[place]), self.snapshot.continues_word
-            first, end = crop_run(body, continues, rng)
-            crop = dropped_words(body[first:end], continues, rng)
+            body, continues = self.snapshot.body(passages[place]), self.snapshot.continues(passages[place])
+            first, end = crop_run(continues, rng)
+            crop = dropped_words(body[first:end], continues[first:end], rng)
             drawn.append((place, join_query(crop, self.special, self.options.query_wordpieces)))
         mine, weight = team.share(drawn)
         with autocast(self.device, self.dtype):

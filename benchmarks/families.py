@@ -1,0 +1,149 @@
+"""Embedding documents by MPNet and ModernBERT: our packed encoders against sentence-transformers' encode().
+
+    python benchmarks/families.py --shapes small --precisions fp32
+    python benchmarks/families.py --model FOLDER
+
+As in ``encode.py``, but both sides compute in the same precision: in bf16 the library's weights are bf16, ours are
+multiplied in it. Random weights, the same folder for both, one thread each, processor time. The texts, about 120
+wordpieces in the mean and 288 at most, come in batches of 32 of like lengths, so that encode() pads little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import against
+import encode
+from against import Goal, Row
+
+GOAL = Goal(1.5)
+LEAST_COSINE = {"fp32": Goal(0.9999), "bf16": Goal(0.99)}
+BATCH = encode.BATCH
+FAMILIES = ("mpnet", "modernbert")
+SHAPES: dict[str, dict[str, dict[str, int]]] = {
+    "mpnet": {
+        "small": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+        "base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
+    },
+    "modernbert": {
+        "small": {"hidden_size": 384, "num_hidden_layers": 10, "num_attention_heads": 6, "intermediate_size": 576},
+        "base": {"hidden_size": 768, "num_hidden_layers": 22, "num_attention_heads": 12, "intermediate_size": 1152},
+    },
+}
+
+
+def random_model(folder: Path, family: str, shape: str) -> None:
+    """An encoder with random weights as transformers writes it, with the vocabulary of the generated text."""
+    import generated
+    import torch
+    import transformers
+    from tokenizers.processors import BertProcessing
+
+    tokenizer = generated.tokenizer()
+    ids = {f"{name}_token_id": tokenizer.token_to_id(f"[{name.upper()}]") for name in ("pad", "cls", "sep")}
+    ids |= {"bos_token_id": ids["cls_token_id"], "eos_token_id": ids["sep_token_id"]}
+    if family == "mpnet":
+        ids = {"pad_token_id": 1}  # behind which its positions begin
+    config = transformers.AutoConfig.for_model(family, vocab_size=generated.VOCABULARY, **SHAPES[family][shape], **ids)
+    torch.manual_seed(0)
+    model = transformers.AutoModel.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(folder)
+    begin, end = (("[CLS]", tokenizer.token_to_id("[CLS]")), ("[SEP]", tokenizer.token_to_id("[SEP]")))
+    tokenizer.post_processor = BertProcessing(end, begin)
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    if family == "mpnet":
+        names["pad_token"] = tokenizer.id_to_token(1)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def ours(folder: Path, dtype: Any) -> encode.Ours:
+    """The folder as our encoder."""
+    from realmops.corpus.pretrained import read_encoder_tokenizer
+    from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
+    from realmops.encoders.architectures import load_encoder
+    from realmops.model.sequences import SpecialTokens
+
+    one = encode.Ours.__new__(encode.Ours)
+    one.bert = load_encoder(folder, 0.0)[0].eval()  # type: ignore[assignment]
+    pieces, casing, text = read_encoder_tokenizer(folder)
+    one.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
+    one.special, one.dtype = SpecialTokens.of(one.tokenizer), dtype
+    return one
+
+
+def peer(folder: Path, width: int, dtype: Any) -> Any:
+    """The same model as sentence-transformers has it, in a precision: mean pooling, normalised."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+    encoder = Transformer(str(folder), max_seq_length=encode.LIMIT, model_args={"dtype": dtype})
+    return SentenceTransformer(modules=[encoder, Pooling(width, "mean"), Normalize()], device="cpu")
+
+
+def compare(name: str, folder: Path, documents: list[str], precision: str, repeats: int) -> list[Row]:
+    """The rows of one model in one precision."""
+    from realmops.encoders.devices import DTYPES
+
+    dtype = DTYPES[precision]
+    mine = ours(folder, dtype)
+    theirs = peer(folder, mine.bert.width, dtype)
+    found: dict[str, Any] = {}
+
+    def run_ours() -> float:
+        return len(documents) / against.processor_seconds(lambda: found.update(ours=mine(documents)))
+
+    def run_theirs() -> float:
+        def call() -> None:
+            found["theirs"] = theirs.encode(documents, convert_to_tensor=True, show_progress_bar=False)
+
+        return len(documents) / against.processor_seconds(call)
+
+    mine(documents[:BATCH])
+    theirs.encode(documents[:BATCH], show_progress_bar=False)
+    rates, peers = against.interleave([run_ours, run_theirs], repeats)
+    cosine = float((found["ours"] * found["theirs"].float()).sum(-1).min())
+    lengths = [len(one) for one in mine.sequences(documents)]
+    what = f"embedding, {name}, {precision}"
+    note = f"{len(documents)} documents of {sum(lengths) / len(lengths):.0f} wordpieces in the mean"
+    return [
+        Row(what, "sentence-transformers encode()", "docs/s", rates, peers, GOAL, note),
+        Row(f"{what}: least cosine of both", "1", "", (cosine,), (1.0,), LEAST_COSINE[precision]),
+    ]
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """The rows of every model."""
+    against.one_thread()
+    against.quiet_transformers()
+    documents = encode.texts(arguments.documents)
+    rows: list[Row] = []
+    for precision in arguments.precisions:
+        if arguments.model is not None:
+            rows += compare(arguments.model.name, arguments.model, documents, precision, arguments.repeats)
+            continue
+        for family in arguments.families:
+            for shape in arguments.shapes:
+                with tempfile.TemporaryDirectory() as folder:
+                    random_model(Path(folder), family, shape)
+                    rows += compare(f"{family} {shape}", Path(folder), documents, precision, arguments.repeats)
+    return rows
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What this benchmark takes."""
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--shapes", nargs="+", choices=("small", "base"), default=["small", "base"])
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--documents", type=int, default=64, help="%(default)s")
+    parser.add_argument("--model", type=Path, help="a folder with an encoder, in the place of random weights")
+
+
+if __name__ == "__main__":
+    against.command(__doc__, "families", measure, options)

@@ -1,0 +1,146 @@
+"""The relatives of BERT: how each differs in its configuration, its parameters' names and its parts.
+
+What :mod:`realmops.encoders.bert` needs to be each of them, and nothing that computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_BERT_CONFIG = {
+    "vocabulary": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "intermediate": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "dropout": "hidden_dropout_prob",
+    "segments": "type_vocab_size",
+    "layer_norm_eps": "layer_norm_eps",
+    "activation": "hidden_act",
+}
+_BERT_NAMES = {
+    "word": "embeddings.word_embeddings",
+    "position": "embeddings.position_embeddings",
+    "segment": "embeddings.token_type_embeddings",
+    "norm": "embeddings.LayerNorm",
+    "project": "embeddings_project",
+    "layers": "encoder.layer",
+    "qkv": "attention.self.{query,key,value}",
+    "query_bias": "attention.self.query.bias",
+    "value_bias": "attention.self.value.bias",
+    "attention_output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+
+
+def _head(transform: str, norm: str, bias: str) -> dict[str, str]:
+    parts = {f"transform.{kind}": f"{transform}.{kind}" for kind in ("weight", "bias")}
+    return parts | {f"norm.{kind}": f"{norm}.{kind}" for kind in ("weight", "bias")} | {"bias": bias}
+
+
+HEAD_NAMES = _head("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
+_LM_HEAD = _head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family; what is not said is BERT's.
+
+    ``names`` are Hugging Face's of each part of ours, ``prefixes`` what stands before them, ours to write first.
+    ``head`` are those of a masked word head, ``config`` the keys of ``config.json``. ``fixed`` are shapes that no key
+    tells. ``behind_padding``: positions begin behind the number of the padding. ``own_gelu``: the masked word head has
+    the exact GELU, whatever the layers have.
+    """
+
+    words: str
+    model: str  # the class of transformers
+    prefixes: tuple[str, ...]
+    names: Mapping[str, str] = field(default_factory=lambda: _BERT_NAMES)
+    head: Mapping[str, str] = field(default_factory=lambda: HEAD_NAMES)
+    config: Mapping[str, str] = field(default_factory=lambda: _BERT_CONFIG)
+    dropouts: tuple[str, ...] = ("attention_probs_dropout_prob",)  # more keys of the dropout
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    behind_padding: bool = False
+    own_gelu: bool = False
+    pools: bool = True  # its class has a layer over the first wordpiece
+
+
+_ROBERTA = {"head": _LM_HEAD, "behind_padding": True, "own_gelu": True}
+FAMILIES = {
+    "bert": Family("a BERT", "BertModel", ("bert.", "realm.")),
+    "roberta": Family("a RoBERTa", "RobertaModel", ("roberta.",), **_ROBERTA),  # type: ignore[arg-type]
+    "xlm-roberta": Family("an XLM-R", "XLMRobertaModel", ("roberta.",), **_ROBERTA),  # type: ignore[arg-type]
+    "camembert": Family("a CamemBERT", "CamembertModel", ("roberta.",), **_ROBERTA),  # type: ignore[arg-type]
+    "mpnet": Family(
+        "an MPNet",
+        "MPNetModel",
+        ("mpnet.",),
+        names=_BERT_NAMES
+        | {
+            "relative": "encoder.relative_attention_bias",
+            "qkv": "attention.attn.{q,k,v}",
+            "query_bias": "attention.attn.q.bias",
+            "value_bias": "attention.attn.v.bias",
+            "attention_output": "attention.attn.o",
+            "attention_norm": "attention.LayerNorm",
+        },
+        config={key: name for key, name in _BERT_CONFIG.items() if key != "segments"}
+        | {"buckets": "relative_attention_num_buckets"},
+        fixed={"segments": 0},
+        **_ROBERTA,  # type: ignore[arg-type]
+    ),
+    "distilbert": Family(
+        "a DistilBERT",
+        "DistilBertModel",
+        ("distilbert.",),
+        names=_BERT_NAMES
+        | {
+            "layers": "transformer.layer",
+            "qkv": "attention.{q_lin,k_lin,v_lin}",
+            "query_bias": "attention.q_lin.bias",
+            "value_bias": "attention.v_lin.bias",
+            "attention_output": "attention.out_lin",
+            "attention_norm": "sa_layer_norm",
+            "intermediate": "ffn.lin1",
+            "output": "ffn.lin2",
+            "output_norm": "output_layer_norm",
+        },
+        head=_head("vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+        config={
+            "vocabulary": "vocab_size",
+            "width": "dim",
+            "layers": "n_layers",
+            "heads": "n_heads",
+            "intermediate": "hidden_dim",
+            "positions": "max_position_embeddings",
+            "dropout": "dropout",
+            "activation": "activation",
+        },
+        dropouts=("attention_dropout",),
+        fixed={"segments": 0, "layer_norm_eps": 1e-12},
+        pools=False,
+    ),
+    "electra": Family(
+        "an ELECTRA",
+        "ElectraModel",
+        ("electra.",),
+        head=_head("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
+        config=_BERT_CONFIG | {"embedding": "embedding_size"},
+        own_gelu=True,
+        pools=False,
+    ),
+}
+
+PACKED = {*FAMILIES, "realm", "modernbert"}  # kinds that are read without padding
+# the names of masked word heads, also of other families
+MASKED_WORD_HEADS = (
+    HEAD_NAMES,
+    _LM_HEAD,
+    _head("predictions.dense", "predictions.LayerNorm", "predictions.bias"),
+    _head("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder.bias"),
+)

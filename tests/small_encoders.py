@@ -1,0 +1,131 @@
+"""Folders of encoders of other families than BERT, with random weights, as transformers writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from small_world import DOCUMENTS
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from realmops.corpus.vocabulary import SPECIAL_TOKENS
+
+PROMPTS = "Query: Passage: Find: one two three four"
+TEXTS = [PROMPTS, *(part for title, text, _ in DOCUMENTS for part in (title, text))] * 3
+ROBERTAS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
+
+
+def wordpiece(special: tuple[str, ...] = SPECIAL_TOKENS) -> Tokenizer:
+    """BERT's kind; MPNet has RoBERTa's special tokens in it."""
+    letters = [chr(n) for n in range(ord("a"), ord("z") + 1)] + list("0123456789")
+    words = sorted({word.strip(".").lower() for text in TEXTS for word in text.split()})
+    pieces = [*special, *words, *".?,:'()-", *(w for w in letters if w not in words), *(f"##{w}" for w in letters)]
+    unknown = next(token for token in special if "unk" in token.lower())
+    tokenizer = Tokenizer(models.WordPiece({piece: n for n, piece in enumerate(pieces)}, unk_token=unknown))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def byte_bpe(special: tuple[str, ...] = ROBERTAS) -> Tokenizer:
+    """RoBERTa's and ModernBERT's kind."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=360, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def unigram(special: tuple[str, ...] = ROBERTAS) -> Tokenizer:
+    """XLM-R's kind."""
+    tokenizer = Tokenizer(models.Unigram())
+    blanks = normalizers.Replace(tokenizers.Regex(" {2,}"), " ")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC(), blanks])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=list(special), unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def around(tokenizer: Tokenizer, begin: str, end: str) -> Tokenizer:
+    """The tokenizer with a post-processor, as published ones have it."""
+    ids = {token: tokenizer.token_to_id(token) for token in (begin, end)}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B {end}", special_tokens=list(ids.items())
+    )
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, special: tuple[str, ...], begin: str, end: str) -> None:
+    around(tokenizer, begin, end).save(str(folder / "tokenizer.json"))
+    roles = {"cls_token": begin, "sep_token": end, "bos_token": begin, "eos_token": end}
+    for role in ("pad", "unk", "mask"):
+        roles[f"{role}_token"] = next(token for token in special if role in token.lower())
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, **roles}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+
+
+_SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+_WIDE = {"initializer_range": 0.25}  # so large that texts differ
+_ROBERTA = {**_SHAPE, **_WIDE, "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
+FAMILIES: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...], dict[str, Any]]] = {
+    "bert": (wordpiece, SPECIAL_TOKENS, {**_SHAPE, **_WIDE, "max_position_embeddings": 64}),
+    "roberta": (byte_bpe, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
+    "xlm-roberta": (unigram, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
+    "mpnet": (wordpiece, ROBERTAS, {**_SHAPE, **_WIDE, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}),
+    "distilbert": (
+        wordpiece,
+        SPECIAL_TOKENS,
+        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "max_position_embeddings": 64, **_WIDE},
+    ),
+    "electra": (wordpiece, SPECIAL_TOKENS, {**_SHAPE, **_WIDE, "embedding_size": 24, "max_position_embeddings": 64}),
+    "modernbert": (
+        byte_bpe,
+        SPECIAL_TOKENS,
+        {
+            **_SHAPE, **_WIDE, "num_hidden_layers": 4, "local_attention": 16, "max_position_embeddings": 64,
+            "pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3,
+        },
+    ),
+}  # fmt: skip
+_OTHERS: dict[str, dict[str, Any]] = {  # which transformers computes
+    "albert": {**_SHAPE, **_WIDE, "embedding_size": 24, "max_position_embeddings": 64},
+    "deberta-v2": {
+        **_SHAPE, **_WIDE, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+    },
+    "convbert": {**_SHAPE, **_WIDE},
+    "fnet": {**_SHAPE},
+}  # fmt: skip
+
+
+def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) -> Path:
+    """A folder of this family with random weights, biases and norms too, with its masked word head or without."""
+    make, special, shape = FAMILIES.get(family) or (wordpiece, SPECIAL_TOKENS, _OTHERS[family])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make(special)
+    write_tokenizer(folder, tokenizer, special, *(("<s>", "</s>") if "<s>" in special else ("[CLS]", "[SEP]")))
+    values = {"vocab_size": tokenizer.get_vocab_size(), **shape, **changes}
+    config = transformers.AutoConfig.for_model(family, **values)
+    torch.manual_seed(1)
+    kind = transformers.AutoModelForMaskedLM if head else transformers.AutoModel
+    model = kind.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+            assert parameter.isfinite().all(), name
+    model.save_pretrained(folder)
+    return folder
