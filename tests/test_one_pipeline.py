@@ -16,7 +16,7 @@ import yaml
 from small_project import cli, stage, toy_values, write_project
 
 from realmops import config
-from realmops.stages import STAGES, Stage, chain, parse_sections
+from realmops.stages import STAGES, Stage, chain, in_use, parse_sections
 
 ROOT = Path(__file__).parents[1]
 PARAMS = ROOT / "params.yaml"
@@ -28,10 +28,11 @@ ALL_STAGES = ("tracking",)  # sections that the runner reads for every stage and
 
 
 def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
+    values = config.load(PARAMS)
     wanted = {
         name: {
             "cmd": f"realmops run {name}",
-            "deps": [*(STAGES[need].folder for need in one.needs), *(f"${{{key}}}" for key in one.files)],
+            "deps": [*(STAGES[need].folder for need in one.needs), *(f"${{{key}}}" for key in in_use(one, values))],
             "params": ["presets", *one.sections],
             "outs": [{one.folder: {"persist": True}}],  # or DVC removes what realmops run has made
         }

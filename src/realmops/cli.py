@@ -153,6 +153,7 @@ def main() -> None:
     type=_path,
 )
 @click.option("--encoder", metavar="NAME", help="A BERT's folder or name on the hub, or small for one from scratch.")
+@_file("--reader", metavar="FOLDER", help='A reader that answers already: of "realmops export --format reader".')
 @click.option(
     "--cluster",
     type=click.Choice(["standalone", "local", "production"]),
@@ -608,21 +609,23 @@ def verify(**given: Any) -> Iterator[str]:
 @click.argument("folder", type=_path)
 @click.option(
     "--format",
-    type=click.Choice(["sentence-transformers", "onnx", "parquet"]),
+    type=click.Choice(["sentence-transformers", "onnx", "parquet", "reader"]),
     default="sentence-transformers",
     help="What to write.",
 )
 @_old_root
 @_model
 def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable[str]:
-    """Write the retriever, or its embeddings, for other programs.
+    """Write the retriever or its embeddings for other programs, or the reader for other runs.
 
     sentence-transformers: a folder that SentenceTransformer(FOLDER) opens, with the same embeddings of questions and of
     passages. onnx: the same as files for ONNX Runtime; needs the extra "export". parquet: every passage with its
     embedding, its place in its document and what else came with that, for any vector store.
 
-    README.md in FOLDER is a model card: it tells how to use the files, what they come from, and what they are not. The
-    reader is not exported: no common form has its score of a span.
+    reader: what "realmops init --reader FOLDER" begins with, so that documents without questions train no reader. No
+    common form has its score of a span, so that other programs cannot open it.
+
+    README.md in FOLDER is a model card: it tells how to use the files, what they come from, and what they are not.
     """
     from realmops.commands.export import export
     from realmops.serve.server import origin_of

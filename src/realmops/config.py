@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).parent
 DEFAULTS = PACKAGE / "defaults.yaml"
 LARGEST_FILE = 1 << 20
 CLOSED_BOOK = ("t5",)  # of finetune.reader: those that read no passages
+ENCODER = "encoder"  # reader.init: the reader starts as the encoder
 
 
 Values = Mapping[str, Mapping[str, Any]]  # options by section
@@ -114,6 +115,7 @@ class RetrieverOptions(Section, name="retriever"):
 
 
 class ReaderOptions(Section, name="reader"):
+    init: str
     copies: bool
     apart: bool
     matches: bool

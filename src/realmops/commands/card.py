@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from realmops import __version__
 from realmops.commands.answers import Generation
 from realmops.commands.report import metrics_under
 from realmops.commands.trained import sections_of
+from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.report import headline_rows
 from realmops.model.portable import inputs_of, similarity
 from realmops.model.retriever import Embedder, Retriever
@@ -63,6 +64,13 @@ A passage is the pair of its title and its text; without a title it is `("", tex
 Embeddings of questions come from `realmops export FOLDER --format sentence-transformers` or `onnx`.
 """,
 }
+_READER_USE = """\
+```
+realmops init --documents DOCUMENTS --reader FOLDER
+realmops run all
+realmops ask "A question of your own?"
+```
+"""
 
 
 def card(format: str, generation: Generation, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
@@ -87,18 +95,53 @@ def card(format: str, generation: Generation, retriever: Retriever, notes: Seque
         "the training began with": {None: "what is not known here", "small": "an encoder from scratch"}.get(init, init),
         "realmops": __version__,
     }
-    parts = [
-        f"---\n{yaml.safe_dump(_front_matter(format, init))}---\n",
-        f"# {'Passages with embeddings' if format == 'parquet' else 'A retriever'} of REALM\n",
+    return _card(
+        _front_matter(format, init),
+        f"# {'Passages with embeddings' if format == 'parquet' else 'A retriever'} of REALM\n\n"
         "The retriever learned from masked words (Guu et al. 2020); realmops trained and exported it.\n",
         _filled(_USE[format], generation, retriever),
+        notes,
+        facts,
+        root,
+    )
+
+
+def reader_card(generation: Generation, confidence: Confidence, root: Path | None) -> str:
+    """The text of a reader's card; arguments as of ``card``."""
+    model = generation.model
+    trained = {} if root is None else sections_of(root, "finetune") | sections_of(root, "snapshot")
+    init = trained.get("bert", {}).get("init")
+    scratch = "Its wordpieces were made of its own documents: no run over others can begin with it. Train one from a "
+    notes = [scratch + "pre-trained encoder (bert.init)."] if init == "small" else []
+    facts = {
+        "the training began with": init or "what is not known here",
+        "documents": trained.get("snapshot", {}).get("documents", "not known here"),
+        "training questions": trained.get("questions", {}).get("train", "not known here"),
+        "calibrated on": f"{confidence.questions} questions of {trained.get('questions', {}).get('dev', 'a dev file')}",
+        "answers": f"up to {model.options.answer_wordpieces} wordpieces",
+        "vocabulary": model.snapshot.vocabulary_hash,
+        "model": f"{generation.version}, fine-tuned for {generation.weights_step} steps",
+        "realmops": __version__,
+    }
+    front = {"license": "unknown", "tags": ["question-answering", "realm", "realmops"]}
+    head = "# A reader of REALM\n\nIt points at the answer to a question in a passage; realmops trained it.\n"
+    return _card(front, head, _READER_USE, notes, facts, root)
+
+
+def _card(
+    front: Mapping[str, Any], head: str, use: str, notes: Sequence[str], facts: Mapping[str, Any], root: Path | None
+) -> str:
+    parts = [
+        f"---\n{yaml.safe_dump(front)}---\n",
+        head,
+        use,
         *(f"**Note.** {note}\n" for note in notes),
         "## What it comes from\n",
         _table(("what", "value"), facts.items()),
         "`manifest.json` has the sha256 of every file.\n",
         "## Licence\n",
-        "realmops does not know it. It follows from the encoder that the training began with and from the documents: "
-        "write it into the first lines of this file before you publish it.\n",
+        "realmops does not know it. It follows from the encoder that the training began with, from the documents and "
+        "from the questions: write it into the first lines of this file before you publish it.\n",
     ]
     if root is not None and (figures := headline_rows(metrics_under(root))):
         parts += ["## Figures of the run\n", _table(("measure", "value", "95 % interval"), figures)]

@@ -1,4 +1,4 @@
-"""``realmops export``: the retriever and its embeddings in forms that other programs read.
+"""``realmops export``: the retriever and its embeddings in forms that other programs read; the reader for other runs.
 
 Shape suffixes: R passages of a row group, M vectors of a passage, E embedding width.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 
 from realmops import __version__, artifacts
 from realmops.commands.answers import Generation
-from realmops.commands.card import CARD, card
+from realmops.commands.card import CARD, card, reader_card
 from realmops.corpus.snapshot import ROWS_PER_GROUP, TEXT_COLUMNS
 from realmops.encoders.folders import TOKENIZER
+from realmops.evaluate.confidence import FILE as CONFIDENCE
 from realmops.index.embed import embed_documents
 from realmops.index.mapped import release
 from realmops.index.mips import PassageIndex
-from realmops.model.files import load_models
+from realmops.model.files import MODEL, READER, load_models
 from realmops.model.portable import ROUTES, inputs_of, joining, similarity, write_retriever
 from realmops.model.retriever import Embedder, Retriever
 
@@ -40,7 +42,7 @@ _FAR = 0.05  # of a vector's length; numbers in bf16 are nearer
 
 
 def export(folder: Path, format: str, opened: Callable[[], Generation], root: Path | None) -> Iterator[str]:
-    """Write a generation's retriever or embeddings into a folder, with a card; says what it is, and what it is not.
+    """Write a generation's retriever, embeddings or reader into a folder, with a card; says what it is and is not.
 
     Args:
         opened: gives the generation.
@@ -53,6 +55,9 @@ def export(folder: Path, format: str, opened: Callable[[], Generation], root: Pa
     if format == "onnx" and not all(map(find_spec, _NEEDED)):
         raise ValueError("--format onnx needs more packages: pip install 'realmops[export]'")
     generation = opened()
+    if format == "reader":
+        yield _export_reader(folder, generation, root)
+        return
     model = generation.model
     if model.passages is None:
         raise ValueError(
@@ -74,6 +79,23 @@ def export(folder: Path, format: str, opened: Callable[[], Generation], root: Pa
         artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **generation.about)
     yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.words}"
     yield from notes
+
+
+def _export_reader(folder: Path, generation: Generation, root: Path | None) -> str:
+    """Write what ``reader.init`` names, of a reader that points at spans and whose probabilities are calibrated."""
+    model = generation.model
+    if model.reader.spans is None or generation.confidence is None:
+        raise ValueError(
+            f"{generation.folder} has no reader that points at spans with a calibration of its answers, as the stage "
+            "finetune trains it here: there is no reader to export"
+        )
+    with artifacts.atomic_folder(folder) as out:
+        for name in (MODEL, READER, CONFIDENCE):
+            shutil.copyfile(generation.folder / name, out / name)
+        model.snapshot.tokenizer.save(str(out / TOKENIZER))
+        (out / CARD).write_text(reader_card(generation, generation.confidence, root), encoding="utf-8")
+        artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **generation.about)
+    return f"{folder}: the reader of {generation.version}; another run begins with it by reader.init"
 
 
 def _refuse_others(folder: Path) -> None:

@@ -69,7 +69,13 @@ class Project:
 
 
 def init(
-    folder: Path, documents: Path | None, questions: Sequence[Path], encoder: str | None, cluster: str, image: str
+    folder: Path,
+    documents: Path | None,
+    questions: Sequence[Path],
+    encoder: str | None,
+    cluster: str,
+    image: str,
+    reader: Path | None = None,
 ) -> Iterator[str]:
     """Write a project into a folder; what was found and what comes next, in words.
 
@@ -78,6 +84,7 @@ def init(
         questions: files; they are split where there are enough of them.
         encoder: a folder, a name on the hub, or "small" for one from scratch; None for what is at hand.
         image: of the pods.
+        reader: a folder of ``realmops export --format reader``.
 
     Raises ValueError, before anything is written, for documents or questions that no stage could read, and for a
     folder that has one of the files already.
@@ -91,8 +98,17 @@ def init(
         else:
             project.presets.append("documents")
             project.lines.append("questions: none; realmops makes some from the documents (preset documents)")
-    elif questions or encoder:
-        raise ValueError("--questions and --encoder want --documents: the sample has its own")
+        if reader is not None:
+            if project.values["bert"]["init"] == "small":
+                raise ValueError(
+                    f"--reader {reader} began with a pre-trained encoder, and reads its wordpieces alone: name it "
+                    f"by --encoder ({reader / 'README.md'} says which it was)"
+                )
+            project.presets.append("reader")
+            project.put("reader.init", _named(project, reader))
+            project.lines.append(f"reader: {reader}, which answers already and is not trained (preset reader)")
+    elif questions or encoder or reader:
+        raise ValueError("--questions, --encoder and --reader want --documents: the sample has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
     config.check_together(project.values)
     places = dict(PLACES)

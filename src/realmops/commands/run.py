@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from realmops import artifacts
 from realmops.commands.duration import begins
 from realmops.commands.questions import make_cloze
 from realmops.config import CLOSED_BOOK, notes, parse_section
@@ -91,6 +92,8 @@ def look_at(key: str, path: Path, values: Mapping[str, Mapping[str, Any]]) -> No
         sources(path, "auto")
     elif key.startswith("questions."):
         read_questions([path], format=values["questions"]["format"])
+    elif key == "reader.init":
+        artifacts.read_manifest(path, "export")
     elif key.startswith("tag."):
         read_conll(path)
 

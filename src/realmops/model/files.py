@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -290,14 +291,27 @@ def is_hybrid(folder: Path) -> bool:
 
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     """Read both models; ValueError when they were trained with another vocabulary or by another version."""
+    with _described(folder, vocabulary_hash, "run the stages since ict again") as description:
+        return _retriever(description, load_tensors((folder / RETRIEVER).read_bytes())), _reader(folder, description)
+
+
+def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
+    """The reader of an export alone; ValueError as of ``load_models``."""
+    remedy = "set bert.init to the encoder that this reader began with (README.md there names it)"
+    with _described(folder, vocabulary_hash, remedy) as description:
+        return _reader(folder, description)
+
+
+@contextmanager
+def _described(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict[str, Any]]:
     description = json.loads((folder / MODEL).read_text())
     if description["vocabulary_hash"] != vocabulary_hash:
         raise ValueError(
             f"{folder}: trained with the vocabulary {description['vocabulary_hash'][:12]}, the snapshot has "
-            f"{vocabulary_hash[:12]}; run the stages since ict again"
+            f"{vocabulary_hash[:12]}; {remedy}"
         )
     try:
-        return _parse_models(folder, description)
+        yield description
     except (KeyError, RuntimeError) as error:  # of the description, of load_state_dict
         said = f"{MODEL} lacks {error}" if isinstance(error, KeyError) else str(error)
         reason = " ".join(said.split())[:200]
@@ -317,12 +331,11 @@ def _reader_class(folder: Path, description: Mapping[str, Any]) -> type[Reader]:
     return READERS[name]
 
 
-def _parse_models(folder: Path, description: Mapping[str, Any]) -> tuple[Retriever, Reader]:
-    retriever = _retriever(description, load_tensors((folder / RETRIEVER).read_bytes()))
+def _reader(folder: Path, description: Mapping[str, Any]) -> Reader:
     encoder = described_encoder(description["reader"], str(folder / MODEL))
     kind = {name: description[name] for name in ("copies", "matches")}
     reader = _reader_class(folder, description)(encoder, encoder.masked_word_head(), **kind)
     if description["span_width"] is not None:
         reader.spans = SpanHead(encoder.width, description["span_width"], description["span_layer_norm_eps"])
     reader.load_state_dict(load_tensors((folder / READER).read_bytes()))
-    return retriever, reader
+    return reader

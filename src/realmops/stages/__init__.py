@@ -111,10 +111,10 @@ STAGES: dict[str, Stage] = {
         Stage(
             "finetune",
             "Fine-tune retriever and reader to answer questions.",
-            ("run", "index", "finetune", "closed_book", "optimiser", "questions"),
+            ("run", "index", "reader", "finetune", "closed_book", "optimiser", "questions"),
             ("sample", "snapshot", "ict", "pretrain"),
             "models/finetune",
-            ("questions.train", "questions.dev"),
+            ("questions.train", "questions.dev", "reader.init"),
             ("sample", "ict"),
         ),
         Stage(
@@ -164,7 +164,8 @@ def _made_here(name: Path) -> bool:
 def _needless(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """The keys of files that other options make superfluous."""
     found = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
-    return found if values["tag"]["method"] == "tagger" else found | {"tag.train", "tag.dev"}
+    found |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
+    return found if values["reader"]["init"] != config.ENCODER else found | {"reader.init"}
 
 
 def in_use(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ from realmops.answering.answer import Answer
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import Answering, RetrieveAndRead
 from realmops.baselines import t5
-from realmops.config import ClosedBookOptions, Finetune, Optimiser, RunOptions
+from realmops.config import ENCODER, ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.bert import BertConfig
@@ -67,21 +67,16 @@ def _open_qa(
     retriever, reader = start_models(job, snapshot, options.reader)
     reader.to(device)
     finder = ready_to_find(trainings, retriever, reader, snapshot, questions)
-    add_spans(reader, options.span_width, seed)
+    if reader.spans is None:  # reader.init brings one
+        add_spans(reader, options.span_width, seed)
     retriever, metrics = finder.retriever, dict[str, Any](finder.metrics)
     model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.words)
     if model.hybrid:
         retriever.mixture = fit_to_questions(model, held_out)
     reader.encoder.word_vectors.requires_grad_(not options.freeze_words)
-    if options.reader_training == "windows":
-        lessons = _lessons(job, model, questions)
-        metrics["questions_with_evidence"] = len(lessons)
-        surroundings = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
-        train_in_windows(surroundings, model, lessons, options, job.section(Optimiser))
-    else:
-        surroundings = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
-        finetune(surroundings, model, questions, options, job.section(Optimiser))
-    if not surroundings.team.leads:
+    if options.epochs:
+        metrics |= _learn_to_read(trainings, model, questions)
+    if not team().leads:
         return Tuned(model, [], {})
     if (structure := approximate(model.passages)) is not None:
         metrics["index_recall"] = _fit_to_tuned(job, model, structure, sampled(held_out, seed))
@@ -105,6 +100,19 @@ def _open_qa(
     }
     timeouts = warn_of_timeouts(job, [*questions, *held_out])
     return Tuned(model, answers, {**losses, "questions": len(questions), **metrics, **timeouts})
+
+
+def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Question]) -> dict[str, int]:
+    """Train the reader by ``finetune.reader_training``; returns how many questions had evidence."""
+    job, options = trainings.job, model.options
+    if options.reader_training == "passages":
+        surroundings = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
+        finetune(surroundings, model, questions, options, job.section(Optimiser))
+        return {}
+    lessons = _lessons(job, model, questions)
+    surroundings = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
+    train_in_windows(surroundings, model, lessons, options, job.section(Optimiser))
+    return {"questions_with_evidence": len(lessons)}
 
 
 def _lessons(job: Job, model: OpenQa, questions: list[Question]) -> list[WindowLesson]:
@@ -153,7 +161,7 @@ def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> 
     """Exact match, F1 and calibration on the dev questions; writes the calibration, which is fitted on them."""
     seed, wanted = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
     score = score_predictions(questions, [answer.text for answer in answers], seed=seed)
-    confidence = Confidence.fit(answers, score.correct, wanted)
+    confidence = _of_the_public(job, questions) or Confidence.fit(answers, score.correct, wanted)
     confidence.save(job.out)
     figures = confidence_figures(confidence, answers, score.correct, seed=seed)
     if confidence.holds_all:
@@ -172,6 +180,15 @@ def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> 
         "dev_f1": score.f1.mean,
         **{f"dev_{name}": value for name, value in figures.items()},
     }
+
+
+def _of_the_public(job: Job, questions: list[Question]) -> Confidence | None:
+    """The calibration that came with ``reader.init``, where nothing was learned here and no dev question is a person's.
+
+    Questions made from the documents say little of how often people's are answered rightly.
+    """
+    fits = job.section(Finetune).epochs or job.section(ReaderOptions).init == ENCODER
+    return None if fits or not all(q.not_in for q in questions) else Confidence.load(job.inputs["reader.init"])
 
 
 def _fit_to_tuned(job: Job, model: RetrieveAndRead, passages: Approximate, questions: list[Question]) -> float:

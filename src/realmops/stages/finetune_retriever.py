@@ -11,7 +11,7 @@ from torch import Tensor
 from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE, ranker_of
-from realmops.config import Finetune, IndexOptions, Optimiser, RunOptions
+from realmops.config import ENCODER, Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
@@ -22,8 +22,9 @@ from realmops.index.embeddings import INDEX, load_index
 from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex, exact
 from realmops.index.source import IndexSource, Refresh
+from realmops.index.start import start_matches
 from realmops.index.trainer import Policy
-from realmops.model.files import load_models
+from realmops.model.files import load_models, load_reader
 from realmops.model.reader import Reader
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
 from realmops.stages import Job
@@ -52,7 +53,9 @@ class Finder:
 
 
 def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, Reader]:
-    """The reader that a stage left and the retriever that the options name, its query tower apart from the passages'.
+    """The reader of a stage or of ``reader.init``, and the retriever that the options name.
+
+    The query tower is apart from the passages' where it learns alone.
 
     Where the retriever is none of ours, that of the reader's stage keeps its place and is not used.
     """
@@ -65,6 +68,9 @@ def start_models(job: Job, snapshot: Snapshot, stage: str) -> tuple[Retriever, R
             )
     models = {name: load_models(job.inputs[name], snapshot.vocabulary_hash) for name in {source, stage}}
     retriever, reader = models[source][0], models[stage][1]
+    if job.section(ReaderOptions).init != ENCODER:
+        reader = load_reader(job.inputs["reader.init"], snapshot.vocabulary_hash)
+        start_matches(reader, snapshot, job.section(RunOptions).seed, job.report.progress)
     reader.encoder.set_dropout(options.reader_dropout)
     if options.retriever not in DENSE:
         retriever.mixture = EMBEDDINGS_ALONE
