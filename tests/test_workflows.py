@@ -74,10 +74,9 @@ def test_what_a_workflow_calls_is_there(path: Path) -> None:
     scripts = [step["run"] for step in steps(read(path)) if "run" in step]
     assert [fault for script in scripts for fault in faults(script)] == []
     called = [command for script in scripts for command in commands(script)]
-    submitted = [["realmops", "submit", "--once"]]
     expected = {
-        "kind": submitted,
-        "retrain": submitted,
+        "kind": [],  # pytest, which makes the calls
+        "retrain": [["realmops", "submit", "--once"]],
         "release": [],
         "test": [["make", one] for one in ("test", "wheel", "audit")],
     }

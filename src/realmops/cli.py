@@ -616,7 +616,7 @@ def verify(**given: Any) -> Iterator[str]:
 @_old_root
 @_model
 def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable[str]:
-    """Write the retriever or its embeddings for other programs, or the reader for other runs.
+    """Write retriever, reader or embeddings for use elsewhere.
 
     sentence-transformers: a folder that SentenceTransformer(FOLDER) opens, with the same embeddings of questions and of
     passages. onnx: the same as files for ONNX Runtime; needs the extra "export". parquet: every passage with its
