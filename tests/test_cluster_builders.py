@@ -450,6 +450,10 @@ def test_a_run_takes_over_what_another_has_made_of_the_same(
     for root in (one, two):
         shutil.copytree(trained, root, ignore=shutil.ignore_patterns("root"))
     shutil.copytree(trained / "root", one, dirs_exist_ok=True)
+    monkeypatch.setenv("REALMOPS_COMMIT", "c0de")
+    for record in one.glob(f"*/*/{artifacts.MANIFEST}"):
+        made = {key: value for key, value in artifacts.read_json(record).items() if key != "manifest_digest"}
+        artifacts.write_json(record, artifacts.sealed(made | {"code": "c0de"}))
     shown = Output(tmp_path / "shown.json")
 
     def pretrain(root: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
@@ -471,8 +475,13 @@ def test_a_run_takes_over_what_another_has_made_of_the_same(
         assert artifacts.read_manifest(two / STAGES[name].folder, name)
     with pytest.raises(Runs):
         tasks.run_stage("ict", json.dumps({**values, "ict": {**values["ict"], "steps": 5}}), str(two), shown, shown)
-    (one / "models/ict/reader.safetensors").write_bytes(b"damaged")
     shutil.rmtree(two / "models/ict")
+    for other in ("another", ""):
+        monkeypatch.setenv("REALMOPS_COMMIT", other)
+        with pytest.raises(Runs):
+            tasks.run_stage("ict", json.dumps(values), str(two), shown, shown)
+    monkeypatch.setenv("REALMOPS_COMMIT", "c0de")
+    (one / "models/ict/reader.safetensors").write_bytes(b"damaged")
     with pytest.raises(Runs):
         tasks.run_stage("ict", json.dumps(values), str(two), shown, shown)
 

@@ -330,17 +330,23 @@ def _run(stage: str, values: Values, root: Path, manifest: Output, metrics: Metr
 
 
 def _take_over(stage: str, values: Values, root: Path) -> None:
-    """Link what another run beside ``root`` has made of the same inputs and options, so that it is not made again."""
+    """Link what another run beside ``root`` has made of the same inputs and options, so that it is not made again.
+
+    By the same code alone: an image of another commit trains anew, and so does one that tells no commit.
+    """
     from realmops.stages import fingerprint
-    from realmops.stages.runner import alone, finished, inputs_of
+    from realmops.stages.runner import alone, code, finished, inputs_of
 
     one, folder = STAGES[stage], root / STAGES[stage].folder
     key = fingerprint(one, values, inputs_of(one, values, root, root))
-    if finished(folder, one, key) is not None:
+    if finished(folder, one, key) is not None or not code():
         return
     for record in sorted(root.parent.glob(f"*/{one.folder}/{artifacts.MANIFEST}")):
         with suppress(OSError, ValueError):  # replaced at this moment, or damaged: it is made here
-            if artifacts.read_json(record).get("fingerprint") != key or finished(record.parent, one, key) is None:
+            made = artifacts.read_json(record)
+            if (made.get("fingerprint"), made.get("code")) != (key, code()):
+                continue
+            if finished(record.parent, one, key) is None:
                 continue
             with alone(root / artifacts.WORK, stage), artifacts.atomic_folder(folder) as out:
                 for file in (path for path in record.parent.rglob("*") if path.is_file()):

@@ -129,7 +129,8 @@ def _run_alone(
         if (work / JOURNAL).stat().st_size:
             shutil.copyfile(work / JOURNAL, out / JOURNAL)
         artifacts.write_json(out / METRICS, metrics)
-        artifacts.write_manifest(out, name, fingerprint=key, sections=deciding(stage, values), presets=[*presets])
+        made = {"sections": deciding(stage, values), "presets": [*presets]} | ({"code": code()} if code() else {})
+        artifacts.write_manifest(out, name, fingerprint=key, **made)
         if tracker is not None:
             figures = {f"final/{name}.{key}": value for key, value in metrics.items()}
             tuned = values["finetune"]
@@ -137,6 +138,11 @@ def _run_alone(
             tracker.finish(figures, shown_files(name, out))
     shutil.rmtree(work, ignore_errors=True)
     return metrics
+
+
+def code() -> str:
+    """The commit of the image that this runs in; empty where it is not known."""
+    return os.environ.get("REALMOPS_COMMIT", "")
 
 
 class _Silent:
