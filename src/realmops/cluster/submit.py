@@ -84,7 +84,8 @@ class Pipeline:
         """The file to upload, which says how long the pods of a run are kept after it; 0 says nothing of that.
 
         It is what the compiler writes for ``PipelineConfig(ttl_seconds_after_finished)``, as a copy: servers of 2.16
-        drop all that pods want for a field that they do not know.
+        drop all that pods want for a field that they do not know. What the workflow controller's defaults say of runs
+        that succeeded or failed wins over it.
         """
         platforms = self.documents[1].get("platforms", {}) if len(self.documents) > 1 else {}
         if not hours or "kubernetes" not in platforms:
