@@ -254,7 +254,9 @@ def test_wait_ends_as_the_run_does(state: str, code: int, project: Path, lab: Kf
     assert result.exit_code == code
     [run] = lab.runs
     told = ["pretrain: SUCCEEDED", f"the run {run['display_name']} ({run['run_id']}, {state})"]
-    assert result.stdout.splitlines()[-2:] == told
+    lines = result.stdout.splitlines()
+    assert lines[-2 - code :][:2] == told
+    assert lines[-1].startswith("pods that have failed: 'kubectl -n kubeflow get pods") == bool(code)
 
 
 def test_wait_outlives_a_server_that_is_away_for_a_while(
@@ -636,12 +638,12 @@ class Looked:
 
     place = place_of("http://localhost:8888", None, profiles=False)
 
-    def __init__(self, looks: list[list[dict[str, Any]]]) -> None:
-        self.looks = looks
+    def __init__(self, looks: list[list[dict[str, Any]]], ends: str = "SUCCEEDED") -> None:
+        self.looks, self.ends = looks, ends
 
     def run(self, run_id: str) -> Any:
         nodes = [SimpleNamespace(**one) for one in (self.looks.pop(0) if self.looks else ())]
-        state = "RUNNING" if nodes else "SUCCEEDED"
+        state = "RUNNING" if nodes else self.ends
         details = SimpleNamespace(task_details=nodes)
         return SimpleNamespace(run_details=details, state=state, display_name="r", run_id=run_id, error=None)
 
@@ -681,6 +683,32 @@ def test_wait_says_why_a_pod_waits_where_the_cluster_is_at_hand(kube_lab: Lab, m
     submit.wait("1", {"variant-2"}, Looked([nodes] * 5), said.append)  # type: ignore[arg-type]
     assert said[2].startswith("variant-2: 2 pods wait, still PENDING")
     assert said[3:5] == ["the pod a: Unschedulable, 0/3 nodes are available", "the pod b: ErrImagePull, no such image"]
+
+
+def test_wait_says_why_pods_have_failed_where_the_cluster_is_at_hand(kube_lab: Lab) -> None:
+    """The states as Kubernetes 1.36.3 and Kubeflow Pipelines 2.17.0 showed them on 25 November 2026."""
+
+    def ended(name: str, code: int, reason: str) -> dict[str, Any]:
+        state = {"terminated": {"exitCode": code, "reason": reason}}
+        return {"name": name, "image": "", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+
+    of_run = {"pipeline/runid": "1"}
+    late = {"reason": "DeadlineExceeded", "message": "Pod was active on the node longer than the specified deadline"}
+    both = [ended("main", 143, "Error"), ended("wait", 0, "Completed")]
+    kube_lab.put("pods", "kubeflow", "a", of_run, status={"phase": "Failed", **late, "containerStatuses": both})
+    full = [ended("main", 137, "OOMKilled"), ended("wait", 0, "Completed")]
+    kube_lab.put("pods", "kubeflow", "b", of_run, status={"phase": "Failed", "containerStatuses": full})
+    kube_lab.put("pods", "kubeflow", "of another run", {}, status={"phase": "Failed"})
+    said: list[str] = []
+    assert submit.wait("1", set(), Looked([], "FAILED"), said.append) == "FAILED"  # type: ignore[arg-type]
+    assert said == [
+        "the run r (1, FAILED)",
+        "pods that have failed: 'kubectl -n kubeflow get pods -l pipeline/runid=1 --field-selector status.phase=Failed'"
+        " and 'kubectl -n kubeflow logs POD -c main' show which",
+        "the pod a: DeadlineExceeded, Pod was active on the node longer than the specified deadline, "
+        "main ended with 143, Error",
+        "the pod b: main ended with 137, OOMKilled",
+    ]
 
 
 def test_wait_tells_of_each_iteration_of_a_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -730,7 +730,7 @@ def report(root: Path) -> None:
     "--keep-hours",
     type=click.FloatRange(0, 500_000),
     default=168.0,
-    help="How long Kubeflow Pipelines 2.17 or newer keeps pods and logs; 0: as it is set up.",
+    help="How long Kubeflow Pipelines 2.17 keeps pods after a run, unless set up otherwise; 0: as it is set up.",
 )
 @_flag("--once", help="Start nothing if a run with the same key is under way or has succeeded.")
 @_flag("--wait", "waits", help="Wait until the run has ended; exit code 1 unless it has succeeded.")

@@ -70,6 +70,13 @@ class Cluster:
         )
         return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in found.items]
 
+    def failed_pods(self, namespace: str, labels: str) -> list[str]:
+        """A line for each pod with these labels that has failed: its name, and why."""
+        found = self.ask(
+            "CoreV1Api", "list_namespaced_pod", namespace, label_selector=labels, field_selector="status.phase=Failed"
+        )
+        return [f"{pod.metadata.name}: {', '.join(_ends(pod.status))}" for pod in found.items]
+
     def warnings(self, namespace: str, prefix: str) -> list[str]:
         """The last warning of each pod whose name begins so; a list comes by name, not by time."""
         of_pods = "involvedObject.kind=Pod,type=Warning"
@@ -93,6 +100,15 @@ def _reasons(status: Any) -> Iterator[str]:
     for container in containers:
         if waiting := container.state and container.state.waiting:
             yield f"{waiting.reason}, {waiting.message}" if waiting.message else str(waiting.reason)
+
+
+def _ends(status: Any) -> Iterator[str]:
+    if status.reason:
+        yield f"{status.reason}, {status.message}"
+    for container in (*(status.init_container_statuses or ()), *(status.container_statuses or ())):
+        ended = container.state and container.state.terminated
+        if ended and ended.exit_code:
+            yield f"{container.name} ended with {ended.exit_code}, {ended.reason}"
 
 
 def connect() -> Cluster:

@@ -46,12 +46,13 @@ class Place:
             f"{', '.join([*wanted, f'ServiceAccount {self.account}'])} belong there; {self.advice} makes them"
         )
 
-    def commands(self, run_id: str) -> str:
-        """What shows why pods of a run wait."""
+    def commands(self, run_id: str, phase: str) -> str:
+        """What shows why pods of a run wait, or have failed."""
         kubectl = f"kubectl -n {self.namespace}"
+        more = "logs POD -c main" if phase == "Failed" else "get events --field-selector type=Warning"
         return (
-            f"'{kubectl} get pods -l {RUN_LABEL}={run_id} --field-selector status.phase=Pending' and "
-            f"'{kubectl} get events --field-selector type=Warning' show which"
+            f"'{kubectl} get pods -l {RUN_LABEL}={run_id} --field-selector status.phase={phase}' and "
+            f"'{kubectl} {more}' show which"
         )
 
 

@@ -84,7 +84,8 @@ class Pipeline:
         """The file to upload, which says how long the pods of a run are kept after it; 0 says nothing of that.
 
         It is what the compiler writes for ``PipelineConfig(ttl_seconds_after_finished)``, as a copy: servers of 2.16
-        drop all that pods want for a field that they do not know.
+        drop all that pods want for a field that they do not know. What the workflow controller's defaults say of runs
+        that succeeded or failed wins over it.
         """
         platforms = self.documents[1].get("platforms", {}) if len(self.documents) > 1 else {}
         if not hours or "kubernetes" not in platforms:
@@ -264,6 +265,11 @@ def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
     run: Any = awaited(look, WATCH_SECONDS)
     reason = f", {run.error.message}" if run.error and run.error.message else ""
     say(f"{_shown(run)}{reason}")
+    if run.state in FAILURES:
+        place = server.place
+        say(f"pods that have failed: {place.commands(run_id, 'Failed')}")
+        for line in looked(lambda cluster: cluster.failed_pods(place.namespace, f"{RUN_LABEL}={run_id}")):
+            say(f"the pod {line}")
     return str(run.state)
 
 
@@ -274,7 +280,7 @@ def _tell_of_pods(tasks: Sequence[str], late: int, run_id: str, server: Server, 
     say(
         f"{', '.join(dict.fromkeys(tasks)) or 'before the first task'}: {waits}, still PENDING after "
         f"{PENDING_SECONDS:.0f} s; a claim that is not there, an image that cannot be pulled or no room on a node: "
-        f"{place.commands(run_id)}"
+        f"{place.commands(run_id, 'Pending')}"
     )
     for line in looked(lambda cluster: cluster.waiting_pods(place.namespace, f"{RUN_LABEL}={run_id}")):
         say(f"the pod {line}")
