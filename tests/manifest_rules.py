@@ -118,8 +118,9 @@ def value_faults(one: Object) -> Iterator[str]:
 def as_made(objects: Iterable[Object]) -> Iterator[Object]:
     """The objects, with what others make of theirs.
 
-    Kubeflow Trainer makes a Job of a TrainJob and its runtime, which stands in their place; KServe, in mode Standard,
-    a Deployment of an InferenceService, which stands beside it (reconcilers/deployment/deployment_reconciler.go).
+    Kubeflow Trainer and JobSet make a Job of a TrainJob and its runtime, which stands in their place (without the
+    variables for torchrun and its port); KServe, in mode Standard, a Deployment of an InferenceService, which stands
+    beside it (reconcilers/deployment/deployment_reconciler.go).
     """
     objects = [*objects]
     runtimes = {one["metadata"]["name"]: one for one in objects if one["kind"] == "TrainingRuntime"}
@@ -127,13 +128,15 @@ def as_made(objects: Iterable[Object]) -> Iterator[Object]:
         if one["kind"] == "TrainJob" and one["spec"]["runtimeRef"]["name"] in runtimes:
             spec = runtimes[one["spec"]["runtimeRef"]["name"]]["spec"]
             [node] = spec["template"]["spec"]["replicatedJobs"]
-            template = json.loads(json.dumps(node["template"]["spec"]["template"]))
+            made = json.loads(json.dumps(node["template"]["spec"]))
+            template = made["template"]
             template["spec"].setdefault("restartPolicy", "OnFailure")
             trainer = one["spec"].get("trainer", {})
             for container in template["spec"]["containers"]:
                 container["resources"] = trainer.get("resourcesPerNode", container.get("resources", {}))
             nodes = trainer.get("numNodes", spec["mlPolicy"].get("numNodes", 1))
-            yield {"kind": "Job", "metadata": one["metadata"], "spec": {"parallelism": nodes, "template": template}}
+            made |= {"completionMode": "Indexed", "completions": nodes, "parallelism": nodes}
+            yield {"kind": "Job", "metadata": one["metadata"], "spec": made}
         elif one["kind"] != "TrainingRuntime":
             yield one
         if one["kind"] == "InferenceService":

@@ -1,6 +1,7 @@
 """Kubernetes manifests: what overlays and components render to, and rules that find what was planted."""
 
 import copy
+import json
 import os
 import re
 import subprocess
@@ -241,6 +242,34 @@ def test_a_train_job_runs_the_same_pod_as_the_manifests(rendered: dict[str, list
     command, *arguments = container["args"]
     with pytest.raises(SystemExit):  # parsed, and then it finds no params
         main.commands[command].main(arguments)
+
+
+def test_the_rules_see_the_job_that_kubeflow_trainer_makes() -> None:
+    recorded = json.loads((Path(__file__).parent / "recorded/trainer-2.3.0.json").read_text(encoding="utf-8"))
+    [node] = recorded["job set"]["replicatedJobs"]
+    for container in node["template"]["spec"]["template"]["spec"]["containers"]:
+        assert container.pop("ports") == [{"containerPort": 29500, "protocol": "TCP"}]
+        container["env"] = [one for one in container["env"] if not one["name"].startswith("PET_")]
+    [job] = as_made(recorded["applied"])
+    assert job["spec"] == node["template"]["spec"]
+
+
+def test_a_killed_pod_of_a_train_job_counts_once_and_a_disruption_never() -> None:
+    """The end of one pod ends the training of all, and a Job adds up the restarts of its pods' containers.
+
+    With Kubernetes' limit of six restarts, the third kill ended a TrainJob of two nodes (recorded/trainer-2.3.0.json);
+    the first one would end one of six. So no pod starts again within its Job: JobSet makes all anew, and counts once.
+    """
+    runtime, job = read_all(K8S / "trainjob.yaml")
+    [made] = as_made([runtime, job])
+    assert made["spec"]["backoffLimit"] == 0
+    assert made["spec"]["template"]["spec"]["restartPolicy"] == "Never"
+    [disrupted] = made["spec"]["podFailurePolicy"]["rules"]
+    assert disrupted == {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    policy = runtime["spec"]["template"]["spec"]["failurePolicy"]
+    [rule] = policy["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"])
+    assert policy["maxRestarts"] >= 10
 
 
 def test_an_inference_service_runs_the_same_pod_as_the_deployment(rendered: dict[str, list[Object]]) -> None:
