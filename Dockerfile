@@ -6,6 +6,7 @@
 #   docker build --secret id=pip,src=pip.conf ...              packages from where your pip.conf says
 #   docker build --secret id=ca,src=FILE ...                   your network's certificates: cert = /run/secrets/ca in pip.conf
 # Without TORCH_INDEX, torch brings its CUDA libraries into the cpu variant as well: two thirds of the image.
+# A TORCH_INDEX stays readable in the image's history: an address with a password belongs into pip.conf.
 ARG BASE=python:3.11-slim
 
 # What realmops depends on. The layer of gigabytes is made by this file, the versions and the extras alone: builds of other
