@@ -93,6 +93,8 @@ def init(
     if documents is not None:
         size = _look_at_documents(project, documents)
         project.presets += _model(project, encoder, size)
+        if encoder is None and "language" in project.own["snapshot"]:
+            project.lines[-1] += "; name one of the documents' language, or a multilingual one, by --encoder"
         if questions:
             _look_at_questions(project, questions)
         else:
@@ -225,10 +227,7 @@ def _looked_into(project: Project, found: Sequence[Source]) -> list[str]:
         return lines
     project.put("snapshot.language", AUTO if len(shares) > 1 else next(iter(shares)))
     names = ", ".join(f"{languages()[code].name} {share:.0%}" for code, share in shares.items())
-    lines.append(
-        f"language: {names} (snapshot.language: {project.own['snapshot']['language']}); for embeddings and reader "
-        "name an encoder of that language, or a multilingual one, by --encoder"
-    )
+    lines.append(f"language: {names} (snapshot.language: {project.own['snapshot']['language']})")
     return lines
 
 
