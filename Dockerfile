@@ -1,34 +1,48 @@
 # One image for every pod: training, index builder, MLflow and submission.
 #   docker build --build-arg COMMIT=$(git rev-parse HEAD) --tag realmops:$(git rev-parse --short HEAD) .
+#   docker build --build-arg TORCH_INDEX=URL ...               also looks there for torch: name an index of its CPU builds
 #   docker build --build-arg VARIANT=gpu ...                   with faiss for GPUs in the place of faiss for CPUs
 #   docker build --build-arg BASE=IMAGE ...                    another base with Python 3.11 and its pip
 #   docker build --secret id=pip,src=pip.conf ...              packages from where your pip.conf says
-# Without a pip.conf that names a source of CPU builds, torch brings its CUDA libraries into the cpu variant as well.
+#   docker build --secret id=ca,src=FILE ...                   your network's certificates: cert = /run/secrets/ca in pip.conf
+# Without TORCH_INDEX, torch brings its CUDA libraries into the cpu variant as well: two thirds of the image.
+# A TORCH_INDEX stays readable in the image's history: an address with a password belongs into pip.conf.
 ARG BASE=python:3.11-slim
 
-FROM ${BASE} AS build
+# What realmops depends on. The layer of gigabytes is made by this file, the versions and the extras alone: builds of other
+# commits have the same, and a node pulls it once. An empty realmops names the dependencies to pip, and goes again.
+FROM ${BASE} AS packages
 ARG VARIANT=cpu
+ARG TORCH_INDEX=
 WORKDIR /build
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY src ./src
-RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+COPY pyproject.toml constraints.txt ./
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     case "$VARIANT" in \
         cpu) search=faiss ;; \
         gpu) search=gpu ;; \
         *) echo "VARIANT is '$VARIANT', allowed are cpu and gpu" >&2; exit 2 ;; \
     esac \
+    && mkdir -p src/realmops \
+    && touch README.md LICENSE \
     && python -m venv --without-pip /opt/realmops \
     && python -m pip --python /opt/realmops/bin/python install --no-cache-dir --constraint constraints.txt \
-        ".[baselines,cluster,documents,server,t5,$search]"
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[baselines,cluster,documents,server,t5,$search]" \
+    && python -m pip --python /opt/realmops/bin/python uninstall --yes realmops
 
-FROM ${BASE}
+FROM packages AS build
+COPY README.md LICENSE ./
+COPY src ./src
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
+    python -m pip --python /opt/realmops/bin/python install --no-cache-dir --no-deps --prefix /opt/package .
+
+FROM packages
 ARG VARIANT=cpu
 ARG COMMIT=
 LABEL org.opencontainers.image.title="realmops" \
     org.opencontainers.image.description="REALM trained end to end (${VARIANT})" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.revision="${COMMIT}"
-COPY --from=build /opt/realmops /opt/realmops
+COPY --from=build /opt/package /opt/realmops
 # A project's params.yaml is mounted here, from a ConfigMap: another option is another commit and no other image.
 WORKDIR /app
 COPY LICENSE ./

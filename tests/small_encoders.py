@@ -85,6 +85,7 @@ FAMILIES: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...
     "bert": (wordpiece, SPECIAL_TOKENS, {**_SHAPE, **_WIDE, "max_position_embeddings": 64}),
     "roberta": (byte_bpe, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
     "xlm-roberta": (unigram, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
+    "camembert": (unigram, ROBERTAS, {**_ROBERTA, "layer_norm_eps": 1e-5}),
     "mpnet": (wordpiece, ROBERTAS, {**_SHAPE, **_WIDE, "max_position_embeddings": 66, "layer_norm_eps": 1e-5}),
     "distilbert": (
         wordpiece,

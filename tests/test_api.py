@@ -47,6 +47,8 @@ def test_a_program_searches_and_asks(root: Path) -> None:
     assert [(one.quote, one.start, one.p_z_given_y) for one in found.citations] == [
         (one["quote"], one["start"], one["p_z_given_y"]) for one in record["citations"]
     ]
+    assert found.quote is not None
+    assert (found.quote.quote, found.quote.start) == (record["quote"]["quote"], record["quote"]["start"])
     assert [one.passage_id for one in found.passages] == [one["passage_id"] for one in record["passages"]]
     first = found.passages[0].passage_id
     assert first not in {one.passage_id for one in answerer.answer(QUESTION, without=[first]).passages}

@@ -1,67 +1,116 @@
-"""The whole chain over a folder of each family: run, resume, answer, export; and what is exported is what was run."""
+"""The whole chain over a folder of each family: run, killed, resumed, served, exported; the export is what was run."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import onnxruntime
 import pytest
+import torch
 from sentence_transformers import SentenceTransformer
+from serving import client_of
 from small_encoders import FAMILIES, write_encoder
 from small_project import QUESTIONS, cli, stage, stopped_at, toy_values, write_project
-from tokenizers import Tokenizer
 
-from realmops.api import Answerer
 from realmops.commands.answers import generation_of_run
+from realmops.index.embed import embed, query_sequences, text_queries
+from realmops.serve.guard import Limits
+from realmops.train import loop
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
-STAGES = ("snapshot", "tag", "ict", "pretrain", "finetune")
 READERS: dict[str, dict[str, Any]] = {
     "mpnet": {"matches": True},
     "modernbert": {"copies": True, "apart": True, "matches": False},
 }
+PROMPTS = {"roberta": {"query": "Query: ", "passage": "Passage: "}}  # over a BPE of bytes, where blanks are of words
+ONNX = ("roberta", "mpnet", "modernbert")  # an export takes seconds
+
+
+@contextlib.contextmanager
+def killed() -> Iterator[None]:
+    """A training ends as if it were killed where it would write its second checkpoint."""
+
+    class Killed(BaseException):
+        pass
+
+    usual, saved = loop._save, []
+
+    def save(context: loop.Context, optimiser: Any, step: int, last: str) -> None:
+        saved.append(step)
+        if len(saved) == 2:
+            raise Killed
+        usual(context, optimiser, step, last)
+
+    with mock.patch.object(loop, "_save", save), contextlib.suppress(Killed):
+        yield
+        raise AssertionError("it went on")
 
 
 @pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "bert"), "albert"])
 def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -> None:
-    folder, root = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130), tmp_path / "root"
+    """Weights after a kill in each training are those of a run that nothing disturbed."""
+    folder, root, whole = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130), *roots(tmp_path)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS.get(family, {})}))
     write_project(tmp_path)
     steps = 4 if family == "modernbert" else 0  # an index builder is a process more
     changes = {
         "bert": {"init": str(folder), "positions": 128},
         "pretrain": {"steps": steps, "refresh_every": 2, "lag": 0, "builder": "child" if steps else "external"},
-        "finetune": {"epochs": 1},
         "reader": READERS.get(family, {}),
     }
     values = toy_values(**changes)
-    for name in STAGES[:3]:
+    for name in ("snapshot", "tag"):
         stage(name, values, tmp_path, root)
-    if steps:
-        with stopped_at(3):
-            stage("pretrain", values, tmp_path, root)
-    for name in STAGES[3:]:
+    shutil.copytree(root, whole)
+    for name in ("ict", "pretrain", "finetune"):
+        stage(name, values, tmp_path, whole)
+        if name != "pretrain" or steps:
+            with stopped_at(3) if name == "pretrain" else killed():
+                stage(name, values, tmp_path, root)
         stage(name, values, tmp_path, root)
+    files = [file.relative_to(whole) for file in whole.rglob("models/**/*.safetensors")]
+    assert len(files) >= 6
+    for file in files:
+        assert (root / file).read_bytes() == (whole / file).read_bytes(), file
 
-    record = Answerer.open(root).answer("Where was the poet Anna Berg born?")
-    assert len(record.passages) > 1
+    with client_of(root, Limits()) as client:
+        reply = client.post("/v1/answer", json={"question": "Where was the poet Anna Berg born?"})
+    assert reply.status_code == 200
+    assert len(reply.json()["passages"]) > 1
     model = generation_of_run(root).model
     assert model.passages is not None
     assert cli("export", tmp_path / "st", "--format", "sentence-transformers", "--root", root).exit_code == 0
     library = SentenceTransformer(str(tmp_path / "st"), device="cpu", local_files_only=True)
     pairs = [(model.snapshot.title(i), model.snapshot.text(i)) for i in range(len(model.snapshot))]
     known_PE = model.passages.vectors(slice(None)).numpy()
+    query_QE = embed(model.retriever.query, query_sequences(text_queries(model.snapshot, ASKED, 64)), torch.float32)
     np.testing.assert_allclose(library.encode_document(pairs), known_PE, atol=1e-5)
+    np.testing.assert_allclose(library.encode_query(ASKED), query_QE, atol=1e-5)
     assert known_PE.std(0).min() > 1e-4
-    if family not in ("mpnet", "modernbert"):
-        return  # an export takes seconds
+    if family not in ONNX:
+        return
     assert cli("export", tmp_path / "onnx", "--format", "onnx", "--root", root).exit_code == 0
-    tokenizer = Tokenizer.from_file(str(tmp_path / "onnx/tokenizer.json"))
-    tokenizer.enable_truncation(model.snapshot.block_wordpieces)
-    tokenizer.enable_padding(pad_id=model.special.padding)
-    found = tokenizer.encode_batch(pairs)
-    inputs = {"input_ids": [one.ids for one in found], "attention_mask": [one.attention_mask for one in found]}
-    session = onnxruntime.InferenceSession(str(tmp_path / "onnx/document.onnx"))
-    made_PE = session.run(None, {name: np.array(rows) for name, rows in inputs.items()})[0]
-    np.testing.assert_allclose(made_PE, known_PE, atol=1e-4)
+    card = (tmp_path / "onnx/README.md").read_text()
+    blank = " " if family in PROMPTS else ""
+    assert ("A blank before each" in card) == bool(blank)
+    found: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace("FOLDER", str(tmp_path / "onnx")), found)
+    limits = re.findall(r'embed\("(\w+\.onnx)", (\d+), \[(.*)\]', card)
+    assert [text.startswith(start) for (_, _, text), start in zip(limits, (f'"{blank}W', f'("{blank}A'), strict=True)]
+    (of_query, query_limit, _), (of_document, limit, _) = limits
+    pairs = [(blank + title, text) for title, text in pairs]
+    np.testing.assert_allclose(found["embed"](of_document, int(limit), pairs), known_PE, atol=1e-4)
+    asked = [blank + question for question in ASKED]
+    np.testing.assert_allclose(found["embed"](of_query, int(query_limit), asked), query_QE, atol=1e-4)
+
+
+def roots(folder: Path) -> tuple[Path, Path]:
+    """Of the run that is killed, and of the one that is not."""
+    return folder / "root", folder / "whole"

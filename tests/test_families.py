@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 from small_encoders import FAMILIES, write_encoder
+from small_project import toy_values
 from torch import Tensor
 
-from realmops.commands.run import encoder_notes
+from realmops.commands.run import encoder_notes, look_at_encoders
 from realmops.encoders.architectures import described_encoder, load_encoder
 from realmops.encoders.packed import Packed
 
@@ -182,3 +183,12 @@ def test_only_safetensors_are_read_of_other_encoders(tmp_path: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"albert is read from model.safetensors alone"):
         load_encoder(folder)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "albert"])
+def test_run_opens_an_encoder_before_the_first_stage(family: str, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130)
+    look_at_encoders(["ict"], toy_values(bert={"init": str(folder), "positions": 128}))
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match="encoder"):
+        look_at_encoders(["ict"], toy_values(bert={"init": str(folder), "positions": 128}))

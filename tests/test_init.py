@@ -89,7 +89,9 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
         ("NVIDIA L4", "plain", 0, ["squad", "bert-base"]),
         ("NVIDIA L4", "pooled", 0, ["squad", "minilm"]),
         ("NVIDIA L4", "some/name", 0, ["squad", "minilm"]),
-        ("", "google-bert/bert-base-uncased", 0, ["squad", "minilm"]),
+        ("NVIDIA L4", "some/name-base-v2", 0, ["squad", "minilm", "base"]),
+        ("", "wide", 0, ["squad", "minilm", "base"]),
+        ("", "google-bert/bert-base-uncased", 0, ["squad", "minilm", "base"]),
         ("NVIDIA L4", "small", 0, ["squad"]),
         ("", "small", 20_000_000, ["squad", "large"]),
     ],
@@ -105,7 +107,9 @@ def test_encoder_gpu_and_size_choose_the_presets(
     monkeypatch.setenv("PATH", str(driver.parent), prepend=os.pathsep)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(init, "version", lambda name: "2.9.1")
-    (tmp_path / "plain").mkdir()
+    for name in ("plain", "wide"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "wide" / "config.json").write_text('{"hidden_size": 768}')
     (tmp_path / "pooled" / "1_Pooling").mkdir(parents=True)
     (tmp_path / "pooled" / "1_Pooling" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)

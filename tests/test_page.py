@@ -166,7 +166,10 @@ def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold
     answer = shown(page, "answer")
     assert texts(answer, ".//h2") == ["What was found"]
     assert not answer.xpath(".//p[@class='given']"), "nothing in large type"
-    found = answer.xpath(".//blockquote/p")
+    sentence, *found = answer.xpath(".//blockquote/p")
+    assert sentence.text_content() == record["quote"]["quote"]
+    where = f"document {record['quote']['document_id']}, characters {record['quote']['start']} to "
+    assert where in texts(answer, ".//figcaption")[0]
     assert [one.text_content() for one in found] == [one["text"] for one in record["passages"][:3]]
     marked = [re.findall(r"Bergen|Oslo|Norway|ships?\b|play|rains", one.text_content()) for one in found]
     assert [one.xpath("./mark/text()") for one in found] == marked

@@ -329,6 +329,7 @@ def test_the_registered_model_answers_as_the_evaluation_did(
             [source] = [text for title, text, _ in DOCUMENTS if title == cited["title"]]
             assert source[cited["start"] : cited["end"]] == cited["quote"]
         assert ours["citations"][0]["quote"] == ours["answer"]
+        assert ours["quote"]["quote"]
         assert ours["citations"][0]["passage_id"] == theirs.passage_ids[theirs.evidence_rank]
         assert ours["model"]["weights_step"] == 6
     table = DataFrame({"question": [predictions[1].question]})

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from small_world import World, section, tiny_models
 from test_finetune import options
 from torch import Tensor, nn
 
-from realmops.answering.answer import Answer, Found, Read
-from realmops.answering.record import record_of
+from realmops.answering.answer import Answer, Found, Read, Span
+from realmops.answering.record import record_of, sentence
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.questions import Question
 from realmops.encoders.packed import Packed
@@ -114,6 +115,20 @@ class YesNo(RetrieveAndRead):
         )
         question = found.question.question
         return Answer(question, None, math.log(p_y), said, p_y, read, ranked=list(found.ranked), said=said)
+
+
+def test_what_is_quoted_are_the_sentences_that_a_span_touches(world: World) -> None:
+    snapshot, several = world.snapshot, 0
+    for passage in range(len(snapshot)):
+        chars = snapshot.chars(passage)
+        bounds = [(int(chars[a, 0]), int(chars[b - 1, 1])) for a, b in snapshot.sentences(passage)]
+        for first, last in combinations_with_replacement(range(len(chars)), 2):
+            start, end = int(chars[first, 0]), int(chars[last, 1])
+            touched = [(a, b) for a, b in bounds if start < b and a < end]
+            found = sentence(snapshot, Span("", passage, (start, end), 0.0))
+            assert found == (touched[0][0], touched[-1][1])
+            several += len(touched) > 1
+    assert several, "one passage has two sentences"
 
 
 def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(

@@ -55,6 +55,8 @@ def test_an_answer_is_that_of_the_evaluation_with_its_sources(answering: Path, s
     for citation in record["citations"]:
         assert citation["quote"] == source_of(citation)
         assert (citation["uri"], citation["p_z_given_y"] > 0) == ("documents.jsonl", True)
+    assert record["quote"]["quote"] == source_of(record["quote"])
+    assert record["answer"] in record["quote"]["quote"]
     manifest = read_json(answering / "root/data/snapshot/corpus/manifest.json")
     assert record["model"]["snapshot"] == manifest["corpus_hash"]
     assert record["model"]["weights_step"] == 6, "two epochs of six questions, two at a time"
@@ -99,7 +101,7 @@ def test_without_any_passage_there_is_no_answer(answering: Path) -> None:
     both = generation.read([some, none])
     assert both[0]["answer"]
     assert (both[1]["answer"], both[1]["abstained"], both[1]["citations"], both[1]["passages"]) == ("", True, [], [])
-    assert (both[1]["probability"], both[1]["p_y"]) == (0, 0)
+    assert (both[1]["probability"], both[1]["p_y"], both[1]["quote"]) == (0, 0, None)
     assert generation.read([none])[0] == both[1]
 
 
@@ -123,6 +125,8 @@ def test_an_unsure_answer_is_marked_and_no_text_for_chat_clients(answering: Path
     assert _text(records[0.0]) == records[0.0]["answer"]
     assert _text(records[HOLDS_ALL]) == NO_ANSWER
     assert "held back" not in short(records[0.0])[0]
+    sentence = f"  in: {records[1.0]['quote']['quote']}"
+    assert [short(record)[1] == sentence for record in records.values()] == [False, True, True]
     assert "held back below 1)" in short(records[1.0])[0]
     assert "held back as every answer is" in short(records[HOLDS_ALL])[0]
     [plain] = replace(generation, confidence=None).read([found])

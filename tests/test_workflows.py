@@ -145,11 +145,12 @@ def test_retraining_names_a_namespace_and_an_image_only_where_it_is_given_one(
 @pytest.mark.parametrize(("variant", "tag"), [("cpu", __version__), ("gpu", f"{__version__}-gpu")])
 def test_a_tag_publishes_the_image_that_pipelines_and_components_name(tmp_path: Path, variant: str, tag: str) -> None:
     given = {"VARIANT": variant, "REGISTRY_TOKEN": "t", "GITHUB_SHA": "abc", "GITHUB_ACTOR": "me"}
-    names = {"GITHUB_REF_NAME": f"v{__version__}", "GITHUB_REPOSITORY": "RealmOps/realmops"}
+    names = {"GITHUB_REF_NAME": f"v{__version__}", "GITHUB_REPOSITORY": "RealmOps/realmops", "TORCH_INDEX": "cpus"}
     code, called = run_script("release", tmp_path, {"docker": ""}, **given, **names)
     image = f"{IMAGE.partition(':')[0]}:{tag}"
+    arguments = f"VARIANT={variant} --build-arg COMMIT=abc --build-arg TORCH_INDEX={'cpus' if variant == 'cpu' else ''}"
     assert (code, called) == (0, [
-        f"docker build --build-arg VARIANT={variant} --build-arg COMMIT=abc --tag {image} .",
+        f"docker build --build-arg {arguments} --tag {image} .",
         "docker login ghcr.io --username me --password-stdin",
         f"docker push {image}",
     ])  # fmt: skip

@@ -58,8 +58,8 @@ class Citation:
     uri: str
     start: int | None
     end: int | None
-    p_z: float
-    p_z_given_y: float | None
+    p_z: float | None = None  # of a citation
+    p_z_given_y: float | None = None
     page: int | None = None
 
 
@@ -74,6 +74,7 @@ class AnswerRecord:
     abstained: bool
     citations: Sequence[Citation]
     passages: Sequence[Passage]
+    quote: Citation | None = None  # the sentence that the answer stands in
 
 
 class _Silent:
@@ -158,6 +159,7 @@ class Answerer:
             abstained=record["abstained"],
             citations=[_of(Citation, one) for one in record["citations"]],
             passages=[_of(Passage, one) for one in record["passages"]],
+            quote=_of(Citation, record["quote"]) if record["quote"] else None,
         )
 
     def searcher(self) -> Searcher:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from realmops.answering.answer import Answer, Found
+import numpy as np
+
+from realmops.answering.answer import Answer, Found, Span
 from realmops.corpus.snapshot import Snapshot
 
 Record = dict[str, Any]
@@ -52,6 +54,7 @@ def record_of(
             {**cited(snapshot, one.passage, span.characters), "p_z": one.p_z, "p_z_given_y": one.p_z_given_y}
             for one, span in citing
         ],
+        "quote": cited(snapshot, best.passage, sentence(snapshot, best)) if best else None,
         "passages": [
             {
                 **_passage(snapshot, one.passage, one.p_z),
@@ -79,6 +82,14 @@ def _passage(snapshot: Snapshot, passage: int, p_z: float) -> Record:
     place = cited(snapshot, passage, (0, len(text)))
     del place["quote"]
     return {**place, "text": text, "p_z": p_z}
+
+
+def sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
+    """The characters of the sentence that a span stands in, or of those that it goes over."""
+    chars, (begin_N, end_N) = snapshot.chars(span.passage), snapshot.sentences(span.passage).T
+    starts = chars[begin_N, 0]
+    first, last = np.searchsorted(starts, [span.characters[0], span.characters[1] - 1], side="right") - 1
+    return int(starts[first]), int(chars[end_N[last] - 1, 1])
 
 
 def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
@@ -122,6 +133,8 @@ def short(record: Record) -> list[str]:
     if not record["answer"]:
         return ["no answer"]
     lines = [f"{record['answer']}  ({sureness(record)})"]
+    if record["abstained"] and record["quote"]:
+        lines.append(f"  in: {' '.join(record['quote']['quote'].split())}")
     texts = {passage["passage_id"]: passage for passage in record["passages"]}
     for one in record["citations"]:
         passage: Record = texts[one["passage_id"]]

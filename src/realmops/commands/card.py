@@ -13,6 +13,7 @@ from realmops import __version__
 from realmops.commands.answers import Generation
 from realmops.commands.report import metrics_under
 from realmops.commands.trained import sections_of
+from realmops.corpus.special import blank_before
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.report import headline_rows
 from realmops.model.portable import inputs_of, similarity
@@ -47,11 +48,11 @@ def embed(file, wordpieces, texts):
     inputs = {name: numpy.array([getattr(one, of) for one in found]) for name, of in inputs.items()}
     return onnxruntime.InferenceSession(f"FOLDER/{file}").run(None, inputs)[0]
 
-queries = embed("QUERY_FILE", QUERY_LIMIT, ["Where was Anna Berg born?"])
-passages = embed("DOCUMENT_FILE", DOCUMENT_LIMIT, [("Anna Berg", "Anna Berg was born in Oslo.")])
+queries = embed("QUERY_FILE", QUERY_LIMIT, ["QUERY_BLANKWhere was Anna Berg born?"])
+passages = embed("DOCUMENT_FILE", DOCUMENT_LIMIT, [("DOCUMENT_BLANKAnna Berg", "Anna Berg was born in Oslo.")])
 ```
 
-A passage is the pair of its title and its text; without a title it is `("", text)`.
+A passage is the pair of its title and its text; without a title it is `("DOCUMENT_BLANK", text)`.BLANK_NOTE
 """,
     "parquet": """\
 | column of passages.parquet | what it is |
@@ -160,13 +161,21 @@ def _front_matter(format: str, init: str | None) -> dict[str, Any]:
 def _filled(text: str, generation: Generation, retriever: Retriever) -> str:
     tower = retriever.query
     inputs = inputs_of(tower.encoder) if isinstance(tower, Embedder) else []
+    tokenizer, special = generation.model.snapshot.tokenizer, generation.model.special
+    blanks = {
+        "QUERY_BLANK": blank_before(tokenizer, special.query),
+        "DOCUMENT_BLANK": blank_before(tokenizer, special.document),
+    }
+    note = " A blank before each question or title belongs to its first word." if any(blanks.values()) else ""
     values = {
         "ONNX_INPUTS": json.dumps({name: _ONNX[name] for name in _ONNX if name in inputs}),
-        "PADDING": generation.model.special.padding,
+        "PADDING": special.padding,
         "QUERY_LIMIT": generation.model.options.query_wordpieces,
         "DOCUMENT_LIMIT": generation.model.snapshot.block_wordpieces,
         "QUERY_FILE": "encoder.onnx" if retriever.shared else "query.onnx",
         "DOCUMENT_FILE": "encoder.onnx" if retriever.shared else "document.onnx",
+        "BLANK_NOTE": note,
+        **blanks,
     }
     for name, value in values.items():
         text = text.replace(name, str(value))

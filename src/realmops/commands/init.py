@@ -22,13 +22,14 @@ from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.languages import AUTO, ENGLISH, detect, languages
 from realmops.corpus.questions import json_line, parts_of, read_questions
-from realmops.encoders.folders import is_sentence_encoder
+from realmops.encoders.folders import CONFIG, is_sentence_encoder, read_optional
 from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
 
 STARTER = PACKAGE / "starter"
 BASES = f"realmops-{__version__}"  # the folder of the manifests below k8s
 CLUSTERS = {"standalone": "kubeflow", "local": "realmops", "production": "realmops"}  # each with its namespace
 ENCODER = "sentence-transformers/all-MiniLM-L6-v2"  # what the preset minilm starts from
+WIDE = 768  # numbers of a wordpiece, from which on an encoder learns at the rates of the preset base
 SPLITS = "train", "dev", "test"
 LEAST = 60  # questions, below which all are test questions
 TAGGED = "data/public"  # where the presets look for tagged sentences
@@ -93,6 +94,8 @@ def init(
     if documents is not None:
         size = _look_at_documents(project, documents)
         project.presets += _model(project, encoder, size)
+        if encoder is None and "language" in project.own["snapshot"]:
+            project.lines[-1] += "; name one of the documents' language, or a multilingual one, by --encoder"
         if questions:
             _look_at_questions(project, questions)
         else:
@@ -225,10 +228,7 @@ def _looked_into(project: Project, found: Sequence[Source]) -> list[str]:
         return lines
     project.put("snapshot.language", AUTO if len(shares) > 1 else next(iter(shares)))
     names = ", ".join(f"{languages()[code].name} {share:.0%}" for code, share in shares.items())
-    lines.append(
-        f"language: {names} (snapshot.language: {project.own['snapshot']['language']}); for embeddings and reader "
-        "name an encoder of that language, or a multilingual one, by --encoder"
-    )
+    lines.append(f"language: {names} (snapshot.language: {project.own['snapshot']['language']})")
     return lines
 
 
@@ -245,7 +245,9 @@ def _model(project: Project, encoder: str | None, size: int) -> list[str]:
     if chosen != ENCODER:
         path = Path(chosen)
         project.put("bert.init", _named(project, path) if path.is_dir() else chosen)
-    presets = ["squad", "bert-base"] if gpu and _is_plain_bert(chosen) else ["squad", "minilm"]
+    presets = ["squad", "minilm", *(["base"] if _is_wide(chosen) else [])]
+    if gpu and _is_plain_bert(chosen):
+        presets = ["squad", "bert-base"]
     why = "; bert-base is for a plain BERT on a GPU, and was not run by us" if "bert-base" in presets else ""
     project.lines.append(f"encoder: {chosen} ({_presets(presets)}){why}")
     return presets
@@ -259,6 +261,16 @@ def _is_plain_bert(encoder: str) -> bool:
     """Whether an encoder is no sentence encoder, as far as its folder or its name on the hub says."""
     folder = Path(encoder)
     return not is_sentence_encoder(folder) if folder.is_dir() else encoder.startswith(("google-bert/", "bert-"))
+
+
+def _is_wide(encoder: str) -> bool:
+    """Whether an encoder is a base one or larger, as far as its folder or its name on the hub says."""
+    folder = Path(encoder)
+    if not folder.is_dir():
+        return any(size in encoder.lower() for size in ("base", "large"))
+    shape = read_optional(folder / CONFIG, "model configuration")
+    widths = (shape.get(name) for name in ("hidden_size", "dim"))
+    return any(isinstance(width, int) and width >= WIDE for width in widths)
 
 
 def _gpu() -> str:

@@ -49,7 +49,8 @@ COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifa
 
 # The record of ``answering.record`` in MLflow's types; a figure with "?" may be missing, a list holds such objects.
 _PLACE = dict.fromkeys(("uri", "document_id", "passage_id", "title"), "string")
-_PLACE |= {"start": "long?", "end": "long?", "page": "long?", "p_z": "double", "p_z_given_y": "double?"}
+_PLACE |= {"start": "long?", "end": "long?", "page": "long?"}
+_WEIGHT = {"p_z": "double", "p_z_given_y": "double?"}
 _RECORD = {
     "question": "string",
     "answer": "string",
@@ -57,8 +58,9 @@ _RECORD = {
     "p_y": "double",
     "threshold": "double?",
     "abstained": "boolean",
-    "citations": [_PLACE | {"quote": "string"}],
-    "passages": [_PLACE | {"text": "string", "span": "string?", "score": "double?"}],
+    "citations": [_PLACE | _WEIGHT | {"quote": "string"}],
+    "quote": _PLACE | {"quote": "string"},
+    "passages": [_PLACE | _WEIGHT | {"text": "string", "span": "string?", "score": "double?"}],
     "model": {"version": "string", "snapshot": "string", "weights_step": "long?", "index_generation": "long"},
 }
 

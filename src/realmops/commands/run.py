@@ -13,7 +13,7 @@ from realmops.commands.questions import make_cloze
 from realmops.config import CLOSED_BOOK, notes, parse_section
 from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
-from realmops.corpus.pretrained import read_encoder_vocabulary
+from realmops.corpus.pretrained import read_encoder_tokenizer
 from realmops.corpus.questions import read_questions
 from realmops.encoders.families import PACKED
 from realmops.encoders.folders import CONFIG, T5, encoder_files, encoder_folder, read_config
@@ -104,7 +104,7 @@ def look_at_encoders(names: Collection[str], values: Mapping[str, Mapping[str, A
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
         from realmops.model.files import build_models
 
-        words, _ = read_encoder_vocabulary(encoder_folder(init))
+        words, *_ = read_encoder_tokenizer(encoder_folder(init))
         bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
         build_models(bert, retriever, reader, len(words), seed=0)
     if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:

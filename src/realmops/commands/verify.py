@@ -118,8 +118,13 @@ def _is_answer(value: Any) -> bool:
 
 
 def _quotations(answer: Mapping[str, Any], place: str) -> Iterator[Quotation]:
-    for key, text in (("citations", "quote"), ("passages", "text")):
-        for number, one in enumerate(answer[key]):
+    sentence = [answer["quote"]] if answer.get("quote") else []  # versions before had none
+    for key, text, those in (
+        ("citations", "quote", answer["citations"]),
+        ("passages", "text", answer["passages"]),
+        ("quote", "quote", sentence),
+    ):
+        for number, one in enumerate(those):
             match one:
                 case {"document_id": str(document), "start": int(start), "end": int(end)} if 0 <= start <= end:
                     where = f"{place}: {key}[{number}]"

@@ -150,6 +150,9 @@ class Foreign(Encoder):
             raise ValueError(f"{folder}: transformers cannot open it ({type(error).__name__}: {reason})") from None
         if missing := sorted(name for name in found["missing_keys"] if "pooler" not in name):
             raise ValueError(f"{folder}: the parameter {missing[0]} is missing; fetch the folder again")
+        parameters = model.state_dict()
+        for name in found["missing_keys"]:  # not read; transformers drew them, by no seed of ours
+            parameters[name].zero_()
         encoder = cls(model)
         if reason := encoder._unfit():
             raise ValueError(f"{folder}: {values['model_type']} {reason}; the nearest that works here is {_USUAL}")
