@@ -1,11 +1,13 @@
 """BM25 by language: each language's paragraphs alone, and those of all languages as one corpus.
 
     python benchmarks/languages.py XQUAD/de XQUAD/es XQUAD/zh XQUAD/ro --and en=SQUAD/cut_tiny
+    python benchmarks/languages.py ... --encoder FOLDER --temperature 0.01
 
 Each folder has passages.jsonl.gz and questions*.jsonl.gz, as XQuAD's paragraphs in their languages; its name is the
 language's code. Shown is the share of questions whose own paragraph is among the first 1, 5 and 20: of our index over
 the language's paragraphs, of bm25s with the same stemmer (in Chinese over our pairs of characters), and of our index
-over the paragraphs of all languages, where the language of each paragraph and question is detected.
+over the paragraphs of all languages, where the language of each paragraph and question is detected. With --encoder a
+second table has its embeddings, untrained, alone and with BM25, whose weights nothing fits.
 """
 
 from __future__ import annotations
@@ -17,28 +19,40 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from realmops.config import defaults, merge, parse_section
 from realmops.corpus.formats import sources
 from realmops.corpus.languages import AUTO, languages
+from realmops.corpus.pretrained import read_encoder_tokenizer
 from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.vocabulary import train_vocabulary
+from realmops.corpus.vocabulary import UNCASED, train_vocabulary
+from realmops.encoders.devices import resolve_precision
 from realmops.index import lexical
+from realmops.index.embed import embed, embed_documents, query_sequences, text_queries
+from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25, rank, split_words, titled_texts
 from realmops.index.lexical_writer import write_bm25
+from realmops.index.mips import exact
+from realmops.model.files import build_models
+from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Retriever
 
 AT = (1, 5, 20)
+QUERY = 64  # wordpieces at most
 
 
-def snapshot_of(folder: Path, files: Sequence[Path], language: str) -> Snapshot:
+def snapshot_of(folder: Path, files: Sequence[Path], language: str, encoder: Path | None = None) -> Snapshot:
     """The snapshot of files of passages, each a passage as it stands, with its BM25 index beside it."""
     found = [source for file in files for source in sources(file, AUTO)]
     (folder / "snapshot").mkdir(parents=True)
-    vocabulary = train_vocabulary(found, size=2000)
+    vocabulary, casing, tokenizer = (
+        (train_vocabulary(found, size=2000), UNCASED, None) if encoder is None else read_encoder_tokenizer(encoder)
+    )
     write_snapshot(
-        found, folder / "snapshot", work=folder / "work", vocabulary=vocabulary, block_wordpieces=288,
-        whole_documents=True, language=language,
+        found, folder / "snapshot", work=folder / "work", vocabulary=vocabulary, casing=casing, tokenizer=tokenizer,
+        block_wordpieces=288, whole_documents=True, language=language,
     )  # fmt: skip
     snapshot = Snapshot.open(folder / "snapshot")
     write_bm25(folder / lexical.FOLDER, snapshot)
@@ -73,13 +87,18 @@ def theirs(texts: Sequence[str], questions: Sequence[str], language: str) -> npt
     return np.array(rows, np.int64)
 
 
-def table(folders: dict[str, Path], place: Path) -> list[str]:
-    """A row for each language."""
-    files = {code: folder / "passages.jsonl.gz" for code, folder in folders.items()}
-    questions = {
+def questions_in(folders: dict[str, Path]) -> dict[str, list[Question]]:
+    """Of each language."""
+    return {
         code: read_questions(sorted(folder.glob("questions*.jsonl.gz")), format="jsonl")
         for code, folder in folders.items()
     }
+
+
+def table(folders: dict[str, Path], place: Path) -> list[str]:
+    """A row for each language."""
+    files = {code: folder / "passages.jsonl.gz" for code, folder in folders.items()}
+    questions = questions_in(folders)
     together = snapshot_of(place / "together", list(files.values()), AUTO)
     one_corpus = Bm25.of(together)
     names = "".join(f", {code} {(together.code_P == code.encode()).sum()}" for code in folders)
@@ -101,16 +120,55 @@ def table(folders: dict[str, Path], place: Path) -> list[str]:
     return lines
 
 
+def retriever_of(encoder: Path, vocabulary: int, temperature: float) -> Retriever:
+    """The sentence encoder of a folder as it came."""
+    options = {"projection": "identity", "embedding_width": 0, "head": "cosine", "temperature": temperature}
+    values = merge(defaults(), {"bert": {"init": str(encoder)}, "retriever": options}, "languages.py")
+    bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
+    return build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
+
+
+def encoder_table(folders: dict[str, Path], place: Path, encoder: Path, temperature: float) -> list[str]:
+    """A row for each language: embeddings, and with BM25; of the language alone, and of all as one corpus."""
+    dtype = resolve_precision("auto", torch.device("cpu"))
+    files = {code: folder / "passages.jsonl.gz" for code, folder in folders.items()}
+    together = snapshot_of(place / "together", list(files.values()), AUTO, encoder)
+    retriever = retriever_of(encoder, together.tokenizer.get_vocab_size(), temperature)
+    all_PE = embed_documents(retriever, together, range(len(together)), dtype)
+    row_of = {name: row for row, name in enumerate(together.column("document_id"))}
+    lines = [
+        f"| recall@{' / '.join(map(str, AT))} | embeddings | with BM25 | as one corpus | with BM25 |",
+        "|---|---|---|---|---|",
+    ]
+    for code, questions in questions_in(folders).items():
+        alone = snapshot_of(place / code, [files[code]], code, encoder)
+        asked = [question.question for question in questions]
+        query_QE = embed(retriever.query, query_sequences(text_queries(together, asked, QUERY)), dtype)
+        mine_PE = all_PE[[row_of[name] for name in alone.column("document_id")]]
+        cells = []
+        for snapshot, embedding_PE in ((alone, mine_PE), (together, all_PE)):
+            for words, mixture in ((None, EMBEDDINGS_ALONE), (Bm25.of(snapshot), HYBRID_START)):
+                search = Hybrid(exact(embedding_PE, 1), words, mixture, retriever.scale)
+                cells.append(recalls(search.search(query_QE, asked, max(AT)).id_QK.numpy(), snapshot, questions))
+        lines.append(f"| {languages()[code].name} | {' | '.join(cells)} |")
+    return lines
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*", help="named by the code of their language")
     parser.add_argument("--and", action="append", default=[], dest="more", metavar="CODE=FOLDER")
+    parser.add_argument("--encoder", type=Path, metavar="FOLDER", help="of a sentence encoder, for a second table")
+    parser.add_argument("--temperature", type=float, default=0.05, help="its cosines are divided by it beside BM25")
     arguments = parser.parse_args()
     folders = {folder.name: folder for folder in arguments.folders}
     folders |= {code: Path(folder) for code, _, folder in (one.partition("=") for one in arguments.more)}
     with tempfile.TemporaryDirectory() as place:
-        print("\n".join(table(folders, Path(place))))
+        print("\n".join(table(folders, Path(place, "words"))), flush=True)
+        if arguments.encoder is not None:
+            torch.set_num_threads(1)
+            print("\n".join(encoder_table(folders, Path(place, "encoder"), arguments.encoder, arguments.temperature)))
 
 
 if __name__ == "__main__":
