@@ -2,12 +2,13 @@
 
     python benchmarks/encode.py --shapes MiniLM-L6 --documents 128
     python benchmarks/encode.py --model FOLDER
+    python benchmarks/encode.py --precision int8
 
 Both sides tokenise the same texts, run the same BERT, take the mean over wordpieces and normalise it; one thread each,
 processor time. Without --model the weights are random, saved as a model folder that both sides load. Lengths are
 lognormal: about 120 wordpieces in the mean, 288 at most. The texts come in batches of 32 of like lengths, which is
-what encode() makes of a large corpus, so that it pads no more here than there. Ours works in the precision that
-`run.precision: auto` takes on this processor, encode() in its own, fp32. The share of the matrix product is that of
+what encode() makes of a large corpus, so that it pads no more here than there. Ours works in `run.precision`, by
+default `auto`, encode() in its own, fp32. The share of the matrix product is that of
 useful operations (padding not counted) in the fastest product of one core.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +86,13 @@ class Ours:
         import torch
         import torch.nn.functional as F
 
-        from realmops.encoders.devices import autocast
+        from realmops.encoders.devices import autocast, products_in_int8
         from realmops.encoders.packed import Packed, length_batches
 
         sequences = self.sequences(documents)
         out = torch.empty(len(sequences), self.bert.width)
-        with torch.no_grad(), autocast(torch.device("cpu"), self.dtype):
+        products = products_in_int8(self.bert) if self.dtype == torch.int8 else nullcontext()
+        with torch.no_grad(), autocast(torch.device("cpu"), self.dtype), products:
             for rows in length_batches([len(s) for s in sequences], torch.device("cpu")):
                 batch = Packed([sequences[i] for i in rows])
                 hidden_TD = self.bert(batch).float()
@@ -107,14 +110,17 @@ def peer(folder: Path, width: int) -> Any:
     return SentenceTransformer(modules=[encoder, pooling, Normalize()], device="cpu")
 
 
-def compare(name: str, folder: Path, documents: list[str], goal: Goal | None, repeats: int) -> list[Row]:
+def compare(
+    name: str, folder: Path, documents: list[str], goal: Goal | None, arguments: argparse.Namespace
+) -> list[Row]:
     """The rows of one model."""
     import generated
     import torch
 
-    from realmops.encoders.devices import resolve_precision
+    from realmops.encoders.devices import PRECISIONS, resolve_precision
 
-    dtype = resolve_precision("auto", torch.device("cpu"))
+    dtype = resolve_precision(arguments.precision, torch.device("cpu"))
+    multiplied = torch.bfloat16 if dtype == torch.int8 else dtype
     ours = Ours(folder, dtype)
     theirs = peer(folder, ours.bert.config.width)
     lengths = [len(s) for s in ours.sequences(documents)]
@@ -132,18 +138,20 @@ def compare(name: str, folder: Path, documents: list[str], goal: Goal | None, re
 
     ours(documents[:BATCH])
     theirs.encode(documents[:BATCH], show_progress_bar=False)
-    rates, peers, products = against.interleave([run_ours, run_theirs, against.GemmRate(dtype)], repeats)
+    rates, peers, products = against.interleave([run_ours, run_theirs, against.GemmRate(multiplied)], arguments.repeats)
     cosine = float((found["ours"] * found["theirs"]).sum(-1).min())
-    precision = str(dtype).removeprefix("torch.")
+    least = Goal(0.98) if dtype == torch.int8 else LEAST_COSINE
+    precision = PRECISIONS[dtype]
     what = f"embedding, {name}"
     useful = tuple(gflop * rate / len(documents) for rate in rates)
     note = (
         f"{len(documents)} documents of {sum(lengths) / len(lengths):.0f} wordpieces in the mean, ours in {precision}"
     )
+    product = f"fastest product, {PRECISIONS[multiplied]}"
     return [
         Row(what, "sentence-transformers encode()", "docs/s", rates, peers, goal, note),
-        Row(f"{what}: least cosine of both", "1", "", (cosine,), (1.0,), LEAST_COSINE),
-        Row(f"{what}: useful operations", f"fastest product, {precision}", "GFLOP/s", useful, products, SHARE),
+        Row(f"{what}: least cosine of both", "1", "", (cosine,), (1.0,), least),
+        Row(f"{what}: useful operations", product, "GFLOP/s", useful, products, SHARE),
     ]
 
 
@@ -153,13 +161,13 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     against.quiet_transformers()
     documents = texts(arguments.documents)
     if arguments.model is not None:
-        return compare(arguments.model.name, arguments.model, documents, None, arguments.repeats)
+        return compare(arguments.model.name, arguments.model, documents, None, arguments)
     rows: list[Row] = []
     for shape in arguments.shapes:
         with tempfile.TemporaryDirectory() as folder:
             random_model(Path(folder), shape)
             mine = documents if shape != "BERT-base" else texts(arguments.documents // 2)
-            rows += compare(shape, Path(folder), mine, GOALS[shape], arguments.repeats)
+            rows += compare(shape, Path(folder), mine, GOALS[shape], arguments)
     return rows
 
 
@@ -167,6 +175,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes."""
     parser.add_argument("--shapes", nargs="+", choices=list(GOALS), default=list(GOALS))
     parser.add_argument("--documents", type=int, default=128, help="half as many at BERT-base (%(default)s)")
+    parser.add_argument(
+        "--precision", choices=("auto", "fp32", "bf16", "int8"), default="auto", help="ours (%(default)s)"
+    )
     parser.add_argument("--model", type=Path, help="a folder with a BERT encoder, in the place of random weights")
 
 

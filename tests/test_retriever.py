@@ -11,10 +11,11 @@ import torch
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
+from realmops.encoders import devices
 from realmops.encoders.bert import Bert, BertConfig, initialise_small
-from realmops.encoders.devices import autocast
+from realmops.encoders.devices import autocast, multiplies_int8
 from realmops.encoders.packed import Packed
-from realmops.index.embed import document_sequences, embed_documents
+from realmops.index.embed import document_sequences, embed, embed_documents
 from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
 from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection
 from realmops.model.sequences import join_document
@@ -341,3 +342,26 @@ def test_width_0_is_the_encoders_own() -> None:
     assert retriever.query.width == 16
     assert isinstance(retriever.query, Embedder)
     assert isinstance(retriever.query.projection, nn.Linear)
+
+
+def test_only_passages_are_embedded_in_int8(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the processor cannot: there only that it is asked to."""
+    rows: list[int] = []
+    product = devices._product_in_int8
+
+    def spied(whole: Any, x_TD: Tensor, bias: Tensor | None) -> Tensor:
+        rows.append(len(x_TD))
+        return product(whole, x_TD, bias) if multiplies_int8() else x_TD.new_zeros(len(x_TD), len(whole.scale_N))
+
+    monkeypatch.setattr(devices, "_product_in_int8", spied)
+    tower, sequences = embedder(), document_sequences(world.snapshot, range(5))
+    retriever = Retriever(tower, tower)
+    asked_QE = embed(tower, sequences, torch.int8)
+    assert not rows
+    assert torch.equal(asked_QE, embed(tower, sequences, devices.resolve_precision("auto", torch.device("cpu"))))
+    found_PE = embed_documents(retriever, world.snapshot, range(5), torch.int8)
+    assert rows
+    exact_PE = embed_documents(retriever, world.snapshot, range(5), torch.float32)
+    if multiplies_int8():
+        assert torch.cosine_similarity(found_PE, exact_PE).min() > 0.98
+        assert not torch.equal(found_PE, exact_PE)

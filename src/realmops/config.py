@@ -46,7 +46,7 @@ class Section:
 class RunOptions(Section, name="run"):
     seed: Count
     device: Literal["auto", "cpu", "cuda"]
-    precision: Literal["auto", "fp32", "bf16"]
+    precision: Literal["auto", "fp32", "bf16", "int8"]
     threads: int
 
 

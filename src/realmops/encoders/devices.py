@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 
 from realmops.config import RunOptions
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # by the names that run.precision has
+# By the names that run.precision has. With int8 passages are embedded in it, and all else is computed as with auto.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _TRIAL = 16  # rows
+_ROWS = 2048  # that are multiplied in int8 at a time, so that they stay in the processor's cache
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -28,7 +31,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_precision(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bf16 where the processor multiplies it in hardware, fp32 elsewhere."""
+    """``auto`` is bf16 where the processor multiplies it in hardware, fp32 elsewhere; ValueError for int8 nowhere."""
+    if name == "int8" and (device.type != "cpu" or not multiplies_int8()):
+        where = "this processor does not multiply it in hardware" if device.type == "cpu" else "it is for CPUs"
+        raise ValueError(f"run.precision is 'int8', but {where}; set run.precision=auto")
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -55,9 +61,14 @@ def device_and_dtype(run: RunOptions) -> tuple[torch.device, torch.dtype]:
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Matrix products in ``dtype``; nothing at all for fp32."""
+    """Matrix products in ``dtype``, for int8 in what ``auto`` is; nothing at all for fp32."""
+    dtype = _multiplied(dtype)
     with torch.autocast(device.type, dtype) if dtype != torch.float32 else nullcontext():
         yield
+
+
+def _multiplied(dtype: torch.dtype) -> torch.dtype:
+    return resolve_precision("auto", torch.device("cpu")) if dtype == torch.int8 else dtype
 
 
 @contextmanager
@@ -76,7 +87,7 @@ def freeze_products(module: nn.Module, dtype: torch.dtype) -> None:
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            part.requires_grad_(False).to(dtype)
+            part.requires_grad_(False).to(_multiplied(dtype))
 
 
 def pack_products(module: nn.Module) -> None:
@@ -100,8 +111,52 @@ def pack_products(module: nn.Module) -> None:
                 part.__dict__.pop("packed", None)
 
 
+class _Whole(NamedTuple):
+    """A weight in int8, as oneDNN multiplies it: its rows, each over the largest of its numbers times 127."""
+
+    packed: Tensor
+    scale_N: Tensor
+    zero_N: Tensor
+
+
+@contextmanager
+def products_in_int8(module: nn.Module) -> Iterator[None]:
+    """Within it :func:`product` multiplies in int8, on a CPU, without gradients.
+
+    Each row of the input is rounded by its own largest number, so no row depends on those beside it.
+    """
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    for layer in layers:
+        weight_ND = layer.weight.detach().float()
+        scale_N = weight_ND.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        packed = torch.ops.onednn.qlinear_prepack((weight_ND / scale_N[:, None]).round().to(torch.int8), None)
+        layer.__dict__["whole"] = _Whole(packed, scale_N, torch.zeros(len(scale_N), dtype=torch.int64))
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["whole"]
+
+
+def _product_in_int8(whole: _Whole, x_TD: Tensor, bias: Tensor | None) -> Tensor:
+    parts = []
+    for x_RD in torch.split(x_TD.float(), _ROWS):
+        most_R1 = x_RD.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
+        # oneDNN wants them without a sign; torch turns numbers into signed ones ten times as fast
+        whole_RD = torch.mul(x_RD, 127 / most_R1).round_().to(torch.int8).view(torch.uint8) ^ 128
+        how = None, 1.0, 0, torch.float32, "none", (), ""
+        y_RN, scale_R1 = torch.ops.onednn.qlinear_pointwise(whole_RD, 1.0, 128, *whole, *how), most_R1 / 127
+        parts.append(y_RN.mul_(scale_R1) if bias is None else torch.addcmul(bias.float(), y_RN, scale_R1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None) -> Tensor:
-    """x times the layer's weight, and a bias; by the copy of :func:`pack_products` where there is one."""
+    """x times the layer's weight, and a bias.
+
+    In int8 within :func:`products_in_int8`, else by the copy of :func:`pack_products` where there is one.
+    """
+    if (whole := layer.__dict__.get("whole")) is not None:
+        return _product_in_int8(whole, x_TD, bias)
     packed = layer.__dict__.get("packed")
     if packed is None or torch.is_grad_enabled():
         return F.linear(x_TD, layer.weight, bias)

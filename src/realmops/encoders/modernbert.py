@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from realmops.encoders.attention import attend
+from realmops.encoders.devices import product
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.folders import CONFIG, read_config, read_weights
 from realmops.encoders.packed import Packed, even_rows
@@ -121,15 +122,17 @@ class _Layer(nn.Module):
         self.output = nn.Linear(inner, width, bias=config.mlp_bias)
 
     def forward(self, x_TD: Tensor, batch: Packed, turns: tuple[Tensor, Tensor]) -> Tensor:
-        qkv_TD = self.qkv(self.attn_norm(x_TD))[: batch.wordpieces]
+        qkv_TD = product(self.qkv, self.attn_norm(x_TD), self.qkv.bias)[: batch.wordpieces]
         y_TD = attend(
             _turned(qkv_TD, self.heads, *turns), batch, self.heads, self.dropout if self.training else 0.0, self.window
         )
-        attended_TD = self.attention_output(even_rows(y_TD))
+        attended_TD = product(self.attention_output, even_rows(y_TD), self.attention_output.bias)
         x_TD = x_TD + F.dropout(attended_TD, self.dropout, self.training)
-        inner_TD, gate_TD = self.intermediate(self.mlp_norm(x_TD)).chunk(2, dim=-1)
+        both_TD = product(self.intermediate, self.mlp_norm(x_TD), self.intermediate.bias)
+        inner_TD, gate_TD = both_TD.chunk(2, dim=-1)
         gated_TD = F.gelu(inner_TD, approximate=self.gelu) * gate_TD
-        out: Tensor = x_TD + self.output(F.dropout(gated_TD, self.dropout, self.training))
+        gated_TD = F.dropout(gated_TD, self.dropout, self.training)
+        out: Tensor = x_TD + product(self.output, gated_TD, self.output.bias)
         return out
 
 

@@ -6,6 +6,7 @@ Shape suffixes: P passages, Q queries, E embedding width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.special import blank_before
-from realmops.encoders.devices import autocast, send
+from realmops.encoders.devices import autocast, products_in_int8, send
 from realmops.encoders.packed import Packed, length_batches
 from realmops.model.retriever import Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_document, join_query, join_text
@@ -86,8 +87,10 @@ def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, docume
 def embed_documents(
     retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
-    """Embeddings N x X of passages."""
-    return embed(retriever.document, document_sequences(snapshot, rows), dtype, progress, retriever.vectors)
+    """Embeddings N x X of passages; with int8 for ``dtype`` their encoder multiplies in it."""
+    tower, sequences = retriever.document, document_sequences(snapshot, rows)
+    with products_in_int8(tower) if dtype == torch.int8 else nullcontext():
+        return embed(tower, sequences, dtype, progress, retriever.vectors)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
