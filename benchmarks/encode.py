@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +85,12 @@ class Ours:
         import torch
         import torch.nn.functional as F
 
-        from realmops.encoders.devices import autocast, products_in_int8
+        from realmops.encoders.devices import autocast, passage_products
         from realmops.encoders.packed import Packed, length_batches
 
         sequences = self.sequences(documents)
         out = torch.empty(len(sequences), self.bert.width)
-        products = products_in_int8(self.bert) if self.dtype == torch.int8 else nullcontext()
+        products = passage_products(self.bert, self.dtype)
         with torch.no_grad(), autocast(torch.device("cpu"), self.dtype), products:
             for rows in length_batches([len(s) for s in sequences], torch.device("cpu")):
                 batch = Packed([sequences[i] for i in rows])

@@ -27,8 +27,8 @@ from realmops.encoders.devices import (
     multiplies_bf16,
     multiplies_int8,
     pack_products,
+    passage_products,
     product,
-    products_in_int8,
     resolve_device,
     resolve_precision,
 )
@@ -257,7 +257,7 @@ def test_products_in_int8_are_near_and_each_row_is_by_itself() -> None:
     x_TD[7] = 0.0
     with torch.no_grad():
         exact_TN = product(layer, x_TD, None)
-        with products_in_int8(layer):
+        with passage_products(layer, torch.int8):
             near_TN = product(layer, x_TD, None)
             biased_TN = product(layer, x_TD[:9].bfloat16(), layer.bias)
             assert torch.equal(product(layer, x_TD[4000:4001], None), near_TN[4000:4001])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from realmops.encoders import devices
 from realmops.encoders.bert import Bert, BertConfig, initialise_small
-from realmops.encoders.devices import autocast, multiplies_int8
+from realmops.encoders.devices import autocast, multiplies_bf16, multiplies_int8
 from realmops.encoders.packed import Packed
 from realmops.index.embed import document_sequences, embed, embed_documents
 from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
@@ -344,24 +344,50 @@ def test_width_0_is_the_encoders_own() -> None:
     assert isinstance(retriever.query.projection, nn.Linear)
 
 
-def test_only_passages_are_embedded_in_int8(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
+def test_only_passages_are_embedded_by_quick_products(
+    dtype: torch.dtype, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the processor cannot: there only that it is asked to."""
     rows: list[int] = []
-    product = devices._product_in_int8
+    name, can = ("_in_int8", multiplies_int8()) if dtype == torch.int8 else ("_in_bf16", multiplies_bf16())
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
+    made = getattr(devices, name)
 
-    def spied(whole: Any, x_TD: Tensor, bias: Tensor | None) -> Tensor:
-        rows.append(len(x_TD))
-        return product(whole, x_TD, bias) if multiplies_int8() else x_TD.new_zeros(len(x_TD), len(whole.scale_N))
+    def spied(weight_ND: Tensor) -> Any:
+        multiply = made(weight_ND) if can else None
 
-    monkeypatch.setattr(devices, "_product_in_int8", spied)
+        def quick(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
+            rows.append(len(x_TD))
+            return multiply(x_TD, bias, gelu) if multiply else x_TD.new_zeros(len(x_TD), len(weight_ND))
+
+        return quick
+
+    monkeypatch.setattr(devices, name, spied)
     tower, sequences = embedder(), document_sequences(world.snapshot, range(5))
-    retriever = Retriever(tower, tower)
-    asked_QE = embed(tower, sequences, torch.int8)
+    asked_QE = embed(tower, sequences, dtype)
     assert not rows
-    assert torch.equal(asked_QE, embed(tower, sequences, devices.resolve_precision("auto", torch.device("cpu"))))
-    found_PE = embed_documents(retriever, world.snapshot, range(5), torch.int8)
+    assert torch.equal(asked_QE, embed(tower, sequences, torch.bfloat16))
+    found_PE = embed_documents(Retriever(tower, tower), world.snapshot, range(5), dtype)
     assert rows
-    exact_PE = embed_documents(retriever, world.snapshot, range(5), torch.float32)
-    if multiplies_int8():
+    assert not any("quick" in part.__dict__ for part in tower.modules())
+    if can:
+        exact_PE = embed_documents(Retriever(tower, tower), world.snapshot, range(5), torch.float32)
         assert torch.cosine_similarity(found_PE, exact_PE).min() > 0.98
         assert not torch.equal(found_PE, exact_PE)
+
+
+def test_passages_are_embedded_without_quick_products_too(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has no such product, or one that gives other numbers."""
+    tower, sequences = embedder(), document_sequences(world.snapshot, range(5))
+    plain_PE = embed(tower, sequences, torch.bfloat16)
+
+    def failing(*_: Any) -> Tensor:
+        raise RuntimeError("not on this processor")
+
+    pointwise = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(devices, "multiplies_bf16", lambda: True)
+    for other in (failing, lambda *given: pointwise(*given) + 1):
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", other)
+        found_PE = embed_documents(Retriever(tower, tower), world.snapshot, range(5), torch.bfloat16)
+        assert torch.equal(found_PE, plain_PE)

@@ -120,7 +120,7 @@ class _Layer(nn.Module):
         y_TD = attend(qkv_TD[: batch.wordpieces], batch, self.heads, drop, added=added)
         attended_TD = product(self.attention_output, even_rows(y_TD), self.attention_output.bias)
         x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
-        inner_TD = F.gelu(product(self.intermediate, x_TD, self.intermediate.bias), approximate=self.gelu)
+        inner_TD = product(self.intermediate, x_TD, self.intermediate.bias, self.gelu)
         inner_TD = product(self.output, inner_TD, self.output.bias)
         normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
         return normed

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _TRIAL = 16  # rows
 _ROWS = 2048  # that are multiplied in int8 at a time, so that they stay in the processor's cache
+_Product = Callable[[Tensor, Tensor | None, str | None], Tensor]
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -111,58 +111,81 @@ def pack_products(module: nn.Module) -> None:
                 part.__dict__.pop("packed", None)
 
 
-class _Whole(NamedTuple):
-    """A weight in int8, as oneDNN multiplies it: its rows, each over the largest of its numbers times 127."""
-
-    packed: Tensor
-    scale_N: Tensor
-    zero_N: Tensor
-
-
 @contextmanager
-def products_in_int8(module: nn.Module) -> Iterator[None]:
-    """Within it :func:`product` multiplies in int8, on a CPU, without gradients.
+def passage_products(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Within it :func:`product` multiplies many rows faster, on a CPU, without gradients: in int8, or in packed bf16.
 
-    Each row of the input is rounded by its own largest number, so no row depends on those beside it.
+    In int8 each row of the input is rounded by its own largest number, so no row depends on those beside it.
     """
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear) and part.weight.device.type == "cpu"]
     for layer in layers:
-        weight_ND = layer.weight.detach().float()
-        scale_N = weight_ND.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        packed = torch.ops.onednn.qlinear_prepack((weight_ND / scale_N[:, None]).round().to(torch.int8), None)
-        layer.__dict__["whole"] = _Whole(packed, scale_N, torch.zeros(len(scale_N), dtype=torch.int64))
+        if dtype == torch.int8:
+            layer.__dict__["quick"] = _in_int8(layer.weight.detach().float())
+        elif dtype == torch.bfloat16 and multiplies_bf16():
+            layer.__dict__["quick"] = _in_bf16(layer.weight.detach())
     try:
         yield
     finally:
         for layer in layers:
-            del layer.__dict__["whole"]
+            layer.__dict__.pop("quick", None)
 
 
-def _product_in_int8(whole: _Whole, x_TD: Tensor, bias: Tensor | None) -> Tensor:
-    parts = []
-    for x_RD in torch.split(x_TD.float(), _ROWS):
-        most_R1 = x_RD.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny)
-        # oneDNN wants them without a sign; torch turns numbers into signed ones ten times as fast
-        whole_RD = torch.mul(x_RD, 127 / most_R1).round_().to(torch.int8).view(torch.uint8) ^ 128
-        how = None, 1.0, 0, torch.float32, "none", (), ""
-        y_RN, scale_R1 = torch.ops.onednn.qlinear_pointwise(whole_RD, 1.0, 128, *whole, *how), most_R1 / 127
-        parts.append(y_RN.mul_(scale_R1) if bias is None else torch.addcmul(bias.float(), y_RN, scale_R1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _in_bf16(weight_ND: Tensor) -> _Product | None:
+    """By a copy of the weight as oneDNN multiplies it, with GELU in the same pass; None where torch has no such."""
+
+    def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
+        name, how = ("none", "") if gelu is None else ("gelu", gelu)
+        half = None if bias is None else bias.bfloat16()
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), packed, half, name, [], how)
+        return found
+
+    trial = torch.linspace(-1, 1, _TRIAL * weight_ND.shape[1]).view(_TRIAL, -1)
+    plain = F.gelu(F.linear(trial.bfloat16(), weight_ND.bfloat16())).float()
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight_ND.bfloat16(), None)
+        found = multiply(trial, None, "none").float()
+    except (AttributeError, RuntimeError):
+        return None
+    return multiply if torch.allclose(found, plain, rtol=0.02, atol=0.02 * float(plain.abs().max())) else None
 
 
-def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None) -> Tensor:
-    """x times the layer's weight, and a bias.
+def _in_int8(weight_ND: Tensor) -> _Product:
+    """By whole numbers: the weight's rows, each over the largest of its numbers times 127."""
+    tiny = torch.finfo(torch.float32).tiny
+    scale_N = weight_ND.abs().amax(1).clamp(min=tiny) / 127
+    whole_ND = (weight_ND / scale_N[:, None]).round().to(torch.int8)
+    packed = torch.ops.onednn.qlinear_prepack(whole_ND, None), scale_N, torch.zeros(len(scale_N), dtype=torch.int64)
 
-    In int8 within :func:`products_in_int8`, else by the copy of :func:`pack_products` where there is one.
+    def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
+        parts = []
+        for x_RD in torch.split(x_TD.float(), _ROWS):
+            most_R1 = x_RD.abs().amax(1, keepdim=True).clamp_(min=tiny)
+            # oneDNN wants them without a sign; torch turns numbers into signed ones ten times as fast
+            whole_RD = torch.mul(x_RD, 127 / most_R1).round_().to(torch.int8).view(torch.uint8) ^ 128
+            how = None, 1.0, 0, torch.float32, "none", (), ""
+            y_RN, scale_R1 = torch.ops.onednn.qlinear_pointwise(whole_RD, 1.0, 128, *packed, *how), most_R1 / 127
+            y_RN = y_RN.mul_(scale_R1) if bias is None else torch.addcmul(bias.float(), y_RN, scale_R1)
+            parts.append(y_RN if gelu is None else F.gelu(y_RN, approximate=gelu))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return multiply
+
+
+def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
+    """x times the layer's weight, and a bias; then GELU where it is named by torch's approximation.
+
+    As :func:`passage_products` says, else by the copy of :func:`pack_products` where there is one.
     """
-    if (whole := layer.__dict__.get("whole")) is not None:
-        return _product_in_int8(whole, x_TD, bias)
+    if (quick := layer.__dict__.get("quick")) is not None:
+        multiplied: Tensor = quick(x_TD, bias, gelu)
+        return multiplied
     packed = layer.__dict__.get("packed")
     if packed is None or torch.is_grad_enabled():
-        return F.linear(x_TD, layer.weight, bias)
-    halves = x_TD.bfloat16(), packed, None if bias is None else bias.bfloat16()
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(*halves, "none", [], "")
-    return found
+        found = F.linear(x_TD, layer.weight, bias)
+    else:
+        halves = x_TD.bfloat16(), packed, None if bias is None else bias.bfloat16()
+        found = torch.ops.mkldnn._linear_pointwise(*halves, "none", [], "")
+    return found if gelu is None else F.gelu(found, approximate=gelu)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,6 @@ Shape suffixes: P passages, Q queries, E embedding width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.special import blank_before
-from realmops.encoders.devices import autocast, products_in_int8, send
+from realmops.encoders.devices import autocast, passage_products, send
 from realmops.encoders.packed import Packed, length_batches
 from realmops.model.retriever import Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_document, join_query, join_text
@@ -89,7 +88,7 @@ def embed_documents(
 ) -> Tensor:
     """Embeddings N x X of passages; with int8 for ``dtype`` their encoder multiplies in it."""
     tower, sequences = retriever.document, document_sequences(snapshot, rows)
-    with products_in_int8(tower) if dtype == torch.int8 else nullcontext():
+    with passage_products(tower, dtype):
         return embed(tower, sequences, dtype, progress, retriever.vectors)
 
 
