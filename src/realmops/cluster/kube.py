@@ -1,4 +1,4 @@
-"""The cluster's own API: how it is reached, what is there, and why pods wait.
+"""The cluster's own API: how it is reached, what is there, and why pods wait or have failed.
 
 A command that is advised names the namespace: who types it has another one as default.
 """
@@ -63,19 +63,11 @@ class Cluster:
             raise
         return True
 
-    def waiting_pods(self, namespace: str, labels: str) -> list[str]:
-        """A line for each pod with these labels that is Pending: its name, and why."""
-        found = self.ask(
-            "CoreV1Api", "list_namespaced_pod", namespace, label_selector=labels, field_selector="status.phase=Pending"
-        )
+    def pods(self, namespace: str, labels: str, phase: str) -> list[str]:
+        """A line for each pod with these labels in that phase, as Pending or Failed: its name, and why."""
+        chosen = {"label_selector": labels, "field_selector": f"status.phase={phase}"}
+        found = self.ask("CoreV1Api", "list_namespaced_pod", namespace, **chosen)
         return [f"{pod.metadata.name}: {', '.join(_reasons(pod.status)) or 'no reason yet'}" for pod in found.items]
-
-    def failed_pods(self, namespace: str, labels: str) -> list[str]:
-        """A line for each pod with these labels that has failed: its name, and why."""
-        found = self.ask(
-            "CoreV1Api", "list_namespaced_pod", namespace, label_selector=labels, field_selector="status.phase=Failed"
-        )
-        return [f"{pod.metadata.name}: {', '.join(_ends(pod.status))}" for pod in found.items]
 
     def warnings(self, namespace: str, prefix: str) -> list[str]:
         """The last warning of each pod whose name begins so; a list comes by name, not by time."""
@@ -93,6 +85,8 @@ def _seen(event: Any) -> float:
 
 
 def _reasons(status: Any) -> Iterator[str]:
+    if status.reason:
+        yield f"{status.reason}, {status.message}"
     for condition in status.conditions or ():
         if condition.type == "PodScheduled" and condition.status == "False":
             yield f"{condition.reason}, {condition.message}"
@@ -100,12 +94,6 @@ def _reasons(status: Any) -> Iterator[str]:
     for container in containers:
         if waiting := container.state and container.state.waiting:
             yield f"{waiting.reason}, {waiting.message}" if waiting.message else str(waiting.reason)
-
-
-def _ends(status: Any) -> Iterator[str]:
-    if status.reason:
-        yield f"{status.reason}, {status.message}"
-    for container in (*(status.init_container_statuses or ()), *(status.container_statuses or ())):
         ended = container.state and container.state.terminated
         if ended and ended.exit_code:
             yield f"{container.name} ended with {ended.exit_code}, {ended.reason}"

@@ -268,7 +268,7 @@ def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
     if run.state in FAILURES:
         place = server.place
         say(f"pods that have failed: {place.commands(run_id, 'Failed')}")
-        for line in looked(lambda cluster: cluster.failed_pods(place.namespace, f"{RUN_LABEL}={run_id}")):
+        for line in looked(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Failed")):
             say(f"the pod {line}")
     return str(run.state)
 
@@ -282,7 +282,7 @@ def _tell_of_pods(tasks: Sequence[str], late: int, run_id: str, server: Server, 
         f"{PENDING_SECONDS:.0f} s; a claim that is not there, an image that cannot be pulled or no room on a node: "
         f"{place.commands(run_id, 'Pending')}"
     )
-    for line in looked(lambda cluster: cluster.waiting_pods(place.namespace, f"{RUN_LABEL}={run_id}")):
+    for line in looked(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Pending")):
         say(f"the pod {line}")
 
 

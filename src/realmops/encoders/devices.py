@@ -18,6 +18,7 @@ PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _TRIAL = 16  # rows
 _ROWS = 2048  # that are multiplied in int8 at a time, so that they stay in the processor's cache
 _Product = Callable[[Tensor, Tensor | None, str | None], Tensor]
+_LEAST = 1e-30  # of a row's largest number in int8: 127 over it is still a number
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -31,10 +32,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_precision(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bf16 where the processor multiplies it in hardware, fp32 elsewhere; ValueError for int8 nowhere."""
+    """``auto`` is bf16 where the processor multiplies it in hardware, fp32 elsewhere.
+
+    So is int8 where it cannot be multiplied: a model that was trained with it answers on any machine.
+    """
     if name == "int8" and (device.type != "cpu" or not multiplies_int8()):
-        where = "this processor does not multiply it in hardware" if device.type == "cpu" else "it is for CPUs"
-        raise ValueError(f"run.precision is 'int8', but {where}; set run.precision=auto")
+        name = "auto"
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -151,15 +154,14 @@ def _in_bf16(weight_ND: Tensor) -> _Product | None:
 
 def _in_int8(weight_ND: Tensor) -> _Product:
     """By whole numbers: the weight's rows, each over the largest of its numbers times 127."""
-    tiny = torch.finfo(torch.float32).tiny
-    scale_N = weight_ND.abs().amax(1).clamp(min=tiny) / 127
+    scale_N = weight_ND.abs().amax(1).clamp(min=_LEAST) / 127
     whole_ND = (weight_ND / scale_N[:, None]).round().to(torch.int8)
     packed = torch.ops.onednn.qlinear_prepack(whole_ND, None), scale_N, torch.zeros(len(scale_N), dtype=torch.int64)
 
     def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
         parts = []
         for x_RD in torch.split(x_TD.float(), _ROWS):
-            most_R1 = x_RD.abs().amax(1, keepdim=True).clamp_(min=tiny)
+            most_R1 = x_RD.abs().amax(1, keepdim=True).clamp_(min=_LEAST)
             # oneDNN wants them without a sign; torch turns numbers into signed ones ten times as fast
             whole_RD = torch.mul(x_RD, 127 / most_R1).round_().to(torch.int8).view(torch.uint8) ^ 128
             how = None, 1.0, 0, torch.float32, "none", (), ""
