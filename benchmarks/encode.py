@@ -88,14 +88,14 @@ class Ours:
         from realmops.encoders.devices import autocast, passage_products
         from realmops.encoders.packed import Packed, length_batches
 
-        sequences = self.sequences(documents)
-        out = torch.empty(len(sequences), self.bert.width)
+        sequences, device = self.sequences(documents), self.bert.word_vectors.device
+        out = torch.empty(len(sequences), self.bert.width, device=device)
         products = passage_products(self.bert, self.dtype)
-        with torch.no_grad(), autocast(torch.device("cpu"), self.dtype), products:
-            for rows in length_batches([len(s) for s in sequences], torch.device("cpu")):
+        with torch.no_grad(), autocast(device, self.dtype), products:
+            for rows in length_batches([len(s) for s in sequences], device):
                 batch = Packed([sequences[i] for i in rows])
                 hidden_TD = self.bert(batch).float()
-                mean_BD = torch.segment_reduce(hidden_TD, "mean", lengths=torch.from_numpy(batch.lengths))
+                mean_BD = torch.segment_reduce(hidden_TD, "mean", lengths=batch.lengths_B)
                 out[torch.tensor(rows)] = F.normalize(mean_BD, dim=-1)
         return out
 

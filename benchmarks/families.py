@@ -3,6 +3,7 @@
     python benchmarks/families.py                             # small shapes, some minutes
     python benchmarks/families.py --shapes base --precisions bf16 --documents 64
     python benchmarks/families.py --model FOLDER
+    python benchmarks/families.py --device cuda --shapes base --precisions bf16 --documents 4096
 
 As in ``encode.py``, but both sides compute in the same precision: in bf16 the library's weights are bf16, ours are
 multiplied in it. Random weights, the same folder for both, one thread each, processor time. The texts, about 120
@@ -18,6 +19,7 @@ from typing import Any
 
 import against
 import encode
+import gpu
 from against import Goal, Row
 
 GOAL = Goal(1.5)
@@ -64,7 +66,7 @@ def random_model(folder: Path, family: str, shape: str) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def ours(folder: Path, dtype: Any) -> encode.Ours:
+def ours(folder: Path, dtype: Any, device: str) -> encode.Ours:
     """The folder as our encoder."""
     from realmops.corpus.pretrained import read_encoder_tokenizer
     from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
@@ -72,43 +74,43 @@ def ours(folder: Path, dtype: Any) -> encode.Ours:
     from realmops.model.sequences import SpecialTokens
 
     one = encode.Ours.__new__(encode.Ours)
-    one.bert = load_encoder(folder, 0.0)[0].eval()  # type: ignore[assignment]
+    one.bert = load_encoder(folder, 0.0)[0].eval().to(device)  # type: ignore[assignment]
     pieces, casing, text = read_encoder_tokenizer(folder)
     one.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
     one.special, one.dtype = SpecialTokens.of(one.tokenizer), dtype
     return one
 
 
-def peer(folder: Path, width: int, dtype: Any) -> Any:
+def peer(folder: Path, width: int, dtype: Any, device: str) -> Any:
     """The same model as sentence-transformers has it, in a precision: mean pooling, normalised."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
     encoder = Transformer(str(folder), max_seq_length=encode.LIMIT, model_args={"dtype": dtype})
-    return SentenceTransformer(modules=[encoder, Pooling(width, "mean"), Normalize()], device="cpu")
+    return SentenceTransformer(modules=[encoder, Pooling(width, "mean"), Normalize()], device=device)
 
 
-def compare(name: str, folder: Path, documents: list[str], precision: str, repeats: int) -> list[Row]:
+def compare(name: str, folder: Path, documents: list[str], precision: str, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one model in one precision."""
     from realmops.encoders.devices import DTYPES
 
-    dtype = DTYPES[precision]
-    mine = ours(folder, dtype)
-    theirs = peer(folder, mine.bert.width, dtype)
+    dtype, device = DTYPES[precision], arguments.device
+    mine = ours(folder, dtype, device)
+    theirs = peer(folder, mine.bert.width, dtype, device)
+    options = {"convert_to_tensor": True, "show_progress_bar": False, "batch_size": BATCH if device == "cpu" else 256}
+    seconds_of = against.processor_seconds if device == "cpu" else gpu.seconds_of
     found: dict[str, Any] = {}
 
     def run_ours() -> float:
-        return len(documents) / against.processor_seconds(lambda: found.update(ours=mine(documents)))
+        return len(documents) / seconds_of(lambda: found.update(ours=mine(documents)))
 
     def run_theirs() -> float:
-        def call() -> None:
-            found["theirs"] = theirs.encode(documents, convert_to_tensor=True, show_progress_bar=False)
+        return len(documents) / seconds_of(lambda: found.update(theirs=theirs.encode(documents, **options)))
 
-        return len(documents) / against.processor_seconds(call)
-
-    mine(documents[:BATCH])
-    theirs.encode(documents[:BATCH], show_progress_bar=False)
-    rates, peers = against.interleave([run_ours, run_theirs], repeats)
+    warm = documents[:BATCH] if device == "cpu" else documents
+    mine(warm)
+    theirs.encode(warm, **options)
+    rates, peers = against.interleave([run_ours, run_theirs], arguments.repeats)
     cosine = float((found["ours"] * found["theirs"].float()).sum(-1).min())
     lengths = [len(one) for one in mine.sequences(documents)]
     what = f"embedding, {name}, {precision}"
@@ -121,19 +123,20 @@ def compare(name: str, folder: Path, documents: list[str], precision: str, repea
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """The rows of every model."""
-    against.one_thread()
+    if arguments.device == "cpu":
+        against.one_thread()
     against.quiet_transformers()
     documents = encode.texts(arguments.documents)
     rows: list[Row] = []
     for precision in arguments.precisions:
         if arguments.model is not None:
-            rows += compare(arguments.model.name, arguments.model, documents, precision, arguments.repeats)
+            rows += compare(arguments.model.name, arguments.model, documents, precision, arguments)
             continue
         for family in arguments.families:
             for shape in arguments.shapes:
                 with tempfile.TemporaryDirectory() as folder:
                     random_model(Path(folder), family, shape)
-                    rows += compare(f"{family} {shape}", Path(folder), documents, precision, arguments.repeats)
+                    rows += compare(f"{family} {shape}", Path(folder), documents, precision, arguments)
     return rows
 
 
@@ -143,6 +146,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", nargs="+", choices=("small", "base"), default=["small"])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--documents", type=int, default=BATCH, help="%(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", type=Path, help="a folder with an encoder, in the place of random weights")
 
 
