@@ -28,7 +28,8 @@ Lengths of text are in wordpieces, the pieces of words that the encoder reads.
 
 Each option may stand in params.yaml, in a preset and behind `--set`. Behind its name are its default and the paper's
 value. Those marked "expert" are not in the project's params.yaml: few people change them."""
-SHARED = ("--params", "--preset", "--set", "--root")  # explained once, at the top of docs/commands.md
+# Options that are explained once, at the top of docs/commands.md, and a command that has each.
+SHARED = dict.fromkeys(("--params", "--preset", "--set", "--root"), "realmops run") | {"--model": "realmops ask"}
 SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
 OPTION = re.compile(r"  (?P<name>\w+): (?P<value>.+?)(?:\s+# (?P<text>.*))?")
 
@@ -85,9 +86,8 @@ def commands_page() -> str:
     """The text of docs/commands.md."""
     head = ["# Commands", "", MADE.format(source="the command's help"), ""]
     known = dict(commands_of(realmops, "realmops"))
-    known_options = options_of("realmops run", known["realmops run"])
     shared = ["", "## Shared options", "", "Many commands take these. Every command takes `--help`.", ""]
-    shared += [*(known_options[option] for option in SHARED), ""]
+    shared += [*(options_of(name, known[name])[option] for option, name in SHARED.items()), ""]
     (first, group), *others = known.items()
     lines = [*head, *describe(first, group), *shared]
     lines += [line for name, command in others for line in describe(name, command)]
