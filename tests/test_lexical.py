@@ -172,7 +172,7 @@ def test_an_index_of_another_corpus_and_none_are_refused(world: World, four: Bm2
         Bm25.open(four.folder, corpus_hash=world.snapshot.corpus_hash)
     snapshot = copy_of(world, tmp_path)
     shutil.rmtree(tmp_path / lexical.FOLDER)
-    with pytest.raises(ValueError, match=r"lexical is not there.*make the snapshot again"):
+    with pytest.raises(ValueError, match=r"lexical holds no manifest\.json.*run the stage that makes it"):
         Bm25.of(snapshot)
 
 

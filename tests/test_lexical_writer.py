@@ -11,7 +11,6 @@ import pytest
 from small_project import cli
 from small_world import DOCUMENTS, World, build_snapshot, write_texts
 
-from realmops.artifacts import write_manifest
 from realmops.corpus.snapshot import Snapshot
 from realmops.index import lexical, lexical_writer
 from realmops.index.lexical import Bm25
@@ -152,7 +151,6 @@ def test_parts_of_another_corpus_are_not_used(world: World, tmp_path: Path) -> N
 
 
 def test_the_stage_writes_it_for_the_corpus_and_an_update_its_own(trained: Path, tmp_path: Path) -> None:
-    """The last update is one of a snapshot that a version before has made, without it."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     root = tmp_path / "root"
     manifest = json.loads((root / "data/snapshot/manifest.json").read_text())
@@ -165,19 +163,9 @@ def test_the_stage_writes_it_for_the_corpus_and_an_update_its_own(trained: Path,
         assert cli("run", name, *words).exit_code == 0
     with open(tmp_path / "documents.jsonl", "a") as documents:
         documents.write('{"title": "Moss", "text": "Moss is a town by the sea."}\n')
-    for with_index in (True, False):
-        if not with_index:
-            shutil.rmtree(root / "updates")
-            shutil.rmtree(root / "data/snapshot/lexical")
-            kept = {key: manifest[key] for key in ("fingerprint", "sections")}
-            write_manifest(root / "data/snapshot", "snapshot", **kept)
-            told = cli("ceilings", tmp_path / "questions.test.jsonl", "--root", root)
-            assert told.exit_code == 2
-            assert "lexical is not there" in told.stderr
-            assert "'realmops run snapshot --force'" in told.stderr
-        assert cli("update", *words).exit_code == 0
-        [folder] = (root / "updates").iterdir()
-        new = Snapshot.open(folder / "snapshot/corpus")
-        write_bm25(tmp_path / "updated", new)
-        assert files(folder / "snapshot/lexical") == files(tmp_path / "updated")
-        assert [new.title(row) for row in Bm25.of(new).search(["moss"], 1)[1][0]] == ["Moss"]
+    assert cli("update", *words).exit_code == 0
+    [folder] = (root / "updates").iterdir()
+    new = Snapshot.open(folder / "snapshot/corpus")
+    write_bm25(tmp_path / "updated", new)
+    assert files(folder / "snapshot/lexical") == files(tmp_path / "updated")
+    assert [new.title(row) for row in Bm25.of(new).search(["moss"], 1)[1][0]] == ["Moss"]

@@ -521,26 +521,6 @@ def test_what_cannot_be_served_is_told_at_the_start(copy: Path, tmp_path: Path) 
     assert (result.exit_code, "wanted models:/NAME@champion" in result.stderr) == (2, True)
 
 
-def test_a_run_of_a_version_before_is_asked_after_its_snapshot_was_made_again(copy: Path) -> None:
-    folder = copy / "root/data/snapshot/corpus"
-    manifest = read_json(folder / "manifest.json")
-    (folder / "places.npy").unlink()
-    made = {name: v for name, v in manifest.items() if name not in ("schema", "kind", "files", "manifest_digest")}
-    write_manifest(folder, "snapshot", **made)
-    write_manifest(folder.parent, "snapshot", **outer(folder.parent))
-    before = cli("ask", QUESTION, "--root", copy / "root")
-    assert (before.exit_code, "run 'realmops run snapshot --force'" in before.stderr) == (2, True), before.output
-    where = ("--params", copy / "params.yaml", "--root", copy / "root")
-    assert cli("run", "snapshot", "--force", *where).exit_code == 0
-    assert cli("ask", QUESTION, "--root", copy / "root").exit_code == 0
-
-
-def outer(folder: Path) -> dict[str, Any]:
-    """What a stage's manifest holds beside its files."""
-    manifest = read_json(folder / "manifest.json")
-    return {name: manifest[name] for name in ("fingerprint", "sections")}
-
-
 # ---- at the terminal
 
 

@@ -18,7 +18,6 @@ from small_project import cli, write_json_lines
 from small_world import build_snapshot
 
 from realmops.answering.record import cited
-from realmops.artifacts import canonical_json, read_json, write_manifest
 from realmops.commands.verify import verify
 from realmops.corpus.snapshot import Snapshot
 
@@ -211,21 +210,6 @@ def test_what_holds_no_answers_is_refused(tmp_path: Path, line: str, told: str) 
     result = cli("verify", tmp_path / "a.jsonl", jsonl(tmp_path))
     assert result.exit_code == 2
     assert told in result.stderr
-
-
-def test_a_snapshot_of_a_version_before_says_so(tmp_path: Path) -> None:
-    """Without places it opens as ever, and only who asks for one is told."""
-    folder = build_snapshot(tmp_path, jsonl(tmp_path)).folder
-    manifest = read_json(folder / "manifest.json")
-    (folder / "places.npy").unlink()
-    fields = {name: v for name, v in manifest.items() if name not in ("schema", "kind", "files", "manifest_digest")}
-    write_manifest(folder, "snapshot", **fields)
-    snapshot = Snapshot.open(folder)
-    assert snapshot.text(0)
-    with pytest.raises(ValueError, match=r"made by a version before.*realmops run snapshot --force"):
-        snapshot.start(0)
-    assert cited(snapshot, 0, (0, 4))["start"] is None
-    assert canonical_json(cited(snapshot, 0, (0, 4)))
 
 
 def test_documents_are_numbered_over_files_and_batches(tmp_path: Path) -> None:

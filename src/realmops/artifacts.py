@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any
 
 SCHEMA = 2
-UNSEALED = 1  # the schema of manifests that do not name their own digest; still read
 WORK = ".realmops"  # under a root: unfinished work, locks, the local MLflow database
 MANIFEST = "manifest.json"
 SEAL = "manifest_digest"
@@ -227,11 +226,11 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
         raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
     manifest = read_json(path)
     found = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
-    if not isinstance(manifest, dict) or found not in ((kind, SCHEMA), (kind, UNSEALED)):
+    if not isinstance(manifest, dict) or found != (kind, SCHEMA):
         raise ValueError(
             f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again"
         )
-    if (manifest["schema"] == SCHEMA or SEAL in manifest) and not is_sealed(manifest):
+    if not is_sealed(manifest):
         raise ValueError(f"{path} does not have the digest that it names; run the stage that makes it again")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(

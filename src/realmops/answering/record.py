@@ -95,17 +95,17 @@ def sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:
 def cited(snapshot: Snapshot, passage: int, characters: tuple[int, int]) -> Record:
     """Where a part of a passage stands: document, passage, and characters of the document's text as it was read.
 
-    ``start`` and ``end`` are None for a corpus of a version before, ``page`` of a document without pages.
+    ``page`` is None of a document without pages.
     """
-    first = snapshot.start(passage) if snapshot.has_places else None
+    first = snapshot.start(passage)
     start, end = characters
     return {
-        "uri": snapshot.uri(passage) if snapshot.has_places else "",
+        "uri": snapshot.uri(passage),
         "document_id": snapshot.document_id(passage),
         "passage_id": snapshot.passage_id(passage),
         "title": snapshot.title(passage),
-        "start": None if first is None else first + start,
-        "end": None if first is None else first + end,
+        "start": first + start,
+        "end": first + end,
         "page": snapshot.page(passage, start),
         "quote": snapshot.text(passage)[start:end],
     }

@@ -170,7 +170,7 @@ def generation_of_run(root: Path, where: CorpusState | None = None) -> Generatio
     Args:
         where: another one of them.
 
-    Raises ValueError when a stage has not run, for files that were changed, for a corpus of a version before, and when
+    Raises ValueError when a stage has not run, for files that were changed, and when
     folders are replaced again and again while they are read.
     """
     for _ in range(TRIES):

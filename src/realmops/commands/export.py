@@ -168,8 +168,8 @@ def _write_passages(path: Path, generation: Generation, passages: PassageIndex) 
         for first in range(0, len(snapshot), ROWS_PER_GROUP):
             rows = np.arange(first, min(first + ROWS_PER_GROUP, len(snapshot)))
             columns = [np.array(one, object) for one in zip(*snapshot.rows(rows, *TEXT_COLUMNS), strict=True)]
-            start = snapshot.places[rows, 1] if snapshot.has_places else np.full(len(rows), None)
-            columns += [start, start + [len(text) for text in columns[3]] if snapshot.has_places else start]
+            start = snapshot.places[rows, 1]
+            columns += [start, start + [len(text) for text in columns[3]]]
             each = [pa.array(np.repeat(one, vectors), of.type) for one, of in zip(columns, schema, strict=False)]
             part_RX = passages.vectors(slice(first, first + len(rows)))
             flat = pa.array(part_RX.float().cpu().numpy().reshape(-1))

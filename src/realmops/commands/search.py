@@ -133,8 +133,7 @@ def shown(record: Mapping[str, Any]) -> Iterator[str]:
                 at = high
         text = " ".join((text + one["text"][at:end]).split())
         before, after = "… " if first else "", " …" if end < len(one["text"]) else ""
-        where = one["uri"] if one["start"] is None else f"{one['uri']}, characters {one['start']} to {one['end']}"
         page = f", page {one['page']}" if one.get("page") else ""
         yield f"{number}. {one['title'] or one['document_id']}  ({one['score']:.3g})"
         yield f"   {before}{text}{after}"
-        yield f"   {where}{page}"
+        yield f"   {one['uri']}, characters {one['start']} to {one['end']}{page}"

@@ -188,7 +188,7 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     known_states = states(root)
     before = known_states[-1]
     answered = next(state for state in reversed(known_states) if (state.results / PREDICTIONS).is_file())
-    if answered.number and (answered.results / artifacts.MANIFEST).is_file():  # else written by a version before
+    if answered.number:
         artifacts.read_manifest(answered.results, ANSWERS)
     path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
     now = {question.asked for question in read_questions([path], format=values["questions"]["format"])}
@@ -240,14 +240,13 @@ def _index_words(task: _Task, new: Snapshot) -> None:
         lexical.Bm25.of(new, verify=True)
         return
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
-    there = (task.before.snapshot / lexical.FOLDER).is_dir()  # else made by a version before
     write_bm25(
         new.folder.with_name(lexical.FOLDER),
         new,
         task.report.progress("words of passages", len(new)),
         work=task.work / lexical.FOLDER,
         workers=options.workers,
-        earlier=task.old if there else None,
+        earlier=task.old,
     )
     shutil.rmtree(task.work / lexical.FOLDER)
 

@@ -84,7 +84,7 @@ class Snapshot:
         sentences.npy: int32 [S, 3], passage, first and end wordpiece in the passage's body;
             sentence_offsets.npy int64 [P + 1].
         places.npy: int64 [P, 2], the number of the passage's document in the corpus, and the character of that
-            document's text at which the passage begins. Versions before wrote none.
+            document's text at which the passage begins.
         languages.npy: uint8 [P, 2], the two letters of each passage's language, where each document has its own.
         vocab.txt: the wordpieces. Of another tokenizer than BERT's WordPiece instead tokenizer.json, and continues.npy:
             bool [T], which wordpieces continue a word.
@@ -108,7 +108,7 @@ class Snapshot:
         self.title_offsets: NDArray[np.int64] = load_flat(folder / "title_offsets.npy")
         self.sentence_rows: Ints = load_flat(folder / "sentences.npy")
         self.sentence_offsets: NDArray[np.int64] = load_flat(folder / "sentence_offsets.npy")
-        self._places: NDArray[np.int64] | None = load_flat(folder / PLACES) if PLACES in manifest["files"] else None
+        self.places: NDArray[np.int64] = load_flat(folder / PLACES)
         has_own = CONTINUES in manifest["files"]
         self._continues: NDArray[np.bool_] | None = load_flat(folder / CONTINUES) if has_own else None
         self._parquet = pq.ParquetFile(folder / TEXTS, memory_map=True)
@@ -143,21 +143,6 @@ class Snapshot:
     def extra(self, index: int) -> dict[str, Any]:
         """The document's fields beside title, text and id."""
         return fields_of(self._value("extra", index))
-
-    @property
-    def has_places(self) -> bool:
-        """Whether it is known where in its document a passage stands."""
-        return self._places is not None
-
-    @property
-    def places(self) -> NDArray[np.int64]:
-        """Document and first character of each passage, [P, 2]; ValueError for a snapshot of a version before."""
-        if self._places is None:
-            raise ValueError(
-                f"{self.folder} was made by a version before, which did not write down where in its document a passage "
-                "stands: run 'realmops run snapshot --force'; its passages are the same, nothing need be trained again"
-            )
-        return self._places
 
     def start(self, index: int) -> int:
         """The character of its document's text, as the corpus reader gave it, at which the passage begins."""

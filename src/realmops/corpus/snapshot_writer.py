@@ -501,8 +501,7 @@ def _restored(work: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         state: dict[str, Any] = read_json(work / _CHECKPOINT)
         sizes = state["bytes"] if is_sealed(state) else {}
-        # one without PLACES was left by a version before
-        if PLACES in sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
+        if sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
             return state
     shutil.rmtree(work, ignore_errors=True)
     make_folder(work)

@@ -199,11 +199,6 @@ class Bm25:
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Bm25:
         """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
-        if not folder.is_dir():
-            raise ValueError(
-                f"{folder} is not there: BM25 needs it, and versions before wrote none; make the snapshot again "
-                "('realmops run snapshot --force')"
-            )
         manifest = read_manifest(folder, KIND, verify=verify)
         if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
             raise ValueError(
