@@ -1,7 +1,5 @@
 """What stages hand over: folders with a manifest, written whole or not at all."""
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import hashlib

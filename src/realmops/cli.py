@@ -1,7 +1,5 @@
 """The command line: takes options, calls what does the work, prints what that returns. No logic of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

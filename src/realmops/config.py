@@ -1,7 +1,5 @@
 """Options as frozen dataclasses: typed and strict; defaults.yaml has the defaults, a params.yaml what differs."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import math

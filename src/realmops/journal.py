@@ -1,7 +1,5 @@
 """Metrics of a stage as JSON lines: the writer, the reader, series and means."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

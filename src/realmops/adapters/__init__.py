@@ -1,7 +1,5 @@
 """Retrievers of other frameworks that ask a Searcher: LangChain, LlamaIndex, Haystack. Each module has its extra."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

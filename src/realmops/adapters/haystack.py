@@ -1,7 +1,5 @@
 """A retriever of Haystack (extra ``haystack``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Self
 

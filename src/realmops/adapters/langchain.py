@@ -1,7 +1,5 @@
 """A retriever of LangChain (extra ``langchain``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

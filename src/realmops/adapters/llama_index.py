@@ -1,7 +1,5 @@
 """A retriever of LlamaIndex (extra ``llama-index``)."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ p(z|x) is the retriever's, before reading. p(y|x) is the sum over all that a rea
 p(y, z|x) the part of it that lies in z, and p(z|x, y) that part's share (paper, section 3).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Which text answers a question when many spans are likely: decoding by minimum Bayes risk."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

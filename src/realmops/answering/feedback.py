@@ -1,7 +1,5 @@
 """What people said of answers: kept in a file below a run's work folder, and made into questions."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

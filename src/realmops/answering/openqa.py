@@ -6,8 +6,6 @@ retriever's f(x, z).
 Shape suffixes: K passages that are read, D width, T wordpieces of all sequences, S answer spans of all sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The record of an answer: every word of it with its source. Commands, servers and the registered model all show it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Protocol
 

@@ -6,8 +6,6 @@ both, or by a ranker; a subclass reads them. A model that reads nothing is an ``
 Shape suffixes: B questions, P passages, K passages that are found, E embedding width.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy

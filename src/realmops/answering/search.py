@@ -4,8 +4,6 @@ Shape suffixes: P passages, A passages that a filter lets through, U different m
 N places of a value, E embedding width.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import operator

@@ -1,7 +1,5 @@
 """Links between the passages of a corpus: given hyperlinks, or titles that stand in other passages' texts."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict

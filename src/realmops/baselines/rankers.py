@@ -1,7 +1,5 @@
 """What finds passages where the retriever is none of ours (``finetune.retriever``): words, links, paths."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from realmops.answering.retrieval import Ranker

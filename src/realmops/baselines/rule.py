@@ -3,8 +3,6 @@
 Of a passage it takes the capitalised or numeric span that is nearest to the words of the question and not a part of it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Retrieval by hashed words and pairs of words, as DrQA does it (Chen et al. 2017, section 3.1)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

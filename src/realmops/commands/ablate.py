@@ -6,8 +6,6 @@ that differ in fine-tuning share their pre-training, and a call after a kill goe
 each other, as pods on one volume, share as well: of two that want the same stage, one waits for the other.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

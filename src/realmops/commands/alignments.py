@@ -7,8 +7,6 @@ Candidates are those of pre-training, with the weights that it ended with: the s
 hold the whole sentence are left out. A sentence over pretrain.query_wordpieces was cut before it was read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """The model of a run over a corpus with its index, opened to be asked."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """The card of an export: README.md with the front matter that the Hugging Face hub reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

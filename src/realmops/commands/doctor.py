@@ -1,7 +1,5 @@
 """What ``realmops doctor`` finds out: software, device, running stages, and the exchange's health."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import platform

@@ -3,8 +3,6 @@
 The figures are rough: searches, files and the start of processes are left out, and other programs take their share.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shape suffixes: R passages of a row group, M vectors of a passage, E embedding width.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

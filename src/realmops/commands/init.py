@@ -1,7 +1,5 @@
 """``realmops init``: a project of the user's own, made of what the package has and of what the documents are."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

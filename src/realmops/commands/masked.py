@@ -4,8 +4,6 @@ The paper's Table 3 for a sentence of one's own: the words behind [MASK] without
 the marginal over all candidates.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

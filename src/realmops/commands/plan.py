@@ -3,8 +3,6 @@
 Shape suffixes: P passages, Q queries, E embedding width.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import resource

@@ -4,8 +4,6 @@ The files that answer questions are kept under a name of their own (hard links, 
 the next training does not take them from under the registered model.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

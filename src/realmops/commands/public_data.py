@@ -8,8 +8,6 @@ Licences: SQuAD CC BY-SA 4.0, wikigold CC BY 4.0, Universal NER CC BY-SA, WNUT-1
 A file that is downloaded must have the digest that stands here.
 """
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """``realmops import``: published REALM checkpoints as the folders that pretrain and finetune would have written."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Nothing imports this file: MLflow keeps a copy of it in the registered model, and runs that (models from code).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

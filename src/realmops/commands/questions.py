@@ -1,7 +1,5 @@
 """Question sets on their own: brought into one form, made from the corpus, and measured before any training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

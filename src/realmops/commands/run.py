@@ -1,7 +1,5 @@
 """``realmops run``: stages one after another, and how they end with the process that started them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path

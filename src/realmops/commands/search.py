@@ -1,7 +1,5 @@
 """``realmops search``: passages of a run, whatever of it is trained so far."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What a training was run with, and how many steps its weights have."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 are taken over, and nothing is trained. From then on the new corpus is served; the test questions are answered again
 after that."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``realmops verify``: does every quotation stand in its source, where the answer says that it stands?"""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

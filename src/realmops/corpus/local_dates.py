@@ -6,8 +6,6 @@ four digits is a year behind a word as "im" or "seit", before a mark, and betwee
 where a thing that may be counted follows.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

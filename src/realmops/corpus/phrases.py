@@ -11,8 +11,6 @@
 Numbers count everywhere. ``docs/data.md`` says how many answers of people are found in this way.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -7,8 +7,6 @@ takes them in some at a time, and a search reads those of its candidates.
 Shape suffixes: Q queries, P passages, E embedding width, K results, D candidates.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

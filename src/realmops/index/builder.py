@@ -5,8 +5,6 @@ others have committed, and whoever finds all parts there publishes the index; a 
 store. A builder that is killed loses the part in its hand.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import signal

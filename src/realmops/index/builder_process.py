@@ -1,7 +1,5 @@
 """The index builder's process: REALM's retriever behind the exchange's builder loop, or help with a stage's shards."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

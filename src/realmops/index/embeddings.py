@@ -1,7 +1,5 @@
 """The embeddings of a corpus: made, written and read as one safetensors file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict

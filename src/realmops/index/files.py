@@ -6,8 +6,6 @@ instead of it, run it and report an error all the same (a reply lost on NFS), or
 first. Time comes from :class:`Clock`; nothing here compares the clocks of two machines.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

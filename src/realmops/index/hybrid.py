@@ -7,8 +7,6 @@ The weights a and b are fitted by the likelihood of the right passages, so that 
 Shape suffixes: Q queries, E embedding width, K results, C candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

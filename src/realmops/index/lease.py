@@ -7,8 +7,6 @@ another machine counts), or at once when its holder ran on this machine and its 
 stopped finds a higher number when it wakes up.
 """
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable, Iterator

@@ -11,8 +11,6 @@ on who makes it, and whose life ends loses the shard in hand only: what is commi
 to save work. Two who make the same shard, as after a claim that was given up for dead, make the same bytes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress

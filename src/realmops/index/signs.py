@@ -3,8 +3,6 @@
 Nobody compares the clocks of two machines: who looks counts by its own clock how long a sign has stayed the same.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

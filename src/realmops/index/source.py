@@ -3,8 +3,6 @@
 Shape suffixes: P passages, E embedding width, Q queries, K results.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

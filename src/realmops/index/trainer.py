@@ -1,7 +1,5 @@
 """The trainer's life on the exchange: checkpoints out, weights out, indexes in."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress

@@ -13,8 +13,6 @@ Remove: rename to trash, sync, wait out the grace, look at pins again, then dele
 deleted is renamed to ``.dead`` first, so a draft is either committed by its writer or claimed by the sweep.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

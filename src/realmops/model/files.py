@@ -1,7 +1,5 @@
 """Build the models of a run, and hand them on as safetensors and JSON."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping

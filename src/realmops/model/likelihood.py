@@ -6,8 +6,6 @@ Shape suffixes: B examples, K candidates (the null document included), M masked 
 S spans, Q queries, P passages.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,8 +10,6 @@ All classes are functions of the wordpieces, of whole numbers alone: no rounding
 Shape suffixes: T wordpieces of all sequences, N sequences, V vocabulary, F kinds of classes, D width, S sentences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ StaticEmbedding and Normalize. Two towers become the routes ``query`` and ``docu
 pair (title, text), which the tokenizer joins as ``join_document`` does.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ an Open-QA model with its passages' embeddings.  What it holds is told by the na
 Shape suffixes: P passages, E embedding width, D encoder width, H width of the span head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

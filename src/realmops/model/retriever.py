@@ -10,8 +10,6 @@ Shape suffixes: B sequences, D encoder width, E embedding width, M vectors of a 
 T wordpieces, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 All functions take and give one-dimensional int64 arrays of wordpiece ids without padding.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from realmops.corpus.special import SpecialTokens as SpecialTokens

@@ -4,8 +4,6 @@ Callers put their questions into a queue; the thread takes what has gathered the
 passages of all of them at once and reads them packed. Nobody waits for a batch to fill.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -1,7 +1,5 @@
 """Callers with a token of an identity provider (JWT, RFC 7519): its claims become the filter that they ask behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

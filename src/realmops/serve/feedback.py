@@ -3,8 +3,6 @@
 It is kept in a file of the run, and sent to MLflow where that is in use.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Annotated

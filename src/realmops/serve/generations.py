@@ -1,7 +1,5 @@
 """Where generations come from, and how a new one takes the place of the old one while that serves on."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import re

@@ -4,8 +4,6 @@ One tensor ``question`` of strings comes in, as JSON or as the protocol's binary
 ``probability``, ``abstained`` and ``record`` (the whole record as JSON) go out, one element for each question.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct

@@ -1,7 +1,5 @@
 """What Prometheus is told."""
 
-from __future__ import annotations
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 
 from realmops.commands.answers import Generation

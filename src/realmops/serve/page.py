@@ -4,8 +4,6 @@ Every text goes through Jinja2's escaping, and the page's Content-Security-Polic
 its own two, by their digests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from base64 import b64encode

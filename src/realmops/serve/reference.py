@@ -1,7 +1,5 @@
 """``/docs``: the routes as a page of our own, which loads nothing from elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any

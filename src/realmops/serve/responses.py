@@ -6,8 +6,6 @@ conversation has no memory: the last message of the user is the question. What s
 (``temperature``, ``instructions``, ``tools`` and so on) has no effect on an answer that is a quotation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Search without answers: ``/v1/search``, OpenAI's ``/v1/embeddings``, Cohere's and Jina's ``/v1/rerank``."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Callable
 from typing import Annotated, Any, Literal

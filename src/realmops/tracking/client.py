@@ -1,7 +1,5 @@
 """The MLflow server or database that is spoken to, and the experiment there."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os

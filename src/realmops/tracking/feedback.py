@@ -3,8 +3,6 @@
 It is sent by a process of its own, so that serving neither imports mlflow nor waits for its server.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging

@@ -1,7 +1,5 @@
 """What MLflow's UI shows: of an experiment saved views with columns and charts, of a run tables."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

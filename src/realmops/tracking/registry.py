@@ -1,7 +1,5 @@
 """Registered models of MLflow, of which one version is the champion."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping

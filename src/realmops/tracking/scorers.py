@@ -4,8 +4,6 @@
 answers as ``answers`` (a list), or one as ``expected_response``, as feedback on answers is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

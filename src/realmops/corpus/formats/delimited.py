@@ -1,7 +1,5 @@
 """CSV and TSV: a table whose first line names its columns, title, text and id among them as in Parquet."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator
 from functools import partial

@@ -4,8 +4,6 @@ Slides and sheets are pages too. A file goes to a worker as its path, so that ma
 once. Nothing is unpacked to the disk, and no part of a file can name another file to read.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator

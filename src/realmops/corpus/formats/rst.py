@@ -1,7 +1,5 @@
 """reStructuredText by docutils, which opens no other file; what only Sphinx knows is read as plain text."""
 
-from __future__ import annotations
-
 import re
 from pathlib import PurePath
 
