@@ -7,14 +7,14 @@ the shared volume, where each leaves a sign beside the file that gives them work
 import json
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 from realmops.artifacts import read_json, read_manifest
 from realmops.cluster.kube import Cluster, RefusedError, connect, looked
 from realmops.cluster.waiting import Say, awaited
+from realmops.config import Values
 from realmops.stages import Report
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
@@ -23,7 +23,6 @@ LOOK_SECONDS = 1.0
 AGAIN_SECONDS = 5.0  # before an API server that was away is asked again
 LOWER_SECONDS = 1500.0  # for an API server that is away when builders are given back; the task has half an hour
 RETURN_SECONDS = 60.0  # the same behind shards: what stays is given back at the run's end
-Values = Mapping[str, Mapping[str, Any]]
 
 
 def scale(deployment: str, replicas: int) -> None:

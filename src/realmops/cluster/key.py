@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from realmops import artifacts
-from realmops.config import CLOSED_BOOK, keyed
+from realmops.config import CLOSED_BOOK, Values, keyed
 from realmops.stages import HUB, option_of, outside_files
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
@@ -25,7 +25,7 @@ DIGEST = "@sha256:"  # in the name of an image; what stands before it is where t
 
 
 def key_of(
-    values: Mapping[str, Mapping[str, Any]],
+    values: Values,
     files: Mapping[str, Any],
     pipeline: Sequence[Any],
     arguments: Mapping[str, Any],
@@ -62,7 +62,7 @@ def _declared(name: str, entry: Mapping[str, Any], arguments: Mapping[str, Any])
     return declared | {"defaultValue": value}
 
 
-def digests_of_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> tuple[dict[str, Any], list[str]]:
+def digests_of_files(values: Values, project: Path) -> tuple[dict[str, Any], list[str]]:
     """A digest of each file that params name and no stage makes, by section.key, and a line for each that has none.
 
     It is DVC's, whether the content is here or only what DVC has recorded of it: a laptop and CI give the same. Content
@@ -93,7 +93,7 @@ def image_note(image: str) -> list[str]:
     ]
 
 
-def _outside(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:
+def _outside(values: Values, project: Path) -> dict[str, Path]:
     """Files and folders that params name and no stage makes; pre-trained encoders are among them."""
     found = outside_files(values, project)
     encoders = ["bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])]

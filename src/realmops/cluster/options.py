@@ -6,16 +6,16 @@ then shows the last tasks of a run no more (2.17.0, seen 2026-11-25): all option
 
 import hashlib
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from realmops import config
 from realmops.artifacts import canonical_json
+from realmops.config import Values
 
 OF = "defaults"  # the key that says which defaults the differences are of
 
 
-def packed(values: Mapping[str, Mapping[str, Any]]) -> str:
+def packed(values: Values) -> str:
     """JSON of what differs from the defaults of this version."""
     found: dict[str, Any] = {OF: _digest()}
     for section, keys in config.defaults().items():

@@ -26,7 +26,7 @@ from realmops.cluster.options import packed
 from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.server import Server
 from realmops.cluster.waiting import Say, awaited
-from realmops.config import PACKAGE
+from realmops.config import PACKAGE, Values
 
 SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # every other state but SUCCEEDED is of a run that lives
@@ -162,7 +162,7 @@ class Submission:
 
 
 def prepare(
-    values: Mapping[str, Mapping[str, Any]],
+    values: Values,
     project: Path,
     pipeline: Pipeline,
     arguments: Sequence[str],

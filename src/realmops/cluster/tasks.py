@@ -22,6 +22,7 @@ from realmops.cluster.builders import give_back, helped, raised_builders
 from realmops.cluster.options import unpacked
 from realmops.cluster.server import Server
 from realmops.cluster.submit import older_run
+from realmops.config import Values
 from realmops.console import CHIEF, Console, end_on_sigterm, explained_errors
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.sender import ABOVE
@@ -29,7 +30,6 @@ from realmops.tracking.sender import ABOVE
 if TYPE_CHECKING:
     from realmops.commands.ablate import Ablation
 
-Values = Mapping[str, Mapping[str, Any]]
 OURS = "REALMOPS_MLFLOW_TRACKING_", "REALMOPS_MLFLOW_EXPERIMENT_"
 CHANGES_SHOWN = 200  # as many answers as a page takes
 

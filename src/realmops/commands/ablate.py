@@ -25,7 +25,7 @@ import numpy as np
 from realmops import artifacts, config
 from realmops.artifacts import WORK
 from realmops.commands.report import browser_command
-from realmops.config import CLOSED_BOOK, preset_path
+from realmops.config import CLOSED_BOOK, Values, preset_path
 from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
@@ -57,7 +57,7 @@ class Task:
     params: Path
     presets: Sequence[Path]
     settings: Sequence[str]
-    values: Mapping[str, Mapping[str, Any]]
+    values: Values
     view: Path
 
     def folder(self, stage: str) -> Path:

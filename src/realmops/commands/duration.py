@@ -11,7 +11,7 @@ from typing import Any
 
 from realmops.artifacts import MANIFEST
 from realmops.baselines.rankers import DENSE
-from realmops.config import Finetune, Ict, Pretrain, Sample, SnapshotOptions, Tag, parse_section
+from realmops.config import Finetune, Ict, Pretrain, Sample, SnapshotOptions, Tag, Values, parse_section
 from realmops.corpus.documents import Document
 from realmops.corpus.formats import sources
 from realmops.corpus.ingest import Progress, batches, convert
@@ -23,7 +23,6 @@ from realmops.train.held_out import WATCHED
 from realmops.train.ict import steps_over
 from realmops.train.windows import NEGATIVES_FROM, WINDOW
 
-Values = Mapping[str, Mapping[str, Any]]
 LOOK_SECONDS = 3.0  # at documents that are not cut into passages yet
 WORDPIECES = 1.35  # of a word
 SPECIAL = 8  # wordpieces of a passage beside its text: the title and the special ones

@@ -5,7 +5,7 @@ import shlex
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 from realmops import __version__, artifacts, config
 from realmops.commands.public_data import bring
-from realmops.config import PACKAGE
+from realmops.config import PACKAGE, Values
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.languages import AUTO, ENGLISH, detect, languages
@@ -349,7 +349,7 @@ def _bring_tagged(project: Project) -> None:
         )
 
 
-def params_text(presets: Sequence[str], own: Mapping[str, Mapping[str, Any]]) -> str:
+def params_text(presets: Sequence[str], own: Values) -> str:
     """A params.yaml of differences; DVC wants every section, so that those without one stand there empty."""
     lines = [PARAMS_HEAD, f"presets: [{', '.join(presets)}]", ""]
     whole = {name: own.get(name, {}) for name in config.SECTIONS}
@@ -358,7 +358,7 @@ def params_text(presets: Sequence[str], own: Mapping[str, Mapping[str, Any]]) ->
     return "\n".join(lines) + "\n"
 
 
-def dvc_text(values: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]]) -> str:
+def dvc_text(values: Values, own: Values) -> str:
     """The dvc.yaml of a project: the stages of its chain, each with the files that its options name.
 
     Args:

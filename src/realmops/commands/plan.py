@@ -8,7 +8,7 @@ import math
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from realmops.artifacts import MANIFEST, seed_for
 from realmops.commands.duration import seconds_of, sizes_of, told, work_of
-from realmops.config import Pretrain, parse_section
+from realmops.config import Pretrain, Values, parse_section
 from realmops.corpus.masking import mask_positions
 from realmops.corpus.sample import build_world
 from realmops.corpus.snapshot import Snapshot
@@ -41,7 +41,6 @@ from realmops.train.examples import Example
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.realm import Realm
 
-Values = Mapping[str, Mapping[str, Any]]
 Figures = dict[str, Any]
 PASSAGES = (1_000_000, 13_000_000, 100_000_000, 1_000_000_000)
 REFRESH_STEPS = 500  # the paper's

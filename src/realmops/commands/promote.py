@@ -16,7 +16,7 @@ from realmops.artifacts import WORK
 from realmops.baselines.rankers import BY_WORDS
 from realmops.commands.answers import Generation, open_reading
 from realmops.commands.trained import tuned_steps
-from realmops.config import CLOSED_BOOK, Tracking, parse_section
+from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
 from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.compare import compare, sentence
@@ -130,9 +130,7 @@ class Promotion:
     difference: float | None = None
 
 
-def promote(
-    values: Mapping[str, Mapping[str, Any]], *, project: Path, root: Path, name: str, margin: float, copy: bool
-) -> Promotion:
+def promote(values: Values, *, project: Path, root: Path, name: str, margin: float, copy: bool) -> Promotion:
     """Make the run under ``root`` the champion of the registered model ``name`` if it is better than the present one.
 
     Better means: on the same questions by the same rules, EM higher by at least ``margin``, and an interval of the

@@ -1,14 +1,14 @@
 """``realmops run``: stages one after another, and how they end with the process that started them."""
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
 from realmops.commands.duration import begins
 from realmops.commands.questions import make_cloze
-from realmops.config import CLOSED_BOOK, notes, parse_section
+from realmops.config import CLOSED_BOOK, Values, notes, parse_section
 from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
 from realmops.corpus.pretrained import read_encoder_tokenizer
@@ -22,7 +22,7 @@ from realmops.stages.runner import run_stage
 
 def run_stages(
     names: Collection[str],
-    values: Mapping[str, Mapping[str, Any]],
+    values: Values,
     *,
     presets: Sequence[str] = (),
     project: Path,
@@ -82,7 +82,7 @@ def encoder_notes(folder: Path) -> Iterator[str]:
     )
 
 
-def look_at(key: str, path: Path, values: Mapping[str, Mapping[str, Any]]) -> None:
+def look_at(key: str, path: Path, values: Values) -> None:
     """Read what an option names as the stage will that wants it; ValueError now for what would end that then."""
     if key == "snapshot.documents":
         sources(path, values["snapshot"]["format"])
@@ -96,7 +96,7 @@ def look_at(key: str, path: Path, values: Mapping[str, Mapping[str, Any]]) -> No
         read_conll(path)
 
 
-def look_at_encoders(names: Collection[str], values: Mapping[str, Mapping[str, Any]]) -> None:
+def look_at_encoders(names: Collection[str], values: Values) -> None:
     """Open the pre-trained encoder that one of these stages wants, as ``ict`` does, and find T5's files."""
     init = values["bert"]["init"]
     if init != "small" and any("bert" in STAGES[name].sections for name in names):

@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from realmops import artifacts
 from realmops.artifacts import WORK
-from realmops.config import CLOSED_BOOK, SnapshotOptions, parse_section
+from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
 from realmops.corpus.questions import read_questions
@@ -34,7 +34,6 @@ from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, e
 from realmops.stages.runner import alone
 from realmops.stages.snapshot import counts, tell_rejects
 
-Values = Mapping[str, Mapping[str, Any]]
 KIND = "update"
 FOLDER = "updates"
 RESULTS, ANSWERS = "results", "answers"  # folder of an update's answers, and the kind of its manifest

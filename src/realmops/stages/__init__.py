@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from realmops import artifacts, config
+from realmops.config import Values
 from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
@@ -130,12 +131,12 @@ STAGES: dict[str, Stage] = {
 }
 
 
-def parse_sections(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def parse_sections(stage: Stage, values: Values) -> dict[str, Any]:
     """The stage's sections as dataclasses; it sees no other."""
     return {name: config.parse_section(name, values[name]) for name in stage.sections}
 
 
-def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
+def external_files(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
     """The files that a stage's options name, by section.key.
 
     Relative names start at the project; those inside a stage's folder (data/sample/...), or among what was
@@ -151,7 +152,7 @@ def external_files(stage: Stage, values: Mapping[str, Mapping[str, Any]], projec
     return found
 
 
-def option_of(values: Mapping[str, Mapping[str, Any]], key: str) -> Any:
+def option_of(values: Values, key: str) -> Any:
     section, option = key.split(".")
     return values[section][option]
 
@@ -161,37 +162,37 @@ def _made_here(name: Path) -> bool:
     return any(Path(folder) in name.parents for folder in (PUBLISHED, CLOZE, *(s.folder for s in STAGES.values())))
 
 
-def _needless(values: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _needless(values: Values) -> set[str]:
     """The keys of files that other options make superfluous."""
     found = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
     found |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
     return found if values["reader"]["init"] != config.ENCODER else found | {"reader.init"}
 
 
-def in_use(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def in_use(stage: Stage, values: Values) -> list[str]:
     """The keys of the files that a stage reads with these options."""
     return [key for key in stage.files if key not in _needless(values)]
 
 
-def named_below(folder: str, names: Collection[str], values: Mapping[str, Mapping[str, Any]]) -> bool:
+def named_below(folder: str, names: Collection[str], values: Values) -> bool:
     """Whether an option in use of one of these stages names a file in a folder of the run."""
     keys = [key for name in names for key in in_use(STAGES[name], values)]
     return any(Path(folder) in Path(values[section][key]).parents for section, key in (key.split(".") for key in keys))
 
 
-def reads_spans(values: Mapping[str, Mapping[str, Any]]) -> bool:
+def reads_spans(values: Values) -> bool:
     """Whether salient spans are read: by the reader's warm start, by pre-training, or to make questions of."""
     return bool(values["ict"]["reader_steps"] or values["pretrain"]["steps"] or named_below(CLOZE, STAGES, values))
 
 
-def chain(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+def chain(values: Values) -> tuple[str, ...]:
     """All stages in their order, without the sample where nothing of it is read, and without the tagger likewise."""
     needless = set() if reads_spans(values) else {"tag"}
     needless |= set() if named_below(STAGES["sample"].folder, {*STAGES} - needless, values) else {"sample"}
     return tuple(name for name in STAGES if name not in needless)
 
 
-def outside_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> dict[str, Path]:
+def outside_files(values: Values, project: Path) -> dict[str, Path]:
     """The files that the chain reads and that nothing of ours makes, by section.key."""
     return {
         key: path
@@ -201,7 +202,7 @@ def outside_files(values: Mapping[str, Mapping[str, Any]], project: Path) -> dic
     }
 
 
-def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> None:
+def check_files(names: Collection[str], values: Values, project: Path, root: Path) -> None:
     """ValueError for the first file that one of these stages wants from outside and that is not there.
 
     Asked before the first of them runs: what is missing at the last would cost all the others.
@@ -224,7 +225,7 @@ def check_files(names: Collection[str], values: Mapping[str, Mapping[str, Any]],
             raise ValueError(f"{key} is {value!r}, and {path} does not exist; {advice}")
 
 
-def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: Mapping[str, Path]) -> str:
+def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str:
     """A digest of everything that a stage's output depends on: its options and the content of its inputs.
 
     The metrics of an earlier stage do not count: they hold the seconds that it took. Nor does where indexes are built.
@@ -240,7 +241,7 @@ def fingerprint(stage: Stage, values: Mapping[str, Mapping[str, Any]], inputs: M
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 
-def deciding(stage: Stage, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def deciding(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
     """The options that a stage's output depends on: its sections without the files that other stages alone read."""
     others = {key for one in STAGES.values() for key in one.files} - {*stage.files}
     return {

@@ -6,14 +6,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK
-from realmops.config import CLOSED_BOOK
+from realmops.config import CLOSED_BOOK, Values
 from realmops.encoders.folders import T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import (
@@ -36,7 +36,7 @@ TRAINS_NOTHING = ("sample", "snapshot", "evaluate")
 
 def run_stage(
     name: str,
-    values: Mapping[str, Mapping[str, Any]],
+    values: Values,
     *,
     presets: Sequence[str] = (),
     project: Path,
@@ -96,7 +96,7 @@ def is_running(folder: Path, name: str) -> bool:
 
 def _run_alone(
     stage: Stage,
-    values: Mapping[str, Mapping[str, Any]],
+    values: Values,
     presets: Sequence[str],
     project: Path,
     root: Path,
@@ -159,9 +159,7 @@ class _Silent:
         return lambda done: None
 
 
-def _help(
-    stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path, force: bool
-) -> dict[str, Any]:
+def _help(stage: Stage, values: Values, project: Path, root: Path, force: bool) -> dict[str, Any]:
     """Take part in the training of a stage that another process leads, and keep nothing of it."""
     if stage.name in TRAINS_NOTHING:
         return {}
@@ -177,7 +175,7 @@ def _help(
     return {}
 
 
-def _worked(stage: Stage, values: Mapping[str, Mapping[str, Any]], job: Job) -> dict[str, Any]:
+def _worked(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
     if "run" in stage.sections:
         from realmops.encoders.devices import tune_process
 
@@ -185,7 +183,7 @@ def _worked(stage: Stage, values: Mapping[str, Mapping[str, Any]], job: Job) -> 
     return stage.run(job)
 
 
-def inputs_of(stage: Stage, values: Mapping[str, Mapping[str, Any]], project: Path, root: Path) -> dict[str, Path]:
+def inputs_of(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
     """What a stage reads: folders of earlier stages, files that its options name, files of the encoder."""
     inputs: dict[str, Path] = {}
     for need in stage.needs:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from realmops.artifacts import MANIFEST, WORK, digest_of, make_folder, read_json, sha256_file, write_json
-from realmops.config import keyed
+from realmops.config import Values, keyed
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.retrieval import zero_shot_recall
 from realmops.journal import Journal
@@ -169,7 +169,7 @@ def tracked(
     stack: ExitStack,
     journal: Journal,
     name: str,
-    values: Mapping[str, Mapping[str, Any]],
+    values: Values,
     presets: Sequence[str],
     inputs: Mapping[str, Path],
     project: Path,
@@ -217,9 +217,7 @@ def run_name(variant: str, seed: int, corpus_hash: str) -> str:
     return " ".join([f"{variant} seed {seed}", *([f"corpus {corpus_hash[:8]}"] if corpus_hash else [])])
 
 
-def datasets(
-    values: Mapping[str, Mapping[str, Any]], corpus_hash: str, inputs: Mapping[str, Path]
-) -> list[TrackedDataset]:
+def datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path]) -> list[TrackedDataset]:
     """What a stage with these inputs has read, under the names that MLflow shows: the corpus and question sets."""
     found = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
     for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
