@@ -11,13 +11,14 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from tokenizers.decoders import WordPiece as WordPieceDecoder
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
@@ -282,21 +283,9 @@ def written_pieces(tokenizer: Tokenizer) -> list[str]:
     """The pieces as they stand in text, with the blank before them where they have one."""
     pieces = pieces_of(tokenizer)
     if any(piece.startswith(_BYTE_BLANK) for piece in pieces):
-        return [_bytes_of(piece).decode(errors="replace") for piece in pieces]
+        bytes_of = ByteLevel()
+        return [bytes_of.decode([piece]) for piece in pieces]
     return [piece.replace(_SENTENCE_BLANK, " ") for piece in pieces]
-
-
-@cache
-def _byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: printable ones for themselves (GPT-2)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _bytes_of(piece: str) -> bytes:
-    letters = _byte_letters()
-    return bytes(letters[c] for c in piece) if all(c in letters for c in piece) else piece.encode()
 
 
 def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:
