@@ -17,16 +17,12 @@ WORK = ".realmops"  # under a root: unfinished work, locks, the local MLflow dat
 MANIFEST = "manifest.json"
 SEAL = "manifest_digest"
 JSON_LIMIT = 1 << 28
-_CHUNK = 1 << 22
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def sha256_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:
@@ -193,13 +189,6 @@ def _remove_abandoned(final: Path) -> None:
                 os.close(handle)
 
 
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that no disk takes
-        return False
-
-
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
     """Write ``manifest.json`` over all files in the folder, with size and sha256 of each, and its own digest."""
     files = {
@@ -240,7 +229,7 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
         file = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path}: the file name {name!r} leaves the folder; do not use this {kind}")
-        if not _is_file(file):
+        if not os.path.isfile(file):  # False also for a name that no disk takes
             raise ValueError(f"{file} is missing (named in {path}); run the stage that makes it again")
         if file.parent.resolve() != (place / name).parent:
             raise ValueError(
