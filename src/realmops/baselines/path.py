@@ -4,13 +4,12 @@ where it may go on, and a recurrent scorer says at each step which passage comes
 Shape suffixes: N pairs of question and passage, D width, B questions, C choices of one step.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -77,9 +76,7 @@ class PathRetriever:
         self.device = scorer.begin.device
 
     @classmethod
-    def start(
-        cls, encoder: Encoder, snapshot: Snapshot, options: Finetune, dtype: torch.dtype, seed: int
-    ) -> PathRetriever:
+    def start(cls, encoder: Encoder, snapshot: Snapshot, options: Finetune, dtype: torch.dtype, seed: int) -> Self:
         """With a copy of an encoder, and recurrent weights that are normal with deviation 0.02 as BERT's."""
         scorer, generator = PathScorer(copy.deepcopy(encoder)), torch.Generator().manual_seed(seed_for(seed, "path"))
         with torch.no_grad():
@@ -91,7 +88,7 @@ class PathRetriever:
     @classmethod
     def load(
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
-    ) -> PathRetriever:
+    ) -> Self:
         scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text()), str(folder / SHAPE)))
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)

@@ -6,13 +6,11 @@ Shape suffixes: B sequences of a batch, L input wordpieces, T target wordpieces,
 sequences, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -62,7 +60,7 @@ class ClosedBook(Answering):
         self.tokenizer.no_padding()
 
     @classmethod
-    def build(cls, options: ClosedBookOptions, snapshot: Snapshot, shape: BertConfig, seed: int) -> ClosedBook:
+    def build(cls, options: ClosedBookOptions, snapshot: Snapshot, shape: BertConfig, seed: int) -> Self:
         """The model that ``init`` names: ``small`` has the reader's shape in encoder and decoder each."""
         if options.init == "small":
             tokenizer = _tokenizer_of(snapshot)
@@ -79,7 +77,7 @@ class ClosedBook(Answering):
         write_json(folder / FILE, {**limits, "vocabulary_hash": self.vocabulary_hash})
 
     @classmethod
-    def open(cls, folder: Path, snapshot: Snapshot, device: torch.device) -> ClosedBook:
+    def open(cls, folder: Path, snapshot: Snapshot, device: torch.device) -> Self:
         """Read a saved model onto a device; ValueError when it was trained with another vocabulary."""
         values = read_json(folder / FILE)
         trained_with = values["vocabulary_hash"]

@@ -1,13 +1,11 @@
 """The key of a training: equal when everything that decides what comes out of it is equal, comments aside."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -110,7 +108,7 @@ class _KeyRecord:
     algorithm: str
 
     @classmethod
-    def of(cls, path: Path, entry: Mapping[str, str]) -> _KeyRecord:
+    def of(cls, path: Path, entry: Mapping[str, str]) -> Self:
         """DVC before 3 names no algorithm: it was one that takes the line ends of Windows for those of Unix."""
         return cls(_plain(path), entry["md5"], entry.get("hash", "md5-dos2unix"))
 

@@ -4,8 +4,6 @@ A version of the pipeline is named by the key of the training (key.py). Names of
 several who submit the same one makes the version and then its run; the others find both.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -59,7 +57,7 @@ class Pipeline:
     parameters: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def named(cls, name: str) -> Pipeline:
+    def named(cls, name: str) -> Self:
         """A pipeline of the package, or a file; ValueError for what is neither."""
         own = PACKAGE / "kubeflow" / f"{name}.yaml"
         if Path(name).is_file() or not own.is_file():
@@ -67,7 +65,7 @@ class Pipeline:
         return cls.read(own)
 
     @classmethod
-    def read(cls, path: Path) -> Pipeline:
+    def read(cls, path: Path) -> Self:
         """Raises ValueError for what is no compiled pipeline."""
         if not path.is_file():
             raise ValueError(f"{path} does not exist: --pipeline wants train, ablations, refresh or a compiled file")

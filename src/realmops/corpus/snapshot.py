@@ -3,15 +3,13 @@
 Content-addressed: a passage's id depends on its title and text alone, the corpus hash on the ids in order.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow.compute as pc
@@ -117,7 +115,7 @@ class Snapshot:
         self._value = lru_cache(_VALUES_IN_MEMORY)(self._read_value)
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = True) -> Snapshot:
+    def open(cls, folder: Path, *, verify: bool = True) -> Self:
         """Open a folder; ValueError when it is none or, with ``verify``, when a file's digest is wrong."""
         return cls(folder, read_manifest(folder, KIND, verify=verify))
 
@@ -217,7 +215,7 @@ class Snapshot:
             found = self._parquet.read_row_group(group, columns=list(names)).take(inside)
             yield from zip(*(found.column(name).to_pylist() for name in names), strict=True)
 
-    def places_in(self, earlier: Snapshot) -> NDArray[np.int64]:
+    def places_in(self, earlier: Self) -> NDArray[np.int64]:
         """For each passage its number in another snapshot, [P]; -1 where that has none of its id."""
         ids, known = (one._parquet.read(columns=["passage_id"]).column(0) for one in (self, earlier))
         places: NDArray[np.int64] = pc.fill_null(pc.index_in(ids, value_set=known), -1).to_numpy().astype(np.int64)

@@ -4,12 +4,10 @@ Files: spans.npy int32 [N, 6] (columns ``COLUMNS``), span_labels.npy uint8 [N] (
 ``labels``), span_offsets.npy int64 [P + 1] (rows by passage).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +121,7 @@ class SpansWriter:
         """Close the files without a manifest, each of them, also where another cannot write its last bytes."""
         self._opened.close()
 
-    def __enter__(self) -> SpansWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -157,7 +155,7 @@ class Spans:
         self.offsets: NDArray[np.int64] = load_flat(folder / "span_offsets.npy")
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Spans:
+    def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
         """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
         manifest = read_manifest(folder, KIND, verify=verify)
         if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:

@@ -32,14 +32,12 @@ A trainer of a lower fence acknowledges nothing once a higher one exists, and ca
 is in every name. Which indexes belong to a trainer's own past is read off its checkpoint, not guessed.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from realmops import __version__
 from realmops.index.files import Clock, Files, free_bytes, modified, writable
@@ -92,7 +90,7 @@ class Exchange:
     def open(
         cls, root: Path, identity: Mapping[str, Any], holder: str = "trainer", *, files: Files | None = None,
         clock: Clock | None = None, grace: float = 120.0,
-    ) -> Exchange:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """The exchange of the run with this identity (JSON scalars by name), created by its trainer.
 
         Raises ValueError with the field and both values when the folder belongs to another run, and

@@ -4,8 +4,6 @@ Legend: Q questions, K ranked passages, P passages, W words, N postings (one for
 one word, G languages, L lengths. Passages go by their number, -1 is none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re
@@ -14,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,10 +192,10 @@ class Bm25:
             self._place_P = self.length_P + (manifest["longest"] + 1) * self.group_P.astype(np.int32)
         self._half_L = self._saturations()
         self._there_P: NDArray[np.bool_] | None = None  # what counts for how rare a word is, if not all does
-        self._views: dict[str, Bm25] = {}
+        self._views: dict[str, Self] = {}
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Bm25:
+    def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
         """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
         manifest = read_manifest(folder, KIND, verify=verify)
         if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
@@ -208,11 +206,11 @@ class Bm25:
         return cls(folder, manifest)
 
     @classmethod
-    def of(cls, snapshot: Snapshot, *, verify: bool = False) -> Bm25:
+    def of(cls, snapshot: Snapshot, *, verify: bool = False) -> Self:
         """The index that was written beside a snapshot; ValueError when there is none."""
         return cls.open(snapshot.folder.with_name(FOLDER), verify=verify, corpus_hash=snapshot.corpus_hash)
 
-    def within(self, ids: Rows) -> Bm25:
+    def within(self, ids: Rows) -> Self:
         """The same with the statistics of these passages alone, whose ``score_of`` then tells nothing of others."""
         other = copy(self)
         other._views = {}
@@ -236,7 +234,7 @@ class Bm25:
         """The languages that a query may be in, of the common ones: one where that is sure, else two."""
         return detect(query, self.languages[: self.manifest.get("common_languages", 1)])
 
-    def _asked(self, query: Query) -> tuple[Bm25, list[int]]:
+    def _asked(self, query: Query) -> tuple[Self, list[int]]:
         """This index with the statistics of a query's language, and the numbers of the query's words."""
         if not isinstance(query, str):
             return self, self._numbers(query)
@@ -244,7 +242,7 @@ class Bm25:
         numbers = self._numbers(codes(query_stems(query, spoken)))
         return (self._view(spoken[0]) if len(self.languages) > len(spoken) == 1 else self), numbers
 
-    def _view(self, language: str) -> Bm25:
+    def _view(self, language: str) -> Self:
         if language not in self._views:
             view = copy(self)
             there_P = self.group_P == self.languages.index(language)

@@ -8,8 +8,6 @@ whatever was there before: words and postings are sorted.
 Legend: W words, N postings, n those of some words, R passages of a part, P passages of the snapshot.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import multiprocessing
@@ -22,7 +20,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +114,7 @@ class _Part:
     passage_R: NDArray[np.int32]  # their numbers in the snapshot; -1 for those that it does not have
 
     @classmethod
-    def read(cls, folder: Path) -> _Part:
+    def read(cls, folder: Path) -> Self:
         """What ``write`` wrote."""
         return cls(*(np.asarray(load_flat(folder / f"{field.name}.npy")) for field in fields(cls)))
 

@@ -1,7 +1,5 @@
 """Processes that belong together: a child that is watched, and a process that ends with its parent."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -11,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Self
 
 LONGEST_PAUSE = 30.0  # seconds before a process that failed is started again
 END_SECONDS = 30.0  # for a process that was asked to end
@@ -35,7 +34,7 @@ class Child:
         self._started = self._next = -math.inf
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> Self:
         self.look()
         return self
 

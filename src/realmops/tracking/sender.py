@@ -4,8 +4,6 @@ While a stage runs, a process of its own sends, which training never waits for; 
 sent is kept beside the ticket, so that sending again sends the rest.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math
@@ -18,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from realmops.artifacts import link_or_copy, make_folder, read_json, sha256_file, try_lock, write_bytes, write_json
 from realmops.journal import RESERVED
@@ -52,7 +50,7 @@ class Ticket:
         )
 
     @classmethod
-    def of(cls, folder: Path, run_key: str, stage: str) -> Ticket:
+    def of(cls, folder: Path, run_key: str, stage: str) -> Self:
         """That of a stage of a run under a tracking folder."""
         return cls(folder / "spool" / f"{re.sub('[^A-Za-z0-9_-]', '_', run_key)}.{stage}{_ENDING}")
 
