@@ -77,17 +77,6 @@ class AnswerRecord:
     quote: Citation | None = None  # the sentence that the answer stands in
 
 
-class _Silent:
-    """Says nothing while something is opened."""
-
-    def say(self, message: str) -> None: ...
-
-    def warn(self, message: str) -> None: ...
-
-    def progress(self, label: str, total: int, unit: str = "") -> Any:
-        return lambda done: None
-
-
 class Searcher:
     """Finds passages of a run, whatever of it is trained so far, or of a registered model."""
 
@@ -102,9 +91,10 @@ class Searcher:
         """
         from realmops.commands.answers import search_of
         from realmops.commands.search import search_of_run
+        from realmops.stages import Silent
 
         if model is None:
-            return cls(search_of_run(Path(root), _Silent()))
+            return cls(search_of_run(Path(root), Silent()))
         return cls(search_of(_generation(Path(root), model)))
 
     def search(

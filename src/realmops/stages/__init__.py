@@ -32,6 +32,17 @@ class Report(Protocol):
         """A bar; the function takes the number of units done since its last call; the unit "B" is shown in MB."""
 
 
+class Silent:
+    """A report of which nobody hears."""
+
+    def say(self, message: str) -> None: ...
+
+    def warn(self, message: str) -> None: ...
+
+    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
+        return lambda done: None
+
+
 @dataclass(frozen=True)
 class Job:
     """What one run of a stage is given."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from realmops.stages import (
     STAGES,
     Job,
     Report,
+    Silent,
     Stage,
     deciding,
     external_files,
@@ -145,22 +146,8 @@ def code() -> str:
     return os.environ.get("REALMOPS_COMMIT", "")
 
 
-class _Silent:
-    """A report for processes that only help: the first one says it all."""
-
-    def say(self, message: str) -> None:
-        """Nothing."""
-
-    def warn(self, message: str) -> None:
-        """Nothing."""
-
-    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """No bar."""
-        return lambda done: None
-
-
 def _help(stage: Stage, values: Values, project: Path, root: Path, force: bool) -> dict[str, Any]:
-    """Take part in the training of a stage that another process leads, and keep nothing of it."""
+    """Take part in the training of a stage that another process leads: say nothing, and keep nothing of it."""
     if stage.name in TRAINS_NOTHING:
         return {}
     sections, inputs = parse_sections(stage, values), inputs_of(stage, values, project, root)
@@ -171,7 +158,7 @@ def _help(stage: Stage, values: Values, project: Path, root: Path, force: bool) 
         Journal(Path(folder) / JOURNAL, stage.name) as journal,
     ):
         place = Path(folder)
-        _worked(stage, values, Job(sections, inputs, place, place, journal, _Silent(), place / "offer"))
+        _worked(stage, values, Job(sections, inputs, place, place, journal, Silent(), place / "offer"))
     return {}
 
 
