@@ -552,15 +552,11 @@ def check_width(projection: str, width: int, encoder_width: int) -> None:
             f"retriever.projection is identity, which keeps the encoder's width of {encoder_width}, and "
             f"retriever.embedding_width is {width}; set retriever.embedding_width=0, or another retriever.projection"
         )
-    if projection == "first" and width > encoder_width:
+    most = {"first": f"{encoder_width} numbers", "pca": f"no more than {encoder_width} components"}
+    if projection in most and width > encoder_width:
         raise ValueError(
-            f"retriever.projection is first, and retriever.embedding_width is {width}: the encoder's vectors have "
-            f"{encoder_width} numbers; set retriever.embedding_width={encoder_width} or less"
-        )
-    if projection == "pca" and width > encoder_width:
-        raise ValueError(
-            f"retriever.projection is pca, and retriever.embedding_width is {width}: the encoder's vectors have no "
-            f"more than {encoder_width} components; set retriever.embedding_width={encoder_width} or less"
+            f"retriever.projection is {projection}, and retriever.embedding_width is {width}: the encoder's vectors "
+            f"have {most[projection]}; set retriever.embedding_width={encoder_width} or less"
         )
 
 

@@ -30,11 +30,11 @@ FOLDER = "lexical"  # of the BM25 index, beside the snapshot that it is of
 KIND = "lexical"
 K1, B = 1.5, 0.75  # how soon more of a word counts no more; how much a passage's length counts
 WORD = re.compile(r"\b\w\w+\b")
-STOP_WORDS = (  # Lucene's
+STOP_WORDS = frozenset({  # Lucene's
     "a", "an", "and", "are", "as", "at", "be", "but", "by", "for", "if", "in", "into", "is", "it", "no", "not",
     "of", "on", "or", "such", "that", "the", "their", "then", "there", "these", "they", "this", "to", "was",
     "will", "with",
-)  # fmt: skip
+})  # fmt: skip
 _NONE = np.empty(0, np.int32)
 _FEW = 1 << 16  # passages that are all scored: to leave some takes longer
 _TOGETHER = 1 << 13  # postings that are weighed at a time: what that takes stays in the processor's cache
@@ -94,10 +94,7 @@ def placed_words(text: str, language: str = ENGLISH) -> Iterator[tuple[str, int,
 
 def stop_words(language: str = ENGLISH) -> frozenset[str]:
     """Words that are not looked for: English ones. Lists for German, Spanish and Romanian found .1 to .3 % less."""
-    return _STOP_WORDS if language == ENGLISH else frozenset()
-
-
-_STOP_WORDS = frozenset(STOP_WORDS)
+    return STOP_WORDS if language == ENGLISH else frozenset()
 
 
 @lru_cache(1 << 15)
