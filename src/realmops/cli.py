@@ -252,11 +252,10 @@ def run_ablations(
 ) -> Iterator[str]:
     """Train and compare variants of REALM.
 
-    The variants include the systems of the paper's Tables 1 and 2. variants.yaml lists their names, that of the package
-    or one beside the params file; the preset ablations/NAME holds what each changes. They start from the preset
-    "ablation", which makes trainings small, unless --preset names another. Stages that variants share are trained once.
-    A call that was stopped resumes when it is repeated. Intervals of differences cover seeds and questions; small
-    differences need five seeds or more.
+    The variants include the systems of the paper's Tables 1 and 2. variants.yaml lists them, that of the package or one
+    beside the params file; the preset ablations/NAME holds what each changes. They start from the preset "ablation",
+    which makes trainings small, unless --preset names another. Stages that variants share are trained once. A call that
+    was stopped resumes when it is repeated. Small differences need five seeds or more.
     """
     from realmops.commands.ablate import Ablation, ablate, summary, variants_of
 
@@ -379,9 +378,7 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 def questions(from_feedback: bool, root: Path, **given: Any) -> Iterable[str]:
     """Convert question files, to train and evaluate with them.
 
-    FILES hold questions with their answers, in one of the published formats. They become JSON lines, whose files can be
-    named in the section "questions" of params.yaml. NQ-Open and EfficientQA have the format jsonl; webquestions is the
-    original or brmson's.
+    FILES hold questions with their answers, in one of the published formats. They become JSON lines.
     """
     from realmops.commands.questions import convert_questions, questions_from_feedback
 
@@ -521,9 +518,8 @@ def serve(
     """Answer questions over HTTP, every word with its source.
 
     Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
-    has the answer, its probability, and citations: where in the document each quotation stands. OpenAI's clients can
-    ask at /v1/responses, those of the Open Inference Protocol at /v2. /docs lists the routes, /metrics is for
-    Prometheus.
+    has the answer, its probability, and citations: where in the document each quotation stands. /docs lists the other
+    routes, as those of OpenAI's clients.
 
     After "realmops update" or "realmops promote" the server loads the newest generation beside the old one and changes
     over; it refuses one that is damaged. SIGTERM ends the server when all accepted requests are answered.
@@ -620,8 +616,7 @@ def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable
     passages. onnx: the same as files for ONNX Runtime; needs the extra "export". parquet: every passage with its
     embedding, its place in its document and what else came with that, for any vector store.
 
-    reader: what "realmops init --reader FOLDER" begins with, so that documents without questions train no reader. No
-    common form has its score of a span, so that other programs cannot open it.
+    reader: what "realmops init --reader FOLDER" begins with; other programs cannot open it.
 
     README.md in FOLDER is a model card: it tells how to use the files, what they come from, and what they are not.
     """
@@ -645,10 +640,8 @@ def index_builder(
     The stage pretrain starts a builder itself; this command is for builders that run elsewhere. It embeds the corpus
     again whenever the trainer has published weights, and ends when the trainer has finished.
 
-    On a cluster it runs with --follow: a file on the shared volume names the run that needs a builder. After one run
-    the builder waits for the next.
-
-    With --follow .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate to tag or embed the corpus.
+    With --follow a file names the run that needs a builder, on a cluster one of the shared volume; after one run the
+    builder waits for the next. With --follow .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate.
     """
     from realmops.index.builder_process import Follower, run_index_builder
 
@@ -682,9 +675,9 @@ def plan(
     """Say how long this run takes, and what larger corpora take.
 
     The command measures this machine for a minute, with the models, device, threads and precision of the params. From
-    that it computes the minutes of each stage for the documents and questions of the params, and for larger corpora
-    seconds per step, the time to rebuild the index, its staleness, index builders, memory and disk.
-    Passages are as long as those of the snapshot under the root; without one, as those of invented text.
+    that it computes the minutes of each stage, and for larger corpora seconds per step, the time to rebuild the index,
+    its staleness, index builders, memory and disk. Passages are as long as those of the snapshot under the root;
+    without one, as those of invented text.
     """
     from realmops.artifacts import canonical_json
     from realmops.commands.plan import PASSAGES, calibrate, notes, run_of, scale, table
