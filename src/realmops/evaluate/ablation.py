@@ -4,8 +4,6 @@ The paper's Table 2 with intervals: exact match after fine-tuning and zero-shot 
 and their differences to the reference, paired by question, by a bootstrap over seeds and questions.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import math

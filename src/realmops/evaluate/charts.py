@@ -1,7 +1,5 @@
 """Line charts as SVG text: they open without a network and follow the reader's light or dark setting."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from html import escape

@@ -1,7 +1,5 @@
 """Two runs on the same questions: is the first better than the second, and how sure is that."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

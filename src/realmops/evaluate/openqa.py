@@ -6,8 +6,6 @@ one of the reference answers after normalisation, or matches one of them where t
 share, the best over the references. Regular expressions have no words: there it is exact match, 0 or 1.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What our HTML pages are made of: they open without a network and follow the reader's light or dark setting."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from html import escape
 

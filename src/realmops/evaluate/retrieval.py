@@ -3,8 +3,6 @@
 Legend: Q questions, K ranked passages a question. Passages are rows of the snapshot, -1 is no passage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fine-tuned model, opened from its folder as whatever it was saved as."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

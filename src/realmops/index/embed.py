@@ -3,8 +3,6 @@
 Shape suffixes: P passages, Q queries, E embedding width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which passages a masked sentence is read with: the top ones of an index, trivial ones left out (section 3.4)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

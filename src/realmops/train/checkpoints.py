@@ -1,7 +1,5 @@
 """The states of a training loop that works alone, in a folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Masked sentences, which REALM learns from (paper, section 3.4): drawn by seed and step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 Shape suffixes: P passages, E embedding width.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterator

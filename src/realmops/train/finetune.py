@@ -4,8 +4,6 @@ Shape suffixes: B questions, P passages, K passages that are read, S answer span
 W most spans of one question.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 What is found and how likely the masked words are is asked here; whether questions are answered is asked by the stage.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ Shape suffixes: B passages of a batch (of one process, N those of all), Q querie
 wordpieces.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

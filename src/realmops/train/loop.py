@@ -1,7 +1,5 @@
 """The training loop that every stage shares: step, schedule, checkpoint, exact resume."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

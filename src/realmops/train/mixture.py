@@ -1,7 +1,5 @@
 """The weights of embeddings, words and reading, fitted to questions that were held out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """BERT's AdamW and its schedule."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ The first process alone has checkpoints, journal and exchange; the others are se
 Shape suffixes: B rows of one process, N those of all, D width.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Iterable, Sequence

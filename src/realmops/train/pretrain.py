@@ -4,8 +4,6 @@ One step goes down through these: ``examples`` (masked sentences), ``candidates`
 ``realm`` (their likelihood and its loss), ``loop`` (gradient, optimiser, checkpoint).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence

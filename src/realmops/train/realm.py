@@ -4,8 +4,6 @@ Shape suffixes: B examples, K candidates (the null document last), E embedding w
 example, N sequences, U unique passages of a batch, V vocabulary, Q queries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -5,8 +5,6 @@ The vocabulary is uncased, names are not: whether a word starts with a capital e
 Shape suffixes: T wordpieces of all sentences, D width, L tags.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

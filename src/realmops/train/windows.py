@@ -7,8 +7,6 @@ whole passages all the same.
 Shape suffixes: B questions, S answer spans of all windows, T wordpieces of all sequences.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
