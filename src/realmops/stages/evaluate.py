@@ -1,11 +1,14 @@
 """Stage ``evaluate``: exact match, F1, recall of all retrievers, ceilings, predictions with evidence, plots, report."""
 
+import hashlib
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import save
+from torch import Tensor
 
 from realmops import artifacts
 from realmops.answering.retrieval import Answering, Ranker, RetrieveAndRead
@@ -44,7 +47,8 @@ from realmops.index.embeddings import INDEX, load_index
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25
 from realmops.index.mips import exact
-from realmops.model.files import load_models
+from realmops.model.files import cpu_state, load_models
+from realmops.model.retriever import Retriever
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts
 from realmops.stages.shards import embeddings_of
@@ -146,9 +150,13 @@ def _rankings(
     if isinstance(model, RetrieveAndRead) and model.hybrid:
         assert model.passages is not None
         found["dense_"] = rank(model.retriever, model.passages, queries, depth, model.dtype)
+    made: dict[str, Tensor] = {}
+    if isinstance(model, RetrieveAndRead) and model.passages is not None:
+        learned = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)[0]  # the model's own is rounded
+        made[_embeds_as(learned)] = model.passages.vectors(slice(None))
     for name, prefix in ZERO_SHOT.items():
         if name in job.inputs:  # not where a fine-tuned model was imported
-            by_kind = _zero_shot(job, name, snapshot, questions, queries, depth)
+            by_kind = _zero_shot(job, name, snapshot, questions, queries, depth, made)
             found |= {prefix + kind: ids for kind, ids in by_kind.items()}
     if bm25 is not None:
         found["bm25_"] = np.stack([bm25(question.question, depth) for question in questions])
@@ -188,15 +196,33 @@ def _warn_of_other_questions(job: Job, training: list[Question], questions: list
         job.report.warn(f"{seen} of {len(questions)} test questions are training questions too: EM is too high")
 
 
+def _embeds_as(retriever: Retriever) -> str:
+    """The same for two retrievers that give a passage the same embedding."""
+    return hashlib.sha256(save(cpu_state(retriever.document)) + str(retriever.vectors).encode()).hexdigest()
+
+
 def _zero_shot(
-    job: Job, name: str, snapshot: Snapshot, questions: list[Question], queries: list[np.ndarray], depth: int
+    job: Job,
+    name: str,
+    snapshot: Snapshot,
+    questions: list[Question],
+    queries: list[np.ndarray],
+    depth: int,
+    made: dict[str, Tensor],
 ) -> dict[str, Rows]:
-    """The first passages by the embeddings of a stage's retriever and, where it is one, by its hybrid, ids [Q, K]."""
+    """The first passages by the embeddings of a stage's retriever and, where it is one, by its hybrid, ids [Q, K].
+
+    ``made`` has the embeddings P x X that are there, by ``_embeds_as``, and takes those that are made here.
+    """
     device, dtype = device_and_dtype(job.section(RunOptions))
-    retriever = load_models(job.inputs[name], snapshot.vocabulary_hash)[0].to(device)
-    imported = (job.inputs[name] / INDEX).is_file()
-    embedding_PX = load_index(job.inputs[name], snapshot) if imported else embeddings_of(job, retriever, snapshot)
-    passages = exact(embedding_PX, retriever.vectors)
+    retriever = load_models(job.inputs[name], snapshot.vocabulary_hash)[0]
+    key = _embeds_as(retriever)
+    retriever.to(device)
+    if (job.inputs[name] / INDEX).is_file():  # imported
+        made[key] = load_index(job.inputs[name], snapshot)
+    elif key not in made:
+        made[key] = embeddings_of(job, retriever, snapshot)
+    passages = exact(made[key], retriever.vectors)
     query_QE = embed(retriever.query, query_sequences(queries), dtype)
     found = {"": passages.search(query_QE, depth)[1].cpu().numpy()}
     if retriever.mixture.lexical:

@@ -1,0 +1,36 @@
+"""What the stage evaluate does not do twice."""
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from small_project import Quiet
+
+from realmops.stages import evaluate
+from realmops.stages.runner import run_stage
+
+
+def test_embeddings_of_the_same_tower_are_made_once(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of REALM, and fine-tuning trains no document tower: what finetune embedded is all that there is."""
+    values = yaml.safe_load((copy / "params.yaml").read_text())
+    embeddings_of, made = evaluate.embeddings_of, count()
+
+    def counted(*arguments: Any) -> Any:
+        next(made)
+        return embeddings_of(*arguments)
+
+    def figures() -> dict[str, Any]:
+        root = copy / "root"
+        metrics = run_stage("evaluate", values, project=copy, root=root, report=Quiet(), force=True)
+        return {name: value for name, value in metrics.items() if name != "seconds"}
+
+    monkeypatch.setattr(evaluate, "embeddings_of", counted)
+    once = figures()
+    assert next(made) == 0
+    assert {"before_realm_recall_at_5_token_boundary", "zero_shot_recall_at_5_token_boundary"} <= once.keys()
+    names = count()
+    monkeypatch.setattr(evaluate, "_embeds_as", lambda retriever: str(next(names)))
+    assert figures() == once, "with embeddings of their own"
+    assert next(made) == 1 + len(evaluate.ZERO_SHOT)
