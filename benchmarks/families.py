@@ -64,37 +64,13 @@ def random_model(folder: Path, family: str, shape: str) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def ours(folder: Path, dtype: Any) -> encode.Ours:
-    """The folder as our encoder."""
-    from realmops.corpus.pretrained import read_encoder_tokenizer
-    from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
-    from realmops.encoders.architectures import load_encoder
-    from realmops.model.sequences import SpecialTokens
-
-    one = encode.Ours.__new__(encode.Ours)
-    one.bert = load_encoder(folder, 0.0)[0].eval()  # type: ignore[assignment]
-    pieces, casing, text = read_encoder_tokenizer(folder)
-    one.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
-    one.special, one.dtype = SpecialTokens.of(one.tokenizer), dtype
-    return one
-
-
-def peer(folder: Path, width: int, dtype: Any) -> Any:
-    """The same model as sentence-transformers has it, in a precision: mean pooling, normalised."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-
-    encoder = Transformer(str(folder), max_seq_length=encode.LIMIT, model_args={"dtype": dtype})
-    return SentenceTransformer(modules=[encoder, Pooling(width, "mean"), Normalize()], device="cpu")
-
-
 def compare(name: str, folder: Path, documents: list[str], precision: str, repeats: int) -> list[Row]:
     """The rows of one model in one precision."""
     from realmops.encoders.devices import DTYPES
 
     dtype = DTYPES[precision]
-    mine = ours(folder, dtype)
-    theirs = peer(folder, mine.bert.width, dtype)
+    mine = encode.Ours(folder, dtype)
+    theirs = encode.peer(folder, mine.bert.width, dtype=dtype)
     found: dict[str, Any] = {}
 
     def run_ours() -> float:
