@@ -66,37 +66,13 @@ def random_model(folder: Path, family: str, shape: str) -> None:
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def ours(folder: Path, dtype: Any, device: str) -> encode.Ours:
-    """The folder as our encoder."""
-    from realmops.corpus.pretrained import read_encoder_tokenizer
-    from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
-    from realmops.encoders.architectures import load_encoder
-    from realmops.model.sequences import SpecialTokens
-
-    one = encode.Ours.__new__(encode.Ours)
-    one.bert = load_encoder(folder, 0.0)[0].eval().to(device)  # type: ignore[assignment]
-    pieces, casing, text = read_encoder_tokenizer(folder)
-    one.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
-    one.special, one.dtype = SpecialTokens.of(one.tokenizer), dtype
-    return one
-
-
-def peer(folder: Path, width: int, dtype: Any, device: str) -> Any:
-    """The same model as sentence-transformers has it, in a precision: mean pooling, normalised."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
-
-    encoder = Transformer(str(folder), max_seq_length=encode.LIMIT, model_args={"dtype": dtype})
-    return SentenceTransformer(modules=[encoder, Pooling(width, "mean"), Normalize()], device=device)
-
-
 def compare(name: str, folder: Path, documents: list[str], precision: str, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one model in one precision."""
     from realmops.encoders.devices import DTYPES
 
     dtype, device = DTYPES[precision], arguments.device
-    mine = ours(folder, dtype, device)
-    theirs = peer(folder, mine.bert.width, dtype, device)
+    mine = encode.Ours(folder, dtype, device)
+    theirs = encode.peer(folder, mine.bert.width, device, dtype=dtype)
     options = {"convert_to_tensor": True, "show_progress_bar": False, "batch_size": BATCH if device == "cpu" else 256}
     seconds_of = against.processor_seconds if device == "cpu" else gpu.seconds_of
     found: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """The benchmarks' arithmetic, on timings made by hand; nothing is measured here."""
 
+import argparse
 import json
 import runpy
 import shutil
@@ -7,18 +8,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import encode
 import numpy as np
 import pytest
 import quality
 import real_text
 import serve
+import torch
 import whole_run
 from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
-from generated import encoder_flops
+from bert_files import save_bert
+from generated import encoder_flops, vocabulary
 from seeds import difference
 from small_project import cli, write_project
 
-from realmops.encoders.bert import BertConfig
+from realmops.corpus.vocabulary import vocabulary_bytes
+from realmops.encoders.bert import Bert, BertConfig
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 ROW = Row("embedding", "another", "docs/s", (10.0, 20.0, 60.0), (5.0, 5.0, 10.0), Goal(4))  # ratios 2, 4 and 6
@@ -92,6 +97,58 @@ def test_operations_of_an_encoder_by_hand() -> None:
     one = 5 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 5 * 5 * 2
     other = 1 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 1 * 1 * 2
     assert encoder_flops(config, [5, 1]) == 3 * (one + other) == 1632
+
+
+def test_what_a_peers_vectors_find_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four directions; turning the second from 10 to 70 degrees changes its own neighbour and the third's."""
+
+    def at(*degrees: float) -> torch.Tensor:
+        return torch.tensor([[np.cos(np.radians(d)), np.sin(np.radians(d))] for d in degrees], dtype=torch.float32)
+
+    monkeypatch.setattr(encode, "NEIGHBOURS", 1)
+    monkeypatch.setattr(encode, "FOUND", 1)
+    true, other = at(0, 10, 80, 91), at(0, 70, 80, 91)
+    assert encode.neighbours_kept(true, true) == 1
+    assert encode.neighbours_kept(other, true) == 1 / 2
+    queries, right = at(1, 12, 89), torch.tensor([0, 1, 3])
+    assert encode.recall(queries, right, true) == 1
+    assert encode.recall(queries, right, other) == pytest.approx(2 / 3)
+
+
+def test_the_fastest_is_the_fastest_of_those_that_find_enough() -> None:
+    rates = {"fp32": (1.0, 1.0), "bf16": (2.0, 2.2), "int8": (3.0, 3.0)}
+    assert encode.fastest(rates, {"fp32": 0.9, "bf16": 0.898, "int8": 0.896}, 0.897) == "bf16"
+    assert encode.fastest(rates, {}, 0.0) == "int8"
+
+
+def test_timed_texts_are_batches_from_all_lengths() -> None:
+    texts = ["x" * (1 + n % 320) for n in range(640)]
+    batches = np.array([len(text) for text in encode.spread_batches(texts, 64)]).reshape(2, 32)
+    assert batches.min(1).tolist() == [73, 233]
+    assert batches.max(1).tolist() == [88, 248]
+
+
+def test_peers_embed_as_ours_and_one_that_is_not_installed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tiny encoder with random weights, by sentence-transformers and by ONNX Runtime."""
+    torch.manual_seed(0)
+    save_bert(tmp_path, Bert(BertConfig(len(vocabulary()), 64, 2, 2, 128, 512, 0.0)))
+    (tmp_path / "vocab.txt").write_bytes(vocabulary_bytes(vocabulary()))
+    for package in ("nncf", "openvino"):
+        monkeypatch.setitem(sys.modules, package, None)
+    texts = encode.texts(32)
+    arguments = argparse.Namespace(precision="fp32", peers=list(encode.PEERS), documents=32, repeats=1)
+    rows = encode.compare("tiny", tmp_path, texts, [(texts[3], 3)], None, arguments)
+    assert rows[1].verdict == "met"  # the cosine of ours and encode()
+    against = {
+        row.against.split(",")[0].split()[0] + row.against.split(",")[-1] for row in rows if "tiny, " in row.what
+    }
+    assert {"sentence-transformers fp32", "sentence-transformers bf16", "ONNX fp32", "ONNX dynamic"} <= against
+    by_onnx = next(row for row in rows if row.against.startswith("ONNX") and row.against.endswith("fp32"))
+    assert by_onnx.note.endswith("theirs neighbours 1.000, recall@5 1.0000")
+    [missing] = [row for row in rows if row.verdict == "not run"]
+    assert (missing.against, missing.note.split(" is")[0]) == ("openvino", "not run: nncf")
 
 
 def test_real_text_makes_its_tables_and_trains_once_what_variants_share(
