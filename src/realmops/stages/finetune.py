@@ -88,7 +88,7 @@ def _open_qa(
         weight = fit_reading(model, held_out, answers, is_right)
         retriever.mixture = replace(retriever.mixture, reading=weight)
         if weight != before:  # p(y|x) is over all spans, which nothing kept
-            answers = model.answer(held_out, ranked=5)
+            answers = model.answer(held_out, ranked=5, progress=job.report.progress("the same again", len(held_out)))
         metrics |= {f"weight_{name}": value for name, value in asdict(retriever.mixture).items()}
         job.report.say(
             f"finetune: f(x, z) = {retriever.mixture.dense:g} x the embeddings' + {retriever.mixture.lexical:g} x BM25 "
