@@ -1,6 +1,7 @@
 """Stage ``ict``: warm starts of retriever and reader."""
 
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
@@ -8,11 +9,15 @@ from realmops.encoders.devices import device_and_dtype
 from realmops.index.start import start_from_passages, start_matches
 from realmops.journal import JournalValues
 from realmops.model.files import build_models, save_models
-from realmops.model.retriever import HYBRID_START
+from realmops.model.reader import Reader
+from realmops.model.retriever import HYBRID_START, Retriever
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out import held_out_rows
 from realmops.train.ict import steps_over, train_reader, train_retriever
+
+ENDS = 10  # steps at the beginning and at the end, which tell what crops brought
+LITTLE = 0.03  # share of the crops: no more than chance
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -27,14 +32,19 @@ def run(job: Job) -> dict[str, Any]:
     spans = open_spans(job, text, text.folder.name) if options.reader_steps else None
     size = corpus.tokenizer.get_vocab_size()
     towers = job.section(RetrieverOptions)
-    retriever, reader = build_models(
-        job.section(BertOptions), towers, job.section(ReaderOptions), size, run_options.seed, job.report.warn
-    )
-    if towers.hybrid:
-        retriever.mixture = HYBRID_START
+
+    def started() -> tuple[Retriever, Reader]:
+        retriever, reader = build_models(
+            job.section(BertOptions), towers, job.section(ReaderOptions), size, run_options.seed, job.report.warn
+        )
+        if towers.hybrid:
+            retriever.mixture = HYBRID_START
+        retriever.to(device).train()
+        start_from_passages(retriever, corpus, dtype, run_options.seed, job.report.progress)
+        return retriever, reader
+
+    retriever, reader = started()
     job.report.say(f"ict: the retriever is {retriever.query.words}")
-    retriever.to(device).train()
-    start_from_passages(retriever, corpus, dtype, run_options.seed, job.report.progress)
     start_matches(reader, corpus, run_options.seed, job.report.progress)
     reader.to(device).train()
     optimiser = job.section(Optimiser)
@@ -47,7 +57,28 @@ def run(job: Job) -> dict[str, Any]:
         train_reader(surroundings, reader, text, spans, options, optimiser, held_out, job.work)
     if not surroundings.team.leads:
         return {}
+    if wanted.task == "crop" and options.steps >= 2 * ENDS and not crops_helped(job):
+        retriever = started()[0]
     save_models(job.out, retriever, reader, corpus.vocabulary_hash)
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job.journal)
     return {name: logged.mean(name, last=20) for name in names}
+
+
+def crops_helped(job: Job) -> bool:
+    """Say how many crops found their passage at the beginning and at the end; whether they did not become fewer.
+
+    Most passages of the last steps were not seen before, or once.
+    """
+    logged = JournalValues(job.journal)
+    found = next(values for name in ("accuracy_kept", "accuracy_removed") if (values := logged.of(name)))
+    first, last = fmean(found[:ENDS]), fmean(found[-ENDS:])
+    job.report.say(
+        f"ict: {first:.2f} of the crops found their passage among those of their batch in the first {ENDS} steps, "
+        f"{last:.2f} in the last"
+    )
+    if last < first:
+        job.report.warn("crops made the retriever find less, so it stays as it came; try a lower ict.learning_rate")
+    elif last - first < LITTLE:
+        job.report.say("ict: the encoder knows documents like these; ict.steps=0 keeps it as it came and is faster")
+    return last >= first

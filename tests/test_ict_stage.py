@@ -1,0 +1,55 @@
+"""What the stage ict says of crops, and what it keeps of a retriever that they made worse."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from small_project import Quiet, stage, write_project
+
+from realmops.stages import Job, ict
+
+CROPS = {"task": "crop", "crops": 2, "steps": 20, "epochs": 0, "batch_size": 8, "reader_steps": 0, "removal": 0.0}
+
+
+def job_of(found: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Job, Quiet]:
+    """A job whose crops found so many passages, step by step."""
+    values = {"accuracy_kept": [], "accuracy_removed": found}
+    monkeypatch.setattr(ict, "JournalValues", lambda journal: SimpleNamespace(of=values.__getitem__))
+    report = Quiet()
+    return cast(Job, SimpleNamespace(journal=None, report=report)), report
+
+
+def test_the_first_and_the_last_steps_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, report = job_of([0.4] * 10 + [0.0] * 5 + [0.7] * 10, monkeypatch)
+    assert ict.crops_helped(job)
+    assert report.said == [
+        "ict: 0.40 of the crops found their passage among those of their batch in the first 10 steps, 0.70 in the last"
+    ]
+    job, report = job_of([0.71] * 10 + [0.72] * 10, monkeypatch)
+    assert ict.crops_helped(job)
+    assert "ict.steps=0 keeps it" in report.said[1]
+    job, report = job_of([0.71] * 10 + [0.7] * 10, monkeypatch)
+    assert not ict.crops_helped(job)
+    assert "stays as it came" in report.warned[0]
+
+
+@pytest.mark.parametrize("helped", [True, False])
+def test_a_retriever_that_crops_made_worse_stays_as_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helped: bool
+) -> None:
+    def weights(name: str, **changes: Any) -> dict[str, Any]:
+        folder = tmp_path / name
+        folder.mkdir()
+        values = yaml.safe_load(write_project(folder, ict={**CROPS, **changes}).read_text())
+        for one in ("snapshot", "tag", "ict"):
+            stage(one, values, folder, folder / "root")
+        return load_file(folder / "root" / "models" / "ict" / "retriever.safetensors")
+
+    asked: list[Job] = []
+    monkeypatch.setattr(ict, "crops_helped", lambda job: asked.append(job) or helped)
+    trained, untouched = weights("trained"), weights("untouched", steps=0)
+    assert len(asked) == 1
+    assert all(trained[name].equal(untouched[name]) for name in untouched) is not helped
