@@ -14,9 +14,9 @@ from realmops.stages import Job, ict
 CROPS = {"task": "crop", "crops": 2, "steps": 20, "epochs": 0, "batch_size": 8, "reader_steps": 0, "removal": 0.0}
 
 
-def job_of(found: list[float], monkeypatch: pytest.MonkeyPatch) -> tuple[Job, Quiet]:
-    """A job whose crops found so many passages, step by step."""
-    values = {"accuracy_kept": [], "accuracy_removed": found}
+def job_of(found: list[float], monkeypatch: pytest.MonkeyPatch, *, kept: bool = False) -> tuple[Job, Quiet]:
+    """A job whose crops found so many passages, step by step; with ``kept``, all that were left in their passage."""
+    values = {"accuracy_kept": [1.0] * len(found) if kept else [], "accuracy_removed": found}
     monkeypatch.setattr(ict, "JournalValues", lambda journal: SimpleNamespace(of=values.__getitem__))
     report = Quiet()
     return cast(Job, SimpleNamespace(journal=None, report=report)), report
@@ -31,7 +31,10 @@ def test_the_first_and_the_last_steps_are_compared(monkeypatch: pytest.MonkeyPat
     job, report = job_of([0.71] * 10 + [0.72] * 10, monkeypatch)
     assert ict.crops_helped(job)
     assert "ict.steps=0 keeps it" in report.said[1]
-    job, report = job_of([0.71] * 10 + [0.7] * 10, monkeypatch)
+    job, report = job_of([0.71] * 10 + [0.7] * 10, monkeypatch, kept=True)
+    assert ict.crops_helped(job), "no more than chance"
+    assert "0.85 in the last" in report.said[0]
+    job, report = job_of([0.71] * 10 + [0.65] * 10, monkeypatch)
     assert not ict.crops_helped(job)
     assert "stays as it came" in report.warned[0]
 

@@ -17,7 +17,7 @@ from realmops.train.held_out import held_out_rows
 from realmops.train.ict import steps_over, train_reader, train_retriever
 
 ENDS = 10  # steps at the beginning and at the end, which tell what crops brought
-LITTLE = 0.03  # share of the crops: no more than chance
+CHANCE = 0.03  # a difference of these shares that means nothing
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -66,19 +66,20 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def crops_helped(job: Job) -> bool:
-    """Say how many crops found their passage at the beginning and at the end; whether they did not become fewer.
+    """Say how many crops found their passage at the beginning and at the end; False where they became fewer.
 
     Most passages of the last steps were not seen before, or once.
     """
     logged = JournalValues(job.journal)
-    found = next(values for name in ("accuracy_kept", "accuracy_removed") if (values := logged.of(name)))
-    first, last = fmean(found[:ENDS]), fmean(found[-ENDS:])
+    found = [values for name in ("accuracy_kept", "accuracy_removed") if (values := logged.of(name))]
+    first, last = (fmean(fmean(values[part]) for values in found) for part in (slice(ENDS), slice(-ENDS, None)))
     job.report.say(
         f"ict: {first:.2f} of the crops found their passage among those of their batch in the first {ENDS} steps, "
         f"{last:.2f} in the last"
     )
-    if last < first:
+    if last < first - CHANCE:
         job.report.warn("crops made the retriever find less, so it stays as it came; try a lower ict.learning_rate")
-    elif last - first < LITTLE:
-        job.report.say("ict: the encoder knows documents like these; ict.steps=0 keeps it as it came and is faster")
-    return last >= first
+        return False
+    if last < first + CHANCE:
+        job.report.say("ict: the retriever knew documents like these; ict.steps=0 keeps it as it came and is faster")
+    return True
