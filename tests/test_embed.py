@@ -8,7 +8,9 @@ import torch
 from small_world import World, tiny_models
 
 from realmops.encoders import packed
+from realmops.encoders.bert import Bert
 from realmops.encoders.devices import multiplies_bf16
+from realmops.encoders.foreign import Foreign
 from realmops.index.embed import embed, embed_documents
 
 PRECISIONS = [torch.float32, *([torch.bfloat16] if multiplies_bf16() else [])]
@@ -50,3 +52,14 @@ def test_an_error_in_one_thread_ends_all(world: World) -> None:
         embed(tower, [(tokens, np.zeros_like(tokens))] * 400, torch.float32, refuse)
     assert len(done) <= 3
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("threads")
+def test_an_encoder_that_does_not_promise_it_is_called_by_one_thread(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not Foreign.reentrant
+    monkeypatch.setattr(Bert, "reentrant", False)
+    monkeypatch.setattr("realmops.index.embed._side_by_side", None)
+    rows = list(range(len(world.snapshot))) * 3
+    assert len(embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32)) == len(rows)

@@ -35,6 +35,8 @@ _USUAL = "answerdotai/ModernBERT-base, or with several languages FacebookAI/xlm-
 class Foreign(Encoder):
     """An encoder of transformers: packed wordpieces in, padded in between, one vector for each of them out."""
 
+    reentrant = False  # nobody promises it
+
     def __init__(self, model: Any) -> None:
         config = model.config
         words = model.get_input_embeddings().weight

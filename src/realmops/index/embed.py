@@ -77,7 +77,8 @@ def _embedded(
                 with lock:
                     progress(len(rows))
 
-    threads = torch.get_num_threads() if tower.device.type == "cpu" else 1
+    alone = tower.device.type != "cpu" or not all(getattr(part, "reentrant", True) for part in tower.modules())
+    threads = 1 if alone else torch.get_num_threads()
     if threads > 1 and len(batches) >= _BATCHES_OF_A_THREAD * threads:
         _side_by_side(work, threads, left)
     else:
