@@ -57,3 +57,16 @@ def test_a_snapshot_that_finds_its_disk_full_as_it_begins_keeps_no_file_open(
     assert len(opened) == (fails_at if isinstance(fails_at, int) else 14)
     assert all(file._file.closed for file in opened)
     assert not (tmp_path / snapshot_writer._IDS).exists()
+
+
+@pytest.mark.parametrize("content", [b"no array", b"\x80\x04N.", "zip"])
+def test_what_is_no_array_is_refused_and_left_closed(tmp_path: Path, content: bytes | str) -> None:
+    """NumPy itself takes an archive of arrays for one too, and leaves its file open."""
+    path = tmp_path / "places.npy"
+    if content == "zip":
+        np.savez(tmp_path / "several.npz", np.zeros(3))
+        (tmp_path / "several.npz").rename(path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"magic string|expected"):
+        load_flat(path)

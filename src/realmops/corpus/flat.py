@@ -110,5 +110,5 @@ class FlatOffsets(FlatArray):
 
 
 def load_flat(path: Path) -> NDArray[Any]:
-    """The array in a .npy file, memory-mapped and read-only."""
-    return np.load(path, mmap_mode="r", allow_pickle=False)  # type: ignore[no-any-return]
+    """The array in a .npy file, memory-mapped and read-only; ValueError for anything else."""
+    return np.lib.format.open_memmap(path, mode="r")
