@@ -35,20 +35,6 @@ REPEATS = 5
 OUT = Path("build/bench")
 
 
-class Silent:
-    """A report that says nothing."""
-
-    def say(self, message: str) -> None:
-        """Nothing."""
-
-    def warn(self, message: str) -> None:
-        """Nothing."""
-
-    def progress(self, label: str, total: int, unit: str = "") -> Callable[[int], None]:
-        """Nothing."""
-        return lambda units: None
-
-
 @dataclass(frozen=True)
 class Spread:
     """Repeats of one measurement."""

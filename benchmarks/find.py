@@ -29,6 +29,8 @@ from typing import Any
 import against
 from against import Goal, Row
 
+from realmops.stages import Silent
+
 PROJECT = Path(__file__).parents[1]
 MILLISECONDS = 10.0
 FILTER = {"hundredth": 7}
@@ -62,7 +64,7 @@ def prepare(root: Path, files: Sequence[Path], size: int) -> None:
         lines.write_text("".join(f"{json.dumps(record)}\n" for record in documents(files, size)))
     settings = [f"{name}={json.dumps(value)}" for name, value in CHOSEN.items()]
     values = config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={lines}"])
-    run_stage("snapshot", values, project=PROJECT, root=root, report=against.Silent())
+    run_stage("snapshot", values, project=PROJECT, root=root, report=Silent())
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from typing import Any
 import against
 from against import Goal, Row
 
+from realmops.stages import Silent
+
 TURNS_OF = 60_000  # passages
 QUERIES, SEARCHES, STEPS = 64, 10, 5
 TIME, SPACE = 1.1, Goal(1.3, at_most=True)  # of the growth of the corpus; of the memory before
@@ -72,7 +74,7 @@ def stage(name: str, root: Path) -> dict[str, Any]:
     """Run one stage in this process."""
     from realmops.stages.runner import run_stage
 
-    return run_stage(name, values_of(root), project=PROJECT, root=root, report=against.Silent())
+    return run_stage(name, values_of(root), project=PROJECT, root=root, report=Silent())
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:

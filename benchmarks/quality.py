@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from against import Silent, machine, write
+from against import machine, write
+
+from realmops.stages import Silent
 
 Seconds = tuple[float, float]
 """By the clock, and of the processor."""

@@ -42,6 +42,8 @@ from typing import Any
 import against
 from against import Goal, Row
 
+from realmops.stages import Silent
+
 CALLERS = (1, 8, 32)
 LATENCY, THROUGHPUT, MEMORY = Goal(1.3, at_most=True), Goal(3), Goal(1.05, at_most=True)
 MODEL = "served"
@@ -77,7 +79,7 @@ def prepare(root: Path, size: int) -> dict[str, Any]:
     settings = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
     values = config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={documents}"])
     for name in STAGES:
-        run_stage(name, values, project=PROJECT, root=root, report=against.Silent())
+        run_stage(name, values, project=PROJECT, root=root, report=Silent())
     return values
 
 
@@ -326,7 +328,7 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
             file.write_text(json.dumps({**first, "text": f"{new} {first['text']}"}) + "\n" + rest)
             found, begin = updates(root / FOLDER), time.perf_counter()
             updating = multiprocessing.get_context("spawn").Process(
-                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": against.Silent()}
+                target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": Silent()}
             )
             updating.start()
             while updates(root / FOLDER) == found:

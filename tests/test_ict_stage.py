@@ -37,6 +37,10 @@ def test_the_first_and_the_last_steps_are_compared(monkeypatch: pytest.MonkeyPat
     job, report = job_of([0.71] * 10 + [0.65] * 10, monkeypatch)
     assert not ict.crops_helped(job)
     assert "stays as it came" in report.warned[0]
+    for few in ([], [0.9] * 10 + [0.1] * 9):
+        job, report = job_of(few, monkeypatch)
+        assert ict.crops_helped(job), "too few steps to tell"
+        assert not report.said
 
 
 @pytest.mark.parametrize("helped", [True, False])

@@ -57,7 +57,7 @@ def run(job: Job) -> dict[str, Any]:
         train_reader(surroundings, reader, text, spans, options, optimiser, held_out, job.work)
     if not surroundings.team.leads:
         return {}
-    if wanted.task == "crop" and options.steps >= 2 * ENDS and not crops_helped(job):
+    if wanted.task == "crop" and options.steps and not crops_helped(job):
         retriever = started()[0]
     save_models(job.out, retriever, reader, corpus.vocabulary_hash)
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
@@ -68,10 +68,12 @@ def run(job: Job) -> dict[str, Any]:
 def crops_helped(job: Job) -> bool:
     """Say how many crops found their passage at the beginning and at the end; False where they became fewer.
 
-    Most passages of the last steps were not seen before, or once.
+    Short trainings do not tell. Most passages of the last steps were not seen before, or once.
     """
     logged = JournalValues(job.journal)
-    found = [values for name in ("accuracy_kept", "accuracy_removed") if (values := logged.of(name))]
+    found = [values for name in ("accuracy_kept", "accuracy_removed") if len(values := logged.of(name)) >= 2 * ENDS]
+    if not found:
+        return True
     first, last = (fmean(fmean(values[part]) for values in found) for part in (slice(ENDS), slice(-ENDS, None)))
     job.report.say(
         f"ict: {first:.2f} of the crops found their passage among those of their batch in the first {ENDS} steps, "
