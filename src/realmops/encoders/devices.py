@@ -118,7 +118,8 @@ def pack_products(module: nn.Module) -> None:
 def passage_products(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within it :func:`product` multiplies many rows faster, on a CPU, without gradients: in int8, or in packed bf16.
 
-    In int8 each row of the input is rounded by its own largest number, so no row depends on those beside it.
+    In int8 each row of the input is rounded by its own largest number, so no row depends on those beside it. The layers
+    themselves know of it: one caller at a time, which may have several threads.
     """
     layers = [part for part in module.modules() if isinstance(part, nn.Linear) and part.weight.device.type == "cpu"]
     for layer in layers:
