@@ -10,9 +10,11 @@ import pytest
 from serving import QUESTION, update
 from small_project import cli, write_json_lines
 from small_world import DOCUMENTS
+from torch import nn
 
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
 from realmops.commands import answers
+from realmops.index.mips import Exact
 from realmops.serve.batching import Answerer
 from realmops.serve.generations import GenerationWatcher, RunFolder
 
@@ -182,3 +184,25 @@ def test_a_changed_manifest_in_its_place_is_seen(copy: Path) -> None:
     path = copy / "root/data/snapshot" / MANIFEST
     os.replace(shutil.copyfile(path, path.with_name(".new")), path)
     assert answers.manifests_of(copy / "root") != before
+
+
+def test_a_served_generation_is_asked_with_copies_and_answers_the_same(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[nn.Module] = []
+    monkeypatch.setattr(answers, "pack_products", packed.append)
+    origin = RunFolder(copy / "root")
+    keeper, asked = keeper_of(origin), [answers.Asked(QUESTION)]
+    plain = origin.open()
+    [told] = plain.answer(asked)
+    commit(copy / "root", recalibrate)
+    assert keeper.look()
+    served = keeper._answerer.generation
+    index, before = served.model.passages, plain.model.passages
+    assert isinstance(index, Exact)
+    assert isinstance(before, Exact)
+    assert (index.often, before.often) == (True, False)
+    assert served.searching.passages is index, "one copy serves answers and searches"
+    assert packed == [served.model.retriever.query, served.model.reader]
+    [again] = served.answer(asked)
+    assert (again["answer"], again["p_y"]) == (told["answer"], told["p_y"])

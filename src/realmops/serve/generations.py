@@ -218,6 +218,7 @@ class GenerationWatcher:
         self._mark = mark
         try:
             generation = self.origin.open()
+            generation.quicken()
             generation.probe()
         except Exception as error:  # whatever is wrong with it, the old one serves on
             self.refused = {"reason": str(error) or type(error).__name__, "since": time.time()}

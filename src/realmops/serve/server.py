@@ -114,6 +114,7 @@ def serve(
     with _bound(host, port) as bound:
         mark = origin.mark()
         generation = origin.open()
+        generation.quicken()
         generation.probe()
         metrics = Metrics()
         metrics.serves(generation)
