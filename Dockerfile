@@ -18,7 +18,7 @@ WORKDIR /build
 COPY pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     case "$VARIANT" in \
-        cpu) search=faiss ;; \
+        cpu) search=faiss,openvino ;; \
         gpu) search=gpu ;; \
         *) echo "VARIANT is '$VARIANT', allowed are cpu and gpu" >&2; exit 2 ;; \
     esac \

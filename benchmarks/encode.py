@@ -87,48 +87,44 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class Ours:
-    """The model of a folder as our packed encoder."""
+    """The model of a folder as our packed encoder, in int8 as a graph of it."""
 
     def __init__(self, folder: Path, dtype: Any, device: str = "cpu") -> None:
+        import torch
+
         from realmops.corpus.pretrained import read_encoder_tokenizer
         from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
         from realmops.encoders.architectures import load_encoder
         from realmops.encoders.devices import passage_products
+        from realmops.index.graph import graph_of
+        from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
 
         self.bert: Any = load_encoder(folder, 0.0)[0].eval().to(device)
+        how = {"pooling": "mean", "projection": "identity", "segments": "one"}
+        self.tower = Embedder(self.bert, self.bert.width, "cosine", **how).eval()
         pieces, casing, text = read_encoder_tokenizer(folder)
         self.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
         self.special, self.dtype = SpecialTokens.of(self.tokenizer), dtype
-        self.products = passage_products(self.bert, dtype)
+        self.graph = graph_of(self.tower, 1) if dtype == torch.int8 else None
+        self.products = passage_products(self.tower, dtype)
         self.products.__enter__()  # packs the weights, which is done once for all passages
 
     def sequences(self, documents: list[str]) -> list[Any]:
         """[CLS] text [SEP] of each, cut as the peer cuts."""
         import numpy as np
 
+        from realmops.index.embed import query_sequences
         from realmops.model.sequences import join_query
 
         encoded = self.tokenizer.encode_batch(documents, add_special_tokens=False)
-        return [join_query(np.array(e.ids, dtype=np.int64), self.special, LIMIT) for e in encoded]
+        return query_sequences([join_query(np.array(e.ids, dtype=np.int64), self.special, LIMIT) for e in encoded])
 
     def __call__(self, documents: list[str]) -> Any:
         """Unit vectors, documents x width."""
-        import torch
-        import torch.nn.functional as F
+        from realmops.index.embed import embed
 
-        from realmops.encoders.devices import autocast
-        from realmops.encoders.packed import Packed, length_batches
-
-        sequences, device = self.sequences(documents), self.bert.word_vectors.device
-        out = torch.empty(len(sequences), self.bert.width, device=device)
-        with torch.no_grad(), autocast(device, self.dtype):
-            for rows in length_batches([len(s) for s in sequences], device):
-                batch = Packed([sequences[i] for i in rows])
-                hidden_TD = self.bert(batch).float()
-                mean_BD = torch.segment_reduce(hidden_TD, "mean", lengths=batch.lengths_B)
-                out[torch.tensor(rows)] = F.normalize(mean_BD, dim=-1)
-        return out
+        return embed(self.tower, self.sequences(documents), self.dtype, graph=self.graph)
 
 
 def peer(folder: Path, width: int, device: str = "cpu", **more: Any) -> Any:
@@ -227,7 +223,7 @@ def compare(
     others, left_out = peers_of(folder, one.bert.width, arguments.peers, some)
     plain = next(iter(others))
     sides = ours | {what: side for what, (_, side) in others.items()}
-    lengths = [len(s) for s in one.sequences(documents)]
+    lengths = [len(tokens) for tokens, _ in one.sequences(documents)]
     gflop = generated.encoder_flops(one.bert.config, lengths) / 1e9
     found: dict[str, Any] = {}
 

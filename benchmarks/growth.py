@@ -2,15 +2,19 @@
 
     python benchmarks/growth.py --sizes 2000 20000 200000
     python benchmarks/growth.py --sizes 20000 200000 2000000 --last snapshot --repeats 1
+    python benchmarks/growth.py --sizes 10000 100000 1000000 --last served --repeats 1 --documents FILE FILE
 
 Generated passages of about 30 wordpieces and encoders of one layer and width 32, so that 200,000 passages take minutes.
 Each size is a fresh root: the stages snapshot and tag, the embedding of all passages, 10 searches of 64 queries each,
-evaluate's ranking of questions with all its match rules; then the stage pretrain with its index builder: seconds of one
-step. Snapshot, pretrain and what is between them have a process each. The most memory is that of the snapshot and of
-the trainer alone, what it maps from disk included, with and without its embeddings (two generations in fp32, and exact
-search's copy). Sizes take turns: as many as --repeats, but no more than 60,000 passages allow, and one at least. A row
-compares the turns of one size with the median of the size before it; the exponent is that of the size in the time (1:
-linear). Seconds are by the clock.
+evaluate's ranking of questions with all its match rules; then the fine-tuned model as a server has it: until it opens,
+the median of an answer, and an update after one document was edited; at last the stage pretrain with its index builder:
+seconds of one step. Snapshot, what is between it and the model, the model, who answers and pretrain have a process
+each. The most memory is that of the snapshot, of who answers and of the trainer, what they map from disk included, the
+trainer's with and without its embeddings (two generations in fp32, and exact search's copy). With --documents the
+passages are those of JSON lines, again and again with other words in them where there are too few, and dates are tagged
+alone. Sizes take turns: as many as --repeats, but no more than 60,000 passages allow, and one at least. A row compares
+the turns of one size with the median of the size before it; the exponent is that of the size in the time (1: linear).
+Seconds are by the clock.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ QUERIES, SEARCHES, STEPS = 64, 10, 5
 TIME, SPACE = 1.1, Goal(1.3, at_most=True)  # of the growth of the corpus; of the memory before
 MEMORY, OWN = "trainer's memory", "trainer's memory without its embeddings"
 SNAPSHOTS_MEMORY = "snapshot's memory"
-SPACES = (MEMORY, OWN, SNAPSHOTS_MEMORY)
+ANSWERS_MEMORY = "memory of who answers"
+SPACES = (MEMORY, OWN, SNAPSHOTS_MEMORY, ANSWERS_MEMORY)
 PROJECT = Path(__file__).parents[1]
 SMALL = {
     "run.device": "cpu",
@@ -58,23 +63,29 @@ SMALL = {
     "pretrain.steps": STEPS,
     "pretrain.retriever_delay": 0,
     "pretrain.masked_sentences": 20,
+    "finetune.epochs": 0.2,
+    "evaluate.bootstrap": 20,
     "tracking.enabled": False,
 }
+REAL = {"tag.method": "dates", "snapshot.block_wordpieces": 288}
+UNTRAINED = {"pretrain.steps": 0}
+ANSWERED = 40
 
 
-def values_of(root: Path) -> dict[str, dict[str, Any]]:
+def values_of(root: Path, **more: Any) -> dict[str, dict[str, Any]]:
     """params.yaml made small, over the documents of the root."""
     from realmops import config
 
-    settings = [f"{name}={json.dumps(value)}" for name, value in SMALL.items()]
+    small = SMALL | (REAL if (root / "real").exists() else {}) | more
+    settings = [f"{name}={json.dumps(value)}" for name, value in small.items()]
     return config.load(PROJECT / "params.yaml", settings=[*settings, f"snapshot.documents={root / 'documents.jsonl'}"])
 
 
-def stage(name: str, root: Path) -> dict[str, Any]:
+def stage(name: str, root: Path, **more: Any) -> dict[str, Any]:
     """Run one stage in this process."""
     from realmops.stages.runner import run_stage
 
-    return run_stage(name, values_of(root), project=PROJECT, root=root, report=Silent())
+    return run_stage(name, values_of(root, **more), project=PROJECT, root=root, report=Silent())
 
 
 def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -141,16 +152,79 @@ def trainer(root: Path) -> dict[str, float]:
     return {"pre-training step": step, MEMORY: most, OWN: most - passages * width * (2 * 4 + copied) / 2**20}
 
 
-PARTS = {"snapshot": snapshot, "chain": chain, "trainer": trainer}  # each needs those before it
+def tuned(root: Path) -> dict[str, float]:
+    """The stages up to evaluate: seconds of the index and of fine-tuning."""
+    stage("pretrain", root, **UNTRAINED)
+    found = {"finetune": seconds_of(lambda: stage("finetune", root, **UNTRAINED))[0]}
+    stage("evaluate", root, **UNTRAINED)
+    return found
 
 
-def run(size: int, parts: Sequence[str]) -> dict[str, float]:
-    """One size once: seconds of each part, and MiB of the trainer."""
+def served(root: Path) -> dict[str, float]:
+    """What a server does with a fine-tuned model: seconds of each part, MiB of this process."""
+    from realmops.commands.answers import Asked, generation_of_run
+    from realmops.commands.update import update
+    from realmops.corpus.questions import read_questions
+
+    def opened() -> Any:
+        generation = generation_of_run(root)
+        generation.quicken()
+        generation.probe()
+        return generation
+
+    found = {}
+    found["until a server answers"], generation = seconds_of(opened)
+    questions = read_questions([root / "data" / "sample" / "questions.test.jsonl.gz"], format="jsonl")[:ANSWERED]
+    each = [seconds_of(lambda one=one: generation.answer([Asked(one.question)]))[0] for one in questions]
+    found["an answer"] = statistics.median(each)
+    found[ANSWERS_MEMORY] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    lines = (root / "documents.jsonl").read_text().splitlines(keepends=True)
+    edited = json.loads(lines[0])
+    (root / "documents.jsonl").write_text(
+        json.dumps({**edited, "text": f"Edited. {edited['text']}"}) + "\n" + "".join(lines[1:])
+    )
+    values = values_of(root, **UNTRAINED)
+    found["update"], _ = seconds_of(lambda: update(values, project=PROJECT, root=root, report=Silent()))
+    return found
+
+
+PARTS = {
+    "snapshot": snapshot,
+    "chain": chain,
+    "tuned": tuned,
+    "served": served,
+    "trainer": trainer,
+}  # each needs those before it
+
+
+def write_repeated(path: Path, documents: Sequence[Path], size: int) -> None:
+    """So many real passages; those of later rounds begin elsewhere and have some words of the passage behind them."""
+    from encode import read_lines
+
+    real = [line for file in documents for line in read_lines(file)]
+    with open(path, "x", encoding="utf-8") as out:
+        for number in range(size):
+            turn, row = divmod(number, len(real))
+            title, words = real[row]["title"], real[row]["text"].split()
+            if turn:
+                other, begin = real[(row + turn) % len(real)]["text"].split(), 13 * turn % len(words)
+                words = words[begin:] + words[:begin]
+                words[turn % 5 :: 5] = (other * len(words))[: len(words[turn % 5 :: 5])]
+            line = {"id": str(number), "title": f"{title} {turn}" if turn else title, "text": " ".join(words)}
+            out.write(json.dumps(line) + "\n")
+
+
+def run(size: int, parts: Sequence[str], documents: Sequence[Path]) -> dict[str, float]:
+    """One size once: seconds of each part, and MiB."""
     import generated
 
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        generated.write_documents(Path(folder) / "documents.jsonl", size, 2)
+        if documents:
+            write_repeated(Path(folder) / "documents.jsonl", documents, size)
+            (Path(folder) / "real").touch()
+        else:
+            generated.write_documents(Path(folder) / "documents.jsonl", size, 2)
         for part in parts:
             words = [sys.executable, __file__, "--part", part, folder]
             told = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -182,7 +256,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     for turn in range(arguments.repeats):
         for size in sizes:
             if turn < max(1, TURNS_OF // size):
-                found = run(size, list(PARTS)[: list(PARTS).index(arguments.last) + 1])
+                found = run(size, list(PARTS)[: list(PARTS).index(arguments.last) + 1], arguments.documents)
                 whole = sum(seconds for part, seconds in found.items() if part not in SPACES)
                 turns[size].append({**found, "all parts": whole})
     return [
@@ -194,6 +268,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     """What this benchmark takes."""
     parser.add_argument("--sizes", type=int, nargs="+", default=[2_000, 20_000, 200_000], help="passages (%(default)s)")
     parser.add_argument("--last", choices=PARTS, default="trainer", help="measure no part behind it (%(default)s)")
+    parser.add_argument("--documents", type=Path, nargs="+", default=[], help="JSON lines with title and text")
 
 
 if __name__ == "__main__":

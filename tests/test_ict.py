@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_world import MemoryJournal, World, build_world, section, tiny_context, tiny_models, tiny_optimiser
+from small_world import (
+    MemoryJournal,
+    World,
+    build_world,
+    same_parameters,
+    section,
+    tiny_context,
+    tiny_models,
+    tiny_optimiser,
+)
 from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Ict, defaults, laid, preset_path
+from realmops.encoders.bert import Bert
 from realmops.encoders.packed import Packed
 from realmops.model.reader import Reader
 from realmops.train import ict
@@ -197,6 +207,19 @@ def test_the_retriever_learns_the_inverse_cloze_task(world: World) -> None:
     assert len(journal.values("accuracy_kept")) < 30, "some batches have no kept sentence"
     for name in ("accuracy_removed", "accuracy_kept"):
         assert all(0 <= value <= 1 for value in journal.values(name))
+
+
+def test_gradient_checkpointing_learns_the_same_bits(world: World) -> None:
+    trained = []
+    for again in (False, True):
+        retriever, _ = tiny_models(world, dropout=0.1)
+        chosen = options(steps=3, gradient_checkpointing=again)
+        train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
+        encoders = [module for module in retriever.modules() if isinstance(module, Bert)]
+        assert encoders
+        assert all(encoder.gradient_checkpointing is again for encoder in encoders)
+        trained.append(retriever)
+    same_parameters(*trained)
 
 
 @pytest.mark.parametrize(("head", "task"), [("normalised", {}), ("cosine", CROP)], ids=["sentences", "crops"])

@@ -139,6 +139,7 @@ class Ict(Section, name="ict"):
     reader_learning_rate: float
     reader_wordpieces: int
     reader_random_masks: Share
+    gradient_checkpointing: bool
     checkpoint_every: int
 
 

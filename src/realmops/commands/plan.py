@@ -28,7 +28,7 @@ from realmops.encoders.devices import PRECISIONS, autocast, device_and_dtype, tu
 from realmops.encoders.packed import Packed
 from realmops.index import lexical
 from realmops.index.approximate import fitting_type, memory_of
-from realmops.index.embed import document_sequences, embed_documents
+from realmops.index.embed import document_embedding, document_sequences, no_progress
 from realmops.index.exchange import KEPT
 from realmops.index.mips import exact
 from realmops.model.files import build_models
@@ -82,8 +82,9 @@ def calibrate(values: Values, root: Path, seconds: float, report: Report) -> Fig
         rows = rng.choice(len(snapshot), min(ROWS, len(snapshot)), replace=False).tolist()
         wordpieces = float(np.mean([len(tokens) for tokens, _ in document_sequences(snapshot, rows)]))
         some = rows[: max(1, round(TOGETHER / wordpieces))]
-        embed_documents(retriever, snapshot, some[:4], dtype)
-        embedding = _seconds_of(lambda: embed_documents(retriever, snapshot, some, dtype), 0.4 * seconds, uncounted=0)
+        embedded = document_embedding(retriever, snapshot, dtype, many=True)
+        embedded(some[:4], no_progress)
+        embedding = _seconds_of(lambda: embedded(some, no_progress), 0.4 * seconds, uncounted=0)
         builder_bytes = _peak_bytes()  # before anything is trained: a peak never falls
         told(1)
 

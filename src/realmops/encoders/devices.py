@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 
 from realmops.config import RunOptions
 
-# By the names that run.precision has. With int8 passages are embedded in it, and all else is computed as with auto.
+# By the names that run.precision has. With int8 many passages are embedded so, and all else is computed as with auto.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _TRIAL = 16  # rows
-_ROWS = 2048  # that are multiplied in int8 at a time, so that they stay in the processor's cache
-_Product = Callable[[Tensor, Tensor | None, str | None], Tensor]
-_LEAST = 1e-30  # of a row's largest number in int8: 127 over it is still a number
+Product = Callable[[Tensor, Tensor | None, str | None], Tensor]
+"""x T x D, a bias and the name of a GELU to T x N."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -38,6 +38,11 @@ def resolve_precision(name: str, device: torch.device) -> torch.dtype:
     """
     if name == "int8" and (device.type != "cpu" or not multiplies_int8()):
         name = "auto"
+    if name == "int8" and find_spec("openvino") is None:
+        raise ValueError(
+            "run.precision is 'int8', for which OpenVINO is missing: pip install 'realmops[openvino]', or set "
+            "run.precision=auto"
+        )
     if name != "auto":
         return DTYPES[name]
     if device.type == "cuda":
@@ -116,17 +121,23 @@ def pack_products(module: nn.Module) -> None:
 
 @contextmanager
 def passage_products(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within it :func:`product` multiplies many rows faster, on a CPU, without gradients: in int8, or in packed bf16.
+    """Within it :func:`product` multiplies many rows faster, in packed bf16, on a CPU that multiplies it.
 
-    In int8 each row of the input is rounded by its own largest number, so no row depends on those beside it. The layers
-    themselves know of it: one caller at a time, which may have several threads.
+    Without gradients, and for one caller at a time, which may have several threads: the layers themselves know of it.
     """
+    if _multiplied(dtype) == torch.bfloat16 and multiplies_bf16():
+        with multiply_by(module, _in_bf16):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def multiply_by(module: nn.Module, make: Callable[[nn.Linear], Product | None]) -> Iterator[None]:
+    """Within it :func:`product` is what ``make`` makes of a layer, if anything, on a CPU."""
     layers = [part for part in module.modules() if isinstance(part, nn.Linear) and part.weight.device.type == "cpu"]
     for layer in layers:
-        if dtype == torch.int8:
-            layer.__dict__["quick"] = _in_int8(layer.weight.detach().float())
-        elif dtype == torch.bfloat16 and multiplies_bf16():
-            layer.__dict__["quick"] = _in_bf16(layer.weight.detach())
+        layer.__dict__["quick"] = make(layer)
     try:
         yield
     finally:
@@ -134,8 +145,8 @@ def passage_products(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             layer.__dict__.pop("quick", None)
 
 
-def _in_bf16(weight_ND: Tensor) -> _Product | None:
-    """By a copy of the weight as oneDNN multiplies it, with GELU in the same pass; None where torch has no such."""
+def _in_bf16(layer: nn.Linear) -> Product | None:
+    """By a copy of its weight as oneDNN multiplies it, with GELU in the same pass; None where torch has no such."""
 
     def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
         name, how = ("none", "") if gelu is None else ("gelu", gelu)
@@ -143,6 +154,7 @@ def _in_bf16(weight_ND: Tensor) -> _Product | None:
         found: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), packed, half, name, [], how)
         return found
 
+    weight_ND = layer.weight.detach()
     trial = torch.linspace(-1, 1, _TRIAL * weight_ND.shape[1]).view(_TRIAL, -1)
     plain = F.gelu(F.linear(trial.bfloat16(), weight_ND.bfloat16())).float()
     try:
@@ -153,31 +165,10 @@ def _in_bf16(weight_ND: Tensor) -> _Product | None:
     return multiply if torch.allclose(found, plain, rtol=0.02, atol=0.02 * float(plain.abs().max())) else None
 
 
-def _in_int8(weight_ND: Tensor) -> _Product:
-    """By whole numbers: the weight's rows, each over the largest of its numbers times 127."""
-    scale_N = weight_ND.abs().amax(1).clamp(min=_LEAST) / 127
-    whole_ND = (weight_ND / scale_N[:, None]).round().to(torch.int8)
-    packed = torch.ops.onednn.qlinear_prepack(whole_ND, None), scale_N, torch.zeros(len(scale_N), dtype=torch.int64)
-
-    def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-        parts = []
-        for x_RD in torch.split(x_TD.float(), _ROWS):
-            most_R1 = x_RD.abs().amax(1, keepdim=True).clamp_(min=_LEAST)
-            # oneDNN wants them without a sign; torch turns numbers into signed ones ten times as fast
-            whole_RD = torch.mul(x_RD, 127 / most_R1).round_().to(torch.int8).view(torch.uint8) ^ 128
-            how = None, 1.0, 0, torch.float32, "none", (), ""
-            y_RN, scale_R1 = torch.ops.onednn.qlinear_pointwise(whole_RD, 1.0, 128, *packed, *how), most_R1 / 127
-            y_RN = y_RN.mul_(scale_R1) if bias is None else torch.addcmul(bias.float(), y_RN, scale_R1)
-            parts.append(y_RN if gelu is None else F.gelu(y_RN, approximate=gelu))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    return multiply
-
-
 def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
     """x times the layer's weight, and a bias; then GELU where it is named by torch's approximation.
 
-    As :func:`passage_products` says, else by the copy of :func:`pack_products` where there is one.
+    As :func:`multiply_by` says, else by the copy of :func:`pack_products` where there is one.
     """
     if (quick := layer.__dict__.get("quick")) is not None:
         multiplied: Tensor = quick(x_TD, bias, gelu)

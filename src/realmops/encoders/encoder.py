@@ -24,7 +24,7 @@ class Encoder(nn.Module, ABC):
 
     words: str  # what it is, for people, with its article
     segments = 2  # that it tells apart; below 2 all wordpieces are alike to it
-    reentrant = True  # several threads may call it at once
+    reentrant = True  # several threads may call it at once; and it multiplies by ``devices.product``
 
     def __init__(self, vocabulary: int, width: int, positions: int, dropout: float, layer_norm_eps: float) -> None:
         super().__init__()

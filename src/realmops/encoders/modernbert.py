@@ -142,7 +142,7 @@ def _norm(config: ModernConfig) -> nn.LayerNorm:
 
 def _turned(qkv_TD: Tensor, heads: int, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     """Queries and keys turned by their positions, values as they are; the second half of ``sin_TR`` has its sign."""
-    x_THR = qkv_TD.view(len(qkv_TD), 3 * heads, -1)
+    x_THR = qkv_TD.view(qkv_TD.shape[0], 3 * heads, -1)
     both_THR = x_THR[:, : 2 * heads]
     turned_THR = both_THR * cos_TR[:, None]
     turned_THR += both_THR.roll(cos_TR.shape[1] // 2, -1) * sin_TR[:, None]

@@ -122,6 +122,18 @@ class Packed:
         ]
 
 
+class Padded(Packed):
+    """A batch B x L of sequences that are padded already, for a graph: all of its sizes are those of the tensors."""
+
+    def __init__(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor) -> None:
+        size, longest = tokens_BL.shape
+        place_BL = torch.arange(longest) + torch.zeros_like(tokens_BL)
+        self.tokens_T, self.segments_T, self.positions_T = (x.flatten() for x in (tokens_BL, segments_BL, place_BL))
+        self.groups = [PaddedGroup(0, size, longest, place_BL >= lengths_B[:, None])]
+        self.in_place, self.longest, self._numbers = True, 0, tokens_BL
+        self.wordpieces = None  # type: ignore[assignment]  # a slice up to here is the whole
+
+
 def _is_padding(lengths_G: Tensor, longest: int) -> Tensor:
     return torch.arange(longest, device=lengths_G.device)[None, :] >= lengths_G[:, None]
 

@@ -6,6 +6,7 @@ Shape suffixes: P passages, Q queries, E embedding width.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from itertools import accumulate
 from threading import Lock
 from typing import Any
@@ -18,6 +19,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.special import blank_before
 from realmops.encoders.devices import autocast, passage_products, send
 from realmops.encoders.packed import Packed, length_batches
+from realmops.index.graph import MANY, Graph, graph_of
 from realmops.model.retriever import Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_document, join_query, join_text
 
@@ -35,13 +37,14 @@ def no_progress(done: int) -> None:
 
 
 def embed(
-    tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1
-) -> Tensor:
-    """Embeddings N x M E (fp32, on the CPU) of sequences, M vectors of each.
+    tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1,
+    graph: Graph | None = None,
+) -> Tensor:  # fmt: skip
+    """Embeddings N x M E (fp32, on the CPU) of sequences, M vectors of each; by the tower, or by a graph of it.
 
     Equal calls give equal bytes on one machine (``packed.length_batches``).
     """
-    embedding_NE, place_N = _embedded(tower, sequences, dtype, progress, vectors)
+    embedding_NE, place_N = _embedded(tower, sequences, dtype, progress, vectors, graph)
     return embedding_NE.cpu()[place_N]
 
 
@@ -52,8 +55,9 @@ def embed_there(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tenso
 
 
 def _embedded(
-    tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress, vectors: int = 1
-) -> tuple[Tensor, Tensor]:
+    tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress, vectors: int = 1,
+    graph: Graph | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Embeddings in the order of their batches, and the place of each sequence's there."""
     was_training = tower.training
     if was_training:
@@ -71,8 +75,9 @@ def _embedded(
                     rows, first = left.popleft()
                 except IndexError:
                     return
-                batch = Packed([sequences[i][0] for i in rows], [sequences[i][1] for i in rows])
-                out[first : first + len(rows)] = tower(batch, vectors).float()
+                some = [sequences[i] for i in rows]
+                made = graph(some) if graph is not None else tower(Packed(*zip(*some, strict=True)), vectors)
+                out[first : first + len(rows)] = made.float()
                 place_N[rows] = torch.arange(first, first + len(rows))
                 with lock:
                     progress(len(rows))
@@ -124,13 +129,26 @@ def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, docume
     return [join(np.array(e.ids, dtype=np.int64), special, limit) for e in encoded]
 
 
+def document_embedding(
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, *, many: bool
+) -> Callable[[Sequence[int], Progress], Tensor]:
+    """What makes embeddings N x X of passages by their rows; with int8 for ``dtype`` in it where they are ``many``."""
+    tower, vectors = retriever.document, retriever.vectors
+    graph = graph_of(tower, vectors) if many and dtype == torch.int8 else None
+
+    def make(rows: Sequence[int], progress: Progress) -> Tensor:
+        sequences = document_sequences(snapshot, rows)
+        with passage_products(tower, dtype) if graph is None else nullcontext():
+            return embed(tower, sequences, dtype, progress, vectors, graph)
+
+    return make
+
+
 def embed_documents(
     retriever: Retriever, snapshot: Snapshot, rows: Sequence[int], dtype: torch.dtype, progress: Progress = no_progress
 ) -> Tensor:
-    """Embeddings N x X of passages; with int8 for ``dtype`` their encoder multiplies in it."""
-    tower, sequences = retriever.document, document_sequences(snapshot, rows)
-    with passage_products(tower, dtype):
-        return embed(tower, sequences, dtype, progress, retriever.vectors)
+    """Embeddings N x X of all passages that are wanted."""
+    return document_embedding(retriever, snapshot, dtype, many=len(rows) >= MANY)(rows, progress)
 
 
 def query_sequences(queries: Sequence[np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -13,7 +13,8 @@ from torch import Tensor
 from realmops import artifacts
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.approximate import TYPES, Recipe, approximate
-from realmops.index.embed import Progress, embed_documents, no_progress
+from realmops.index.embed import Progress, document_embedding, no_progress
+from realmops.index.graph import MANY
 from realmops.index.mapped import Content, mapped, matrix, read_only, release
 from realmops.index.mips import PassageIndex, exact, over_vectors
 from realmops.index.shards import SHARD_ROWS, MakeShard
@@ -49,19 +50,20 @@ def embed_changed(
         embedding_PE[rows] = earlier[row_P[rows]]
         release(earlier)
         release(embedding_PE)
+    make = document_embedding(retriever, snapshot, dtype, many=len(new) >= MANY)
     for first in range(0, len(new), SHARD_ROWS):
         rows = new[first : first + SHARD_ROWS].tolist()
-        embedding_PE[rows] = embed_documents(retriever, snapshot, rows, dtype, progress)
+        embedding_PE[rows] = make(rows, progress)
     return embedding_PE
 
 
 def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
     """What embeds a shard of the corpus; the model's files are those of ``model.files.retriever_files``."""
     retriever = retriever_from_files(model).to(device)
+    embedded = document_embedding(retriever, snapshot, dtype, many=len(snapshot) >= MANY)
 
     def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
-        embedding_RX = embed_documents(retriever, snapshot, range(first, end), dtype, progress)
-        return {EMBEDDINGS: save_tensors({"embeddings": embedding_RX})}
+        return {EMBEDDINGS: save_tensors({"embeddings": embedded(range(first, end), progress)})}
 
     return make
 

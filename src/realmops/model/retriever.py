@@ -191,9 +191,20 @@ class Embedder(Tower):
         with full_precision(self.device):  # as a mean is
             return torch.cat([m_MT @ x_TD for m_MT, x_TD in both])
 
+    def shares(self, length: int, vectors: int) -> Tensor:
+        """What each wordpiece of a sequence counts in its pooled vectors, M x T."""
+        if self.pooling == "mean":
+            return _shares(length, vectors)
+        share_MT = torch.zeros(vectors, length)
+        share_MT[:, 0 if self.pooling == "cls" else -1] = 1.0
+        return share_MT
+
     def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
         """Embeddings B x M E."""
-        embedding_BE = self.pooled(batch, vectors)
+        return self.embedded(self.pooled(batch, vectors)).view(-1, vectors * self.width)
+
+    def embedded(self, embedding_BE: Tensor) -> Tensor:
+        """Pooled vectors B x D to embeddings B x E."""
         for layer in self.dense:
             embedding_BE = layer(embedding_BE)
         if self.start == "first":
@@ -206,8 +217,7 @@ class Embedder(Tower):
             embedding_BE = self.norm(embedding_BE)
         if self.head == "release":
             embedding_BE = F.dropout(embedding_BE, self.bert.dropout, self.training)
-        embedding_BE = _unit(embedding_BE) if self.head == "cosine" else embedding_BE.float()
-        return embedding_BE.view(-1, vectors * self.width)
+        return _unit(embedding_BE) if self.head == "cosine" else embedding_BE.float()
 
 
 class Bag(Tower):

@@ -19,6 +19,7 @@ from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.encoders.devices import autocast, send
+from realmops.encoders.encoder import Encoder
 from realmops.encoders.packed import Packed
 from realmops.index.lexical import Bm25
 from realmops.index.lexical_writer import write_bm25
@@ -122,6 +123,9 @@ def train_retriever(
             f"ict.batch_size is {options.batch_size} and the corpus has {len(snapshot)} passages: {team.size} "
             "processes cannot share that; start fewer"
         )
+    for module in retriever.modules():
+        if isinstance(module, Encoder):
+            module.gradient_checkpointing = options.gradient_checkpointing
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         rng = context.rng("batch", step)

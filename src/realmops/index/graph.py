@@ -1,0 +1,154 @@
+"""Passages to embeddings in int8 on a CPU, by OpenVINO, which runs an encoder as a graph.
+
+Weights are held in int8, and what they are multiplied with is rounded as it comes, both with a scale for each 128
+numbers in a row: no passage depends on those beside it. A few columns of an encoder's hidden states are far larger than
+the rest, whatever it reads. They are made smaller before they are rounded, and their weights larger (Xiao et al. 2023,
+"SmoothQuant", alpha 1/2); which ones is seen on wordpieces in any order, so that no text has to be found for it.
+
+Shape suffixes: B passages, L wordpieces of the longest, T all of a batch, M vectors of a passage, D width, N outputs,
+G groups of a row.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from realmops.encoders.devices import Product, multiplies_bf16, multiply_by
+from realmops.encoders.encoder import Encoder
+from realmops.encoders.packed import Packed, Padded
+from realmops.model.retriever import Embedder, Tower
+
+MANY = 512  # passages, from which on making a graph takes less time than it saves
+_GROUP = 128  # numbers of a row with a scale of their own
+_SEEN = 16, 128  # sequences, and wordpieces of each, that show which columns are large
+_LEAST = 1e-5  # of a column: what is smaller is not worth a place among 127
+_LENGTHS = 8  # sequences are padded to a multiple of it: OpenVINO keeps what it plans for each length
+_EXAMPLE = 160  # wordpieces, more than a layer of ModernBERT sees to one side
+
+
+class Graph:
+    """The encoder and the pooling of a tower, as they are now."""
+
+    def __init__(self, tower: Embedder, vectors: int) -> None:
+        self.tower, self.vectors = tower, vectors
+        threads = torch.get_num_threads()
+        settings = {
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": _GROUP,
+            "INFERENCE_PRECISION_HINT": "bf16" if multiplies_bf16() else "f32",
+            "INFERENCE_NUM_THREADS": threads,
+            "NUM_STREAMS": threads,  # each computes on one thread, so that their number changes no digit
+            "ENABLE_CPU_PINNING": False,  # trainer and index builder would be bound to the same cores
+        }
+        openvino, was_training = _openvino(), tower.training
+        lengths = [min(_EXAMPLE, tower.bert.positions), 2]
+        example = self._inputs([(np.zeros(length, np.int64),) * 2 for length in lengths])
+        tower.eval()
+        try:
+            # Sizes become part of the graph where torch warns that they would: none of those matters here.
+            with torch.no_grad(), _rounded(tower.bert), warnings.catch_warnings(action="ignore"):
+                model = openvino.convert_model(_Pooled(tower), example_input=tuple(map(torch.from_numpy, example)))
+            self._compiled = openvino.Core().compile_model(model, "CPU", settings)
+        finally:
+            tower.train(was_training)
+            torch._C._jit_clear_class_registry()  # else a copy of all weights stays with each tracing, for ever
+
+    def __call__(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
+        """Embeddings B x M E of wordpieces and segments of each; several threads may call at once."""
+        pooled_BMD = torch.from_numpy(self._compiled.infer_new_request(self._inputs(sequences))[0])
+        embedding_BX: Tensor = self.tower.embedded(pooled_BMD.flatten(0, 1)).view(len(sequences), -1)
+        return embedding_BX
+
+    def _inputs(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]:
+        lengths_B = np.array([len(tokens) for tokens, _ in sequences])
+        longest = int(lengths_B.max())
+        longest = min(longest + -longest % _LENGTHS, self.tower.bert.positions)
+        both_BL = np.zeros((2, len(sequences), longest), dtype=np.int64)
+        share_BML = np.zeros((len(sequences), self.vectors, longest), dtype=np.float32)
+        for row, (tokens, segments) in enumerate(sequences):
+            both_BL[0, row, : len(tokens)] = tokens
+            if self.tower.segments != "one":
+                both_BL[1, row, : len(tokens)] = segments
+            share_BML[row, :, : len(tokens)] = self.tower.shares(len(tokens), self.vectors)
+        return *both_BL, lengths_B, share_BML
+
+
+def graph_of(tower: Tower, vectors: int) -> Graph | None:
+    """One of a network of ours; numbers that are none must stay so, and int8 has none: None then."""
+    ours = isinstance(tower, Embedder) and tower.bert.reentrant and tower.device.type == "cpu"
+    if not ours or not all(bool(part.isfinite().all()) for part in tower.parameters()):
+        return None
+    return Graph(cast(Embedder, tower), vectors)
+
+
+class _Pooled(nn.Module):
+    """A tower up to its pooling, of padded sequences."""
+
+    def __init__(self, tower: Embedder) -> None:
+        super().__init__()
+        self.encoder = tower.bert
+
+    def forward(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor, share_BML: Tensor) -> Tensor:
+        """Vectors B x M x D."""
+        hidden_TD: Tensor = self.encoder(Padded(tokens_BL, segments_BL, lengths_B))
+        return share_BML @ hidden_TD.view(*tokens_BL.shape, -1)
+
+
+@contextmanager
+def _rounded(encoder: Encoder) -> Iterator[None]:
+    """Within it the encoder multiplies by weights in int8, as OpenVINO finds them in a graph."""
+    most: dict[nn.Linear, Tensor] = {}
+
+    def look(layer: nn.Linear) -> Product:
+        def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
+            most[layer] = x_TD.abs().amax(0)
+            return _product(x_TD, layer.weight.float(), bias, gelu)
+
+        return multiply
+
+    def hold(layer: nn.Linear) -> Product:
+        return _held_in_int8(layer.weight.float(), most[layer])
+
+    sequences, longest = _SEEN
+    rng = np.random.default_rng(0)
+    seen = rng.integers(0, encoder.vocabulary, (sequences, min(longest, encoder.positions)))
+    with multiply_by(encoder, look):
+        encoder(Packed(list(seen)))
+    with multiply_by(encoder, hold):
+        yield
+
+
+def _held_in_int8(weight_ND: Tensor, most_D: Tensor) -> Product:
+    """A product by whole numbers and their scales; ``most_D`` is the largest number that is multiplied, by column."""
+    smooth_D = (weight_ND.abs().amax(0).clamp(min=_LEAST) / most_D.clamp(min=_LEAST)).sqrt()
+    smooth_D = smooth_D / smooth_D.mean()
+    size = _GROUP if weight_ND.shape[1] % _GROUP == 0 else weight_ND.shape[1]
+    weight_NGD = (weight_ND / smooth_D).view(len(weight_ND), -1, size)
+    scale_NG1 = weight_NGD.abs().amax(2, keepdim=True).clamp(min=_LEAST) / 127
+    whole_NGD = (weight_NGD / scale_NG1).round().to(torch.int8)
+
+    def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
+        return _product(x_TD * smooth_D, (whole_NGD.float() * scale_NG1).view(weight_ND.shape), bias, gelu)
+
+    return multiply
+
+
+def _product(x_TD: Tensor, weight_ND: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
+    found = F.linear(x_TD, weight_ND, bias)
+    return found if gelu is None else F.gelu(found, approximate=gelu)
+
+
+def _openvino() -> Any:
+    """The package without its telemetry, which would tell its makers of every import and of every graph."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    import openvino
+
+    return openvino
