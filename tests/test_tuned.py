@@ -86,10 +86,13 @@ def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(
     assert ["span_accuracy" in line for line in lines] == [False] * 6 + [True] * 6
     assert json.loads(expected["model.json"])["share_embedders"], "one tower, which made the embeddings"
     embedded: list[int] = []
-    usual = embeddings.embed_documents
-    monkeypatch.setattr(
-        embeddings, "embed_documents", lambda *given: (embedded.append(len(given[2])), usual(*given))[1]
-    )
+    usual = embeddings.document_embedding
+
+    def counted(*given: Any, many: bool) -> Any:
+        make = usual(*given, many=many)
+        return lambda rows, progress: (embedded.append(len(rows)), make(rows, progress))[1]
+
+    monkeypatch.setattr(embeddings, "document_embedding", counted)
     shutil.rmtree(project / "root/models/finetune")
     for place, name, count in ((Journal, "log", 4), (Versions, "publish", 5), (Journal, "log", 4)):
         with monkeypatch.context() as patched:
