@@ -89,6 +89,19 @@ def test_a_graph_ends_in_the_towers_own_head(head: str) -> None:
     torch.testing.assert_close(found_NE, true_NE, rtol=0, atol=0.05 * float(true_NE.abs().max()))
 
 
+@pytest.mark.parametrize("embedding", [0, 24])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_graph_is_made_of_narrow_word_vectors_and_of_frozen_weights_too(embedding: int, frozen: bool) -> None:
+    """Small ELECTRAs widen their word vectors by a product; a model that learns no more has its weights in bf16."""
+    config = BertConfig(WORDS, 48, 2, 4, 96, LONGEST, 0.0, kind="electra", embedding=embedding)
+    torch.manual_seed(0)
+    one = Embedder(Bert(config), 8, "cosine").eval()
+    true_NE = embed(one, sequences(), FP32)
+    if frozen:
+        devices.freeze_products(one, torch.bfloat16)
+    assert near(embed(one, sequences(), INT8, graph=Graph(one, 1)), true_NE) > 0.99
+
+
 def test_no_passage_depends_on_those_beside_it() -> None:
     one, texts = tower(), sequences()
     graph = Graph(one, 1)

@@ -155,7 +155,7 @@ class Bert(Encoder):
             x_TD = x_TD + added_TD
         x_TD = F.dropout(even_rows(self.norm(x_TD)), self.config.dropout, self.training)
         if self.project is not None:
-            x_TD = self.project(x_TD)
+            x_TD = product(self.project, x_TD, self.project.bias)
         added = None if self.relative is None else self._relative_scores(batch, self.relative)
         for layer in self.layers:
             again = self.gradient_checkpointing and torch.is_grad_enabled()

@@ -36,7 +36,7 @@ _EXAMPLE = 160  # wordpieces, more than a layer of ModernBERT sees to one side
 
 
 class Graph:
-    """The encoder and the pooling of a tower, as they are now."""
+    """The encoder and the pooling of a tower, as they are now; nobody else may use the tower while it is made."""
 
     def __init__(self, tower: Embedder, vectors: int) -> None:
         self.tower, self.vectors = tower, vectors
@@ -142,7 +142,7 @@ def _held_in_int8(weight_ND: Tensor, most_D: Tensor) -> Product:
 
 
 def _product(x_TD: Tensor, weight_ND: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-    found = F.linear(x_TD, weight_ND, bias)
+    found = F.linear(x_TD, weight_ND, None if bias is None else bias.float())  # which a frozen layer has in bf16
     return found if gelu is None else F.gelu(found, approximate=gelu)
 
 
