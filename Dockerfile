@@ -1,7 +1,7 @@
 # One image for every pod: training, index builder, MLflow and submission.
 #   docker build --build-arg COMMIT=$(git rev-parse HEAD) --tag realmops:$(git rev-parse --short HEAD) .
 #   docker build --build-arg TORCH_INDEX=URL ...               also looks there for torch: name an index of its CPU builds
-#   docker build --build-arg VARIANT=gpu ...                   with faiss for GPUs in the place of faiss for CPUs
+#   docker build --build-arg VARIANT=gpu ...                   without what computes on CPUs alone (OpenVINO)
 #   docker build --build-arg BASE=IMAGE ...                    another base with Python 3.11 and its pip
 #   docker build --secret id=pip,src=pip.conf ...              packages from where your pip.conf says
 #   docker build --secret id=ca,src=FILE ...                   your network's certificates: cert = /run/secrets/ca in pip.conf
@@ -19,7 +19,7 @@ COPY pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     case "$VARIANT" in \
         cpu) search=faiss,openvino ;; \
-        gpu) search=gpu ;; \
+        gpu) search=faiss ;; \
         *) echo "VARIANT is '$VARIANT', allowed are cpu and gpu" >&2; exit 2 ;; \
     esac \
     && mkdir -p src/realmops \

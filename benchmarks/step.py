@@ -63,7 +63,7 @@ class Step:
         keep_freed_memory()
         torch.manual_seed(0)
         self.retriever, self.reader = (model.to(device).train() for model in _models(folder, shape))
-        snapshot = _snapshot(folder, batch * CANDIDATES, [query] * batch)
+        snapshot = snapshot_of(folder, batch * CANDIDATES, [query] * batch)
         settings = [
             f"pretrain.query_wordpieces={query}",
             f"pretrain.reader_wordpieces={joined}",
@@ -167,7 +167,7 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
     return Retriever(tower, tower), Reader(Bert(config), MaskedWordHead(config))
 
 
-def _snapshot(folder: Path, count: int, sentences: list[int]) -> Any:
+def snapshot_of(folder: Path, count: int, sentences: list[int]) -> Any:
     """So many passages of lognormal lengths, and those of the given lengths that the sentences come from."""
     import generated
     import numpy as np

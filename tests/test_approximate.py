@@ -68,7 +68,7 @@ def test_the_same_embeddings_and_seed_give_the_same_index(kind: str) -> None:
     assert isinstance(first, Approximate)
     assert isinstance(second, Approximate)
     assert first.recipe == second.recipe
-    again = type(first)(embedding_PE, first.recipe, CPU)
+    again = type(first)(embedding_PE, first.recipe)
     for query_E in clustered(20, 3):
         results = [index.search(query_E[None], 10) for index in (first, second, again)]
         for score_QK, id_QK in results[1:]:
@@ -86,10 +86,10 @@ def test_passages_added_some_at_a_time_give_the_index_of_all_at_once(
     results = []
     for together in (1 << 30, 1 << 16):
         monkeypatch.setattr(approximate, "_TOGETHER", together)
-        results.append(Faiss(embedding_PE, learned, CPU).search(query_QE, 10))
+        results.append(Faiss(embedding_PE, learned).search(query_QE, 10))
     assert torch.equal(results[0][1], results[1][1])
     assert torch.equal(results[0][0], results[1][0])
-    other = Faiss(embedding_PE, replace(learned, seed=6), CPU).search(query_QE, 10)
+    other = Faiss(embedding_PE, replace(learned, seed=6)).search(query_QE, 10)
     assert not torch.equal(other[1], results[0][1])
 
 
@@ -178,6 +178,7 @@ GIB = 1 << 30
 )
 def test_the_rule_of_auto(passages: int, width: int, memory: int, expected: str) -> None:
     assert fitting_type(passages, width, memory) == expected
+    assert fitting_type(passages, width, memory, on_gpu=True) == expected.replace("ivf", "exact")
 
 
 def test_auto_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """Batches side by side give the bytes of one thread, and end together."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,10 @@ from realmops.encoders import packed
 from realmops.encoders.bert import Bert
 from realmops.encoders.devices import multiplies_bf16
 from realmops.encoders.foreign import Foreign
-from realmops.index.embed import embed, embed_documents
+from realmops.index import embed as embedding
+from realmops.index.embed import document_sequences, embed, embed_documents, embed_passages
+from realmops.model.retriever import Embedder
+from realmops.model.sequences import SpecialTokens, join_document
 
 PRECISIONS = [torch.float32, *([torch.bfloat16] if multiplies_bf16() else [])]
 
@@ -63,3 +68,46 @@ def test_an_encoder_that_does_not_promise_it_is_called_by_one_thread(
     monkeypatch.setattr("realmops.index.embed._side_by_side", None)
     rows = list(range(len(world.snapshot))) * 3
     assert len(embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32)) == len(rows)
+
+
+@pytest.mark.parametrize("told", [(), (7, 8)])
+@pytest.mark.parametrize("limit", [5, 9, 14, 288])
+def test_documents_are_joined_together_as_they_are_one_by_one(
+    world: World, monkeypatch: pytest.MonkeyPatch, limit: int, told: tuple[int, ...]
+) -> None:
+    snapshot, special = world.snapshot, replace(SpecialTokens.of(world.snapshot.tokenizer), document=told)
+    rows = [3, 0, 3, *range(len(snapshot))]
+    monkeypatch.setattr(snapshot, "block_wordpieces", limit)
+    monkeypatch.setattr(SpecialTokens, "of", lambda tokenizer: special)
+    for pair, row in zip(document_sequences(snapshot, rows), rows, strict=True):
+        alone = join_document(snapshot.title_tokens(row), snapshot.body(row), special, limit)
+        for found, expected in zip(pair, alone, strict=True):
+            np.testing.assert_array_equal(found, expected)
+            assert found.dtype == expected.dtype
+    assert document_sequences(snapshot, []) == []
+
+
+@pytest.mark.parametrize("made", [1.0, float("inf")])
+def test_a_gpu_embeds_in_fp16_unless_a_number_becomes_infinite(
+    world: World, monkeypatch: pytest.MonkeyPatch, made: float
+) -> None:
+    """As it is decided: no GPU computes here."""
+    tower, calls = tiny_models(world)[0].document, list[tuple[Any, ...]]()
+    assert isinstance(tower, Embedder)
+
+    def instead(tower: Embedder, sequences: Any, dtype: torch.dtype, progress: Any, vectors: int) -> torch.Tensor:
+        calls.append((dtype, tower.bert.word_vectors.dtype, progress is not embedding.no_progress))
+        return torch.full((2, 3), made if len(calls) == 1 else 0.0)
+
+    monkeypatch.setattr(embedding, "embed", instead)
+    embed_passages(tower, [], torch.bfloat16, print)
+    assert calls == [(torch.bfloat16, torch.float32, True)], "a CPU has no use for it"
+    calls.clear()
+    monkeypatch.setattr(Embedder, "device", torch.device("cuda"))
+    found = embed_passages(tower, [], torch.bfloat16, print)
+    in_fp16, again = (torch.float32, torch.float16, True), (torch.bfloat16, torch.float32, False)
+    assert calls == ([in_fp16] if made == 1 else [in_fp16, again])
+    assert bool(found.isfinite().all())
+    calls.clear()
+    embed_passages(tower, [], torch.float32, print)
+    assert calls == [(torch.float32, torch.float32, True)], "who wants fp32 gets it"

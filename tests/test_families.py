@@ -16,6 +16,7 @@ from torch import Tensor
 
 from realmops.commands.run import encoder_notes, look_at_encoders
 from realmops.encoders.architectures import described_encoder, load_encoder
+from realmops.encoders.bert import Bert
 from realmops.encoders.packed import Packed
 
 LENGTHS = (7, 1, 50, 4, 33)
@@ -71,6 +72,37 @@ def test_hidden_states_and_logits_are_those_of_transformers(family: str, tmp_pat
     again.load_state_dict(encoder.state_dict())
     with torch.no_grad():
         assert torch.equal(again.eval()(Packed(tokens)), encoder(Packed(tokens)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_fp16_all_is_nearly_the_same_and_nothing_stays(family: str, tmp_path: Path) -> None:
+    """Moving biases changes nothing but roundings; ModernBERT and what transformers computes stay as they are."""
+    encoder, tokens = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval(), sequences(60)
+    before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    in_fp16 = encoder.in_fp16()
+    if in_fp16 is None:
+        assert not isinstance(encoder, Bert)
+        return
+    assert isinstance(encoder, Bert)
+    with torch.no_grad():
+        hidden_TD = encoder(Packed(tokens))
+        with in_fp16:
+            half_TD = encoder(Packed(tokens))
+        assert half_TD.dtype == torch.float16
+        assert float((half_TD.float() - hidden_TD).norm() / hidden_TD.norm()) < 0.01
+        assert torch.equal(encoder(Packed(tokens)), hidden_TD)
+        with pytest.raises(KeyError), encoder.in_fp16():
+            raise KeyError
+        assert torch.equal(encoder(Packed(tokens)), hidden_TD)
+        last = encoder.norm.bias if encoder.project is None else encoder.project.bias
+        for layer in encoder.layers:
+            layer.fold(last)
+            last = layer.output_norm.bias
+        torch.testing.assert_close(encoder(Packed(tokens)), hidden_TD, rtol=0, atol=1e-4)
+    changed = [name for name, tensor in encoder.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert len(changed) == 1 + 4 * len(encoder.layers) + (len(encoder.layers) - 1), (
+        "each bias that takes another's part"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

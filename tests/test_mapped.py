@@ -111,9 +111,9 @@ found = mapped.matrix(300_000, 128)  # 146 MiB
 for first in range(0, 300_000, 1000):
     found[first : first + 1000] = rows + first / 300_000
 mapped.release(found)
-Faiss(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0), torch.device("cpu")).widen(rows[:8], 8)
+Faiss(found[:5000].clone(), Recipe("pq", 0, 64, 1, 0.0, 8, 0.0)).widen(rows[:8], 8)
 before = held()
-index = Faiss(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0), torch.device("cpu"))
+index = Faiss(found, Recipe("pq", 0, 64, 1, 0.0, 8, 0.0))
 index.widen(rows[:8], 8)
 print(*(now - then for now, then in zip(held(), before)))
 """
@@ -133,7 +133,7 @@ def test_an_index_over_mapped_embeddings_is_that_over_the_same_in_memory(kind: s
     query_QE = torch.randn(20, 16, generator=generator)
     there = matrix(4000, 16)
     there[:] = kept
-    indexes = [Faiss(e, Recipe(kind, 3, 20, 1, 0.0, 10, 0.5), CPU) for e in (kept, there)]
+    indexes = [Faiss(e, Recipe(kind, 3, 20, 1, 0.0, 10, 0.5)) for e in (kept, there)]
     for index in indexes:
         index.widen(query_QE, 10)
     assert indexes[0].recipe == indexes[1].recipe

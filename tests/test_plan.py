@@ -67,8 +67,8 @@ def test_a_builder_that_is_faster_than_the_publications_waits_for_them() -> None
         (MEASURED, "hnsw", 2 * 1.64, 0.0),  # 256 bytes of links beside 400
         (GPU, "exact", 0.0, 2.0),
         (GPU | {"precision": "bf16"}, "exact", 0.0, 2.0),
-        (GPU, "ivf", 0.0, 2.0),
-        (GPU, "pq", 0.0, 0.125),
+        (GPU, "ivf", 2.0, 0.0),  # FAISS computes on the CPU
+        (GPU, "pq", 0.25, 0.0),
         (GPU, "hnsw", 2 * 1.64, 0.0),
     ],
 )
@@ -119,8 +119,8 @@ def test_the_table_marks_what_is_no_whole_step_and_what_does_not_fit(measured: d
     assert rows["  staleness then, mean, steps"] == ("10 k", "3 M")
     assert rows["builders for a refresh in 500 steps"] == ("14", "4,000")
     if measured == GPU:
-        assert rows["host memory, trainer"] == ("1 GB", "1 GB")
-        assert rows["GPU memory, trainer's index"] == ("800 MB", "10 GB *")
+        assert rows["host memory, trainer"] == ("1 GB", "21 GB *")
+        assert rows["GPU memory, trainer's index"] == ("800 MB", "0 MB")
         assert rows["GPUs, trainer and builders"] == ("15", "4,001")
     else:
         assert rows["host memory, trainer"] == ("1.8 GB", "21 GB *")

@@ -17,7 +17,7 @@ from realmops.encoders.devices import autocast, multiplies_bf16
 from realmops.encoders.packed import Packed
 from realmops.index.embed import document_sequences, embed, embed_documents
 from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
-from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection
+from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection, means
 from realmops.model.sequences import join_document
 
 FP32 = torch.float32
@@ -86,6 +86,19 @@ def test_each_vector_is_half_the_passage_and_half_a_part_of_it(vectors: int) -> 
         expected_MD = slowly(hidden_TD, vectors)
         expected_MD = expected_MD / expected_MD.norm(dim=-1, keepdim=True)
         torch.testing.assert_close(embedding_X.view(vectors, -1), expected_MD, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 7])
+def test_a_gpu_makes_the_means_of_all_sequences_together(vectors: int) -> None:
+    """The same numbers and gradients by other sums; computed here on a CPU."""
+    lengths = np.array([30, 4, 7, 1, 2])
+    hidden_TD = torch.randn(int(lengths.sum()), 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected = torch.cat([slowly(rows_TD, vectors) for rows_TD in torch.split(hidden_TD, lengths.tolist())])
+    found = means(hidden_TD, lengths, vectors)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    weight = torch.linspace(0.5, 1.5, found.numel()).view_as(found)
+    gradients = [torch.autograd.grad((each * weight).sum(), hidden_TD)[0] for each in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
 
 
 def test_a_mean_is_in_full_precision_whatever_the_stages() -> None:

@@ -234,7 +234,7 @@ def test_a_filter_is_exact_where_the_index_is_not(kind: str, vectors: int, searc
     embedding_PX = torch.randn(passages * 8, vectors * width, generator=generator)
     lists = 8 if kind != "hnsw" else 0
     recipe = Recipe(kind, 0, lists, 1, 0.0, 10, 0.1)
-    index = over_vectors(embedding_PX, vectors, lambda rows: Faiss(rows, recipe, torch.device("cpu")))
+    index = over_vectors(embedding_PX, vectors, lambda rows: Faiss(rows, recipe))
     approximate = dataclasses.replace(searching, passages=index)
     where = {"year": {"gte": 1955, "lt": 1985}}
     for query in ("the book about the river", "Item7"):

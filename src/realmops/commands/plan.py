@@ -239,7 +239,7 @@ def scale(passages: int, index_type: str, refresh_every: int, measured: Figures)
     """
     width, on_gpu = measured["embedding_width"], measured["device"] == "cuda"
     if index_type == "auto":
-        index_type = fitting_type(passages, width, measured["device_memory"])
+        index_type = fitting_type(passages, width, measured["device_memory"], on_gpu=on_gpu)
     search = measured["search_seconds_per_million"] * passages / 1e6
     step = measured["step_seconds"] + (search if index_type == "exact" else 0.0)
     refresh = passages / measured["documents_per_second"]
@@ -251,9 +251,9 @@ def scale(passages: int, index_type: str, refresh_every: int, measured: Figures)
         "exact": 1.5 if measured["precision"] == "bf16" and not on_gpu else 1.0,  # a CPU multiplies a copy in bf16
         "ivf": 1.0,
         "hnsw": 1 + LINK_BYTES / (4 * width),
-        "pq": 1 / 16 if on_gpu else 1 / 8,
+        "pq": 1 / 8,
     }[index_type]
-    host, gpu = (0.0, 2 * copies) if on_gpu and index_type != "hnsw" else (2 * copies, 0.0)
+    host, gpu = (0.0, 2 * copies) if on_gpu and index_type == "exact" else (2 * copies, 0.0)
     checkpoints = (KEPT + 1) * STATES * measured["parameter_bytes"]
     return {
         "passages": passages,

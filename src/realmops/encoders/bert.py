@@ -12,7 +12,8 @@ D width, E width of embeddings, H heads, V vocabulary, N chosen positions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -111,6 +112,7 @@ class _Layer(nn.Module):
         self.intermediate = nn.Linear(width, config.intermediate)
         self.output = nn.Linear(config.intermediate, width)
         self.output_norm = nn.LayerNorm(width, eps=eps)
+        self.folded = False
 
     def forward(self, x_TD: Tensor, batch: Packed, added: Sequence[Tensor] | None = None) -> Tensor:
         """``added`` goes to the scores, as :func:`attend` takes it."""
@@ -118,12 +120,33 @@ class _Layer(nn.Module):
         qkv_TD = product(self.qkv, x_TD, bias)
         drop = self.dropout if self.training else 0.0
         y_TD = attend(qkv_TD[: batch.wordpieces], batch, self.heads, drop, added=added)
-        attended_TD = product(self.attention_output, even_rows(y_TD), self.attention_output.bias)
-        x_TD = self.attention_norm(x_TD + F.dropout(attended_TD, self.dropout, self.training))
+        x_TD = self.attention_norm(self._sum(x_TD, even_rows(y_TD), self.attention_output))
         inner_TD = product(self.intermediate, x_TD, self.intermediate.bias, self.gelu)
-        inner_TD = product(self.output, inner_TD, self.output.bias)
-        normed: Tensor = self.output_norm(x_TD + F.dropout(inner_TD, self.dropout, self.training))
+        normed: Tensor = self.output_norm(self._sum(x_TD, inner_TD, self.output))
         return normed
+
+    def _sum(self, x_TD: Tensor, y_TD: Tensor, layer: nn.Linear) -> Tensor:
+        """x and what the layer makes of y."""
+        if self.folded:
+            return x_TD.addmm_(y_TD, layer.weight.T)
+        return x_TD + F.dropout(product(layer, y_TD, layer.bias), self.dropout, self.training)
+
+    def fold(self, before: nn.Parameter) -> None:
+        """Let x have the biases of both sums in it, the first from the bias ``before`` this layer; by new data.
+
+        W (x + b) is W x + W b: what multiplies x next has so much less bias. Keys need not have it.
+        """
+        attended_D, inner_D = self.attention_output.bias.float(), self.output.bias.float()
+        query_D, _, value_D = (self.qkv.weight.float() @ attended_D).chunk(3)
+        for parameter, more in (
+            (before, attended_D),
+            (self.query_bias, -query_D),
+            (self.value_bias, -value_D),
+            (self.attention_norm.bias, inner_D),
+            (self.intermediate.bias, -self.intermediate.weight.float() @ inner_D),
+        ):
+            parameter.data = parameter.float() + more
+        self.folded = True
 
 
 class Bert(Encoder):
@@ -215,6 +238,26 @@ class Bert(Encoder):
         if not found:
             head.start_afresh()
         return bert, head, found
+
+    @contextmanager
+    def in_fp16(self) -> Iterator[None]:
+        """With both sums of a layer in the pass of the product before them, for which their biases move."""
+        kept = [(parameter, parameter.data) for parameter in self.parameters()]
+        before = self.norm.bias if self.project is None else self.project.bias
+        layers = [layer for layer in self.layers if isinstance(layer, _Layer)]
+        try:
+            with torch.no_grad():
+                for layer in layers:
+                    layer.fold(before)
+                    before = layer.output_norm.bias
+            for parameter, _ in kept:
+                parameter.data = parameter.data.half()
+            yield
+        finally:
+            for parameter, data in kept:
+                parameter.data = data
+            for layer in layers:
+                layer.folded = False
 
     def set_dropout(self, dropout: float) -> None:
         super().set_dropout(dropout)

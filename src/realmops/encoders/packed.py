@@ -21,7 +21,7 @@ from torch import Tensor
 
 from realmops.encoders.devices import moved
 
-BATCH_WORDPIECES = {"cpu": 1024, "cuda": 32_768}
+BATCH_WORDPIECES = {"cpu": 1024, "cuda": 65_536}
 FORM_STEP = 1 << 32  # a wordpiece may come with its word's form: its id plus the form times this
 _SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in groups of
 _SCORES_OF_GROUP = 1 << 18
@@ -155,7 +155,7 @@ def length_batches(lengths: Sequence[int], device: torch.device) -> Iterator[lis
 
 def _like_lengths(lengths: Sequence[int], power: int, limit: int) -> Iterator[list[int]]:
     """Rows, shortest first, in groups: their number times the longest's length ** ``power`` is at most ``limit``."""
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    order = np.argsort(lengths, kind="stable").tolist()
     start = 0
     for end in range(1, len(order) + 1):
         if end == len(order) or (end + 1 - start) * lengths[order[end]] ** power > limit:

@@ -26,14 +26,12 @@ MEMORY_SHARE = 0.25
 TIES = 1e-5
 READ = 1 << 13  # single passages that are read together; with each the system maps 64 KiB of a file
 QUERIES = 256  # that the recall of an index is measured with
-_RESCORED = 16  # candidates of pq for each result; on a CPU its codes have 4 bits for each number
+_RESCORED = 16  # candidates of pq for each result; its codes have 4 bits for each number
 _LINKS = 32  # of each passage in hnsw's graph
 _LISTS = {"ivf": 4, "pq": 0.5}  # times the root of the passages; pq scans a list in no time, to find lists takes longer
 _POINTS_PER_LIST = (39, 64)  # for k-means: fewer are too few, more are not used
-_CODE_BYTES = (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96)  # those that FAISS has on a GPU, too
 _CODE_VALUES = 256
-_WIDEST = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists or graph nodes looked at; a GPU's FAISS has no more
-_MOST_ON_GPU = 2048  # results of one query
+_WIDEST = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists or graph nodes looked at
 _TOGETHER = 1 << 18  # passages that are read and added; a multiple of FAISS's own 65,536
 
 
@@ -57,13 +55,13 @@ class Approximate(InMemory, ABC):
     its recipe alone, so that it is the same everywhere.
     """
 
-    def __init__(self, embedding_PE: Tensor, recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, embedding_PE: Tensor, recipe: Recipe) -> None:
         self.embedding_PE, self.recipe = embedding_PE, recipe
-        self.build(device)
+        self.build()
         self.look_at(recipe.width)
 
     @abstractmethod
-    def build(self, device: torch.device) -> None:
+    def build(self) -> None:
         """Make the structure, with ``recipe.seed`` for all that is random; ValueError for too few passages."""
 
     @abstractmethod
@@ -138,15 +136,16 @@ class Approximate(InMemory, ABC):
             width = min(2 * width, self.widest)
 
 
-def fitting_type(passages: int, width: int, memory: int) -> str:
+def fitting_type(passages: int, width: int, memory: int, *, on_gpu: bool = False) -> str:
     """What ``index.type: auto`` means on a device with so many bytes of memory.
 
-    ``exact`` up to 20 million passages whose embeddings (fp32) fill at most a quarter of the memory; ``ivf``, which
-    holds them a second time, for more that still fit so; else ``pq``. Never ``hnsw``: its graph takes longest to build.
+    ``pq`` for embeddings (fp32) that fill more than a quarter of the memory. Else ``exact`` on a GPU, and elsewhere up
+    to 20 million passages; ``ivf``, which holds them a second time, for more. Never ``hnsw``: its graph takes longest
+    to build.
     """
     if 4 * passages * width > MEMORY_SHARE * memory:
         return "pq"
-    return "exact" if passages <= EXACT_PASSAGES else "ivf"
+    return "exact" if on_gpu or passages <= EXACT_PASSAGES else "ivf"
 
 
 def memory_of(device: torch.device) -> int:
@@ -162,7 +161,7 @@ def passage_index(
     """An index over embeddings, of the type that the options name or that fits.
 
     Args:
-        device: where it is searched; embeddings go there when the search is exact.
+        device: where embeddings go when the search is exact; another one is searched by the CPU.
         queries: embedded queries, asked for when a recall must be measured.
         k: how many results its recall is measured for.
 
@@ -172,7 +171,7 @@ def passage_index(
     if kind == "exact":
         return Exact(embedding_PE.to(device))
     lists = 2 ** round(math.log2(_LISTS[kind] * math.sqrt(len(embedding_PE)))) if kind in _LISTS else 0
-    found = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
+    found = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall))
     found.widen(queries(), k)
     return found
 
@@ -182,7 +181,9 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
 
     Raises ValueError when FAISS is wanted and not installed, and when there are too few passages for the type.
     """
-    kind = options.type if options.type != "auto" else fitting_type(passages, width, memory_of(device))
+    kind: str = options.type
+    if kind == "auto":
+        kind = fitting_type(passages, width, memory_of(device), on_gpu=device.type == "cuda")
     if TYPES.get(kind) is Faiss:
         _faiss(kind, passages, width)
     return kind
@@ -197,16 +198,14 @@ def approximate(passages: PassageIndex | None) -> Approximate | None:
 class Faiss(Approximate):
     """FAISS's: clusters of passages (ivf), the same with short codes in the place of vectors (pq), a graph (hnsw)."""
 
-    def build(self, device: torch.device) -> None:
+    def build(self) -> None:
         recipe, (passages, width) = self.recipe, self.embedding_PE.shape
         faiss = _faiss(recipe.type, passages, width)
         fewest, most = _POINTS_PER_LIST
         self.recipe = recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // fewest)))
-        self._on_gpu = device.type == "cuda" and recipe.type != "hnsw" and faiss.get_num_gpus() > 0
-        code = max((n for n in _CODE_BYTES if width % (2 * n) == 0 and n <= max(1, width // 4)), default=1)
         form = {
             "ivf": f"IVF{recipe.lists},Flat",
-            "pq": f"IVF{recipe.lists}," + (f"PQ{code}x8" if self._on_gpu else f"PQ{width}x4fs"),
+            "pq": f"IVF{recipe.lists},PQ{width}x4fs",
             "hnsw": f"HNSW{_LINKS},Flat",
         }[recipe.type]
         # threads join hnsw's graph in another order each time
@@ -215,9 +214,6 @@ class Faiss(Approximate):
         if recipe.type == "pq":
             self._index.pq.cp.seed = recipe.seed % 2**31
             self._index.pq.cp.min_points_per_centroid = 1
-        if self._on_gpu:
-            self._resources = faiss.StandardGpuResources()  # lives as long as the index
-            self._index = faiss.index_cpu_to_gpu(self._resources, torch.cuda.current_device(), self._index)
         if recipe.type != "hnsw":
             self._index.cp.seed = recipe.seed % 2**31
             self._index.cp.max_points_per_centroid = most
@@ -229,8 +225,6 @@ class Faiss(Approximate):
 
     def candidates(self, query_QE: Tensor, k: int) -> Tensor:
         count = min(k * (_RESCORED if self.recipe.type == "pq" else 1), len(self.embedding_PE))
-        if self._on_gpu:
-            count = min(count, _MOST_ON_GPU)
         if count < k:
             return torch.empty(len(query_QE), 0, dtype=torch.int64)
         return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
@@ -272,8 +266,8 @@ def _faiss(kind: str, passages: int, width: int) -> Any:
         import faiss
     except ImportError:
         raise ValueError(
-            f"an index of type {kind} needs FAISS, which is not installed: pip install 'realmops[faiss]', with a GPU "
-            "'realmops[gpu]', or set index.type=exact"
+            f"an index of type {kind} needs FAISS, which is not installed: pip install 'realmops[faiss]', or set "
+            "index.type=exact"
         ) from None
     if kind == "pq" and (passages < _CODE_VALUES or width % 2):
         raise ValueError(

@@ -6,7 +6,6 @@ Shape suffixes: P passages, Q queries, E embedding width.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import accumulate
 from threading import Lock
 from typing import Any
@@ -20,8 +19,8 @@ from realmops.corpus.special import blank_before
 from realmops.encoders.devices import autocast, passage_products, send
 from realmops.encoders.packed import Packed, length_batches
 from realmops.index.graph import MANY, Graph, graph_of
-from realmops.model.retriever import Retriever, Tower
-from realmops.model.sequences import SpecialTokens, join_document, join_query, join_text
+from realmops.model.retriever import Embedder, Retriever, Tower
+from realmops.model.sequences import SpecialTokens, join_query, join_text
 
 _BATCHES_OF_A_THREAD = 2
 
@@ -46,6 +45,25 @@ def embed(
     """
     embedding_NE, place_N = _embedded(tower, sequences, dtype, progress, vectors, graph)
     return embedding_NE.cpu()[place_N]
+
+
+def embed_passages(
+    tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1
+) -> Tensor:
+    """The same of many, with faster products; for one caller at a time.
+
+    On a GPU that is fp16 in the place of bf16, unless a number becomes infinite in it.
+    """
+    on_gpu = dtype == torch.bfloat16 and tower.device.type == "cuda"
+    in_fp16 = tower.bert.in_fp16() if on_gpu and isinstance(tower, Embedder) else None
+    if in_fp16 is not None:
+        with in_fp16:
+            made_NE = embed(tower, sequences, torch.float32, progress, vectors)
+        if bool(made_NE.isfinite().all()):
+            return made_NE
+        progress = no_progress  # has been told
+    with passage_products(tower, dtype):
+        return embed(tower, sequences, dtype, progress, vectors)
 
 
 def embed_there(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:
@@ -115,9 +133,28 @@ def _side_by_side(work: Callable[[], None], threads: int, left: deque[Any]) -> N
 
 
 def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """join(title, body) of passages, of at most the snapshot's block length."""
-    special, limit = SpecialTokens.of(snapshot.tokenizer), snapshot.block_wordpieces
-    return [join_document(snapshot.title_tokens(i), snapshot.body(i), special, limit) for i in rows]
+    """``join_document`` of passages, of at most the snapshot's block length; made together, so that no GPU waits."""
+    if not len(rows):
+        return []
+    special, row_N = SpecialTokens.of(snapshot.tokenizer), np.asarray(rows, dtype=np.int64)
+    told = [special.cls, *special.document]
+    room = max(0, snapshot.block_wordpieces - len(told) - 2)
+    title_N = np.minimum(snapshot.title_offsets[row_N + 1] - snapshot.title_offsets[row_N], room)
+    body_N = np.minimum(snapshot.token_offsets[row_N + 1] - snapshot.token_offsets[row_N], room - title_N)
+    end_N = np.cumsum(len(told) + title_N + body_N + 2)
+    body_at_N = end_N - 1 - body_N
+    title_at_N = body_at_N - 1 - title_N
+    token_T = np.full(end_N[-1], special.sep, dtype=np.int64)
+    for place, token in enumerate(told, start=-len(told)):
+        token_T[title_at_N + place] = token
+    for flat, from_N, at_N, count_N in (
+        (snapshot.title_flat, snapshot.title_offsets[row_N], title_at_N, title_N),
+        (snapshot.tokens, snapshot.token_offsets[row_N], body_at_N, body_N),
+    ):
+        step_T = np.arange(count_N.sum()) - np.repeat(np.cumsum(count_N) - count_N, count_N)
+        token_T[np.repeat(at_N, count_N) + step_T] = flat[np.repeat(from_N, count_N) + step_T]
+    segment_T = np.repeat(np.tile([0, 1], len(row_N)), np.stack([len(told) + title_N + 1, body_N + 1], 1).ravel())
+    return list(zip(*(np.split(flat, end_N[:-1]) for flat in (token_T, segment_T)), strict=True))
 
 
 def text_queries(snapshot: Snapshot, texts: Sequence[str], limit: int, *, documents: bool = False) -> list[np.ndarray]:
@@ -138,8 +175,9 @@ def document_embedding(
 
     def make(rows: Sequence[int], progress: Progress) -> Tensor:
         sequences = document_sequences(snapshot, rows)
-        with passage_products(tower, dtype) if graph is None else nullcontext():
-            return embed(tower, sequences, dtype, progress, vectors, graph)
+        if graph is None:
+            return embed_passages(tower, sequences, dtype, progress, vectors)
+        return embed(tower, sequences, dtype, progress, vectors, graph)
 
     return make
 

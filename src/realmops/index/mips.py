@@ -23,6 +23,7 @@ GROUP = 256
 _HELD = 1 << 21  # passages of mapped embeddings whose pages are in memory together, no less than a chunk
 _LARGE = 50_000
 _CHUNK = {"cpu": 1 << 14, "cuda": 1 << 18}  # passages; on a CPU their scores stay in a core's cache
+_SCORES_ON_GPU = 1 << 27  # of one product; few queries have larger chunks, and send a GPU less
 _GROUPS = 4  # for each result; with fewer the maxima of groups choose little
 
 
@@ -143,6 +144,8 @@ def search(query_QE: Tensor, embedding_PE: Tensor, k: int) -> tuple[Tensor, Tens
     if embedding_PE.shape[0] <= _LARGE:
         return (query_QE @ embedding_PE.T).topk(k, dim=1)
     chunk = max(_CHUNK[embedding_PE.device.type], _GROUPS * k * GROUP)
+    if embedding_PE.is_cuda:
+        chunk = max(chunk, _SCORES_ON_GPU // max(1, len(query_QE)))
     parts = torch.split(embedding_PE, chunk)
     # made at once: many small results kept between large ones that go would break the memory up into pieces
     columns = sum(min(k, len(part_PE)) for part_PE in parts)
