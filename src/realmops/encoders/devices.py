@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
@@ -19,7 +20,8 @@ PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _TRIAL = 16  # rows
 Product = Callable[[Tensor, Tensor | None, str | None], Tensor]
 """x T x D, a bias and the name of a GELU to T x N."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_PREPARED = "128"  # products that oneDNN keeps prepared, each of one shape; its 1,024 take 200 MB and as long
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8  # of mallopt(3)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -219,7 +221,8 @@ def bring(*tensors: Tensor) -> list[Tensor]:
 
 
 def tune_process(threads: int) -> None:
-    """What every process that works with models wants, once."""
+    """What every process that works with models wants, once, before it computes."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PREPARED)
     keep_freed_memory()
     torch.set_num_threads(threads)
     # cuDNN's attention plans anew for every shape, and no two batches here have one: a plan takes longer than a step.
@@ -234,5 +237,6 @@ def keep_freed_memory() -> None:
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
+        libc.mallopt(_ARENAS, 1)  # what the way back frees is the next step's
         libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # larger tensors go back at once, or memory would grow without end
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from safetensors.torch import save
-from torch import Tensor
 
 from realmops import artifacts
 from realmops.answering.retrieval import Answering, Ranker, RetrieveAndRead
@@ -46,7 +45,7 @@ from realmops.index.embed import embed, query_sequences
 from realmops.index.embeddings import INDEX, load_index
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25
-from realmops.index.mips import exact
+from realmops.index.mips import PassageIndex, exact
 from realmops.model.files import cpu_state, load_models
 from realmops.model.retriever import Retriever
 from realmops.stages import JOURNAL, METRICS, Job
@@ -150,10 +149,10 @@ def _rankings(
     if isinstance(model, RetrieveAndRead) and model.hybrid:
         assert model.passages is not None
         found["dense_"] = rank(model.retriever, model.passages, queries, depth, model.dtype)
-    made: dict[str, Tensor] = {}
-    if isinstance(model, RetrieveAndRead) and model.passages is not None:
+    made: dict[str, PassageIndex] = {}
+    if isinstance(model, RetrieveAndRead) and (own := model.passages) is not None:
         learned = load_models(job.inputs["finetune"], snapshot.vocabulary_hash)[0]  # the model's own is rounded
-        made[_embeds_as(learned)] = model.passages.vectors(slice(None))
+        made[_embeds_as(learned)] = exact(own.vectors(slice(None)), learned.vectors) if approximate(own) else own
     for name, prefix in ZERO_SHOT.items():
         if name in job.inputs:  # not where a fine-tuned model was imported
             by_kind = _zero_shot(job, name, snapshot, questions, queries, depth, made)
@@ -208,21 +207,21 @@ def _zero_shot(
     questions: list[Question],
     queries: list[np.ndarray],
     depth: int,
-    made: dict[str, Tensor],
+    made: dict[str, PassageIndex],
 ) -> dict[str, Rows]:
     """The first passages by the embeddings of a stage's retriever and, where it is one, by its hybrid, ids [Q, K].
 
-    ``made`` has the embeddings P x X that are there, by ``_embeds_as``, and takes those that are made here.
+    ``made`` has the exact indexes that are there, by ``_embeds_as``, and takes those that are made here.
     """
     device, dtype = device_and_dtype(job.section(RunOptions))
     retriever = load_models(job.inputs[name], snapshot.vocabulary_hash)[0]
     key = _embeds_as(retriever)
     retriever.to(device)
     if (job.inputs[name] / INDEX).is_file():  # imported
-        made[key] = load_index(job.inputs[name], snapshot)
+        made[key] = exact(load_index(job.inputs[name], snapshot), retriever.vectors)
     elif key not in made:
-        made[key] = embeddings_of(job, retriever, snapshot)
-    passages = exact(made[key], retriever.vectors)
+        made[key] = exact(embeddings_of(job, retriever, snapshot), retriever.vectors)
+    passages = made[key]
     query_QE = embed(retriever.query, query_sequences(queries), dtype)
     found = {"": passages.search(query_QE, depth)[1].cpu().numpy()}
     if retriever.mixture.lexical:

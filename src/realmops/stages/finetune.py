@@ -12,7 +12,7 @@ from realmops.config import ENCODER, ClosedBookOptions, Finetune, Optimiser, Rea
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.bert import BertConfig
-from realmops.encoders.devices import device_and_dtype
+from realmops.encoders.devices import device_and_dtype, keep_freed_memory
 from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import is_right, score_predictions
 from realmops.evaluate.retrieval import RECALL_AT
@@ -73,6 +73,7 @@ def _open_qa(
     model = OpenQa(retriever, reader, snapshot, finder.passages, options, dtype, finder.ranker, finder.words)
     if model.hybrid:
         retriever.mixture = fit_to_questions(model, held_out)
+        keep_freed_memory()
     reader.encoder.word_vectors.requires_grad_(not options.freeze_words)
     if options.epochs:
         metrics |= _learn_to_read(trainings, model, questions)

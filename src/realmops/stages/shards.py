@@ -6,7 +6,7 @@ from torch import Tensor
 
 from realmops.config import RunOptions
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype
+from realmops.encoders.devices import device_and_dtype, keep_freed_memory
 from realmops.index.embeddings import embedding, joined
 from realmops.index.shards import ShardSettings, Work, in_shards
 from realmops.model.files import retriever_files
@@ -26,6 +26,7 @@ def spans_of(job: Job, tagger: Mapping[str, bytes], snapshot: Snapshot) -> Itera
 
 def embeddings_of(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
     """Embeddings P x E of all passages."""
+    keep_freed_memory()  # as a training that came before
     model = retriever_files(retriever, snapshot.vocabulary_hash)
     parts = _made(job, EMBEDDING, snapshot, model, "embeddings")
     return joined(parts, len(snapshot), retriever.width)

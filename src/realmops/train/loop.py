@@ -16,12 +16,13 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Optimiser
-from realmops.encoders.devices import bring
+from realmops.encoders.devices import bring, keep_freed_memory
 from realmops.journal import Journal
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import ALONE, Team
 
 STATE, TENSORS = "state.json", "training.safetensors"
+_TRIM_SECONDS = 10.0
 
 
 class Checkpoints(Protocol):
@@ -106,7 +107,8 @@ def fit(
     if team.leads:
         context.journal.truncate(position)
     context.progress(start)
-    ended, last = time.perf_counter(), "no step before it in this process"
+    ended = trimmed = time.perf_counter()
+    last = "no step before it in this process"
     for step in range(start, steps):
         if step > start and step % checkpoint_every == 0 and team.leads:
             _save(context, optimiser, step, last)
@@ -114,8 +116,8 @@ def fit(
             at_step(step)
         began = time.perf_counter()
         torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step, *([team.rank] if team.rank else [])))
-        loss, said = step_loss(step)
         optimiser.zero_grad()
+        loss, said = step_loss(step)
         loss.backward()  # type: ignore[no-untyped-call]
         team.average(optimiser.parameters)
         norm = optimiser.step(step, schedule)
@@ -134,6 +136,9 @@ def fit(
         if team.leads:
             context.journal.log(context.first_step + step, **named)
         context.progress(1)
+        if ended - trimmed > _TRIM_SECONDS:  # what steps of many sizes leave free is in pieces, and grows
+            keep_freed_memory()
+            trimmed = ended
     if team.leads:
         _save(context, optimiser, steps, last)
     return context.journal.position()
