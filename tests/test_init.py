@@ -123,8 +123,14 @@ def test_encoder_gpu_and_size_choose_the_presets(
     assert (f"GPU: {gpu}" in told) == bool(gpu)
     values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
     assert values["presets"] == [*presets, "documents"]
+    by_openvino = not gpu and encoder != "small"
+    assert (values["run"] or {}).get("precision") == ("int8" if by_openvino else None)
+    assert ("by OpenVINO, which is installed here" in told) == by_openvino
+    monkeypatch.setattr(init, "find_spec", lambda name: None)
     monkeypatch.setattr(init, "version", lambda name: "2.9.1+cpu")
-    assert "GPU" not in made(tmp_path / "other", "--documents", documents, "--encoder", encoder), "torch uses none"
+    told = made(tmp_path / "other", "--documents", documents, "--encoder", encoder)
+    assert "GPU" not in told, "torch uses none"
+    assert "OpenVINO" not in told
 
 
 def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,9 @@ def _model(project: Project, encoder: str | None, size: int) -> list[str]:
         presets = ["squad", "bert-base"]
     why = "; bert-base is for a plain BERT on a GPU, and was not run by us" if "bert-base" in presets else ""
     project.lines.append(f"encoder: {chosen} ({_presets(presets)}){why}")
+    if not gpu and find_spec("openvino") is not None:
+        project.put("run.precision", "int8")
+        project.lines.append("passages are embedded in int8 by OpenVINO, which is installed here (run.precision)")
     return presets
 
 
