@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exchange_lab import end_of, forked
+from small_encoders import byte_bpe
 from small_world import labels_of
 
 from realmops.artifacts import atomic_folder
@@ -20,7 +21,7 @@ from realmops.corpus.formats import sources
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import is_navigation_title, write_snapshot
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, train_vocabulary, vocabulary_hash
+from realmops.corpus.vocabulary import SPECIAL_TOKENS, open_tokenizer, pieces_of, train_vocabulary, vocabulary_hash
 
 VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.0123456789", *(f"##{c}" for c in "abcdefgh0123456789")]
 
@@ -345,3 +346,50 @@ def test_work_whose_files_are_gone_starts_over(tmp_path: Path, monkeypatch: pyte
     with atomic_folder(tmp_path / "again") as stage:
         write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
     assert contents(tmp_path / "again") == contents(tmp_path / "s")
+
+
+def _of_many_kinds(change: bool) -> list[dict[str, Any]]:
+    """Documents of several passages, of none, twice the same, with spans, columns and pages; some of them changed."""
+    found: list[dict[str, Any]] = [
+        {"id": str(n), "title": f"t {n % 4}", "text": f" Ab {n}. Cd é ef. \n\n Gh {n} ab cd ef. Ab. ", "url": f"u{n}"}
+        for n in range(30)
+    ]
+    found += [{"title": "a", "text": "Same. Same again."}] * 2 + [{"title": "none", "text": "\u0301"}]
+    found += [{"title": "b", "text": "Ab cd ef gh.", "spans": [[3, 5, "X"]]}]
+    if change:
+        found[3]["text"] += " New."
+        found[4]["title"] = "another"
+        found[5]["url"] = "elsewhere"
+        found[-1]["spans"] = [[0, 2, "Y"]]
+        found.insert(7, {"title": "new", "text": "Ab new. Gh."})
+        del found[20:24]
+        found[10], found[25] = found[25], found[10]
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"language": "auto"}, {"whole_documents": True}, {"tokenizer": "bytes"}])
+def test_documents_of_an_earlier_snapshot_are_not_cut_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], workers: int
+) -> None:
+    before, after = (write_corpus(tmp_path / f"{n}.jsonl", *_of_many_kinds(n == 1)) for n in range(2))
+    if "tokenizer" in options:
+        own = byte_bpe().to_str()
+        options = {"tokenizer": own, "vocabulary": pieces_of(open_tokenizer(own))}
+    settings = {"block_wordpieces": 17, **options, "workers": workers}
+    old = snapshot([before], tmp_path / "old", **settings)
+    whole = snapshot([after], tmp_path / "whole", **settings)
+    cut: list[str] = []
+    really = snapshot_writer.cut_passages
+    monkeypatch.setattr(
+        snapshot_writer,
+        "cut_passages",
+        lambda some, **more: [cut.extend(d.title for d in some), really(some, **more)][1],
+    )
+    again = snapshot([after], tmp_path / "again", earlier=old.folder, **settings)
+    assert contents(again.folder) == contents(whole.folder)
+    assert workers == 2 or {*cut} - {"none"} == {"t 3", "another", "new"}
+    (old.folder / "documents.npy").unlink()
+    assert contents(snapshot([after], tmp_path / "third", earlier=old.folder, **settings).folder) == contents(
+        whole.folder
+    )

@@ -220,6 +220,7 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
                 broken_share=options.broken_share,
                 workers=options.workers,
                 progress=task.report.progress("passages", sum(source.size for source in found), "B"),
+                earlier=old.folder,
                 **settings,
             )
     except ValueError:

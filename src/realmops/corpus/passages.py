@@ -134,6 +134,11 @@ def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: 
         yield first, len(lengths)
 
 
+def text_digest(title: str, text: str) -> bytes:
+    """16 bytes that depend on nothing but a document's title and text; not those of any passage."""
+    return hashlib.sha256(f"{len(title)} {title} {text}".encode(errors="surrogatepass")).digest()[:16]
+
+
 def passage_digest(title: str, text: str) -> str:
     """32 hexadecimal digits that depend on nothing but title and text."""
     return hashlib.sha256(canonical_json([title, text])).hexdigest()[:32]

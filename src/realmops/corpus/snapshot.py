@@ -41,6 +41,7 @@ KIND = "snapshot"
 LANGUAGES = "languages.npy"
 COMMON = 0.01  # share of the passages, below which no question is taken to be in a language; a few may be taken wrongly
 CONTINUES = "continues.npy"
+DOCUMENTS = "documents.npy"
 GIVEN_SPANS = "given_spans"
 PLACES = "places.npy"
 REJECTS = "rejects.jsonl"
@@ -83,6 +84,7 @@ class Snapshot:
             sentence_offsets.npy int64 [P + 1].
         places.npy: int64 [P, 2], the number of the passage's document in the corpus, and the character of that
             document's text at which the passage begins.
+        documents.npy: uint64 [D, 2], the digest of each document's title and text (``passages.text_digest``).
         languages.npy: uint8 [P, 2], the two letters of each passage's language, where each document has its own.
         vocab.txt: the wordpieces. Of another tokenizer than BERT's WordPiece instead tokenizer.json, and continues.npy:
             bool [T], which wordpieces continue a word.

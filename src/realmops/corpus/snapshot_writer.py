@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,13 +37,21 @@ from realmops.artifacts import (
     write_manifest,
 )
 from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejected, shown
+from realmops.corpus.earlier import Earlier
 from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
 from realmops.corpus.languages import AUTO, ENGLISH, check_language
-from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
+from realmops.corpus.passages import (
+    SPECIAL_TOKENS_PER_DOCUMENT,
+    PassageBatch,
+    cut_passages,
+    length,
+    text_digest,
+)
 from realmops.corpus.snapshot import (
     CONTINUES,
+    DOCUMENTS,
     GIVEN_SPANS,
     KIND,
     LANGUAGES,
@@ -101,6 +109,7 @@ def write_snapshot(
     broken_share: float = 0.01,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
+    earlier: Path | None = None,
 ) -> dict[str, Any]:
     """Write a snapshot of documents into an existing empty folder; returns its manifest.
 
@@ -117,6 +126,7 @@ def write_snapshot(
         broken_share: of the records; so many may be broken and are left out.
         workers: processes that convert and tokenise; with 1 it happens in this process.
         progress: called with the number of bytes read of the sources' files since the last call.
+        earlier: a snapshot of this vocabulary, tokenizer and these settings; documents that it has are not cut again.
 
     Raises ValueError when more records are broken, naming the first ten, and when nothing is left to retrieve.
     """
@@ -138,7 +148,7 @@ def write_snapshot(
     try:
         with (
             closing(_Writer(work, vocabulary, tokenizer, sources, broken_share, language == AUTO)) as writer,
-            workers_in_order(workers, sources, _Cutter(vocabulary, tokenizer, settings)) as cut,
+            workers_in_order(workers, sources, _Cutter(vocabulary, tokenizer, settings, earlier)) as cut,
         ):
             advance = Progress(sources, progress)
             for batch, (outcomes, passages) in cut(batches(sources, writer.source, writer.counts.records)):
@@ -153,7 +163,9 @@ def write_snapshot(
 class _Cutter:
     """What a worker does: records to documents, and documents to passages."""
 
-    def __init__(self, vocabulary: Sequence[str], tokenizer: str | None, settings: dict[str, Any]) -> None:
+    def __init__(
+        self, vocabulary: Sequence[str], tokenizer: str | None, settings: dict[str, Any], earlier: Path | None
+    ) -> None:
         casing = Casing(**settings["casing"])
         one = open_tokenizer(tokenizer) if tokenizer else build_tokenizer(vocabulary, casing)
         self._tokenizer = texts_tokenizer(one)
@@ -161,6 +173,8 @@ class _Cutter:
         self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"] - told
         self._drop_titles = settings["drop_titles"]
         self._language = settings["language"]
+        # one from before documents had digests is of no use
+        self._earlier_folder = earlier if earlier is not None and (earlier / DOCUMENTS).is_file() else None
 
     def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:
         """What became of each record, and the passages of those that are documents with wordpieces."""
@@ -180,7 +194,14 @@ class _Cutter:
 
     def _cut(self, documents: Sequence[Document]) -> PassageBatch:
         room = self._block_wordpieces
-        return cut_passages(documents, self._tokenizer, block_wordpieces=room, language=self._language)
+        cut = partial(cut_passages, tokenizer=self._tokenizer, block_wordpieces=room, language=self._language)
+        return cut(documents) if self._earlier_folder is None else self._earlier.cut(documents, cut)
+
+    @cached_property
+    def _earlier(self) -> Earlier:
+        """Opened where it is used: a worker is a process of its own."""
+        assert self._earlier_folder is not None
+        return Earlier(self._earlier_folder)
 
     def _try(self, outcome: Outcome) -> Outcome:
         """The outcome, or Rejected where its passages cannot be cut."""
@@ -261,6 +282,7 @@ class _Writer:
             self._sentences = growing("sentences.npy", FlatArray, np.int32, (3,))
             self._sentence_offsets = growing("sentence_offsets.npy", FlatOffsets)
             self._places = growing(PLACES, FlatArray, np.int64, (2,))
+            self._documents = growing(DOCUMENTS, FlatArray, np.uint64, (2,))
             self._languages = growing(LANGUAGES, FlatArray, np.uint8, (2,)) if languages else None
             self._texts, self._rejects, self._told = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
             (work / GIVEN_SPANS).mkdir(exist_ok=True)
@@ -286,6 +308,8 @@ class _Writer:
         if used_ids:
             passages = passages.without(used_ids)
         self._append_arrays(passages)
+        digests = b"".join(text_digest(documents[n].title, documents[n].text) for n in passages.documents())
+        self._documents.append(np.frombuffer(digests, "<u8").reshape(-1, 2))
         self._append_texts(documents, passages)
         if self._continues is not None:
             texts = (documents[one.document].text[slice(*one.chars)] for one in passages.passages)
