@@ -111,4 +111,4 @@ class FlatOffsets(FlatArray):
 
 def load_flat(path: Path) -> NDArray[Any]:
     """The array in a .npy file, memory-mapped and read-only; ValueError for anything else."""
-    return np.lib.format.open_memmap(path, mode="r")
+    return np.asarray(np.lib.format.open_memmap(path, mode="r"))  # parts of a memmap are slow to take
