@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import torch
 from safetensors.torch import load_file
 from small_world import Killed, write_documents
 
+from realmops.answering.answer import Answer
+from realmops.answering.openqa import OpenQa
 from realmops.commands.masked import _example, explain_sentence, pretrained
 from realmops.commands.update import of_pipeline
+from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.index import embeddings, shards
 from realmops.index.embeddings import embed_corpus, load_index
@@ -22,6 +26,9 @@ from realmops.index.lexical import Bm25
 from realmops.index.versions import Versions
 from realmops.journal import Journal
 from realmops.model.files import load_models
+from realmops.stages import Job
+from realmops.stages import finetune as stage
+from realmops.train.mixture import READING_OF_MADE
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.1},
@@ -67,6 +74,24 @@ def dying(count: int, usual: Callable[..., Any]) -> Callable[..., Any]:
         return usual(*given, **named)
 
     return call
+
+
+def test_made_questions_are_answered_once(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much f(x, z) counts where they are read is known before."""
+    usual, answer, answered = stage.questions_of, OpenQa.answer, list[int]()
+
+    def made(job: Job, snapshot: Snapshot, split: str) -> list[Question]:
+        return [replace(question, not_in=(snapshot.passage_id(0),)) for question in usual(job, snapshot, split)]
+
+    def counted(model: OpenQa, questions: list[Question], **named: Any) -> list[Answer]:
+        answered.append(len(questions))
+        return answer(model, questions, **named)
+
+    monkeypatch.setattr(stage, "questions_of", made)
+    monkeypatch.setattr(OpenQa, "answer", counted)
+    metrics = tune(project)
+    assert (answered, metrics["weight_reading"]) == ([2], READING_OF_MADE)
+    shutil.rmtree(project / "root/models/finetune")
 
 
 def test_killed_in_each_of_its_parts_it_ends_with_the_same_bytes(

@@ -32,7 +32,7 @@ from realmops.stages.common import (
 )
 from realmops.stages.finetune_retriever import EVIDENCE, ready_to_find, start_models
 from realmops.train.finetune import finetune, finetune_steps
-from realmops.train.mixture import fit_reading, fit_to_questions
+from realmops.train.mixture import READING_OF_MADE, fit_reading, fit_to_questions
 from realmops.train.parallel import team
 from realmops.train.windows import WindowLesson, lessons_of, train_in_windows
 
@@ -83,6 +83,8 @@ def _open_qa(
         metrics["index_recall"] = _fit_to_tuned(job, model, structure, sampled(held_out, seed))
     if model.hybrid and options.reader_training == "passages":  # the query tower learned beside the reader
         retriever.mixture = fit_to_questions(model, held_out)
+    if model.hybrid and all(question.not_in for question in held_out):  # what fit_reading says of them, once read
+        retriever.mixture = replace(retriever.mixture, reading=READING_OF_MADE)
     answers = model.answer(held_out, ranked=5, progress=job.report.progress("dev questions", len(held_out)))
     if model.hybrid:
         before = retriever.mixture.reading
