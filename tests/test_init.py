@@ -131,6 +131,7 @@ def test_encoder_gpu_and_size_choose_the_presets(
     told = made(tmp_path / "other", "--documents", documents, "--encoder", encoder)
     assert "GPU" not in told, "torch uses none"
     assert "OpenVINO" not in told
+    assert "or with DVC (pip install 'realmops[dvc]'): " in told
 
 
 def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:

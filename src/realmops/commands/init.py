@@ -137,7 +137,8 @@ def init(
     yield from project.lines
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    yield f"next: {place}realmops run all; or with DVC: {place}{_dvc_words(folder.resolve())}dvc repro"
+    dvc = "DVC" if find_spec("dvc") is not None else "DVC (pip install 'realmops[dvc]')"
+    yield f"next: {place}realmops run all; or with {dvc}: {place}{_dvc_words(folder.resolve())}dvc repro"
 
 
 def _dvc_words(folder: Path) -> str:
