@@ -175,9 +175,11 @@ def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None, gelu: str | Non
     if (quick := layer.__dict__.get("quick")) is not None:
         multiplied: Tensor = quick(x_TD, bias, gelu)
         return multiplied
-    if gelu is not None and bias is not None and x_TD.is_cuda and x_TD.dtype == torch.float16:
+    together = getattr(torch, "_addmm_activation", None)
+    if gelu is not None and bias is not None and together and x_TD.is_cuda and x_TD.dtype == torch.float16:
         # Within Encoder.in_fp16. cuBLAS has GELU by tanh, 5e-4 from the other at most: what fp16 rounds from 1 on.
-        return torch._addmm_activation(bias, x_TD, layer.weight.T, use_gelu=True)
+        activated: Tensor = together(bias, x_TD, layer.weight.T, use_gelu=True)
+        return activated
     packed = layer.__dict__.get("packed")
     if packed is None or torch.is_grad_enabled():
         found = F.linear(x_TD, layer.weight, bias)
