@@ -39,7 +39,7 @@ CPU, FP32 = torch.device("cpu"), torch.float32
 class FewDimensions(Approximate):
     """Looks at some dimensions of every passage, drawn by the seed."""
 
-    def build(self, device: torch.device) -> None:
+    def build(self) -> None:
         width = self.embedding_PE.shape[1]
         self.order_E = torch.randperm(width, generator=torch.Generator().manual_seed(self.recipe.seed))
 
