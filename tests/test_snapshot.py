@@ -14,7 +14,7 @@ from exchange_lab import end_of, forked
 from small_encoders import byte_bpe
 from small_world import labels_of
 
-from realmops.artifacts import atomic_folder
+from realmops.artifacts import SEAL, atomic_folder, sealed, write_json
 from realmops.corpus import ingest, snapshot_writer
 from realmops.corpus.flat import GrowingFile
 from realmops.corpus.formats import sources
@@ -334,6 +334,21 @@ def test_a_killed_writer_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, mo
     assert len(set(found)) > 3  # it did not start over
     assert contents(tmp_path / "killed") == contents(tmp_path / "calm")
     assert sorted(os.listdir(tmp_path)) == ["calm", "corpus", "killed", "work"]
+
+
+def test_work_from_before_documents_had_digests_starts_over(tmp_path: Path) -> None:
+    """Else those of the rest would be taken for those of the first documents."""
+    corpus, work = many_documents(tmp_path / "corpus.jsonl", 30), tmp_path / "work"
+    given: dict[str, Any] = {"work": work, "vocabulary": VOCABULARY, "block_wordpieces": 13}
+    with atomic_folder(tmp_path / "whole") as stage:
+        write_snapshot(sources(corpus, "auto"), stage, **given)
+    state = json.loads((work / "checkpoint.json").read_bytes())
+    del state["bytes"]["documents.npy"], state[SEAL]
+    (work / "documents.npy").unlink()
+    write_json(work / "checkpoint.json", sealed(state))
+    with atomic_folder(tmp_path / "again") as stage:
+        write_snapshot(sources(corpus, "auto"), stage, **given)
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
 
 
 def test_work_whose_files_are_gone_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,8 @@ class Earlier:
 
     def cut(self, documents: Sequence[Document], cut: Cut) -> PassageBatch:
         """What ``cut`` makes of the documents; it is asked for those alone that are not known."""
-        found = self._numbers([text_digest(one.title, one.text) for one in documents])
+        digests = [text_digest(one.title, one.text) for one in documents]
+        found = self._numbers(digests)
         fresh = cut([one for one, number in zip(documents, found, strict=True) if number < 0])
         of_fresh = {index: list(some) for index, some in groupby(fresh.passages, lambda one: one.document)}
         made, old, new = _Growing(), self._snapshot, 0
@@ -56,7 +57,7 @@ class Earlier:
                 made.add(index, chars, digest, old.body(row).astype(np.int32), old.chars(row), old.sentences(row))
             made.titles.append(old.title_tokens(first).tolist())
             made.languages.append(old.language_of(first))
-        return made.batch()
+        return made.batch(digests)
 
     def _numbers(self, digests: Sequence[bytes]) -> list[int]:
         """The number of each document here, -1 where it is not known."""
@@ -85,9 +86,9 @@ class _Growing:
         for flat, some in zip(self._rows, rows, strict=True):
             flat.append(some)
 
-    def batch(self) -> PassageBatch:
+    def batch(self, digests: list[bytes]) -> PassageBatch:
         ids, chars, sentences = (
             np.concatenate([np.empty(shape, np.int32), *some], dtype=np.int32)
             for shape, some in zip(((0,), (0, 2), (0, 2)), self._rows, strict=True)
         )
-        return PassageBatch(self._passages, ids, chars, sentences, self.titles, self.languages)
+        return PassageBatch(self._passages, ids, chars, sentences, self.titles, self.languages, digests)

@@ -58,6 +58,7 @@ class PassageBatch:
     sentences: Ints  # [S, 2] first and end wordpiece, relative to the passage's body
     titles: list[list[int]]  # the title's wordpieces of each document
     languages: list[str]  # of each document
+    digests: list[bytes]  # of each document's title and text
 
     def documents(self) -> list[int]:
         """The documents that have passages, in order."""
@@ -74,7 +75,7 @@ class PassageBatch:
         of_token = np.repeat(keep, [length(passage.tokens) for passage in self.passages])
         of_sentence = np.repeat(keep, [length(passage.sentences) for passage in self.passages])
         rows = self.ids[of_token], self.chars[of_token], self.sentences[of_sentence]
-        return PassageBatch(kept, *rows, self.titles, self.languages)
+        return PassageBatch(kept, *rows, self.titles, self.languages, self.digests)
 
 
 def length(rows: tuple[int, int]) -> int:
@@ -184,12 +185,13 @@ def cut_passages(
             digest = passage_digest(document.title, document.text[start:stop])
             passages.append(Passage(index, (start, stop), (low, high + 1), tokens, digest))
     titles_by_document = [title_ids[document.title] for document in documents]
+    digests = [text_digest(document.title, document.text) for document in documents]
     if tokenizer.in_context:
         ends = np.array(sentence_chars, np.int64)
-        return _apart(documents, tokenizer, passages, ends, bases, titles_by_document, languages)
+        return _apart(documents, tokenizer, passages, ends, bases, titles_by_document, languages, digests)
     sentences = _relative_sentences(sentence_tokens, passages)
     relative = _relative(chars, passages, bases)
-    return PassageBatch(passages, body.ids, relative, sentences, titles_by_document, languages)
+    return PassageBatch(passages, body.ids, relative, sentences, titles_by_document, languages, digests)
 
 
 def _apart(
@@ -200,6 +202,7 @@ def _apart(
     bases: Sequence[int],
     titles: list[list[int]],
     languages: list[str],
+    digests: list[bytes],
 ) -> PassageBatch:
     """The batch with the wordpieces of each passage's text on its own; blanks belong to the sentence before them."""
     body = tokenizer.encode([documents[one.document].text[slice(*one.chars)] for one in passages])
@@ -213,7 +216,7 @@ def _apart(
         made.append(replace(one, tokens=(first, end), sentences=(len(sentences), len(sentences) + len(bounds) - 1)))
         sentences += itertools.pairwise(bounds)
     found = np.array(sentences, np.int32).reshape(-1, 2)
-    return PassageBatch(made, body.ids, chars.astype(np.int32), found, titles, languages)
+    return PassageBatch(made, body.ids, chars.astype(np.int32), found, titles, languages, digests)
 
 
 def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:

@@ -42,13 +42,7 @@ from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
 from realmops.corpus.languages import AUTO, ENGLISH, check_language
-from realmops.corpus.passages import (
-    SPECIAL_TOKENS_PER_DOCUMENT,
-    PassageBatch,
-    cut_passages,
-    length,
-    text_digest,
-)
+from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
 from realmops.corpus.snapshot import (
     CONTINUES,
     DOCUMENTS,
@@ -308,8 +302,6 @@ class _Writer:
         if used_ids:
             passages = passages.without(used_ids)
         self._append_arrays(passages)
-        digests = b"".join(text_digest(documents[n].title, documents[n].text) for n in passages.documents())
-        self._documents.append(np.frombuffer(digests, "<u8").reshape(-1, 2))
         self._append_texts(documents, passages)
         if self._continues is not None:
             texts = (documents[one.document].text[slice(*one.chars)] for one in passages.passages)
@@ -425,6 +417,8 @@ class _Writer:
         titles = [batch.titles[passage.document] for passage in batch.passages]
         passages = np.arange(first, first + len(titles), dtype=np.int32)
         documents = batch.documents()
+        digests = b"".join(batch.digests[document] for document in documents)
+        self._documents.append(np.frombuffer(digests, "<u8").reshape(-1, 2))
         earlier = self._total.documents - len(documents)  # each that was counted has a passage
         number = {document: earlier + place for place, document in enumerate(documents)}
         places = [(number[passage.document], passage.chars[0]) for passage in batch.passages]
@@ -525,7 +519,7 @@ def _restored(work: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         state: dict[str, Any] = read_json(work / _CHECKPOINT)
         sizes = state["bytes"] if is_sealed(state) else {}
-        if sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
+        if DOCUMENTS in sizes and all((work / name).stat().st_size >= size for name, size in sizes.items()):
             return state
     shutil.rmtree(work, ignore_errors=True)
     make_folder(work)
