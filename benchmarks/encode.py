@@ -3,14 +3,15 @@
     python benchmarks/encode.py --shapes MiniLM-L6 --documents 128
     python benchmarks/encode.py --model FOLDER --passages passages.jsonl.gz --questions questions.jsonl.gz
     python benchmarks/encode.py --precision int8 --peers none
+    python benchmarks/encode.py --precisions bf16 int8
 
 All sides tokenise the same texts, run the same BERT or MPNet, take the mean over wordpieces and normalise it; one
 thread each, processor time, in turns. Without --model the weights are random, saved as a model folder that all sides
 load. Without --passages, a file as `realmops` reads, the texts are generated; their lengths are lognormal: about 120
 wordpieces in the mean, 288 at most. The timed texts come in batches of 32 of like lengths, which is what encode() makes
 of a large corpus, so that it pads no more here than there. The first rows are ours in `run.precision`, by default
-`auto`, against encode() in its own, fp32. The share of the matrix product is that of useful operations (padding not
-counted) in the fastest product of one core.
+`auto`, against encode() in its own, fp32. --precisions leaves all others out. Each turn is told as it ends. The share
+of the matrix product is that of useful operations (padding not counted) in the fastest product of one core.
 
 Then each peer stands beside ours in the like precision (`exported.py` says how the peers run a model). The notes below
 the table have the share of the first ten neighbours of each text that are fp32's too, and with --questions recall@5:
@@ -23,6 +24,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -179,6 +181,11 @@ def peers_of(folder: Path, width: int, named: list[str], texts: list[str]) -> tu
     return found, left_out
 
 
+def told(what: str) -> None:
+    """Say how far this is: with a large model a side takes minutes."""
+    print(f"encode: {what}", file=sys.stderr, flush=True)
+
+
 def neighbours_kept(vectors: Any, true: Any) -> float:
     """The share of each text's first neighbours by ``true`` that are so by ``vectors`` too."""
     import torch
@@ -215,13 +222,14 @@ def compare(
     dtype = resolve_precision(arguments.precision, torch.device("cpu"))
     precision, multiplied = PRECISIONS[dtype], torch.bfloat16 if dtype == torch.int8 else dtype
     able = {"fp32": True, "bf16": multiplies_bf16(), "int8": multiplies_int8()}
-    mine = [p for p in DTYPES if p == precision or (arguments.peers and able[p])]
+    mine = [p for p in DTYPES if p == precision or (arguments.peers and able[p] and p in arguments.precisions)]
     ours: dict[str, Any] = {p: Ours(folder, DTYPES[p]) for p in mine}
     one = ours[precision]
     documents = spread_batches(texts, arguments.documents) if len(texts) > arguments.documents else texts
     some = texts[:: max(1, len(texts) // CALIBRATION)][:CALIBRATION]
     others, left_out = peers_of(folder, one.bert.width, arguments.peers, some)
     plain = next(iter(others))
+    others = {what: other for what, other in others.items() if what == plain or other[0] in arguments.precisions}
     sides = ours | {what: side for what, (_, side) in others.items()}
     lengths = [len(tokens) for tokens, _ in one.sequences(documents)]
     gflop = generated.encoder_flops(one.bert.config, lengths) / 1e9
@@ -229,7 +237,9 @@ def compare(
 
     def turn(side: str) -> Callable[[], float]:
         def run() -> float:
-            return len(documents) / against.processor_seconds(lambda: found.update({side: sides[side](documents)}))
+            rate = len(documents) / against.processor_seconds(lambda: found.update({side: sides[side](documents)}))
+            told(f"{side}: {rate:.4g} docs/s")
+            return rate
 
         return run
 
@@ -253,16 +263,19 @@ def compare(
     if not arguments.peers:
         return rows
     if documents is not texts:
-        found = {side: encode(texts) for side, encode in sides.items()}
-    told = {side: f"neighbours {neighbours_kept(vectors, found[plain]):.3f}" for side, vectors in found.items()}
+        found = {}
+        for side, encode in sides.items():
+            told(f"{side}: all {len(texts)} texts, for what it finds")
+            found[side] = encode(texts)
+    says = {side: f"neighbours {neighbours_kept(vectors, found[plain]):.3f}" for side, vectors in found.items()}
     recalls: dict[str, float] = {}
     if asked:
         queries, right = sides[plain]([question for question, _ in asked]), torch.tensor([row for _, row in asked])
         recalls = {side: recall(queries, right, vectors) for side, vectors in found.items()}
-        told = {side: f"{words}, recall@5 {recalls[side]:.4f}" for side, words in told.items()}
+        says = {side: f"{words}, recall@5 {recalls[side]:.4f}" for side, words in says.items()}
     for other, (kind, _) in others.items():
-        like = kind if kind in ours else "fp32"
-        note = f"{other}: ours {told[like]}; theirs {told[other]}"
+        like = kind if kind in ours else precision
+        note = f"{other}: ours {says[like]}; theirs {says[other]}"
         rows.append(Row(f"{what}, {like}", other, "docs/s", rates[like], rates[other], None, note))
     rows += [not_run(what, other, None, reason) for other, reason in left_out.items()]
     least_found = recalls.get(plain, 0.0) - LOST
@@ -309,6 +322,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers", nargs="+", choices=(*PEERS, "none"), default=list(PEERS), help="beside encode() in fp32 (all)"
     )
+    parser.add_argument(
+        "--precisions", nargs="+", choices=("fp32", "bf16", "int8"), default=["fp32", "bf16", "int8"],
+        help="of both sides, beside encode() in fp32 (all)",
+    )  # fmt: skip
     parser.add_argument("--model", type=Path, help="a folder with a BERT encoder, in the place of random weights")
     parser.add_argument("--passages", type=Path, help="JSON lines with id and text, in the place of generated texts")
     parser.add_argument("--questions", type=Path, help="JSON lines with question and passage_id, of these passages")

@@ -1,5 +1,7 @@
 """A whole project, so small that a stage takes seconds: the documents of ``small_world`` with questions."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -16,11 +18,13 @@ import yaml
 from click.testing import CliRunner, Result
 from small_world import DOCUMENTS, write_documents
 
-from realmops import artifacts
+from realmops import artifacts, config
 from realmops.cli import main
+from realmops.commands.run import run_stages
 from realmops.config import defaults, merge
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.index.source import ExchangeSource
+from realmops.stages import chain
 from realmops.stages.runner import run_stage
 
 QUESTIONS = {
@@ -105,6 +109,14 @@ def cli(*arguments: str | Path) -> Result:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def run_all_here(params: Path, root: Path, *settings: str, report: Quiet | None = None) -> list[str]:
+    """The names of the stages that ``realmops run all`` runs, all in this process."""
+    values = config.load(params, presets=[], settings=settings)
+    told = report or Quiet()
+    done = run_stages(chain(values), values, project=params.parent, root=root, report=told, force=False)
+    return [name for name, _ in done]
 
 
 def command(*arguments: str | Path) -> list[str]:

@@ -14,7 +14,7 @@ from click.testing import Result
 from conftest import Told
 from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
-from small_project import cli, litter, toy_values, write_params, write_project
+from small_project import Quiet, cli, litter, run_all_here, toy_values, write_params, write_project
 
 from realmops.config import defaults, laid, notes, preset_path
 from realmops.console import Console
@@ -99,8 +99,10 @@ def test_a_corpus_that_is_no_file_is_refused(project: Path, name: str, told: lis
     ],
 )
 def test_a_file_that_only_a_later_stage_wants_is_missed_before_the_first(project: Path, key: str, told: str) -> None:
-    result = run(project, "all", "--set", "tag.method=tagger", "--set", f"{key}=nowhere")
-    refused(result, f"{key} is 'nowhere'", f"{project / 'nowhere'} does not exist", told)
+    with pytest.raises(ValueError, match=f"{key} is 'nowhere'") as error:
+        run_all_here(project / "params.yaml", project / "root", "tag.method=tagger", f"{key}=nowhere")
+    for words in (f"{project / 'nowhere'} does not exist", told):
+        assert words in str(error.value)
     assert not (project / "root" / "data").exists()
 
 
@@ -127,10 +129,11 @@ def test_the_first_broken_records_are_shown(project: Path) -> None:
 
 def test_passages_longer_than_the_reader_sees_are_told_of(project: Path) -> None:
     run(project, "snapshot")
-    long = ("--set", "snapshot.block_wordpieces=288")
-    assert "wordpieces, and the reader sees" not in run(project, "snapshot", *long).stderr
-    told = run(project, "all", *long, "--set", "questions.test=nowhere").stderr
-    assert "warning" not in told, "what is wrong comes first"
+    long, report = "snapshot.block_wordpieces=288", Quiet()
+    assert "wordpieces, and the reader sees" not in run(project, "snapshot", "--set", long).stderr
+    with pytest.raises(ValueError, match="nowhere"):
+        run_all_here(project / "params.yaml", project / "root", long, "questions.test=nowhere", report=report)
+    assert not report.warned, "what is wrong comes first"
     values = toy_values(snapshot={"block_wordpieces": 288})
     first, second = notes(STAGES, values)
     assert "pretrain.reader_wordpieces=128 of one and the text beside it: raise that to 288" in first
@@ -182,7 +185,7 @@ def test_ctrl_c_says_how_to_go_on(project: Path, monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr("realmops.commands.run.run_stages", stopped)
-    result = run(project, "all")
+    result = run(project, "snapshot")
     assert (result.exit_code, "stopped. Run the same command again: " in result.stderr) == (130, True), result.output
 
 

@@ -138,6 +138,7 @@ def test_peers_embed_as_ours_and_one_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, "nncf", None)
     texts = encode.texts(32)
     arguments = argparse.Namespace(precision="fp32", peers=list(encode.PEERS), documents=32, repeats=1)
+    arguments.precisions = ["fp32", "bf16", "int8"]
     rows = encode.compare("tiny", tmp_path, texts, [(texts[3], 3)], None, arguments)
     assert rows[1].verdict == "met"  # the cosine of ours and encode()
     against = {

@@ -292,11 +292,33 @@ def test_what_is_searched_often_has_a_copy_for_a_few_queries(queries: int, rows:
     query_QE, embedding_PE = whole(queries, 21), whole(rows, 22)
     check_often(query_QE, embedding_PE, 10)
     check_often(query_QE * 2.0**-30, embedding_PE * 2.0**30, 3)
-    best = (query_QE @ embedding_PE.T).argmax(1)
-    two = searched_often(BestVector(Exact(embedding_PE), 2)) if rows % 2 == 0 else None
-    assert two is None or two.search(query_QE, 10)[1][:, 0].tolist() == (best // 2).tolist()
     other = object()
     assert searched_often(other) is other  # type: ignore[arg-type,comparison-overlap]
+
+
+@pytest.mark.usefixtures("only_bytes")
+@pytest.mark.parametrize("queries", [1, FEW])
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_of_passages_with_several_vectors_the_best_one_counts(queries: int, count: int) -> None:
+    query_QE, embedding_PE = whole(queries, 31), whole(9000, 32)
+    embedding_PE[100 * count + 1] = 0.5 * (embedding_PE[100 * count] + embedding_PE[7 * count])  # a passage near two
+    score_QK, id_QK = searched_often(BestVector(Exact(embedding_PE), count)).search(query_QE, 10)
+    true_QP = (query_QE.double() @ embedding_PE.double().T).view(queries, -1, count).amax(2)
+    assert torch.equal(score_QK.double(), true_QP.topk(10, dim=1).values)
+    assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
+    assert all(len(set(row)) == len(row) for row in id_QK.tolist())
+
+
+@pytest.mark.usefixtures("in_bytes")
+@pytest.mark.parametrize("strange", [math.nan, math.inf, 3.4e38])
+def test_passages_with_several_vectors_and_strange_numbers_are_found_as_in_fp32(strange: float) -> None:
+    query_QE, embedding_PE = whole(FEW, 33), whole(9000, 34)
+    embedding_PE[7, 3] = strange
+    plain = BestVector(Exact(embedding_PE), 3)
+    for k in (10, 4000):
+        found, expected = (index.search(query_QE, k) for index in (searched_often(plain), plain))
+        assert torch.equal(found[0].nan_to_num(-1.0), expected[0].nan_to_num(-1.0))
+        assert found[1].shape == expected[1].shape
 
 
 @pytest.mark.usefixtures("only_bytes")

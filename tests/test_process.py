@@ -1,14 +1,19 @@
 """Child processes: started again, ended, killed where they do not end; builders have theirs in test_builder.py."""
 
+import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from small_project import wait_for
 
 from realmops.index import process
-from realmops.index.process import Child
+from realmops.index.process import Child, apart
 
 STUBBORN = (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(99)"
@@ -38,3 +43,52 @@ def test_each_end_is_told_once_and_followed_by_a_start(tmp_path: Path) -> None:
 def test_the_last_lines_of_a_log_are_few(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("".join(f"{number}\n" for number in range(9)))
     assert Child(["true"], pause=0.0, log=tmp_path / "log").last_lines() == "4\n5\n6\n7\n8"
+
+
+# ---- work in a process of its own
+
+RUN = "realmops.commands.run"  # what is imported for all of them, in this process of pytest too
+ASKER = """
+import sys
+from functools import partial
+from realmops.index.process import apart
+if __name__ == "__main__":
+    work = "import os, pathlib, time; pathlib.Path(told).write_text(str(os.getpid())); time.sleep(99)"
+    sys.exit(apart("the work", "json", partial(exec, work, {"told": sys.argv[1]})))
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "code"),
+    [(partial(int, "1"), 0), (partial(sys.exit, 3), 3), (partial(int, "none"), 1)],
+    ids=["returns", "exits", "raises"],
+)
+def test_work_apart_ends_as_it_says(work: Callable[[], None], code: int) -> None:
+    assert apart("the work", RUN, work) == code
+
+
+def test_work_apart_that_is_killed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert apart("the stage ict", RUN, partial(signal.raise_signal, signal.SIGKILL)) == 137
+    assert capsys.readouterr().err.startswith("realmops: the stage ict was killed, ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_work_apart_ends_with_the_process_that_asked(number: signal.Signals, tmp_path: Path) -> None:
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(ASKER)
+    asking = subprocess.Popen([sys.executable, script, told], start_new_session=True)
+    wait_for(lambda: told.is_file() and told.read_text(), 60)
+    working = int(told.read_text())
+    if number == signal.SIGINT:
+        os.killpg(asking.pid, number)  # as a terminal does
+    else:
+        asking.send_signal(number)
+    asking.wait(60)
+    wait_for(lambda: not _runs(working), 60)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

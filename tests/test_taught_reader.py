@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from small_project import QUESTIONS, Quiet, Values, cli, stage, write_json_lines, write_params
+from small_project import QUESTIONS, Quiet, Values, cli, run_all_here, stage, write_json_lines, write_params
 from test_init import made, with_documents
 
 from realmops import artifacts, config
@@ -90,9 +90,8 @@ def test_a_reader_of_other_wordpieces_is_refused(reader: Path, project: Path, tm
 
 def test_a_folder_that_is_no_reader_ends_a_run_before_its_first_stage(project: Path, tmp_path: Path) -> None:
     begun(project, tmp_path)
-    result = cli("run", "all", "--params", project / "params.yaml", "--root", tmp_path / "root")
-    assert result.exit_code == 2
-    assert "it is no finished export" in result.stderr
+    with pytest.raises(ValueError, match="it is no finished export"):
+        run_all_here(project / "params.yaml", tmp_path / "root")
     assert not (tmp_path / "root" / "data").exists()
 
 

@@ -2,4 +2,5 @@
 
 from realmops.cli import main
 
-main()
+if __name__ == "__main__":  # the processes of stages import it too
+    main()

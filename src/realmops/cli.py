@@ -180,14 +180,38 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
     """Run one stage of the training, or all of them in order.
 
     STAGE is "all" or one of the names below. A stage whose inputs and options did not change is skipped. A stage
-    that was killed resumes from its checkpoints.
+    that was killed resumes from its checkpoints. Of all, each is a process of its own, which gives back its memory.
     """
     from realmops import config
     from realmops.stages import chain
 
     values, named = _loaded(params, presets, settings), [*config.read_params(params)[0], *presets]
-    names = chain(values) if stage == "all" else (stage,)
-    _run(names, values=values, presets=named, project=params.parent, **given)
+    given |= {"values": values, "presets": named, "project": params.parent}
+    if stage == "all":
+        _run_apart(tuple(chain(values)), **given)
+    else:
+        _run((stage,), **given)
+
+
+def _run_apart(names: Sequence[str], **given: Any) -> None:
+    """Each stage in a process of its own, but where torchrun has started several that have met."""
+    from realmops.index.process import apart, end_with
+
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _run(names, **given)
+        return
+    end_on_sigterm()
+    if (parent := given.pop("watch_parent")) is not None:
+        end_with(parent)
+    for name in names:
+        work = partial(_explained_run, names, alone=name, **given)
+        if code := apart(f"the stage {name}", "realmops.commands.run", work):
+            sys.exit(code)
+
+
+def _explained_run(names: Sequence[str], **given: Any) -> None:
+    with explained_errors():
+        _run(names, **given)
 
 
 def _run(names: Iterable[str], root: Path, **given: Any) -> None:

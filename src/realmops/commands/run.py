@@ -30,17 +30,31 @@ def run_stages(
     report: Report,
     force: bool,
     watch_parent: int | None = None,
+    alone: str | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run stages as ``run_stage`` does; the name and the metrics of each, which a process that only helps has not.
 
     The files that they want from outside are read before the first one begins, and the encoder is opened: what the last
     of them would refuse costs nothing. Behind the stage tag questions are made from the corpus, where a later stage
-    reads such.
+    reads such. Of all stages this process may have to run one ``alone``.
     """
     if watch_parent is None and "TORCHELASTIC_RUN_ID" in os.environ:
         watch_parent = os.getppid()  # torchrun, whose processes outlive it when it is killed
     if watch_parent is not None:
         end_with(watch_parent)
+    names = tuple(names)
+    if alone in (None, names[0]):
+        _look_ahead(names, values, project, root, report)
+    for name in names if alone is None else (alone,):
+        metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
+        if metrics:
+            yield name, metrics
+        if name == "tag" and named_below(CLOZE, names, values):
+            for line in make_cloze(root, None, seed=values["run"]["seed"]):
+                report.say(f"cloze: {line}")
+
+
+def _look_ahead(names: Sequence[str], values: Values, project: Path, root: Path, report: Report) -> None:
     check_files(names, values, project, root)
     files = {
         key: path
@@ -58,13 +72,6 @@ def run_stages(
             report.warn(note)
     if len(names) > 1:
         report.say(begins(names, values))
-    for name in names:
-        metrics = run_stage(name, values, presets=presets, project=project, root=root, report=report, force=force)
-        if metrics:
-            yield name, metrics
-        if name == "tag" and named_below(CLOZE, names, values):
-            for line in make_cloze(root, None, seed=values["run"]["seed"]):
-                report.say(f"cloze: {line}")
 
 
 def encoder_notes(folder: Path) -> Iterator[str]:

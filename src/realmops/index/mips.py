@@ -81,6 +81,13 @@ class Exact(InMemory):
                 return copied.search(query_QE, min(k, len(self.embedding_PE)))
         return search(query_QE, self.embedding_PE, k)
 
+    def of_passages(self, query_QE: Tensor, k: int, count: int) -> tuple[Tensor, Tensor] | None:
+        """The same of passages that have ``count`` rows each, whose best one counts; None where that is not quicker."""
+        few = self.often and len(query_QE) < _FEW and query_QE.dtype == torch.float32
+        if not few or self.in_bytes is None or k > len(self.embedding_PE) // count:
+            return None
+        return self.in_bytes.search(query_QE, k, count)
+
     @cached_property
     def halves(self) -> Halves | None:
         """The copy in bf16, made when it is first asked for; None where it is of no use."""
@@ -107,6 +114,8 @@ class BestVector(InMemory):
 
     def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k passages with the best vectors: the k M best vectors are of k passages at least."""
+        if isinstance(self.each, Exact) and (found := self.each.of_passages(query_QE, k, self.count)) is not None:
+            return found
         score_QN, row_QN = self.each.search(query_QE, k * self.count)
         passage_QN, order_QN = (row_QN // self.count).sort(dim=1, stable=True)
         again_QN = F.pad(passage_QN[:, 1:] == passage_QN[:, :-1], (1, 0))
@@ -188,6 +197,7 @@ _COPIED = 1 << 10  # passages that are copied to bf16 at a time, and measured in
 _AGAIN = 1 << 13  # passages that are scored again at a time, of some queries
 _SHARE = 24  # to score more than one passage in so many again costs more than the whole product in fp32
 _FEW = 16  # queries; with fewer a search takes as long as it takes to read the passages, and
+_READ = 1 << 14  # passages of a product of a few queries
 _SHARE_OF_FEW = 8  # one passage in so many can be scored again
 _ROUNDING = 2.0**-8  # of bf16, relative
 _SUM = 2.0**-23  # what a sum in fp32 can lose at each step, relative, and as much again
@@ -348,13 +358,15 @@ class Bytes:
         length, lost = max(lengths), max(losses)
         return Bytes(embedding_PE, byte_PE, factor_P, length, lost, 2 * float(mean_E.norm()) + length + lost)
 
-    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """As the function of that name."""
+    def search(self, query_QE: Tensor, k: int, count: int = 1) -> tuple[Tensor, Tensor]:
+        """As the function of that name; of passages with ``count`` rows each the best row counts."""
         byte_QE, factor_Q = _byte(query_QE)
-        product_QP = torch._int_mm(byte_QE, self.byte_PE.T)
+        product_QP = torch.cat([torch._int_mm(byte_QE, some_PE.T) for some_PE in torch.split(self.byte_PE, _READ)], 1)
         bounds = (self.bound(query_QE) / factor_Q).tolist()
         columns = zip(torch.split(query_QE, 1), product_QP, bounds, strict=True)
-        found = [self._best(query_1E, product_P * self.factor_P, bound, k) for query_1E, product_P, bound in columns]
+        found = [
+            self._best(query_1E, product_P * self.factor_P, bound, k, count) for query_1E, product_P, bound in columns
+        ]
         score_QK, id_QK = (torch.cat(some) for some in zip(*found, strict=True))
         return score_QK, id_QK
 
@@ -367,16 +379,24 @@ class Bytes:
         sums_Q = (query_QE.shape[1] + _ROUNDINGS) * (_SUM * products_Q + 4 * _LEAST)
         return (query_Q * self.lost + lost_Q * self.length + sums_Q).masked_fill(~(products_Q < _MOST), math.inf)
 
-    def _best(self, query_1E: Tensor, score_P: Tensor, bound: float, k: int) -> tuple[Tensor, Tensor]:
-        groups = len(score_P) // SMALL_GROUP
+    def _best(self, query_1E: Tensor, score_P: Tensor, bound: float, k: int, count: int) -> tuple[Tensor, Tensor]:
+        size = SMALL_GROUP if count == 1 else count
+        groups = len(score_P) // size
         if groups >= k:
-            most_G = score_P[: groups * SMALL_GROUP].view(groups, SMALL_GROUP).amax(1)
+            most_G = score_P[: groups * size].view(groups, size).amax(1)
             least = float(most_G.topk(k).values[-1])  # k passages are as good as this one
             possible_R = (score_P >= least - 2 * bound).nonzero()[:, 0]
             if k <= len(possible_R) <= len(score_P) // _SHARE_OF_FEW:  # none where the bound is no number
-                score_1K, place_1K = (query_1E @ self.embedding_PE[possible_R].T).topk(k, dim=1)
-                return score_1K, possible_R[place_1K]
-        return search(query_1E, self.embedding_PE, k)
+                score_R = (query_1E @ self.embedding_PE[possible_R].T)[0]
+                if count > 1:
+                    passage_R = possible_R // count
+                    possible_R, place_R = torch.unique_consecutive(passage_R, return_inverse=True)
+                    score_R = torch.full(possible_R.shape, -math.inf).scatter_reduce(0, place_R, score_R, "amax")
+                score_K, place_K = score_R.topk(k)
+                return score_K[None], possible_R[place_K][None]
+        if count == 1:
+            return search(query_1E, self.embedding_PE, k)
+        return BestVector(Exact(self.embedding_PE), count).search(query_1E, k)
 
 
 def _byte(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,10 +4,12 @@ import math
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Self
 
@@ -92,3 +94,41 @@ def end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def apart(what: str, module: str, work: Callable[[], None]) -> int:
+    """Do work in a process of its own, whose memory goes back as a whole; its exit code.
+
+    Args:
+        what: is named where the process is killed.
+        module: is imported once for all such processes, each of which begins as a copy of one that knows nothing else.
+        work: a function of a module, or a partial of one.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload([module])
+    process = context.Process(target=_end_with_work, args=(work,))
+    process.start()
+    try:
+        process.join()
+    except KeyboardInterrupt:
+        process.join(END_SECONDS)  # a terminal has told it too
+    finally:
+        process.terminate()
+        process.join()
+    assert process.exitcode is not None
+    if process.exitcode == -signal.SIGKILL:
+        print(f"realmops: {what} was killed, as the system does where memory is short", file=sys.stderr, flush=True)
+    return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+
+
+def _end_with_work(work: Callable[[], None]) -> None:
+    """Do it, and end as SIGTERM does when the process that asked is gone, whose child is this one's parent."""
+    asked = parent_process()
+    assert asked is not None
+
+    def watch() -> None:
+        asked.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+    work()

@@ -169,6 +169,7 @@ def _not_finite(context: Context, step: int, what: str, last: str) -> ValueError
 
 def _save(context: Context, optimiser: BertAdamW, step: int, last: str) -> None:
     """Commit a checkpoint; ValueError where an update of finite numbers was too large for the weights."""
+    keep_freed_memory()  # a checkpoint takes as much as the optimiser, beside what steps have left free
     tensors = {f"p.{name}": p.detach() for name, p in zip(optimiser.names, optimiser.parameters, strict=True)}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in (tensors | optimiser.state()).items()}
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
