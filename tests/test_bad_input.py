@@ -14,7 +14,7 @@ from click.testing import Result
 from conftest import Told
 from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
-from small_project import Quiet, cli, litter, run_all_here, toy_values, write_params, write_project
+from small_project import Quiet, cli, litter, run_all_here, run_command, toy_values, write_params, write_project
 
 from realmops.config import defaults, laid, notes, preset_path
 from realmops.console import Console
@@ -104,6 +104,16 @@ def test_a_file_that_only_a_later_stage_wants_is_missed_before_the_first(project
     for words in (f"{project / 'nowhere'} does not exist", told):
         assert words in str(error.value)
     assert not (project / "root" / "data").exists()
+
+
+def test_all_stages_end_with_the_one_message_of_the_first_that_cannot_run(project: Path) -> None:
+    """Each is a process of its own."""
+    options = ("--params", project / "params.yaml", "--root", project / "root", "--set", "tag.method=dates")
+    done = run_command("run", "all", *options, "--set", "snapshot.block_wordpieces=100000")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("realmops: ") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    nothing_of(project, "snapshot")
 
 
 def test_what_is_not_used_need_not_be_there(project: Path) -> None:

@@ -180,7 +180,7 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
     """Run one stage of the training, or all of them in order.
 
     STAGE is "all" or one of the names below. A stage whose inputs and options did not change is skipped. A stage
-    that was killed resumes from its checkpoints. Of all, each is a process of its own, which gives back its memory.
+    that was killed resumes from its checkpoints.
     """
     from realmops import config
     from realmops.stages import chain
