@@ -49,10 +49,12 @@ def test_the_last_lines_of_a_log_are_few(tmp_path: Path) -> None:
 
 RUN = "realmops.commands.run"  # what is imported for all of them, in this process of pytest too
 ASKER = """
+import signal
 import sys
 from functools import partial
 from realmops.index.process import apart
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores it
     work = "import os, pathlib, time; pathlib.Path(told).write_text(str(os.getpid())); time.sleep(99)"
     sys.exit(apart("the work", "json", partial(exec, work, {"told": sys.argv[1]})))
 """
