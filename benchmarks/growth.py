@@ -259,7 +259,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
                 found = run(size, list(PARTS)[: list(PARTS).index(arguments.last) + 1], arguments.documents)
                 whole = sum(seconds for part, seconds in found.items() if part not in SPACES)
                 turns[size].append({**found, "all parts": whole})
-                shown = ", ".join(f"{part} {value:.3g}" for part, value in turns[size][-1].items())
+                shown = ", ".join(f"{part} {value:.5g}" for part, value in turns[size][-1].items())
                 print(f"growth: {size:,} passages: {shown}", file=sys.stderr, flush=True)
     return [
         row for before, size in itertools.pairwise(sizes) for row in compare(size, before, turns[size], turns[before])

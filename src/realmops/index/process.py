@@ -114,6 +114,8 @@ def apart(what: str, module: str, work: Callable[[], None]) -> int:
         process.join(END_SECONDS)  # a terminal has told it too
     finally:
         process.terminate()
+        process.join(2 * END_SECONDS)  # its own children have half of that
+        process.kill()
         process.join()
     assert process.exitcode is not None
     if process.exitcode == -signal.SIGKILL:
