@@ -60,6 +60,21 @@ if __name__ == "__main__":
 """
 
 
+IMPORTING = """
+import os
+import sys
+from functools import partial
+from realmops.index.process import apart
+if __name__ == "__main__":
+    os.environ["OF"] = "another process"
+    apart("the server's first", "colorsys", partial(int, "1"))
+    os.environ["OF"] = "7"
+    of = "8 if 'PYTHONSAFEPATH' in os.environ else int(os.environ['OF'])"
+    work = f"import colorsys, tabnanny, os, sys; sys.exit({of})"
+    sys.exit(apart("the work", "colorsys", partial(exec, work, {})))
+"""
+
+
 @pytest.mark.parametrize(
     ("work", "code"),
     [(partial(int, "1"), 0), (partial(sys.exit, 3), 3), (partial(int, "none"), 1)],
@@ -87,6 +102,16 @@ def test_work_apart_ends_with_the_process_that_asked(number: signal.Signals, tmp
         asking.send_signal(number)
     asking.wait(60)
     wait_for(lambda: not _runs(working), 60)
+
+
+def test_work_apart_imports_nothing_from_the_folder_that_it_runs_in(tmp_path: Path) -> None:
+    """A project may have a file that is named as a library is; the environment is that of whoever asks."""
+    for name in ("colorsys.py", "tabnanny.py"):
+        (tmp_path / name).write_text("raise SystemExit(9)")
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text(IMPORTING)
+    assert subprocess.run([sys.executable, script], cwd=tmp_path, timeout=60).returncode == 7
 
 
 def _runs(pid: int) -> bool:

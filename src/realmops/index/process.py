@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing import get_context, parent_process
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Self
 
@@ -106,7 +107,14 @@ def apart(what: str, module: str, work: Callable[[], None]) -> int:
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([module])
-    process = context.Process(target=_end_with_work, args=(work,))
+    own = dict(os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"  # or the server would import what lies in the folder that it is started in
+    try:
+        ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(own)
+    process = context.Process(target=_end_with_work, args=(work, own))
     process.start()
     try:
         process.join()
@@ -123,8 +131,10 @@ def apart(what: str, module: str, work: Callable[[], None]) -> int:
     return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
 
 
-def _end_with_work(work: Callable[[], None]) -> None:
+def _end_with_work(work: Callable[[], None], environment: Mapping[str, str]) -> None:
     """Do it, and end as SIGTERM does when the process that asked is gone, whose child is this one's parent."""
+    os.environ.clear()
+    os.environ.update(environment)
     asked = parent_process()
     assert asked is not None
 
