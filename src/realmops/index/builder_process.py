@@ -115,7 +115,7 @@ def builder_name(host: str) -> str:
 def builder_command(exchange: Path | str, snapshot: Path | str, *more: str) -> list[str]:
     """The words that start an index builder as a process."""
     options = ["--exchange", str(exchange), "--snapshot", str(snapshot), *more]
-    return [sys.executable, "-m", "realmops", "index-builder", *options]
+    return [sys.executable, "-P", "-m", "realmops", "index-builder", *options]
 
 
 def assign(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:

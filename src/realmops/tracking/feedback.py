@@ -113,7 +113,7 @@ class FeedbackSender:
 
     def _send(self) -> None:
         search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-        program = [sys.executable, "-W", "ignore", "-m", __name__, str(self._root)]
+        program = [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(self._root)]
         while self._new.wait():
             self._new.clear()
             try:

@@ -110,7 +110,7 @@ class Tracker:
             make_folder(self._ticket.path.parent)
             write_json(self._ticket.path, self._content)
             search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-            program = [sys.executable, "-W", "ignore", "-m", "realmops.tracking.sender"]
+            program = [sys.executable, "-P", "-W", "ignore", "-m", "realmops.tracking.sender"]
             self._sender = subprocess.Popen(
                 [*program, str(self._ticket.path), str(self._interval)],
                 stdin=subprocess.PIPE,
