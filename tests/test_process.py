@@ -13,6 +13,7 @@ import pytest
 from small_project import wait_for
 
 from realmops.index import process
+from realmops.index.builder_process import builder_command
 from realmops.index.process import Child, apart
 
 STUBBORN = (
@@ -112,6 +113,12 @@ def test_work_apart_imports_nothing_from_the_folder_that_it_runs_in(tmp_path: Pa
     script.parent.mkdir()
     script.write_text(IMPORTING)
     assert subprocess.run([sys.executable, script], cwd=tmp_path, timeout=60).returncode == 7
+
+
+def test_an_index_builder_imports_nothing_from_the_folder_either(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise SystemExit(9)")
+    command = builder_command(tmp_path, tmp_path, "--help")
+    assert subprocess.run(command, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
 def _runs(pid: int) -> bool:
