@@ -179,8 +179,9 @@ def _make(stage: Stage, task: Task, home: Path, report: Report, stopped: threadi
         for need in stage.needs:
             if task.folder(need).exists():
                 put_link(task.folder(need), home / STAGES[need].folder)
-        command = [sys.executable, "-P", "-m", "realmops", "run", stage.name, f"--params={task.params}", f"--root={home}"]
-        command += [f"--watch-parent={os.getpid()}", *(f"--preset={preset}" for preset in task.presets)]
+        command = [sys.executable, "-P", "-m", "realmops", "run", stage.name, f"--params={task.params}"]
+        command += [f"--root={home}", f"--watch-parent={os.getpid()}"]
+        command += [f"--preset={preset}" for preset in task.presets]
         command += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
         log = home / "log.txt"
         with open(log, "ab") as output:
