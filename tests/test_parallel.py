@@ -191,10 +191,12 @@ def test_a_killed_training_of_two_goes_on_to_the_same_weights(trained: Path) -> 
 
 
 def test_a_pod_starts_the_processes_that_it_is_told_to(
-    trained: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = json.dumps(config.load(trained / "params.yaml"))
     manifest, metrics = Output(trained / "manifest"), Output(trained / "metrics")
+    (tmp_path / "tokenizers.py").write_text("raise AssertionError('imported from the folder that the pod starts in')\n")
+    monkeypatch.chdir(tmp_path)
     tasks.run_stage("ict", options, str(trained / "two"), manifest, metrics, processes=2)
     assert metrics.shown == json.loads((trained / "metrics").read_text())
     assert "ict: nothing to do" in capfd.readouterr().err
