@@ -14,8 +14,8 @@ import re
 import shutil
 import sqlite3
 import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -338,17 +338,16 @@ def test_an_error_nobody_foresaw_ends_the_stages_that_run(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an interrupt does: the stage of seed 0 sleeps for minutes, what seed 1 reads is damaged."""
-    sleeper, sign = tmp_path / "sleeper", tmp_path / "sign"
-    sleeper.write_text(f"#!/bin/sh\necho $$ > {sign}.new\nmv {sign}.new {sign}\nexec sleep 900\n")
-    sleeper.chmod(0o755)
+    sign = tmp_path / "sign"
+    sleep = "import os, pathlib, time; pathlib.Path(sign).write_text(str(os.getpid())); time.sleep(900)"
 
     def inputs(stage: Stage, values: small_project.Values, *folders: Path) -> dict[str, Path]:
         if values["run"]["seed"] == 0:
             return {}
-        small_project.wait_for(sign.exists, 60)
+        small_project.wait_for(lambda: sign.is_file() and sign.read_text(), 60)
         raise KeyError("damaged")
 
-    monkeypatch.setattr(sys, "executable", str(sleeper))
+    monkeypatch.setattr(command, "partial", lambda *_: partial(exec, sleep, {"sign": str(sign)}))
     monkeypatch.setattr(command, "inputs_of", inputs)
     settings = ("tracking.enabled=false",)
     what = command.Ablation(

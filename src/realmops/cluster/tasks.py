@@ -376,7 +376,7 @@ def _run_together(stage: str, values: Values, root: Path, processes: int) -> Non
     params = root / f"{stage}.params.json"
     artifacts.write_json(params, values)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "realmops"]
-    command = [sys.executable, *torchrun, "run", stage, "--params", params, "--root", root]
+    command = [sys.executable, *torchrun, "run", stage, f"--params={params}", f"--root={root}"]
     code = subprocess.call(command, env={**os.environ, "PYTHONSAFEPATH": "1"})  # imports nothing from this folder
     if code:
         sys.exit(code)

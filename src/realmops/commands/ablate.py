@@ -8,14 +8,12 @@ each other, as pods on one volume, share as well: of two that want the same stag
 
 import math
 import os
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, re
 from realmops.evaluate.retrieval import ZERO_SHOT
 from realmops.index.files import Files
 from realmops.index.lease import claimed
+from realmops.index.process import Apart, run_command
 from realmops.journal import read_journal, series_of
 from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
 from realmops.stages.runner import inputs_of
@@ -179,17 +178,14 @@ def _make(stage: Stage, task: Task, home: Path, report: Report, stopped: threadi
         for need in stage.needs:
             if task.folder(need).exists():
                 put_link(task.folder(need), home / STAGES[need].folder)
-        command = [sys.executable, "-P", "-m", "realmops", "run", stage.name, f"--params={task.params}"]
-        command += [f"--root={home}", f"--watch-parent={os.getpid()}"]
-        command += [f"--preset={preset}" for preset in task.presets]
-        command += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
+        words = ["run", stage.name, f"--params={task.params}", f"--root={home}"]
+        words += [f"--preset={preset}" for preset in task.presets]
+        words += [f"--set={setting}" for setting in (*task.settings, "tracking.enabled=false")]
         log = home / "log.txt"
-        with open(log, "ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
-        while process.poll() is None and not claim.lost and not stopped.wait(LOOK_SECONDS):
+        process = Apart("realmops.commands.run", partial(run_command, words, log))
+        while not (process.wait(LOOK_SECONDS) or claim.lost or stopped.is_set()):
             pass
-        process.terminate()  # nothing, where it has ended
-        if not (status := process.wait()):
+        if not (status := process.end()):
             return ""
         last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
         return "\n  ".join([f"ended with {status}; {log} ends", *last])

@@ -12,12 +12,15 @@ from contextlib import nullcontext
 from multiprocessing import get_context, parent_process
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
+from runpy import run_module
 from typing import Self
 
 LONGEST_PAUSE = 30.0  # seconds before a process that failed is started again
 END_SECONDS = 30.0  # for a process that was asked to end
 LAST_LINES = 5  # of a log
 PARENT_SECONDS = 0.5  # between two looks
+_SAFE_PATH = "PYTHONSAFEPATH"
+_STARTING = threading.Lock()
 
 
 class Child:
@@ -97,38 +100,64 @@ def end_with(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def apart(what: str, module: str, work: Callable[[], None]) -> int:
-    """Do work in a process of its own, whose memory goes back as a whole; its exit code.
+class Apart:
+    """Work in a process of its own, whose memory goes back as a whole; it ends with this process.
 
     Args:
-        what: is named where the process is killed.
         module: is imported once for all such processes, each of which begins as a copy of one that knows nothing else.
         work: a function of a module, or a partial of one.
     """
-    context = get_context("forkserver")
-    context.set_forkserver_preload([module])
-    own = dict(os.environ)
-    os.environ["PYTHONSAFEPATH"] = "1"  # or the server would import what lies in the folder that it is started in
+
+    def __init__(self, module: str, work: Callable[[], None]) -> None:
+        context = get_context("forkserver")
+        with _STARTING:
+            context.set_forkserver_preload([module])
+            own = dict(os.environ)
+            os.environ[_SAFE_PATH] = "1"  # or the server would import what lies in the folder that it is started in
+            try:
+                ensure_running()
+            finally:
+                del os.environ[_SAFE_PATH]
+                os.environ.update(own)
+        self._process = context.Process(target=_end_with_work, args=(work, own))
+        self._process.start()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether it has ended, after so many seconds at most."""
+        self._process.join(seconds)
+        return self._process.exitcode is not None
+
+    def end(self) -> int:
+        """Ask it to end, kill it when that takes too long; its exit code, that of a signal below 0."""
+        self._process.terminate()  # nothing, where it has ended
+        if not self.wait(2 * END_SECONDS):  # its own children have half of that
+            self._process.kill()
+            self.wait()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def apart(what: str, module: str, work: Callable[[], None]) -> int:
+    """Do work in a process of its own (:class:`Apart`), and name it where it is killed; its exit code."""
+    process = Apart(module, work)
     try:
-        ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(own)
-    process = context.Process(target=_end_with_work, args=(work, own))
-    process.start()
-    try:
-        process.join()
+        process.wait()
     except KeyboardInterrupt:
-        process.join(END_SECONDS)  # a terminal has told it too
+        process.wait(END_SECONDS)  # a terminal has told it too
     finally:
-        process.terminate()
-        process.join(2 * END_SECONDS)  # its own children have half of that
-        process.kill()
-        process.join()
-    assert process.exitcode is not None
-    if process.exitcode == -signal.SIGKILL:
+        code = process.end()
+    if code == -signal.SIGKILL:
         print(f"realmops: {what} was killed, as the system does where memory is short", file=sys.stderr, flush=True)
-    return process.exitcode if process.exitcode >= 0 else 128 - process.exitcode
+    return code if code >= 0 else 128 - code
+
+
+def run_command(arguments: Sequence[str], log: Path) -> None:
+    """``realmops`` with these arguments in this process; what it writes goes behind a file's end."""
+    with open(log, "ab") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    sys.argv = ["realmops", *arguments]
+    run_module("realmops", run_name="__main__")
 
 
 def _end_with_work(work: Callable[[], None], environment: Mapping[str, str]) -> None:
