@@ -63,10 +63,10 @@ def _attend_group(
         y_GHLD = F.scaled_dot_product_attention(q_GHLD, k_GHLD, v_GHLD, mask, drop)
     else:  # on a CPU the fused form is the faster one, but not with its way back
         scores_GHLL = (q_GHLD / math.sqrt(q_GHLD.shape[-1])) @ k_GHLD.transpose(-1, -2)
-        if hidden is not None:
-            scores_GHLL = scores_GHLL.masked_fill(hidden, -torch.inf)
-        elif added is not None:
-            scores_GHLL = scores_GHLL + added
+        if hidden is not None:  # adding in place costs nothing on the way back, and makes no copy
+            added = scores_GHLL.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        if added is not None:
+            scores_GHLL += added
         y_GHLD = F.dropout(scores_GHLL.softmax(-1), drop, True) @ v_GHLD
     return y_GHLD.transpose(1, 2).reshape(group.size * group.longest, -1)
 
