@@ -122,7 +122,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_project.write_json_lines(
         folder / "documents.jsonl", [{**one, "team": "ab"[n % 2]} for n, one in enumerate(documents)]
     )
-    assert small_project.cli("run", "all", "--params", params, "--root", folder).exit_code == 0
+    small_project.run_all_here(params, folder)
     return folder
 
 

@@ -47,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small_project.write_project(folder, retriever={"hybrid": True})
     documents(folder / "documents.jsonl")
     params = folder / "params.yaml"
-    assert cli("run", "all", "--params", params, "--root", folder, "--set", "tag.method=dates").exit_code == 0
+    small_project.run_all_here(params, folder, "tag.method=dates")
     return folder
 
 

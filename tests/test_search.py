@@ -322,10 +322,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, P
     folder = tmp_path_factory.mktemp("served")
     small_project.write_project(folder)
     documents(folder / "documents.jsonl")
-    assert (
-        cli("run", "all", "--params", folder / "params.yaml", "--root", folder, "--set", "tag.method=dates").exit_code
-        == 0
-    )
+    small_project.run_all_here(folder / "params.yaml", folder, "tag.method=dates")
     with served(folder) as running:
         yield running, folder
 
