@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -83,6 +84,11 @@ if __name__ == "__main__":
 )
 def test_work_apart_ends_as_it_says(work: Callable[[], None], code: int) -> None:
     assert apart("the work", RUN, work) == code
+
+
+def test_work_apart_of_several_threads_ends_each_as_it_says() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda code: apart("the work", RUN, partial(sys.exit, code)), range(8))) == [*range(8)]
 
 
 def test_work_apart_that_is_killed_is_named(capsys: pytest.CaptureFixture[str]) -> None:

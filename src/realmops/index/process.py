@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from multiprocessing import get_context, parent_process
+from multiprocessing import connection, get_context, parent_process
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from runpy import run_module
@@ -20,7 +20,7 @@ END_SECONDS = 30.0  # for a process that was asked to end
 LAST_LINES = 5  # of a log
 PARENT_SECONDS = 0.5  # between two looks
 _SAFE_PATH = "PYTHONSAFEPATH"
-_STARTING = threading.Lock()
+_ASKING = threading.Lock()  # an exit code can be read once, and each start asks for those of all processes
 
 
 class Child:
@@ -110,7 +110,7 @@ class Apart:
 
     def __init__(self, module: str, work: Callable[[], None]) -> None:
         context = get_context("forkserver")
-        with _STARTING:
+        with _ASKING:
             context.set_forkserver_preload([module])
             own = dict(os.environ)
             os.environ[_SAFE_PATH] = "1"  # or the server would import what lies in the folder that it is started in
@@ -119,13 +119,14 @@ class Apart:
             finally:
                 del os.environ[_SAFE_PATH]
                 os.environ.update(own)
-        self._process = context.Process(target=_end_with_work, args=(work, own))
-        self._process.start()
+            self._process = context.Process(target=_end_with_work, args=(work, own))
+            self._process.start()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Whether it has ended, after so many seconds at most."""
-        self._process.join(seconds)
-        return self._process.exitcode is not None
+        connection.wait([self._process.sentinel], seconds)
+        with _ASKING:
+            return self._process.exitcode is not None
 
     def end(self) -> int:
         """Ask it to end, kill it when that takes too long; its exit code, that of a signal below 0."""
