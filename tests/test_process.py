@@ -91,6 +91,17 @@ def test_work_apart_of_several_threads_ends_each_as_it_says() -> None:
         assert list(pool.map(lambda code: apart("the work", RUN, partial(sys.exit, code)), range(8))) == [*range(8)]
 
 
+def test_a_folder_for_temporary_files_that_takes_no_socket_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    script = "from realmops.index.process import apart; apart('the work', 'json', print)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True
+    )
+    assert f"ValueError: {folder}: no socket can be made in a folder there (AF_UNIX path too long)" in done.stderr
+    assert "set TMPDIR to a folder of this machine with a short name" in done.stderr
+
+
 def test_work_apart_that_is_killed_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert apart("the stage ict", RUN, partial(signal.raise_signal, signal.SIGKILL)) == 137
     assert capsys.readouterr().err.startswith("realmops: the stage ict was killed, ")

@@ -13,6 +13,7 @@ from multiprocessing import connection, get_context, parent_process
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from runpy import run_module
+from tempfile import gettempdir
 from typing import Self
 
 LONGEST_PAUSE = 30.0  # seconds before a process that failed is started again
@@ -106,6 +107,9 @@ class Apart:
     Args:
         module: is imported once for all such processes, each of which begins as a copy of one that knows nothing else.
         work: a function of a module, or a partial of one.
+
+    Raises:
+        ValueError: where the folder for temporary files takes no socket.
     """
 
     def __init__(self, module: str, work: Callable[[], None]) -> None:
@@ -116,6 +120,11 @@ class Apart:
             os.environ[_SAFE_PATH] = "1"  # or the server would import what lies in the folder that it is started in
             try:
                 ensure_running()
+            except OSError as error:
+                raise ValueError(
+                    f"{gettempdir()}: no socket can be made in a folder there ({error}), through which stages get "
+                    "processes of their own; set TMPDIR to a folder of this machine with a short name, as TMPDIR=/tmp"
+                ) from error
             finally:
                 del os.environ[_SAFE_PATH]
                 os.environ.update(own)
