@@ -49,10 +49,10 @@ def test_a_section_may_be_left_empty(tmp_path: Path) -> None:
     path.write_text("sample:\nrun:\n  seed: 3\n")
     values = load(path)
     assert (values["run"]["seed"], values["sample"]) == (3, load(PARAMS)["sample"])
-    text, changes = rewritten(path, [], ["sample.subjects=7"])
+    text, changes = rewritten(path, [], ["sample.subjects=70"])
     path.write_text(text)
-    assert changes == ["sample.subjects: 300 -> 7"]
-    assert load(path)["sample"]["subjects"] == 7
+    assert changes == ["sample.subjects: 300 -> 70"]
+    assert load(path)["sample"]["subjects"] == 70
 
 
 def test_the_projects_params_are_whole_and_typed() -> None:
@@ -89,6 +89,7 @@ def test_code_has_no_defaults() -> None:
         ("  heads: 4 ", "  heads: true ", r"bert\.heads is True \(bool\); a whole number is wanted"),
         ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); a whole number is wanted"),
         ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0; it must be more than 0"),
+        ("  subjects: 300 ", "  subjects: 59 ", r"sample\.subjects is 59; it must be at least 60"),
         ("  dropout: 0.0 ", "  dropout: much ", r"bert\.dropout is 'much' \(str\); a number is wanted"),
         ("  dropout: 0.0 ", "  dropout: -0.1 ", r"bert\.dropout is -0\.1; it must be at least 0"),
         ("  dropout: 0.0 ", "  dropout: 1.5 ", r"bert\.dropout is 1\.5; it must be at most 1"),

@@ -247,7 +247,6 @@ def test_bm25_finds_four_of_five_but_not_at_once(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"subjects": 59}, "sample.subjects is 59; allowed are 60 to 800"),
         ({"warmup_worlds": -1}, "sample.warmup_worlds is -1"),
         ({"test_share": 0.6, "dev_share": 0.4}, "sample.test_share [+] sample.dev_share is 1.0"),
         ({"subjects": 60, "warmup_worlds": 40}, "lower sample.subjects or sample.warmup_worlds"),

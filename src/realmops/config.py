@@ -61,7 +61,7 @@ class BertOptions(Section, name="bert"):
 
 class Sample(Section, name="sample"):
     seed: Count
-    subjects: int
+    subjects: Annotated[int, 60, 800]
     warmup_worlds: int
     test_share: Part
     dev_share: Part

@@ -25,7 +25,6 @@ import yaml
 from realmops.artifacts import canonical_json, seed_for
 
 LANGUAGE = "sample_language.yaml"
-SUBJECTS_MIN, SUBJECTS_MAX = 60, 800
 NER_SENTENCES = {"train": 2000, "dev": 400}
 
 # Parts of the subjects by type, the rest are landmarks; lakes and regions come on top, without facts of their own.
@@ -144,8 +143,6 @@ def write_sample(
     parts of the subjects. The entity that a question names belongs to the question's split, and so does the fact's
     subject. Returns counts. Raises ValueError naming the parameter that is out of range.
     """
-    if not SUBJECTS_MIN <= subjects <= SUBJECTS_MAX:
-        raise ValueError(f"sample.subjects is {subjects}; allowed are {SUBJECTS_MIN} to {SUBJECTS_MAX}")
     if warmup_worlds < 0:
         raise ValueError(f"sample.warmup_worlds is {warmup_worlds}; it must be 0 or more")
     if test_share + dev_share >= 1:
