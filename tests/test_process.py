@@ -107,6 +107,17 @@ def test_work_apart_that_is_killed_is_named(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().err.startswith("realmops: the stage ict was killed, ")
 
 
+def test_work_apart_is_named_where_the_process_that_it_was_forked_from_is_killed() -> None:
+    """Nobody knows then how it ends; it ends with the process that asked."""
+    work = "import os, signal, time; print(os.getpid()); os.kill(os.getppid(), signal.SIGKILL); time.sleep(99)"
+    script = "import sys; from functools import partial; from realmops.index.process import apart; sys.exit(apart("
+    script += f"'the work', 'json', partial(exec, {work!r}, {{}})))"
+    done = subprocess.run([sys.executable, "-uc", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 255
+    assert "realmops: the work was lost, as the process that it was forked from was killed: run" in done.stderr
+    wait_for(lambda: not _runs(int(done.stdout)), 60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_work_apart_ends_with_the_process_that_asked(number: signal.Signals, tmp_path: Path) -> None:
     script, told = tmp_path / "script.py", tmp_path / "told"

@@ -30,7 +30,7 @@ from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, re
 from realmops.evaluate.retrieval import ZERO_SHOT
 from realmops.index.files import Files
 from realmops.index.lease import claimed
-from realmops.index.process import Apart, run_command
+from realmops.index.process import Apart, fate, run_command
 from realmops.journal import read_journal, series_of
 from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
 from realmops.stages.runner import inputs_of
@@ -188,7 +188,7 @@ def _make(stage: Stage, task: Task, home: Path, report: Report, stopped: threadi
         if not (status := process.end()):
             return ""
         last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        return "\n  ".join([f"ended with {status}; {log} ends", *last])
+        return "\n  ".join([f"{fate(status)}; {log} ends", *last])
 
 
 def summary(rows: Sequence[Row], out: Path) -> Iterator[str]:

@@ -21,6 +21,10 @@ END_SECONDS = 30.0  # for a process that was asked to end
 LAST_LINES = 5  # of a log
 PARENT_SECONDS = 0.5  # between two looks
 _SAFE_PATH = "PYTHONSAFEPATH"
+_TOLD = {  # of processes that could not say so themselves
+    -signal.SIGKILL: "was killed, as the system does where memory is short",
+    255: "was lost, as the process that it was forked from was killed: run the same command again",
+}
 _ASKING = threading.Lock()  # an exit code can be read once, and each start asks for those of all processes
 
 
@@ -138,7 +142,10 @@ class Apart:
             return self._process.exitcode is not None
 
     def end(self) -> int:
-        """Ask it to end, kill it when that takes too long; its exit code, that of a signal below 0."""
+        """Ask it to end, kill it when that takes too long; its exit code, that of a signal below 0.
+
+        255 where nobody knows: the process that it was forked from has ended before it.
+        """
         self._process.terminate()  # nothing, where it has ended
         if not self.wait(2 * END_SECONDS):  # its own children have half of that
             self._process.kill()
@@ -156,9 +163,14 @@ def apart(what: str, module: str, work: Callable[[], None]) -> int:
         process.wait(END_SECONDS)  # a terminal has told it too
     finally:
         code = process.end()
-    if code == -signal.SIGKILL:
-        print(f"realmops: {what} was killed, as the system does where memory is short", file=sys.stderr, flush=True)
+    if code in _TOLD:
+        print(f"realmops: {what} {fate(code)}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
+
+
+def fate(code: int) -> str:
+    """How work in a process of its own ended, by what :meth:`Apart.end` gives."""
+    return _TOLD.get(code, f"ended with {code}")
 
 
 def run_command(arguments: Sequence[str], log: Path) -> None:
