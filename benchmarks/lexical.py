@@ -60,7 +60,6 @@ def texts(size: int) -> Iterator[list[str]]:
 def write_corpus(folder: Path, size: int) -> None:
     """What BM25 reads of a snapshot: its texts. It has no wordpieces, which would take minutes for a million."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     from realmops.artifacts import digest_of, write_manifest
     from realmops.corpus.snapshot import KIND, TEXT_COLUMNS, TEXTS
@@ -70,12 +69,12 @@ def write_corpus(folder: Path, size: int) -> None:
     rng = np.random.default_rng(1)
     queries: list[str] = []
     first = 0
-    schema = pa.schema([(name, pa.string()) for name in TEXT_COLUMNS])
-    with pq.ParquetWriter(corpus / TEXTS, schema, compression="zstd") as out:
+    schema = pa.schema([(name, pa.large_string()) for name in TEXT_COLUMNS])
+    with pa.OSFile(str(corpus / TEXTS), "wb") as file, pa.ipc.new_file(file, schema) as out:
         for some in texts(size):
             names = [f"{number:032x}" for number in range(first, first + len(some))]
             empty = [""] * len(some)
-            out.write_table(pa.table([names, names, empty, some, empty], schema=schema), len(some))
+            out.write_table(pa.table([names, names, empty, some, empty], schema=schema))
             queries += [" ".join(rng.choice(text.split(), QUERY_WORDS)) for text in some[: QUERIES - len(queries)]]
             first += len(some)
     for name, dtype, shape in (
@@ -125,10 +124,11 @@ def their_words(some: list[str]) -> list[list[str]]:
 def their_build(folder: Path) -> dict[str, Any]:
     """bm25s's index, saved."""
     import bm25s
-    import pyarrow.parquet as pq
+
+    from realmops.corpus.snapshot import map_texts
 
     def build() -> None:
-        table = pq.read_table(folder / "corpus" / "passages.parquet", columns=["title", "text"])
+        table = map_texts(folder / "corpus")
         pairs = zip(*(table.column(name).to_pylist() for name in ("title", "text")), strict=True)
         index = bm25s.BM25(backend="numpy")
         index.index(their_words([f"{title} {text}" for title, text in pairs]), show_progress=False)

@@ -32,13 +32,13 @@ def test_blocks_and_titles_become_documents_in_order(tmp_path: Path) -> None:
     blocks = write(tmp_path / "blocks.tfr", "Oslo is a city.", "Zürich\nis one.", "")
     titles = write(tmp_path / "titles.tfr", "Oslo", "Zürich", "Nothing")
     out = tmp_path / "passages.jsonl.gz"
-    assert convert_blocks(blocks, titles, out) == 3
+    assert convert_blocks(blocks, titles, out)[0] == 3
     found = [(record["title"], record["text"]) for _, record in read_json_lines(out)]
     assert found == [("Oslo", "Oslo is a city."), ("Zürich", "Zürich\nis one."), ("Nothing", "")]
     first = out.read_bytes()
-    assert convert_blocks(blocks, titles, out) == 3
+    assert convert_blocks(blocks, titles, out)[0] == 3
     assert out.read_bytes() == first, "the same bytes, whenever it is made"
-    assert convert_blocks(blocks, None, out) == 3
+    assert convert_blocks(blocks, None, out)[0] == 3
     lines = gzip.decompress(out.read_bytes()).splitlines()
     assert json.loads(lines[0]) == {"title": "", "text": "Oslo is a city."}
 

@@ -102,6 +102,7 @@ def test_every_block_is_one_passage(project: Path, snapshot: Snapshot) -> None:
     assert all(snapshot.text(n).count(" .") == 2 for n in range(24))
     manifest = read_manifest(project / "root" / "data" / "published", "published")
     assert manifest["passages"] == 24
+    assert manifest["corpus_hash"] == snapshot.corpus_hash
 
 
 def test_the_document_tower_makes_the_checkpoints_own_index(project: Path, snapshot: Snapshot) -> None:
@@ -278,6 +279,14 @@ def test_embeddings_of_another_width_are_refused(tmp_path: Path) -> None:
 def test_an_index_of_other_passages_is_refused(project: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     shutil.copytree(project / "root" / "models", root / "models")
+    stage("snapshot", values(snapshot={"documents": "documents.jsonl"}), project, root)
+    with pytest.raises(ValueError, match=r"index\.safetensors has the embeddings of corpus .* passages that were import"):
+        stage("evaluate", values(), project, root)
+
+
+def test_an_index_imported_without_its_passages_is_compared_by_their_number(project: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    imported(root, pretrained=("embedder", "encoder"), finetuned=("openqa",))
     stage("snapshot", values(snapshot={"documents": "documents.jsonl"}), project, root)
     with pytest.raises(ValueError, match=r"index\.safetensors has 24 embeddings, .* 12 passages; an imported index"):
         stage("evaluate", values(), project, root)

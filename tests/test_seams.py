@@ -69,7 +69,7 @@ def test_an_index_type_widens_to_its_recall_and_is_opened_again(
     assert built.recall(query_QE, 3) == built.recipe.recall >= 0.65
     score_QK, id_QK = built.search(query_QE, 3)
     torch.testing.assert_close(score_QK, (query_QE[:, None] * embedding_PE[id_QK]).sum(-1))
-    save_passages(tmp_path, built)
+    save_passages(tmp_path, built, world.snapshot.corpus_hash)
     again = load_passages(tmp_path, world.snapshot, CPU, 1)
     assert isinstance(again, FewDimensions)
     assert torch.equal(again.search(query_QE, 3)[1], id_QK)

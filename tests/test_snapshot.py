@@ -215,7 +215,7 @@ def test_settings_out_of_range_are_refused(tmp_path: Path, option: str, value: i
 
 def test_memory_stays_flat_as_the_corpus_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 50)
-    monkeypatch.setattr("realmops.corpus.snapshot_writer.ROWS_PER_GROUP", 50)
+    monkeypatch.setattr("realmops.corpus.snapshot_writer.ROWS_PER_BATCH", 50)
 
     def peak(count: int) -> int:
         documents = ({"title": "t", "text": f"Ab cd ef gh. {' '.join(str(i))}.", "id": i} for i in range(count))

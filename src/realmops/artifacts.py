@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-SCHEMA = 2
+SCHEMA = 3
 WORK = ".realmops"  # under a root: unfinished work, locks, the local MLflow database
 MANIFEST = "manifest.json"
 SEAL = "manifest_digest"

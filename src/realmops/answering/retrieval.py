@@ -149,7 +149,7 @@ class RetrieveAndRead(Answering):
         if isinstance(self.ranker, Ranker):
             self.ranker.save(folder)
         if self.passages is not None:
-            save_passages(folder, self.passages)
+            save_passages(folder, self.passages, self.snapshot.corpus_hash)
 
     def relevance(self, questions: Sequence[str], k: int) -> tuple[Tensor, Tensor]:
         """Scores f(x, z) of the top k passages, best first, B x k, with gradient into the query tower; ids on the CPU.

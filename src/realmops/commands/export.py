@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from realmops import __version__, artifacts
 from realmops.commands.answers import Generation
 from realmops.commands.card import CARD, card, reader_card
-from realmops.corpus.snapshot import ROWS_PER_GROUP, TEXT_COLUMNS
+from realmops.corpus.snapshot import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.encoders.folders import TOKENIZER
 from realmops.evaluate.confidence import FILE as CONFIDENCE
 from realmops.index.embed import embed_documents
@@ -163,8 +163,8 @@ def _write_passages(path: Path, generation: Generation, passages: PassageIndex) 
         [*texts, *places, ("embedding", pa.list_(pa.float32(), width))], {"realmops": json.dumps(about, sort_keys=True)}
     )
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for first in range(0, len(snapshot), ROWS_PER_GROUP):
-            rows = np.arange(first, min(first + ROWS_PER_GROUP, len(snapshot)))
+        for first in range(0, len(snapshot), ROWS_PER_BATCH):
+            rows = np.arange(first, min(first + ROWS_PER_BATCH, len(snapshot)))
             columns = [np.array(one, object) for one in zip(*snapshot.rows(rows, *TEXT_COLUMNS), strict=True)]
             start = snapshot.places[rows, 1]
             columns += [start, start + [len(text) for text in columns[3]]]

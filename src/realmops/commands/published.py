@@ -13,6 +13,8 @@ from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.stages import METRICS, PUBLISHED, STAGES, Report
 
+KIND = "published"  # of the manifest of imported passages
+
 
 def import_published(
     root: Path,
@@ -40,6 +42,13 @@ def import_published(
         first = (*before, *after)[0]
         if one.vocabulary_hash != first.vocabulary_hash:
             raise ValueError(f"{one.folder} has another vocabulary than {first.folder}; they do not belong together")
+    if blocks is not None:
+        folder = root / PUBLISHED
+        with artifacts.atomic_folder(folder) as out:
+            bar = report.progress("passages", 0)
+            count, corpus_hash = convert_blocks(blocks, titles, out / "passages.jsonl.gz", bar)
+            artifacts.write_manifest(out, KIND, passages=count, corpus_hash=corpus_hash)
+        report.say(f"{folder}: {count} passages")
     retriever: Retriever | None = None
     if before:
         retriever, reader = pretrained_models(before)
@@ -51,12 +60,14 @@ def import_published(
                 "only the passages of the checkpoint's own index can be searched"
             )
         _commit(root, "finetune", *finetuned_models(after, retriever), after, report)
-    if blocks is not None:
-        folder = root / PUBLISHED
-        with artifacts.atomic_folder(folder) as out:
-            count = convert_blocks(blocks, titles, out / "passages.jsonl.gz", report.progress("passages", 0))
-            artifacts.write_manifest(out, "published", passages=count)
-        report.say(f"{folder}: {count} passages")
+
+
+def _corpus_hash(root: Path, passages: int) -> str:
+    """Return the corpus hash of the imported passages, "" where none or as many others were imported."""
+    if not (root / PUBLISHED / artifacts.MANIFEST).is_file():
+        return ""
+    manifest = artifacts.read_manifest(root / PUBLISHED, KIND, verify=False)
+    return str(manifest["corpus_hash"]) if manifest["passages"] == passages else ""
 
 
 def _commit(
@@ -80,7 +91,7 @@ def _commit(
     with artifacts.atomic_folder(final) as out:
         save_models(out, retriever, reader, folders[0].vocabulary_hash)
         if embedding_PE is not None:
-            save_index(out / INDEX, embedding_PE)
+            save_index(out / INDEX, embedding_PE, _corpus_hash(root, len(embedding_PE)))
         artifacts.write_json(out / METRICS, {"seconds": round(time.monotonic() - started, 1)})
         artifacts.write_manifest(out, name, fingerprint="imported", imported=[f.folder.name for f in folders])
     embedded = "without embeddings of passages" if embedding_PE is None else f"{len(embedding_PE)} embedded passages"

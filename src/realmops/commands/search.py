@@ -80,7 +80,7 @@ def _embedded(
         embedding = embed_corpus(retriever, snapshot, dtype, bar)
         artifacts.make_folder(kept.parent)
         with artifacts.atomic_folder(kept) as made:
-            save_passages(made, exact(embedding, retriever.vectors))
+            save_passages(made, exact(embedding, retriever.vectors), snapshot.corpus_hash)
         for other in kept.parent.glob("[!.]*"):  # of another retriever or corpus; with a dot others are at work
             if other != kept:
                 shutil.rmtree(other, ignore_errors=True)

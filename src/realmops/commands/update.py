@@ -269,7 +269,8 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     if (before / INDEX).is_file():  # else the retriever goes by words
         retriever = load_models(folder, new.vocabulary_hash)[0].to(device)
         bar = task.report.progress("embeddings", len(unknown))
-        save_index(folder / INDEX, embed_changed(retriever, new, dtype, row, load_index(before, old), bar))
+        embedding_PE = embed_changed(retriever, new, dtype, row, load_index(before, old), bar)
+        save_index(folder / INDEX, embedding_PE, new.corpus_hash)
     seconds = time.monotonic() - started
     return {
         "passages": len(new),

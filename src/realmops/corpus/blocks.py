@@ -1,13 +1,17 @@
 """The passages of a published REALM checkpoint: TensorFlow records (ORQA's blocks.tfr, titles.tfr) to JSON lines."""
 
 import gzip
+import hashlib
 import itertools
 import json
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from realmops.corpus.compressed import open_plain
+from realmops.corpus.passages import passage_digest
+from realmops.corpus.snapshot_writer import SeenIds
 
 _LARGEST = 16 << 20  # bytes of one record
 
@@ -37,27 +41,38 @@ def read_records(path: Path) -> Iterator[bytes]:
             yield record
 
 
-def convert_blocks(blocks: Path, titles: Path | None, out: Path, progress: Callable[[int], None] | None = None) -> int:
-    """Write blocks and, where given, their titles as JSON lines (gzip), one passage a line; returns their number.
+def convert_blocks(
+    blocks: Path, titles: Path | None, out: Path, progress: Callable[[int], None] | None = None
+) -> tuple[int, str]:
+    """Write blocks and, where given, their titles as JSON lines (gzip), one passage a line.
 
-    Raises ValueError naming file and record for text that is no UTF-8, and when there are more of one than of
-    the other.
+    Returns:
+        Their number, and the corpus hash of a snapshot in which each of them is one passage.
+
+    Raises:
+        ValueError: Text that is no UTF-8, or more of one file than of the other; names file and record.
     """
     names: Iterator[bytes] = itertools.repeat(b"") if titles is None else read_records(titles)
     count = 0
-    with open(out, "wb") as raw, gzip.GzipFile("", "wb", 1, raw, mtime=0) as file:
+    corpus = hashlib.sha256()
+    with (
+        open(out, "wb") as raw,
+        gzip.GzipFile("", "wb", 1, raw, mtime=0) as file,
+        closing(SeenIds(out.with_name(f"{out.name}.ids"))) as seen,
+    ):
         for block in read_records(blocks):
             count += 1
             title = next(names, None)
             if title is None:
                 raise ValueError(f"{titles} ends at record {count}, {blocks} goes on; the two belong to one data set")
             passage = {"title": _text(title, titles, count), "text": _text(block, blocks, count)}
+            corpus.update(f"{seen.passage_id(passage_digest(**passage))}\n".encode())
             file.write(json.dumps(passage, ensure_ascii=False).encode() + b"\n")
             if progress is not None and count % 10_000 == 0:
                 progress(10_000)
     if titles is not None and next(names, None) is not None:
         raise ValueError(f"{blocks} ends at record {count}, {titles} goes on; the two belong to one data set")
-    return count
+    return count, corpus.hexdigest()
 
 
 def _text(record: bytes, path: Path | None, number: int) -> str:

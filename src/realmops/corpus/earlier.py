@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from realmops.corpus.documents import Document
 from realmops.corpus.flat import load_flat
 from realmops.corpus.passages import Passage, PassageBatch, passage_digest, text_digest
-from realmops.corpus.snapshot import DOCUMENTS, TEXTS, Snapshot
+from realmops.corpus.snapshot import DOCUMENTS, Snapshot, map_texts
 
 # Shape legend: D documents of the earlier snapshot, P its passages.
 
@@ -31,8 +30,7 @@ class Earlier:
         self._order_D = np.lexsort((digest_D2[:, 1], digest_D2[:, 0]))
         self._digest_D2 = digest_D2[self._order_D]
         self._first_D = np.searchsorted(self._snapshot.places[:, 0], np.arange(len(digest_D2) + 1))
-        texts = pq.ParquetFile(folder / TEXTS).iter_batches(columns=["text"])
-        self._length_P = np.concatenate([pc.utf8_length(some.column(0)).to_numpy() for some in texts])
+        self._length_P = pc.utf8_length(map_texts(folder).column("text")).to_numpy()
 
     def cut(self, documents: Sequence[Document], cut: Cut) -> PassageBatch:
         """What ``cut`` makes of the documents; it is asked for those alone that are not known."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -46,12 +46,10 @@ GIVEN_SPANS = "given_spans"
 PLACES = "places.npy"
 REJECTS = "rejects.jsonl"
 SOURCES = "sources.jsonl"
-TEXTS = "passages.parquet"
+TEXTS = "passages.arrow"
 TEXT_COLUMNS = ("passage_id", "document_id", "title", "text", "extra")
-ROWS_PER_GROUP = 1024
-_GROUPS_IN_MEMORY = 64
-_WRITTEN_IN_MEMORY = 4096  # passages
-_VALUES_IN_MEMORY = 4096  # of texts, titles and ids
+ROWS_PER_BATCH = 1024
+_FORMS_IN_MEMORY = 4096  # passages
 Ints = NDArray[np.int32]
 
 
@@ -72,11 +70,22 @@ def fields_of(extra: str) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != PAGES}
 
 
+def map_texts(folder: Path) -> pa.Table:
+    """Map ``passages.arrow`` of a snapshot folder; the table reads from the file without a copy.
+
+    Any number of threads may read it: Arrow's arrays are immutable, whereas a ``ParquetFile`` that two threads read
+    from ends the process (SIGSEGV).
+    """
+    with pa.memory_map(str(folder / TEXTS)) as file, pa.ipc.open_file(file) as reader:
+        return reader.read_all()
+
+
 class Snapshot:
-    """A snapshot folder, memory-mapped; passages go by their number 0 .. P-1.
+    """A snapshot folder, memory-mapped; passages go by their number 0 .. P-1. Threads may share one.
 
     Files:
-        passages.parquet: passage_id, document_id, title, text, extra (the document's other columns as JSON, or empty).
+        passages.arrow: passage_id, document_id, title, text, extra (the document's other columns as JSON, or empty),
+            as an Arrow IPC file.
         tokens.npy: uint16 (int32 for a vocabulary over 65,536) [T], wordpieces of all bodies;
             token_offsets.npy int64 [P + 1]; token_chars.npy int32 [T, 2], characters in the passage's text.
         title_tokens.npy, title_offsets.npy: the same for the titles.
@@ -111,10 +120,9 @@ class Snapshot:
         self.places: NDArray[np.int64] = load_flat(folder / PLACES)
         has_own = CONTINUES in manifest["files"]
         self._continues: NDArray[np.bool_] | None = load_flat(folder / CONTINUES) if has_own else None
-        self._parquet = pq.ParquetFile(folder / TEXTS, memory_map=True)
-        self._group = lru_cache(_GROUPS_IN_MEMORY)(self._parquet.read_row_group)
-        self._forms = lru_cache(_WRITTEN_IN_MEMORY)(self.forms)
-        self._value = lru_cache(_VALUES_IN_MEMORY)(self._read_value)
+        self._texts = map_texts(folder)
+        self._columns = {name: self._texts.column(name) for name in TEXT_COLUMNS}
+        self._forms = lru_cache(_FORMS_IN_MEMORY)(self.forms)
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> Self:
@@ -195,31 +203,31 @@ class Snapshot:
         return [row["source"] for row in rows], list(accumulate(row["documents"] for row in rows))
 
     def texts(self, indexes: Iterable[int]) -> dict[int, str]:
-        """The texts of many passages in any order: each part of the file that holds some is read once."""
-        return {index: self.text(index) for index in sorted(set(indexes))}
+        """Return the texts of many passages by their numbers."""
+        return {index: self.text(index) for index in indexes}
 
     def column(self, name: str) -> list[str]:
         """One of passage_id, document_id, title, text, extra for all passages, in memory."""
-        values: list[str] = self._parquet.read(columns=[name]).column(name).to_pylist()
+        values: list[str] = self._columns[name].to_pylist()
         return values
 
     def coded(self, name: str) -> tuple[list[str], NDArray[np.int32]]:
         """The different values of such a column, and which of them each passage has, [P]."""
-        column = self._parquet.read(columns=[name]).column(name).dictionary_encode().unify_dictionaries()
+        column = self._columns[name].dictionary_encode().unify_dictionaries()
         codes = np.concatenate([np.empty(0, np.int32), *(chunk.indices.to_numpy() for chunk in column.chunks)])
         return column.chunk(0).dictionary.to_pylist() if column.num_chunks else [], codes
 
     def rows(self, indexes: NDArray[np.int64], *names: str) -> Iterator[tuple[str, ...]]:
-        """These columns of passages in ascending order; one part of the file is in memory at a time."""
-        groups, first = np.unique(indexes // ROWS_PER_GROUP, return_index=True)
+        """Yield these columns of passages in ascending order; the values of one batch are in memory at a time."""
+        groups, first = np.unique(indexes // ROWS_PER_BATCH, return_index=True)
+        texts = self._texts.select(names)
         for group, start, end in zip(groups.tolist(), first, [*first[1:], len(indexes)], strict=False):
-            inside = indexes[start:end] % ROWS_PER_GROUP
-            found = self._parquet.read_row_group(group, columns=list(names)).take(inside)
-            yield from zip(*(found.column(name).to_pylist() for name in names), strict=True)
+            batch = texts.slice(group * ROWS_PER_BATCH, ROWS_PER_BATCH).take(indexes[start:end] % ROWS_PER_BATCH)
+            yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
 
     def places_in(self, earlier: Self) -> NDArray[np.int64]:
         """For each passage its number in another snapshot, [P]; -1 where that has none of its id."""
-        ids, known = (one._parquet.read(columns=["passage_id"]).column(0) for one in (self, earlier))
+        ids, known = (snapshot._columns["passage_id"] for snapshot in (self, earlier))
         places: NDArray[np.int64] = pc.fill_null(pc.index_in(ids, value_set=known), -1).to_numpy().astype(np.int64)
         return places
 
@@ -316,6 +324,6 @@ class Snapshot:
         folder = self.folder / GIVEN_SPANS
         return Spans.open(folder, corpus_hash=self.corpus_hash) if folder.is_dir() else None
 
-    def _read_value(self, column: str, index: int) -> str:
-        group, row = divmod(range(len(self))[index], ROWS_PER_GROUP)
-        return self._group(group).column(column)[row].as_py()  # type: ignore[no-any-return]
+    def _value(self, column: str, index: int) -> str:
+        value: str = self._columns[column][index].as_py()
+        return value

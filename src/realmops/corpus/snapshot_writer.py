@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from realmops.artifacts import (
     canonical_json,
@@ -51,7 +50,7 @@ from realmops.corpus.snapshot import (
     LANGUAGES,
     PLACES,
     REJECTS,
-    ROWS_PER_GROUP,
+    ROWS_PER_BATCH,
     SOURCES,
     TEXT_COLUMNS,
     TEXTS,
@@ -71,7 +70,7 @@ from realmops.corpus.vocabulary import (
 )
 from realmops.encoders.folders import TOKENIZER, VOCABULARY
 
-_TEXTS = "passages.arrows"  # the rows of passages.parquet while they grow
+_TEXTS = "passages.arrows"  # the rows of passages.arrow while they grow: an Arrow IPC stream
 _IDS = "ids.sqlite"
 _CHECKPOINT = "checkpoint.json"
 _CHECKPOINT_SECONDS = 30.0
@@ -282,7 +281,7 @@ class _Writer:
             (work / GIVEN_SPANS).mkdir(exist_ok=True)
             self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
             opened.callback(self._spans.abandon)
-            self._seen = _SeenIds(work / _IDS)
+            self._seen = SeenIds(work / _IDS)
             opened.callback(self._seen.close)
             self._spans_given: bool = state.get("spans_given", False)
             self.source: int = state.get("source", 0)
@@ -488,19 +487,20 @@ class _Writer:
             yield from reader
 
     def _write_texts(self, folder: Path) -> str:
-        """Write passages.parquet; returns the corpus hash."""
+        """Write passages.arrow in batches of ``ROWS_PER_BATCH`` rows; returns the corpus hash."""
         digest = hashlib.sha256()
-        schema = pa.schema([_SCHEMA.field(name) for name in TEXT_COLUMNS])
+        # 64-bit offsets: the texts of whole documents may have more than 2 GiB in a batch
+        schema = pa.schema([(name, pa.large_string()) for name in TEXT_COLUMNS])
         rest = schema.empty_table()
-        with pq.ParquetWriter(folder / TEXTS, schema, compression="zstd") as out:
+        with pa.OSFile(str(folder / TEXTS), "wb") as file, pa.ipc.new_file(file, schema) as out:
             for rows in self._written():
                 digest.update("".join(f"{name}\n" for name in rows.column("passage_id").to_pylist()).encode())
-                rest = pa.concat_tables([rest, pa.Table.from_batches([rows.select(TEXT_COLUMNS)])])
-                while rest.num_rows >= ROWS_PER_GROUP:
-                    out.write_table(rest.slice(0, ROWS_PER_GROUP).combine_chunks(), ROWS_PER_GROUP)
-                    rest = rest.slice(ROWS_PER_GROUP)
+                rest = pa.concat_tables([rest, pa.Table.from_batches([rows.select(TEXT_COLUMNS)]).cast(schema)])
+                while rest.num_rows >= ROWS_PER_BATCH:
+                    out.write_table(rest.slice(0, ROWS_PER_BATCH).combine_chunks())
+                    rest = rest.slice(ROWS_PER_BATCH)
             if rest.num_rows:
-                out.write_table(rest.combine_chunks(), ROWS_PER_GROUP)
+                out.write_table(rest.combine_chunks())
         return digest.hexdigest()
 
 
@@ -526,7 +526,7 @@ def _restored(work: Path) -> dict[str, Any]:
     return {}
 
 
-class _SeenIds:
+class SeenIds:
     """Document ids and passage digests that came before, in a scratch database: exact, and flat in memory."""
 
     def __init__(self, path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from realmops.model.retriever import Retriever
 
 INDEX = "index.safetensors"
 RECIPE = "index.json"
+CORPUS_HASH = "corpus_hash"  # key of the metadata of ``INDEX``
 EMBEDDINGS = "embeddings.safetensors"  # of a part of the corpus, or of all of it
 _ROWS = 1 << 16
 
@@ -80,18 +82,28 @@ def joined(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tens
     return embedding_PE
 
 
-def index_header(passages: int, width: int) -> bytes:
-    """What comes before embeddings P x E (fp32) in a safetensors file."""
+def index_header(passages: int, width: int, corpus_hash: str = "") -> bytes:
+    """Return what precedes embeddings P x E (fp32) in a safetensors file.
+
+    Args:
+        corpus_hash: of the snapshot whose passages these are, in their order; empty where it is kept elsewhere (the
+            exchange has it in run.json) or not known.
+    """
     entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
-    header = json.dumps({"embeddings": entry}, separators=(",", ":")).encode()
+    metadata = {"__metadata__": {CORPUS_HASH: corpus_hash}} if corpus_hash else {}
+    header = json.dumps({**metadata, "embeddings": entry}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header
 
 
-def save_index(path: Path, embedding_PE: Tensor) -> None:
-    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own."""
+def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str) -> None:
+    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own.
+
+    Args:
+        corpus_hash: of the snapshot whose passages these are; empty for a published index of unknown passages.
+    """
     with open(path, "xb") as file:
-        file.write(index_header(*embedding_PE.shape))
+        file.write(index_header(*embedding_PE.shape, corpus_hash))
         for rows_RE in torch.split(embedding_PE, _ROWS):
             file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
             release(embedding_PE)
@@ -104,27 +116,49 @@ def embeddings_in(content: Content) -> Tensor:
     it lies: what its digest was compared with is what is used, and where a mapped file stays when it is deleted on a
     local disk, on NFS it is gone, and the process with it (SIGBUS).
     """
+    header, start = _header(content)
+    return read_only(content, start).view(header["embeddings"]["shape"])
+
+
+def _header(content: Content) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where its data begin."""
     start = 8 + int.from_bytes(content[:8], "little")
-    shape = json.loads(content[8:start])["embeddings"]["shape"]
-    return read_only(content, start).view(shape)
+    header: dict[str, Any] = json.loads(content[8:start])
+    return header, start
 
 
 def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
-    """The embeddings P x E of a folder, memory-mapped; ValueError when they are of other passages."""
+    """Map the embeddings P x E of a folder.
+
+    Raises:
+        ValueError: They are of other passages, or of the same ones in another order. The index of a published
+            checkpoint whose passages were not imported with it names no corpus; its number of passages is compared.
+    """
     with open(folder / INDEX, "rb") as file:
-        embedding_PE = embeddings_in(mapped(file))
+        content = mapped(file)
+    embedding_PE, corpus_hash = embeddings_in(content), _header(content)[0].get("__metadata__", {}).get(CORPUS_HASH)
+    if corpus_hash is not None and corpus_hash != snapshot.corpus_hash:
+        raise ValueError(
+            f"{folder / INDEX} has the embeddings of corpus {corpus_hash[:12]}, {snapshot.folder} is corpus "
+            f"{snapshot.corpus_hash[:12]}; run 'realmops run finetune' again, or for an imported index 'realmops run "
+            "snapshot' on the passages that were imported with it, with snapshot.whole_documents=true"
+        )
     if len(embedding_PE) != len(snapshot):
         raise ValueError(
-            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} {len(snapshot)} passages; an "
-            "imported index wants the passages that it was made from, in their order: run the stage snapshot on them "
-            "with snapshot.whole_documents=true"
+            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} has {len(snapshot)} passages; an "
+            "imported index needs the passages that it was made from, in their order: run 'realmops run snapshot' on "
+            "them with snapshot.whole_documents=true"
         )
     return embedding_PE
 
 
-def save_passages(folder: Path, passages: PassageIndex) -> None:
-    """Write the embeddings and, where the search is approximate, how it was built and what recall it has."""
-    save_index(folder / INDEX, passages.vectors(slice(None)))
+def save_passages(folder: Path, passages: PassageIndex, corpus_hash: str) -> None:
+    """Write the embeddings and, where the search is approximate, how it was built and what recall it has.
+
+    Args:
+        corpus_hash: of the snapshot whose passages these are.
+    """
+    save_index(folder / INDEX, passages.vectors(slice(None)), corpus_hash)
     if (found := approximate(passages)) is not None:
         artifacts.write_json(folder / RECIPE, asdict(found.recipe))
 

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from realmops.artifacts import atomic_folder, digest_of, make_folder, read_manifest, write_manifest
 from realmops.corpus.flat import FlatArray, load_flat
 from realmops.corpus.languages import ENGLISH
-from realmops.corpus.snapshot import ROWS_PER_GROUP, Snapshot
+from realmops.corpus.snapshot import ROWS_PER_BATCH, Snapshot
 from realmops.index.lexical import KIND, Bm25, codes, split_words, stems, stop_words
 
 _PART = "part of lexical"
-_PASSAGES = 32 * ROWS_PER_GROUP  # of a part
+_PASSAGES = 32 * ROWS_PER_BATCH  # of a part
 _POSTINGS = 1 << 20  # that are sorted at a time, and those of one word more
 _WORDS_OF_PARTS = 16  # whose vocabularies are put together at a time
 _PASSAGE_BITS = 31
