@@ -280,7 +280,9 @@ def test_an_index_of_other_passages_is_refused(project: Path, tmp_path: Path) ->
     root = tmp_path / "root"
     shutil.copytree(project / "root" / "models", root / "models")
     stage("snapshot", values(snapshot={"documents": "documents.jsonl"}), project, root)
-    with pytest.raises(ValueError, match=r"index\.safetensors has the embeddings of corpus .* passages that were import"):
+    with pytest.raises(
+        ValueError, match=r"index\.safetensors has the embeddings of corpus .* passages that were import"
+    ):
         stage("evaluate", values(), project, root)
 
 

@@ -8,7 +8,7 @@ from realmops import artifacts
 from realmops.answering.feedback import feedback_file, questions_of, read_feedback
 from realmops.config import Finetune
 from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
-from realmops.corpus.cloze import cloze_questions, split
+from realmops.corpus.cloze import KIND, cloze_questions, split
 from realmops.corpus.languages import ENGLISH
 from realmops.corpus.questions import Question, in_orqa_dev, json_line, read_questions
 from realmops.corpus.snapshot import Snapshot
@@ -19,7 +19,6 @@ from realmops.index.lexical import Bm25, rank
 from realmops.stages import CLOZE, STAGES
 from realmops.train.ict import SentencesWithSpans
 
-KIND = "questions"
 CLOZE_LIMIT = 20_000
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts
-from realmops.artifacts import WORK
+from realmops.artifacts import SEAL, WORK
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
@@ -30,7 +30,18 @@ from realmops.index.embeddings import INDEX, embed_changed, load_index, save_ind
 from realmops.index.lexical_writer import write_bm25
 from realmops.journal import Journal
 from realmops.model.files import READER, RETRIEVER, load_models
-from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
+from realmops.stages import (
+    CORPUS,
+    JOURNAL,
+    METRICS,
+    STAGES,
+    Job,
+    Report,
+    content_of,
+    evaluate,
+    external_files,
+    parse_sections,
+)
 from realmops.stages.runner import alone
 from realmops.stages.snapshot import counts, tell_rejects
 
@@ -82,6 +93,8 @@ def update(
     with alone(root / WORK, KIND):
         before, answered = _checked_states(values, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
+        if (before.finetune / INDEX).is_file():
+            load_index(before.finetune, old)  # ValueError now where it is of another corpus
         documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
         key = artifacts.digest_of(
             [old.vocabulary_hash, old.manifest["settings"], str(documents), content_of(documents)]
@@ -122,7 +135,9 @@ def _publish(task: _Task, new: Snapshot) -> Path:
     with artifacts.atomic_folder(final) as out:
         shutil.copytree(task.work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
         artifacts.write_json(out / METRICS, _embed(task, new, out))
-        artifacts.write_manifest(out, KIND, number=number, model=_model(task.before), corpus_hash=new.corpus_hash)
+        artifacts.write_manifest(
+            out, KIND, number=number, model=_model(of_pipeline(task.root)), corpus_hash=new.corpus_hash
+        )
     return final
 
 
@@ -168,9 +183,10 @@ def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
     return of_pipeline(root), newest
 
 
-def _model(where: CorpusState) -> str:
-    """The digest of the weights."""
-    return artifacts.digest_of([artifacts.sha256_file(where.finetune / name) for name in (RETRIEVER, READER)])
+def _model(pipeline: CorpusState) -> str:
+    """Return the digest of the pipeline's weights and corpus, which its updates begin from."""
+    weights = [artifacts.sha256_file(pipeline.finetune / name) for name in (RETRIEVER, READER)]
+    return artifacts.digest_of([*weights, artifacts.read_json(pipeline.snapshot / CORPUS / artifacts.MANIFEST)[SEAL]])
 
 
 def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:

@@ -35,6 +35,7 @@ MOVED = 3.0  # places that a word may come nearer to the end
 HELD_OUT = 0.05  # share of the passages whose questions are for dev, and for test
 MOST_HELD_OUT = 500
 PARTS = ("train", "dev", "test")
+KIND = "questions"  # of the manifest of a folder of questions
 CLOZE_ID = "cloze-"  # what their ids begin with
 _MARKS, _SENTENCE_ENDS = ',;:()"', ".!? "
 _NUMBER, _YEAR = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?![\w-])"), re.compile(r"\d{4}")

@@ -103,7 +103,7 @@ def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str) -> None:
         corpus_hash: of the snapshot whose passages these are; empty for a published index of unknown passages.
     """
     with open(path, "xb") as file:
-        file.write(index_header(*embedding_PE.shape, corpus_hash))
+        file.write(index_header(len(embedding_PE), embedding_PE.shape[1], corpus_hash))
         for rows_RE in torch.split(embedding_PE, _ROWS):
             file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
             release(embedding_PE)

@@ -14,6 +14,7 @@ JOURNAL = "metrics.jsonl"
 METRICS = "metrics.json"
 PUBLISHED = "data/published"  # passages that were imported with a checkpoint
 CLOZE = "data/cloze"  # questions that were made from the corpus
+CORPUS = "corpus"  # folder of the snapshot that is searched, below that of its stage
 HUB = "hf:"
 Section = TypeVar("Section")
 _NAMES = {kind: name for name, kind in config.SECTIONS.items()}

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK, Values
+from realmops.corpus.cloze import KIND
 from realmops.encoders.folders import T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import (
+    CORPUS,
     JOURNAL,
     METRICS,
     STAGES,
@@ -181,12 +183,28 @@ def inputs_of(stage: Stage, values: Values, project: Path, root: Path) -> dict[s
         artifacts.read_manifest(folder, need)
         inputs[need] = folder
     inputs |= external_files(stage, values, project, root)
+    _check_made_questions(inputs)
     if "bert" in stage.sections:  # other weights under the same name are another encoder
         inputs |= {f"bert.init/{name}": path for name, path in encoder_files(values["bert"]["init"]).items()}
     if "closed_book" in stage.sections and values["finetune"]["reader"] in CLOSED_BOOK:
         found = encoder_files(values["closed_book"]["init"], T5)
         inputs |= {f"closed_book.init/{name}": path for name, path in found.items()}
     return inputs
+
+
+def _check_made_questions(inputs: Mapping[str, Path]) -> None:
+    """ValueError for questions that ``realmops cloze`` made from another corpus than that of the snapshot."""
+    for key, path in inputs.items():
+        if not key.startswith("questions.") or not (path.parent / artifacts.MANIFEST).is_file():
+            continue
+        manifest = artifacts.read_json(path.parent / artifacts.MANIFEST)
+        made_from = manifest.get("corpus_hash") if isinstance(manifest, dict) and manifest.get("kind") == KIND else None
+        corpus_hash = artifacts.read_json(inputs["snapshot"] / CORPUS / artifacts.MANIFEST)["corpus_hash"]
+        if made_from not in (None, corpus_hash):
+            raise ValueError(
+                f"{key} is {path}, made from corpus {made_from[:12]}; the snapshot is corpus {corpus_hash[:12]}: run "
+                "'realmops cloze' with the same options"
+            )
 
 
 def _finite(metrics: dict[str, Any]) -> dict[str, Any]:

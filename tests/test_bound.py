@@ -1,0 +1,168 @@
+"""Artifacts about passages name their corpus: opened with another snapshot, each is refused (table in docs/operate.md).
+
+The other snapshot holds the same passages in another order: as many, and none at its old number.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from small_project import cli, stage, toy_values
+
+from realmops.artifacts import WORK, read_json
+from realmops.commands.answers import generation_of_run
+from realmops.commands.promote import read_run
+from realmops.commands.update import newest_state, of_pipeline
+from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.spans import Spans
+from realmops.index.embeddings import INDEX, embeddings_in, load_index, save_index
+from realmops.index.lexical import FOLDER, Bm25
+from realmops.serve.generations import RunFolder
+
+VALUES = toy_values()
+Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact
+
+
+def reverse_documents(project: Path) -> None:
+    path = project / "documents.jsonl"
+    path.write_text("".join(f"{line}\n" for line in reversed(path.read_text().splitlines())))
+
+
+@pytest.fixture(scope="module")
+def other(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose snapshot alone was made again, of the same documents in another order."""
+    project = Path(shutil.copytree(answering, tmp_path_factory.mktemp("bound") / "project"))
+    root = project / "root"
+    shutil.copytree(root / "data" / "snapshot", project / "earlier")
+    reverse_documents(project)
+    stage("snapshot", VALUES, project, root)
+    before, after = (Snapshot.open(folder / "corpus") for folder in (project / "earlier", root / "data" / "snapshot"))
+    assert len(before) == len(after)
+    assert sorted(before.column("passage_id")) == sorted(after.column("passage_id"))
+    assert before.corpus_hash != after.corpus_hash
+    return project
+
+
+def snapshot_of(root: Path) -> Snapshot:
+    return Snapshot.open(root / "data" / "snapshot" / "corpus")
+
+
+def bm25_of_before(project: Path, root: Path) -> Bm25:
+    """The words' index of the earlier snapshot, in the place of the new one's."""
+    pair = project / "pair"
+    shutil.copytree(root / "data" / "snapshot" / "corpus", pair / "corpus")
+    shutil.copytree(project / "earlier" / FOLDER, pair / FOLDER)
+    return Bm25.of(Snapshot.open(pair / "corpus"))
+
+
+REFUSALS: dict[str, Refusal] = {
+    "index": ("run 'realmops run finetune' again", lambda p, r: load_index(r / "models/finetune", snapshot_of(r))),
+    "a run that is opened": ("run 'realmops run finetune' again", lambda p, r: generation_of_run(r)),
+    "a server's next model": ("run 'realmops run finetune' again", lambda p, r: RunFolder(r).open()),
+    "evaluate": ("run 'realmops run finetune' again", lambda p, r: stage("evaluate", VALUES, p, r)),
+    "results": ("run 'realmops run evaluate' first", lambda p, r: read_run(p, r)),
+    "words' index": ("was made for corpus|made for corpus", bm25_of_before),
+    "spans": (
+        "run the tag stage again",
+        lambda p, r: Spans.open(r / "data/spans/corpus", corpus_hash=snapshot_of(r).corpus_hash),
+    ),
+    "spans in a stage": ("run the tag stage again", lambda p, r: stage("ict", VALUES, p, r)),
+}
+
+
+@pytest.mark.parametrize("artifact", REFUSALS)
+def test_an_artifact_of_another_corpus_is_refused_with_the_command_that_makes_it_again(
+    other: Path, artifact: str
+) -> None:
+    message, opened = REFUSALS[artifact]
+    with pytest.raises(ValueError, match=message):
+        opened(other, other / "root")
+
+
+def test_commands_over_an_index_of_another_corpus_end_with_one_message(other: Path) -> None:
+    for words in (("search", "Who wrote?"), ("ask", "Who wrote The Cold Sea?"), ("update",)):
+        options = ("--params", other / "params.yaml") if words[0] == "update" else ()
+        result = cli(*words, *options, "--root", other / "root")
+        assert result.exit_code == 2, (words, result.output)
+        assert "run 'realmops run finetune' again" in " ".join(result.stderr.split()), result.stderr
+    assert not (other / "root" / "updates").exists()
+
+
+def test_made_questions_of_another_corpus_are_refused(trained: Path, tmp_path: Path) -> None:
+    project = Path(shutil.copytree(trained, tmp_path / "project"))
+    root, files = project / "root", {split: f"data/cloze/questions.{split}.jsonl" for split in ("train", "dev", "test")}
+    values = toy_values(questions=files, pretrain={"steps": 0, "builder": "external"})
+    assert cli("cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
+    reverse_documents(project)
+    for name in ("snapshot", "tag", "ict"):
+        stage(name, values, project, root)
+    with pytest.raises(ValueError, match=r"questions\.dev is .*, made from corpus .*: run 'realmops cloze'"):
+        stage("pretrain", values, project, root)
+    assert cli("cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
+    stage("pretrain", values, project, root)
+
+
+def test_an_update_of_another_corpus_under_the_same_weights_does_not_serve(copy: Path) -> None:
+    """As of a reader that is not trained: its weights stay what they are whatever the corpus is."""
+    root, options = copy / "root", ("--params", copy / "params.yaml", "--root", copy / "root")
+    with open(copy / "documents.jsonl", "a") as file:
+        file.write('{"title": "Moss", "text": "Moss is a town by the sea."}\n')
+    assert cli("update", *options).exit_code == 0
+    newest = newest_state(root)
+    assert newest.number == 1
+    assert len(load_index(newest.finetune, Snapshot.open(newest.snapshot / "corpus"))) == len(snapshot_of(root)) + 1
+    with pytest.raises(ValueError, match="has the embeddings of corpus"):
+        load_index(newest.finetune, snapshot_of(root))
+    reverse_documents(copy)
+    stage("snapshot", VALUES, copy, root)
+    assert newest_state(root) == of_pipeline(root)
+
+
+def test_a_search_before_fine_tuning_embeds_another_corpus_again(trained: Path, tmp_path: Path) -> None:
+    project = Path(shutil.copytree(trained, tmp_path / "project"))
+    root, expected = project / "root", ("Fjell", "Oslo")
+
+    def best(question: str) -> str:
+        result = cli("search", question, "--by", "embeddings", "--json", "--root", root, "-k", "1")
+        assert result.exit_code == 0, result.output
+        return str(json.loads(result.stdout)["passages"][0]["passage_id"])
+
+    before = [best(question) for question in expected]
+    [kept] = (root / WORK / "search").iterdir()
+    reverse_documents(project)
+    stage("snapshot", VALUES, project, root)
+    assert [best(question) for question in expected] == before
+    assert [*(root / WORK / "search").iterdir()] != [kept]
+
+
+def test_an_index_names_its_corpus_in_its_file(answering: Path, tmp_path: Path) -> None:
+    """In its metadata, which safetensors' own reader shows; without one it is compared by its number of rows."""
+    from safetensors import safe_open
+
+    root = answering / "root"
+    snapshot = snapshot_of(root)
+    with safe_open(root / "models/finetune" / INDEX, framework="pt") as file:
+        assert file.metadata() == {"corpus_hash": snapshot.corpus_hash}
+    save_index(tmp_path / INDEX, torch.zeros(len(snapshot), 2), "")
+    assert load_index(tmp_path, snapshot).shape == (len(snapshot), 2)
+    (tmp_path / INDEX).unlink()
+    save_index(tmp_path / INDEX, torch.zeros(len(snapshot) + 1, 2), "")
+    with pytest.raises(ValueError, match="an imported index needs the passages"):
+        load_index(tmp_path, snapshot)
+    content = (tmp_path / INDEX).read_bytes()
+    assert embeddings_in(content).shape == (len(snapshot) + 1, 2)
+
+
+def test_an_export_names_its_corpus(answering: Path, tmp_path: Path) -> None:
+    root = answering / "root"
+    assert cli("export", "--format", "parquet", "--root", root, tmp_path / "out").exit_code == 0
+    hash_of = snapshot_of(root).corpus_hash
+    assert read_json(tmp_path / "out" / "manifest.json")["snapshot"] == hash_of
+    metadata = pq.read_schema(tmp_path / "out" / "passages.parquet").metadata[b"realmops"]
+    assert hash_of.encode() in metadata
