@@ -268,6 +268,40 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
     assert replace(generation, model=replace(generation.model, options=options)).together == together
 
 
+def test_questions_that_wait_together_are_answered_each_by_the_generation_that_accepted_it(
+    answering: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+    from threading import Event
+
+    from realmops.commands.answers import Asked, Generation, generation_of_run
+    from realmops.serve.batching import Answerer
+
+    first = generation_of_run(answering / "root")
+    second = replace(first, version="second")
+    batches: list[tuple[str, int]] = []
+    started, released, find = Event(), Event(), Generation.find
+
+    def slow(self: Generation, asked: list[Asked]) -> Any:
+        batches.append((self.version, len(asked)))
+        started.set()
+        assert released.wait(300)
+        return find(self, asked)
+
+    monkeypatch.setattr(Generation, "find", slow)
+    answerer = Answerer(first)
+    tickets = answerer.ask([Asked(QUESTION)])
+    assert started.wait(300)
+    tickets += answerer.ask([Asked(QUESTION)])
+    answerer.swap(second)
+    tickets += answerer.ask([Asked(QUESTION)])
+    released.set()
+    answerer.close()
+    versions = [first.version, first.version, "second"]
+    assert [ticket.record.result(0)["model"]["version"] for ticket in tickets] == versions
+    assert batches == [(version, 1) for version in versions]
+
+
 def test_one_question_that_fails_costs_no_other_its_answer(
     answering: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
