@@ -1,5 +1,6 @@
 """The champion of a real local registry: which run becomes it, which does not and why, and how it answers."""
 
+import asyncio
 import os
 import shutil
 import sys
@@ -468,6 +469,82 @@ def test_the_champion_is_served_with_its_version(
     assert origin.mark() == (1, read_run(project, project / "root").digest)
     list(export(tmp_path / "out", "sentence-transformers", lambda: generation, None))
     assert artifacts.read_manifest(tmp_path / "out", "export")["version"] == f"models:/{name}/1"
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose retriever counts words as well as embeddings, up to pretrain."""
+    return small_project.trained_project(tmp_path_factory.mktemp("hybrid"), retriever={"hybrid": True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "retriever", "copy"),
+    [
+        ("plain", "pretrain", False),
+        ("plain", "pretrain", True),
+        ("hybrid", "pretrain", False),
+        ("hybrid", "pretrain", True),
+        ("plain", "tfidf", False),
+        ("plain", "path", True),
+    ],
+)
+def test_every_route_of_a_promoted_model_answers(
+    project: Path,
+    kind: str,
+    retriever: str,
+    copy: bool,
+    server: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the promoted files alone: of the run itself nothing is left."""
+    import mlflow
+    from mcp import Client
+    from serving import QUESTION, client_of, every_call, tuned
+
+    from realmops import Answerer, Searcher
+    from realmops.serve.generations import Champion
+    from realmops.serve.guard import Limits
+    from realmops.serve.mcp import server_of
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    trained = request.getfixturevalue("trained" if kind == "plain" else kind)
+    mine = tuned(Path(shutil.copytree(trained, tmp_path / "mine")), finetune={"retriever": retriever})
+    name = f"routes-{kind}-{retriever}-{copy}"
+    done = promote(mine, name, "--set", "tracking.enabled=true", *(["--copy"] if copy else []))
+    assert done.exit_code == 0, done.output
+    for folder in ("data", "models", "results", *(["promoted"] if copy else [])):
+        shutil.rmtree(mine / "root" / folder, ignore_errors=copy)
+    model, has_embeddings = f"models:/{name}@champion", retriever == "pretrain"
+    origin = Champion(model, mine / "root")
+    with client_of(mine / "root", Limits(), origin) as client:
+        for call, reply in every_call(client):
+            refused = not has_embeddings and ('"by": "embeddings"' in call or "/v1/embeddings" in call)
+            assert reply.status_code == (422 if refused else 200), (call, reply.text)
+            assert not refused or "there are no embeddings" in reply.json()["error"]["message"]
+
+    async def tools() -> list[Any]:
+        generation = origin.open()
+        async with Client(server_of(generation.searching, generation)) as assistant:
+            calls = ("search", {"query": QUESTION, "k": 2}), ("answer", {"question": QUESTION})
+            return [await assistant.call_tool(*call) for call in calls]
+
+    assert [one.is_error for one in asyncio.run(tools())] == [False, False]
+    searcher, answerer = (kind.open(mine / "root", model=model) for kind in (Searcher, Answerer))  # type: ignore[attr-defined]
+    for by in ("run", "words", *(["embeddings"] if has_embeddings else [])):
+        assert searcher.search("Who wrote The Cold Sea?", 2, by=by) == answerer.searcher().search(
+            "Who wrote The Cold Sea?", 2, by=by
+        )
+    assert searcher.search("Who wrote The Cold Sea?", 1, by="words")[0].title == "Anna Berg"
+    [record] = mlflow.pyfunc.load_model(model).predict([QUESTION])
+    assert record["answer"] == answerer.answer(QUESTION).text
+
+
+def test_a_closed_book_model_is_not_promoted(closed_book: Path) -> None:
+    refused = promote(closed_book, "closed", "--set", "tracking.enabled=true")
+    assert refused.exit_code == 2
+    assert "finetune.reader is t5, which has no evidence; promote a model that reads" in refused.stderr
 
 
 def test_another_champion_takes_over_and_a_bad_one_does_not(

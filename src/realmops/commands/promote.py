@@ -13,7 +13,6 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK
-from realmops.baselines.rankers import BY_WORDS
 from realmops.commands.answers import Generation, open_reading
 from realmops.commands.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
@@ -24,7 +23,6 @@ from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.openqa import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.index import lexical
-from realmops.model.files import is_hybrid
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import alone, inputs_of
 from realmops.tracking.registry import ModelVersion, Registry
@@ -192,8 +190,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         raise ValueError(f"{results}: finetune.reader is {reader}, which has no evidence; promote a model that reads")
     questions = read_questions([inputs["questions.test"]], format=sections["questions"]["format"])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
-    by_words = sections["finetune"]["retriever"] in BY_WORDS or is_hybrid(inputs[FINETUNE])
-    read = (CORPUS, lexical.FOLDER) if by_words else (CORPUS,)
+    read = (CORPUS, lexical.FOLDER)  # every model is searched by words, too
     entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in read}
     entries |= {
         f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry)
