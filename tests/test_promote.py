@@ -172,7 +172,12 @@ def test_other_questions_are_refused_by_their_digest(project: Path, another: Pat
 def test_an_evaluation_is_questions_and_what_does_not_count_in_any_form(another: Path) -> None:
     before = read_run(another, another / "root").evaluation
     records = [dict(reversed(record.items())) for record in reversed(TEST)]
-    for more, same in (({}, True), ({"not_in": ["0" * 32]}, False)):
+    for more, same in (
+        ({}, True),
+        ({"not_in": ["0" * 32]}, False),
+        ({"language": "en"}, True),  # as questions without one are taken here
+        ({"language": "de"}, False),
+    ):
         write_json_lines(another / "questions.test.jsonl", [record | more for record in records])
         assert run(another, "run", "evaluate", *UNTRACKED).exit_code == 0
         assert (read_run(another, another / "root").evaluation == before) is same

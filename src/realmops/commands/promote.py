@@ -16,7 +16,8 @@ from realmops.artifacts import WORK
 from realmops.commands.answers import Generation, open_reading
 from realmops.commands.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
-from realmops.corpus.questions import read_questions
+from realmops.corpus.languages import ENGLISH
+from realmops.corpus.questions import EXPRESSIONS, in_languages, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.compare import compare, sentence
 from realmops.evaluate.confidence import Confidence
@@ -81,8 +82,9 @@ SIGNATURE = {
 class FinishedRun:
     """A finished run: what it answers with, and what its answers are worth.
 
-    ``evaluation`` is the digest of what makes two results comparable: the test questions with their answers, and the
-    rules by which an answer is right. The corpus does not count: a better one is a fair way to win, so it is shown.
+    ``evaluation`` is the digest of what makes two results comparable: the test questions with their answers and
+    languages, and the rules by which an answer is right. The corpus does not count: a better one is a fair way to win,
+    so it is shown.
     """
 
     results: Path
@@ -200,8 +202,15 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     entries[PREDICTIONS] = (results / PREDICTIONS, manifest["files"][PREDICTIONS])
     rule = em_rules(questions)[0]
     used = {name: sections[name] for name in ("run", "finetune")}
-    # What does not count as evidence of a question is part of what is measured; most have none.
-    asked = sorted([q.id, q.question, sorted(q.answers), *([sorted(q.not_in)] if q.not_in else [])] for q in questions)
+    asked = sorted(
+        [
+            *(q.id, q.question, sorted(q.answers)),
+            # What is not evidence of a question, and its language, are part of what is measured; most have neither.
+            *([sorted(q.not_in)] if q.not_in else []),
+            *([] if q.answer_rule in (ENGLISH, EXPRESSIONS) else [q.answer_rule]),
+        ]
+        for q in in_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)
+    )
     return FinishedRun(
         results=results,
         files={name: path for name, (path, _) in entries.items()},
@@ -228,7 +237,7 @@ def _against(
         )
     if theirs[EVALUATION_TAG] != run.evaluation:
         sides = [f"evaluation {t[EVALUATION_TAG][:12]}: {t[QUESTIONS_TAG]} by {t[RULE_TAG]}" for t in (theirs, ours)]
-        found = f"it was measured on other questions ({sides[0]}) than {run.results} ({sides[1]})"
+        found = f"it was measured on other questions or in other languages ({sides[0]}) than {run.results} ({sides[1]})"
         return False, f"{found}; evaluate both on the same ones", None
     with tempfile.TemporaryDirectory() as folder:
         stored = registry.fetch(champion, PREDICTIONS, Path(folder))

@@ -19,7 +19,8 @@ from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
-from realmops.corpus.questions import read_questions
+from realmops.corpus.languages import ENGLISH
+from realmops.corpus.questions import EXPRESSIONS, in_languages, read_questions
 from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.encoders.devices import device_and_dtype, tune_process
@@ -189,9 +190,11 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     if answered.number:
         artifacts.read_manifest(answered.results, ANSWERS)
     path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
-    now = {question.asked for question in read_questions([path], format=values["questions"]["format"])}
-    known = {prediction.asked for prediction in read_predictions(answered.results / PREDICTIONS)}
-    if now != known:
+    questions = read_questions([path], format=values["questions"]["format"])
+    spoken = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
+    now = {question.asked: question.answer_rule for question in in_languages(questions, spoken)}
+    known = {one.asked: one.answer_rule for one in read_predictions(answered.results / PREDICTIONS)}
+    if now.keys() != known.keys() or any(known[asked] not in (None, rule) for asked, rule in now.items()):
         raise ValueError(
             f"questions.test is {path} with {len(now)} questions, and {answered.results} answers {len(known)} others: "
             "repeat the --set, --preset or --params that the run was trained with, or evaluate it on these first"
@@ -316,12 +319,17 @@ def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -
             "id": new.question_id,
             "question": new.question,
             "answers": list(new.answers),
-            "before": _side(known[new.asked]),
+            "before": _side(old),
             "after": _side(new),
         }
         for new in after
-        if new.asked in known and normal_form(new.prediction) != normal_form(known[new.asked].prediction)
+        if (old := known.get(new.asked)) and _form(new, new.answer_rule) != _form(old, new.answer_rule)
     ]
+
+
+def _form(prediction: Prediction, answer_rule: str | None) -> str:
+    """The normal form of an answer, in a question's language."""
+    return normal_form(prediction.prediction, ENGLISH if answer_rule in (None, EXPRESSIONS) else answer_rule)
 
 
 def _side(prediction: Prediction) -> dict[str, Any]:
