@@ -48,7 +48,7 @@ def run(project: Path, *words: str) -> Result:
 
 
 def files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"}
 
 
 def test_what_is_new_is_read_some_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
