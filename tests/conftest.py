@@ -126,6 +126,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def closed_book(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, fine-tuned as a T5 that reads no passages."""
+    from serving import tuned
+
+    project = Path(shutil.copytree(trained, tmp_path_factory.mktemp("closed-book") / "project"))
+    return tuned(project, finetune={"reader": "t5"}, closed_book={"steps": 2, "epochs": 1, "batch_size": 2})
+
+
 @pytest.fixture
 def copy(answering: Path, tmp_path: Path) -> Path:
     """A copy of that, to change it."""

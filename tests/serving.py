@@ -18,6 +18,7 @@ import yaml
 from fastapi.testclient import TestClient
 
 from realmops.commands.answers import Generation
+from realmops.config import merge
 from realmops.serve.app import make_app
 from realmops.serve.batching import Answerer
 from realmops.serve.generations import GenerationWatcher, RunFolder
@@ -37,10 +38,10 @@ serve(origin_of(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, 
 QUESTION = "Where did Jon Vik build ships?"
 
 
-def tuned(project: Path) -> Path:
+def tuned(project: Path, **changes: dict[str, Any]) -> Path:
     """A trained project once it has a fine-tuned model, which holds no answer back, and its results."""
     values = yaml.safe_load((project / "params.yaml").read_text())
-    values["finetune"]["wanted_precision"] = 0.0
+    values = merge(merge(values, changes, "the test"), {"finetune": {"wanted_precision": 0.0}}, "serving.py")
     small_project.write_params(project / "params.yaml", values)
     for name in ("finetune", "evaluate"):
         small_project.stage(name, values, project, project / "root")
@@ -67,10 +68,40 @@ def watching(
 
 
 @contextmanager
-def client_of(root: Path, limits: Limits) -> Iterator[TestClient]:
-    """A client of the server's application in this process."""
-    with watching(RunFolder(root)) as (answerer, watcher):
-        yield TestClient(make_app(answerer, watcher, Metrics(), None, limits))
+def client_of(root: Path, limits: Limits, origin: Any = None, **options: Any) -> Iterator[TestClient]:
+    """A client of the server's application in this process, which has ``state`` of its watcher at hand."""
+    with watching(origin or RunFolder(root)) as (answerer, watcher):
+        app = make_app(answerer, watcher, Metrics(), None, limits)
+        app.state.watcher = watcher
+        yield TestClient(app, **options)
+
+
+def every_call(client: TestClient) -> Iterator[tuple[str, Any]]:
+    """Call every route of the description, and the pages; what was called, with its reply."""
+    name = client.app.state.service.name  # type: ignore[attr-defined]
+    searches: list[Any] = [{"query": QUESTION, "by": by} for by in ("run", "embeddings", "words")]
+    texts = {"model": name, "input": [QUESTION]}
+    calls: dict[tuple[str, str], list[Any]] = {
+        ("post", "/v1/answer"): [{"question": QUESTION}, {"question": QUESTION, "stream": True}],
+        ("post", "/v1/search"): [*searches, {"query": QUESTION, "filters": {"document_id": "none"}}],
+        ("post", "/v1/embeddings"): [texts, {**texts, "input_type": "document"}],
+        ("post", "/v1/rerank"): [{"model": name, "query": QUESTION, "documents": ["Jon Vik built ships."]}],
+        ("post", "/v1/responses"): [{"model": name, "input": QUESTION}],
+        ("post", "/v1/feedback"): [{"question": QUESTION, "answer": "Bergen", "right": True}],
+        ("post", "/v2/models/{name}/infer"): [
+            {"inputs": [{"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION]}]}
+        ],
+    }
+    routes = {
+        (method, path) for path, methods in client.get("/openapi.json").json()["paths"].items() for method in methods
+    }
+    gets = {("get", path): [None] for method, path in routes if method == "get"}
+    assert routes == {*calls, *gets}, "a new route needs a call here"
+    gets |= {("get", path): [None] for path in ("/", f"/?q={QUESTION}", "/docs")}
+    for (method, path), bodies in {**calls, **gets}.items():
+        for body in bodies:
+            reply = client.request(method, path.replace("{name}", name), json=body)
+            yield f"{method} {path} {json.dumps(body)}", reply
 
 
 class Served:

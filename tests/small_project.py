@@ -171,9 +171,10 @@ def stopped_at(step: int, look: Callable[[], None] = lambda: None) -> Iterator[N
         raise AssertionError("it went on")
 
 
-def trained_project(folder: Path) -> Path:
+def trained_project(folder: Path, **changes: Mapping[str, Any]) -> Path:
     """A project whose stages are done up to pretrain, which took no step."""
-    values = yaml.safe_load(write_project(folder, pretrain={"steps": 0, "builder": "external"}).read_text())
+    params = write_project(folder, pretrain={"steps": 0, "builder": "external"}, **changes)
+    values = yaml.safe_load(params.read_text())
     for name in ("snapshot", "tag", "ict", "pretrain"):
         stage(name, values, folder, folder / "root")
     return folder

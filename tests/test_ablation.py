@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import small_project
+from test_predictions import PREDICTION
 
 from realmops.commands import ablate as command
 from realmops.evaluate.ablation import (
@@ -35,7 +36,7 @@ from realmops.evaluate.ablation import (
     table_rows,
     utility_chart,
 )
-from realmops.evaluate.predictions import read_predictions
+from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.index import lease
 from realmops.journal import Series
 from realmops.stages import STAGES, Stage
@@ -56,7 +57,7 @@ def outcome(variant: str, seed: int, correct: str, hit: str | list[float], age: 
     utility = Series("retrieval_utility", [0, 1, 2], [seed, 2.0 * seed, 3.0])
     right, found = (np.array([float(c) for c in given]) for given in (correct, hit))
     staleness = {"index_staleness_steps": age, "index_staleness_seconds": 2.0, "top_k_change": 0.5}
-    asked = [(f"q{i}", f"world {seed}?", ("a",)) for i in range(len(correct))]
+    asked = [(f"q{i}", f"world {seed}?", ("a",), "en") for i in range(len(correct))]
     return VariantOutcome(variant, seed, asked, right, found, staleness, utility)
 
 
@@ -99,6 +100,19 @@ def test_other_questions_are_no_pairs() -> None:
     other = replace(OUTCOMES[2], asked=OUTCOMES[3].asked)
     with pytest.raises(ValueError, match="baseline and realm answer other questions with seed 0"):
         table_rows([*OUTCOMES[:2], other], VARIANTS)
+
+
+def test_an_outcome_tells_by_which_rules_its_answers_are_right(tmp_path: Path) -> None:
+    """So that the same questions in another language are no pairs."""
+    values = {"finetune": {"retriever": "pretrain", "reader": "t5"}}
+    task = command.Task("realm", 0, tmp_path / "params.yaml", [], [], values, tmp_path)
+    for stage in ("evaluate", "pretrain"):
+        task.folder(stage).mkdir(parents=True)
+        (task.folder(stage) / "metrics.json").write_text("{}")
+        (task.folder(stage) / "metrics.jsonl").write_text("")
+    for rule, shown in (("de", "de"), ("regex", "regex"), (None, "en")):
+        write_predictions(task.folder("evaluate") / "predictions.parquet", [replace(PREDICTION, answer_rule=rule)])
+        assert command.outcome_of(task).asked == [(*PREDICTION.asked, shown)]
 
 
 def test_a_difference_takes_the_seeds_that_both_have() -> None:

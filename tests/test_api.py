@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import small_project
+import yaml
 from mcp import Client, StdioServerParameters
 from serving import served
 from small_project import cli, wait_for
@@ -194,3 +196,64 @@ def test_programs_of_this_machine_call_it_over_http(root: Path, http: str) -> No
 def test_before_fine_tuning_there_is_search_alone(root: Path) -> None:
     names, _ = asyncio.run(tools_and_calls(Client(server_of(search_of_run(root, small_project.Quiet()), None))))
     assert names == ["search"]
+
+
+# Runs of every kind
+
+WITHOUT_EMBEDDINGS = ("bm25", "tfidf", "graph", "path")
+
+
+@pytest.mark.parametrize("retriever", ["pretrain", "ict", *WITHOUT_EMBEDDINGS])
+def test_a_run_of_every_retriever_is_searched_and_answers(retriever: str, trained: Path, tmp_path: Path) -> None:
+    project = Path(shutil.copytree(trained, tmp_path / "project"))
+    values = yaml.safe_load((project / "params.yaml").read_text())
+    values["finetune"]["retriever"] = retriever
+    small_project.stage("finetune", values, project, project / "root")
+    answerer = Answerer.open(project / "root")
+    assert len(answerer.answer(QUESTION).passages) == 5
+    for searcher in (Searcher.open(project / "root"), answerer.searcher()):
+        assert searcher.search("Who wrote The Cold Sea?", 1, by="words")[0].title == "Anna Berg"
+        assert len(searcher.search(QUESTION, 2)) == 2
+        if retriever not in WITHOUT_EMBEDDINGS:
+            assert len(searcher.search(QUESTION, 2, by="embeddings")) == 2
+            continue
+        for call in (lambda: searcher.search(QUESTION, by="embeddings"), lambda: searcher.embed([QUESTION])):  # noqa: B023
+            with pytest.raises(ValueError, match=r"there are no embeddings: .* finetune\.retriever is bm25"):
+                call()
+
+
+def test_a_closed_book_run_is_searched_by_its_earlier_retriever(closed_book: Path) -> None:
+    root = closed_book / "root"
+    searcher = Searcher.open(root)
+    assert searcher.search("Who wrote The Cold Sea?", 1, by="words")[0].title == "Anna Berg"
+    assert searcher.search(QUESTION, 3) == searcher.search(QUESTION, 3, by="embeddings")
+    record = json.loads(cli("search", QUESTION, "--root", root, "--json").stdout)
+    assert (record["model"]["stage"], len(record["passages"])) == ("pretrain", 10)
+    assert searcher.embed([QUESTION]).shape == (1, 8)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("ask", QUESTION),
+        ("serve", "--port", "0"),
+        ("explain", "--question", QUESTION),
+        ("export", "--format", "parquet", "OUT"),
+        ("export", "--format", "reader", "OUT"),
+    ],
+)
+def test_a_command_that_needs_passages_says_what_a_closed_book_run_can_do(
+    words: tuple[str, ...], closed_book: Path, tmp_path: Path
+) -> None:
+    result = cli(*(tmp_path / "out" if word == "OUT" else word for word in words), "--root", closed_book / "root")
+    assert result.exit_code == 2
+    assert "answers without reading (finetune.reader is t5), so its answers cite no passage" in result.stderr
+    assert "realmops search" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_assistant_of_a_closed_book_run_has_the_tool_search_alone(closed_book: Path) -> None:
+    words = ["-m", "realmops", "mcp", "--root", str(closed_book / "root")]
+    names, results = asyncio.run(tools_and_calls(Client(StdioServerParameters(command=sys.executable, args=words))))
+    assert names == ["search"]
+    is_right(results, closed_book / "root")

@@ -84,6 +84,23 @@ def test_an_id_alone_pairs_no_questions(tmp_path: Path, other: dict[str, Any]) -
     assert "evaluate both runs on the same questions" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("rules", "comparable"),
+    [(("en", "de"), False), (("en", "regex"), False), (("de", "de"), True), ((None, "de"), True)],
+)
+def test_answers_that_are_judged_by_other_rules_are_not_compared(
+    tmp_path: Path, rules: tuple[str | None, str], comparable: bool
+) -> None:
+    """ "der Mann" is "Mann" in German alone; None is of an earlier version, which did not write the rule."""
+    for name, rule in zip("ab", rules, strict=True):
+        write_predictions(results(tmp_path / name, []) / "predictions.parquet", [replace(PREDICTION, answer_rule=rule)])
+    result = cli("compare", tmp_path / "a", tmp_path / "b")
+    assert result.exit_code == (0 if comparable else 2), result.output
+    assert (
+        comparable or f"judged by the rules of {rules[0]!r} in {tmp_path / 'a'} and of {rules[1]!r} in" in result.stderr
+    )
+
+
 def test_the_order_of_the_answers_makes_no_other_question(tmp_path: Path) -> None:
     ours, theirs = results(tmp_path / "a", []), results(tmp_path / "b", [])
     for folder, answers in ((ours, ("x", "y")), (theirs, ("y", "x"))):

@@ -1,9 +1,11 @@
 """The champion of a real local registry: which run becomes it, which does not and why, and how it answers."""
 
+import asyncio
 import os
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from small_project import QUESTIONS, cli, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import artifacts
-from realmops.commands.promote import DIGEST_TAG, read_run
+from realmops.commands.promote import DIGEST_TAG, FinishedRun, read_run
 from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.tracking import sender
 from realmops.tracking.client import default_uri, mlflow_client
@@ -171,7 +173,12 @@ def test_other_questions_are_refused_by_their_digest(project: Path, another: Pat
 def test_an_evaluation_is_questions_and_what_does_not_count_in_any_form(another: Path) -> None:
     before = read_run(another, another / "root").evaluation
     records = [dict(reversed(record.items())) for record in reversed(TEST)]
-    for more, same in (({}, True), ({"not_in": ["0" * 32]}, False)):
+    for more, same in (
+        ({}, True),
+        ({"not_in": ["0" * 32]}, False),
+        ({"language": "en"}, True),  # as questions without one are taken here
+        ({"language": "de"}, False),
+    ):
         write_json_lines(another / "questions.test.jsonl", [record | more for record in records])
         assert run(another, "run", "evaluate", *UNTRACKED).exit_code == 0
         assert (read_run(another, another / "root").evaluation == before) is same
@@ -425,6 +432,26 @@ def test_a_champion_can_be_copied_later(another: Path, server: str) -> None:
         assert "models:/later/2 is the champion already" in promote(another, "later", *options).stdout
 
 
+def test_a_champion_without_its_bm25_index_is_promoted_again(another: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As earlier versions registered it."""
+
+    def as_earlier(*folders: Path) -> FinishedRun:
+        found = read_run(*folders)
+        files = {name: path for name, path in found.files.items() if not name.startswith("lexical/")}
+        return replace(found, files=files, digest=found.digest_without_words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("realmops.commands.promote.read_run", as_earlier)
+        assert promote(another, "earlier").exit_code == 0
+    again = promote(another, "earlier")
+    assert again.exit_code == 0, again.output
+    assert "models:/earlier/2 is the champion" in again.stdout
+    assert "before, models:/earlier/1 was the same without its BM25 index" in again.stdout
+    found = [folder.name for folder in (another / "root/promoted").glob("*/*") if folder.is_dir()]
+    assert sorted(found) == ["corpus", "corpus", "finetune", "finetune", "lexical"]
+    assert "models:/earlier/2 is the champion already" in promote(another, "earlier").stdout
+
+
 def test_a_model_that_finds_by_words_takes_their_index_along(another: Path, server: str) -> None:
     import mlflow
 
@@ -468,6 +495,82 @@ def test_the_champion_is_served_with_its_version(
     assert origin.mark() == (1, read_run(project, project / "root").digest)
     list(export(tmp_path / "out", "sentence-transformers", lambda: generation, None))
     assert artifacts.read_manifest(tmp_path / "out", "export")["version"] == f"models:/{name}/1"
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose retriever counts words as well as embeddings, up to pretrain."""
+    return small_project.trained_project(tmp_path_factory.mktemp("hybrid"), retriever={"hybrid": True})
+
+
+@pytest.mark.parametrize(
+    ("kind", "retriever", "copy"),
+    [
+        ("plain", "pretrain", False),
+        ("plain", "pretrain", True),
+        ("hybrid", "pretrain", False),
+        ("hybrid", "pretrain", True),
+        ("plain", "tfidf", False),
+        ("plain", "path", True),
+    ],
+)
+def test_every_route_of_a_promoted_model_answers(
+    project: Path,
+    kind: str,
+    retriever: str,
+    copy: bool,
+    server: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the promoted files alone: of the run itself nothing is left."""
+    import mlflow
+    from mcp import Client
+    from serving import QUESTION, client_of, every_call, tuned
+
+    from realmops import Answerer, Searcher
+    from realmops.serve.generations import Champion
+    from realmops.serve.guard import Limits
+    from realmops.serve.mcp import server_of
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    trained = request.getfixturevalue("trained" if kind == "plain" else kind)
+    mine = tuned(Path(shutil.copytree(trained, tmp_path / "mine")), finetune={"retriever": retriever})
+    name = f"routes-{kind}-{retriever}-{copy}"
+    done = promote(mine, name, "--set", "tracking.enabled=true", *(["--copy"] if copy else []))
+    assert done.exit_code == 0, done.output
+    for folder in ("data", "models", "results", *(["promoted"] if copy else [])):
+        shutil.rmtree(mine / "root" / folder, ignore_errors=copy)
+    model, has_embeddings = f"models:/{name}@champion", retriever == "pretrain"
+    origin = Champion(model, mine / "root")
+    with client_of(mine / "root", Limits(), origin) as client:
+        for call, reply in every_call(client):
+            refused = not has_embeddings and ('"by": "embeddings"' in call or "/v1/embeddings" in call)
+            assert reply.status_code == (422 if refused else 200), (call, reply.text)
+            assert not refused or "there are no embeddings" in reply.json()["error"]["message"]
+
+    async def tools() -> list[Any]:
+        generation = origin.open()
+        async with Client(server_of(generation.searching, generation)) as assistant:
+            calls = ("search", {"query": QUESTION, "k": 2}), ("answer", {"question": QUESTION})
+            return [await assistant.call_tool(*call) for call in calls]
+
+    assert [one.is_error for one in asyncio.run(tools())] == [False, False]
+    searcher, answerer = (kind.open(mine / "root", model=model) for kind in (Searcher, Answerer))  # type: ignore[attr-defined]
+    for by in ("run", "words", *(["embeddings"] if has_embeddings else [])):
+        assert searcher.search("Who wrote The Cold Sea?", 2, by=by) == answerer.searcher().search(
+            "Who wrote The Cold Sea?", 2, by=by
+        )
+    assert searcher.search("Who wrote The Cold Sea?", 1, by="words")[0].title == "Anna Berg"
+    [record] = mlflow.pyfunc.load_model(model).predict([QUESTION])
+    assert record["answer"] == answerer.answer(QUESTION).text
+
+
+def test_a_closed_book_model_is_not_promoted(closed_book: Path) -> None:
+    refused = promote(closed_book, "closed", "--set", "tracking.enabled=true")
+    assert refused.exit_code == 2
+    assert "finetune.reader is t5, which has no evidence; promote a model that reads" in refused.stderr
 
 
 def test_another_champion_takes_over_and_a_bad_one_does_not(

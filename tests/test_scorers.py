@@ -25,6 +25,8 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any], tuple[bool, bool, bool]], ...
     (record("Oslo", abstained=True), {"answers": ["Oslo"]}, (True, True, False)),
     (record("Oslo", start=121), {"answers": ["Oslo"]}, (True, False, True)),
     (record("Bergen"), {"answers": ["Bergen"]}, (True, False, True)),
+    (record("Oslo"), {"answers": ["das Oslo"]}, (False, True, False)),
+    (record("Oslo"), {"answers": ["das Oslo"], "language": "de"}, (True, True, True)),
     (
         {"answer": "", "abstained": True, "citations": [], "passages": []},
         {"answers": ["Oslo"]},

@@ -13,13 +13,14 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import torch
-from serving import QUESTION, Served, served, update
+from serving import QUESTION, Served, client_of, every_call, served, update
 from small_project import QUESTIONS, cli, wait_for
 from small_world import DOCUMENTS
 
 from realmops.answering.record import short
 from realmops.artifacts import read_json, write_manifest
 from realmops.evaluate.predictions import read_results
+from realmops.serve.guard import Limits
 
 SECOND = "Who wrote a novel?"
 
@@ -524,6 +525,30 @@ def test_an_update_takes_over_and_a_damaged_one_does_not(copy: Path) -> None:
         assert server.ask() == after, "the old one serves on"
         shutil.rmtree(bad)
         wait_for(lambda: server.call("/health/ready")[2]["refused"] is None, 30, server.process)
+
+
+@pytest.mark.parametrize("gone", ["lexical", "corpus/sources.jsonl"])
+def test_no_reply_names_a_folder_of_the_servers_disk(copy: Path, gone: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Files that go while it serves: what needs them fails with 500, and the log alone has the path."""
+    path = copy / "root/data/snapshot" / gone
+    with client_of(copy / "root", Limits(), raise_server_exceptions=False) as client:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(copy / "root/models/finetune")
+        watcher = client.app.state.watcher  # type: ignore[attr-defined]
+        assert watcher.look() is False
+        watcher.away = "the model registry failed: unable to open 'sqlite:////srv/runs/mlflow.db'"
+        replies = dict(every_call(client))
+    states = {reply.status_code for reply in replies.values()}
+    assert states == {200, 500}, "nothing is a caller's mistake"
+    for call, reply in replies.items():
+        assert str(copy) not in reply.text, (call, reply.text)
+        assert "/srv" not in reply.text, (call, reply.text)
+        if reply.status_code == 500:
+            assert "could not be answered" in reply.text, call  # pages escape the rest
+    [(_, ready)] = [(call, reply) for call, reply in replies.items() if "/health/ready" in call and "/v2" not in call]
+    assert ready.json()["refused"]["reason"].startswith("finetune holds no manifest.json")
+    assert ready.json()["registry_away"] == "the model registry failed: unable to open 'mlflow.db'"
+    assert str(copy / "root/models/finetune") in caplog.text
 
 
 def test_weights_that_are_not_numbers_do_not_serve(answering: Path) -> None:

@@ -13,6 +13,7 @@ from test_init import made, with_documents
 
 from realmops import artifacts, config
 from realmops.evaluate.confidence import FILE as CONFIDENCE
+from realmops.evaluate.confidence import HOLDS_ALL
 from realmops.model.files import MODEL, READER
 
 
@@ -73,6 +74,40 @@ def test_its_calibration_holds_where_only_made_questions_could_fit_another(reade
     write_json_lines(project / "questions.dev.jsonl", made)
     stage("finetune", values, project, root)
     assert json.loads((root / "models" / "finetune" / CONFIDENCE).read_text()) == public
+
+
+@pytest.mark.parametrize(
+    ("threshold", "message"),
+    [
+        (
+            1.0,
+            "finetune: 0 of 2 dev questions are answered with a confidence of 1.000 or more; reader.init brought this "
+            "threshold, for wanted_precision=0.6",
+        ),
+        (
+            HOLDS_ALL,
+            "finetune: every answer is held back by the calibration of reader.init: none reached its "
+            "wanted_precision=0.6; set questions.dev to questions that people asked, and it is fitted again on these",
+        ),
+    ],
+)
+def test_finetune_reports_a_kept_calibration_that_answers_no_dev_question(
+    reader: Path, project: Path, tmp_path: Path, threshold: float, message: str
+) -> None:
+    """A probability is below 1, so no answer reaches a threshold of 1."""
+    other = Path(shutil.copytree(reader, tmp_path / "other"))
+    public = json.loads((other / CONFIDENCE).read_text())
+    artifacts.write_json(other / CONFIDENCE, {**public, "threshold": threshold, "wanted_precision": 0.6})
+    artifacts.write_manifest(other, "export")
+    values, report = begun(project, other, wanted_precision=0.9), Quiet()
+    asked = [
+        {"id": str(n), "question": q, "answers": [a], "not_in": ["0"]} for n, (q, a) in enumerate(QUESTIONS["dev"])
+    ]
+    write_json_lines(project / "questions.dev.jsonl", asked)
+    metrics = stage("finetune", values, project, project / "root", report)
+    assert [line for line in report.said if "wanted_precision" in line] == [message]
+    assert metrics["dev_answered"] == 0.0
+    assert "dev_answered_precision" not in metrics, "there is no answer to be right"
 
 
 def test_with_epochs_it_goes_on_learning(reader: Path, project: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from click.testing import Result
 from rich.console import Console
 from safetensors.torch import load_file
-from small_project import cli
+from small_project import cli, write_json_lines
 from small_world import DOCUMENTS, World, tiny_models
 
 from realmops.artifacts import read_manifest, write_manifest
@@ -48,7 +48,7 @@ def run(project: Path, *words: str) -> Result:
 
 
 def files(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.suffix != ".lock"}
 
 
 def test_what_is_new_is_read_some_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,13 +251,15 @@ def test_an_update_that_is_being_written_is_not_the_newest(project: Path) -> Non
     shutil.rmtree(root / "updates" / f".0123456789ab.{'0' * 32}")
 
 
-def test_an_update_with_other_test_questions_is_refused(project: Path) -> None:
+@pytest.mark.parametrize(("change", "questions"), [({"id": "other"}, 1), ({"language": "de"}, 2)])
+def test_an_update_with_other_test_questions_is_refused(project: Path, change: dict[str, str], questions: int) -> None:
+    """Other ones, or the same ones in another language, whose rules decide which answer is right."""
     before = files(project / "root")
-    other = project / "questions.other.jsonl"
-    other.write_text('{"id": "other", "question": "Who?", "answers": ["Anna Berg"]}\n')
+    asked = [json.loads(line) for line in (project / "questions.test.jsonl").read_text().splitlines()]
+    other = write_json_lines(project / "questions.other.jsonl", [one | change for one in asked[:questions]])
     result = run(project, "update", "--set", f"questions.test={other}")
     assert result.exit_code == 2
-    assert "with 1 questions, and" in result.stderr
+    assert f"with {questions} questions, and" in result.stderr
     assert "repeat the --set, --preset or --params that the run was trained with" in result.stderr
     assert files(project / "root") == before
 
@@ -301,6 +303,12 @@ def test_answers_change_when_their_normal_form_does() -> None:
     assert change["id"] == "q2"
     assert change["before"]["answer"] == "x"
     assert change["after"] == {"answer": "a", "right": True, "title": "T2", "passage_id": "p2", "evidence": "E"}
+
+
+@pytest.mark.parametrize(("rule", "changed"), [("de", 0), ("en", 1), ("regex", 1), (None, 1)])
+def test_the_normal_form_of_a_changed_answer_is_that_of_its_language(rule: str | None, changed: int) -> None:
+    before, after = (replace(prediction("q1", text), answer_rule=rule) for text in ("der Fluss", "Fluss"))
+    assert len(changed_answers([before], [after])) == changed
 
 
 def test_brackets_in_answers_are_shown_as_they_are(tmp_path: Path) -> None:

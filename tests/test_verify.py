@@ -179,6 +179,19 @@ def test_an_answer_without_its_source_is_wrong(tmp_path: Path) -> None:
     assert (result.exit_code, "the answer 'Oslo' has the source None" in result.stderr) == (1, True)
 
 
+def test_an_error_next_to_an_answer_does_not_hide_the_answer(tmp_path: Path) -> None:
+    """A record with an error alone is no answer; one with both is checked, and its wrong quotation is found."""
+    documents = write_json_lines(tmp_path / "documents.jsonl", [{"id": "a", "title": "A", "text": "Anna Berg in Oslo"}])
+    wrong = {"document_id": "a", "start": 0, "end": 4, "quote": "Oslo"}
+    both = {"error": "too late", "answer": "Oslo", "citations": [wrong], "passages": []}
+    answers = write_json_lines(tmp_path / "answers.jsonl", [{"question": "Who?", "error": "too long"}, both])
+    verdict = verify(answers, documents, "auto", silent)
+    assert (verdict.answers, verdict.quotations) == (1, 1)
+    assert verdict.problems == [
+        f"{answers}:2: citations[0]: {documents}:1 has 'Anna' at 0 to 4, quoted is 'Oslo'",
+    ]
+
+
 def test_the_script_knows_documents_by_id_and_by_digest(tmp_path: Path) -> None:
     documents = jsonl(tmp_path)
     answers = write_json_lines(tmp_path / "answers.jsonl", answers_of(build_snapshot(tmp_path, documents, 24)))

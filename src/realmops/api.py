@@ -130,7 +130,7 @@ class Answerer:
 
     @classmethod
     def open(cls, root: str | Path = ".", *, model: str | None = None) -> Self:
-        """Open the run in a folder, or ``models:/NAME@champion``; ValueError where nothing was fine-tuned."""
+        """Open the run in a folder, or ``models:/NAME@champion``; ValueError where no model reads passages."""
         return cls(_generation(Path(root), model))
 
     def answer(self, question: str, *, without: Sequence[str] = ()) -> AnswerRecord:

@@ -563,9 +563,9 @@ def serve(
 def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
     """Offer search and answers to assistants by MCP.
 
-    By the Model Context Protocol the tools are "search" and, once a model is fine-tuned, "answer"; each result names
-    documents and characters. An assistant starts "realmops mcp --root FOLDER" itself and talks to it by standard input
-    and output; with --http it is at http://127.0.0.1:PORT/mcp, for programs on this machine alone.
+    By the Model Context Protocol the tools are "search" and, once a model that reads passages is fine-tuned, "answer";
+    each result names documents and characters. An assistant starts "realmops mcp --root FOLDER" itself and talks to it
+    by standard input and output; with --http it is at http://127.0.0.1:PORT/mcp, for programs on this machine alone.
     """
     from realmops.serve.mcp import serve_tools
 

@@ -10,6 +10,13 @@ from dataclasses import dataclass, field
 from realmops.corpus.questions import Question
 
 
+class InvalidRequest(ValueError):
+    """A question, query, filter or text that cannot be processed.
+
+    The message names nothing but what the caller sent: a server repeats it, and no other error's.
+    """
+
+
 @dataclass(frozen=True)
 class Span:
     """A span that the reader could choose: the text between two characters of a passage.

@@ -120,7 +120,7 @@ def sureness(record: Mapping[str, Any]) -> str:
     if not record["answer"] or not record["abstained"]:
         return said
     if holds_all(record):
-        return f"{said}, held back as every answer is: none reached finetune.wanted_precision on the dev questions"
+        return f"{said}, held back as every answer is: none reached wanted_precision at the calibration"
     return f"{said}, held back below {record['threshold']:.3g}"
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realmops.answering.answer import Answer, Found
+from realmops.answering.answer import Answer, Found, InvalidRequest
 from realmops.config import Finetune
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
@@ -71,7 +71,7 @@ class Answering(ABC):
 
     @abstractmethod
     def check(self, question: str) -> None:
-        """ValueError when a question cannot be asked."""
+        """InvalidRequest when a question cannot be asked."""
 
     @abstractmethod
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
@@ -223,16 +223,23 @@ class RetrieveAndRead(Answering):
         return np.array([known[p] for p in passages], dtype=bool)
 
     def check(self, question: str) -> None:
-        """ValueError when a question is empty or longer than what is read of it."""
+        """InvalidRequest when a question is empty or longer than what is read of it."""
         tokens = self.wordpieces(question)
         limit = min(self.options.query_wordpieces - 2, self.options.reader_wordpieces - 4)
         if not 0 < len(tokens) <= limit:
             shown = question if len(question) <= 200 else f"{question[:200]}…"
-            raise ValueError(f"the question {shown!r} has {len(tokens)} wordpieces, 1 to {limit} are read: change it")
+            raise InvalidRequest(
+                f"the question {shown!r} has {len(tokens)} wordpieces, 1 to {limit} are read: change it"
+            )
 
     def rerank(self, question: str, texts: Sequence[str]) -> list[float]:
-        """How good each text is as evidence for a question; ValueError where the reader cannot score given texts."""
-        raise ValueError(f"a reader of the kind {self.kind!r} cannot score given texts; one of the kind 'spans' can")
+        """Score how good each text is as evidence for a question.
+
+        Raises InvalidRequest where the reader cannot score given texts.
+        """
+        raise InvalidRequest(
+            f"a reader of the kind {self.kind!r} cannot score given texts; one of the kind 'spans' can"
+        )
 
     @torch.no_grad()
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record, cited
 from realmops.artifacts import canonical_json
 from realmops.corpus.languages import ENGLISH, languages
@@ -37,6 +38,10 @@ RANGES: dict[str, Callable[[Any, Any], bool]] = {
     "gte": operator.ge, "gt": operator.gt, "lte": operator.le, "lt": operator.lt
 }  # fmt: skip
 ID = "document_id"  # can be filtered by beside the documents' own fields
+NO_EMBEDDINGS = (
+    "there are no embeddings: the stage ict has not run, or finetune.retriever is bm25, tfidf, graph or path; "
+    "search by words"
+)
 _AT_ONCE = 1 << 14  # passages whose vectors are compared together
 _FILTERS = 64  # that are remembered, with
 _REMEMBERED = 1 << 24  # passages in all
@@ -63,8 +68,8 @@ class Filters:
         Args:
             own: which passages the caller may know of. No error tells of others, by field or by value.
 
-        Raises ValueError for what is no condition, and for a field that no document has of those that ``own`` and the
-        filters before let through.
+        Raises InvalidRequest for what is no condition, and for a field that no document has of those that ``own`` and
+        the filters before let through.
         """
         for where in filters:
             check_filter(where)
@@ -96,7 +101,7 @@ class Filters:
         fields = {ID, *(name for code in np.unique(code_P[there_P]) for name in fields_U[code])}
         for field in where:
             if field not in fields:
-                raise ValueError(f"no document has the field {field!r}; there are {', '.join(sorted(fields))}")
+                raise InvalidRequest(f"no document has the field {field!r}; there are {', '.join(sorted(fields))}")
 
     def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
         code_P = self._coded(ID)[1] if field == ID else self._extra[1]
@@ -129,7 +134,7 @@ class Filters:
 
 
 def check_filter(where: Where) -> None:
-    """ValueError for what is no condition, whatever documents there are."""
+    """InvalidRequest for what is no condition, whatever documents there are."""
     for field, condition in where.items():
         if not isinstance(condition, Mapping):
             for value in condition if isinstance(condition, list) else [condition]:
@@ -137,16 +142,16 @@ def check_filter(where: Where) -> None:
             continue
         if not condition or not set(condition) <= set(RANGES):
             has = ", ".join(map(str, condition)) or "nothing"
-            raise ValueError(f"the range of {field} has {has}; wanted: {', '.join(RANGES)}")
+            raise InvalidRequest(f"the range of {field} has {has}; wanted: {', '.join(RANGES)}")
         for name, bound in condition.items():
             if isinstance(bound, bool) or not _is_value(bound):
-                raise ValueError(f"{name} of {field} is {bound!r}; a number or a text is wanted")
+                raise InvalidRequest(f"{name} of {field} is {bound!r}; a number or a text is wanted")
 
 
 def _key(value: Any) -> tuple[bool, Any]:
     """A value as a key: true is not 1."""
     if not _is_value(value):
-        raise ValueError(
+        raise InvalidRequest(
             f"a filter has the value {value!r}; wanted are texts, numbers, true or false, or a list of them"
         )
     return isinstance(value, bool), value
@@ -177,6 +182,7 @@ class Search:
     query_wordpieces: int
     dtype: torch.dtype
     about: Record
+    held: Any = None  # what must live as long, as a folder of downloaded files
     filters: Filters = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,18 +203,18 @@ class Search:
         Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product of the paper's
         equation for f(x, z)), ``words`` (BM25), and ``highlights``: where in its text words of the query stand.
 
-        Raises ValueError for an empty query, a filter that is none, and for embeddings where there are none.
+        Raises InvalidRequest for an empty query, a filter that is none, and for embeddings where there are none.
         """
         if not query.strip():
-            raise ValueError("the query is empty: give some words")
+            raise InvalidRequest("the query is empty: give some words")
         try:
             query.encode()
         except UnicodeEncodeError:
-            raise ValueError("the query holds half a surrogate pair; write it whole") from None
+            raise InvalidRequest("the query holds half a surrogate pair; write it whole") from None
         if not 1 <= k <= MOST:
-            raise ValueError(f"k is {k}; 1 to {MOST} passages can be had")
+            raise InvalidRequest(f"k is {k}; 1 to {MOST} passages can be had")
         if by == "embeddings" and self.retriever is None:
-            raise ValueError("there are no embeddings yet: run the stage ict, or search by words")
+            raise InvalidRequest(NO_EMBEDDINGS)
         allowed = self.filters.passages(filters, own) if own or any(filters) else None
         words = self._words_of(own)
         ids, score, dense = self._best(query, k, allowed, by, words)
@@ -227,7 +233,7 @@ class Search:
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> Tensor:
         """Embeddings of texts [N, E] (fp32): as queries, or as passages without a title, each with one vector."""
         if self.retriever is None:
-            raise ValueError("there are no embeddings yet: run the stage ict")
+            raise InvalidRequest(NO_EMBEDDINGS)
         limit = self.snapshot.block_wordpieces if documents else self.query_wordpieces
         tower = self.retriever.document if documents else self.retriever.query
         return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit, documents=documents)), self.dtype)

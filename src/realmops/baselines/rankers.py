@@ -10,7 +10,6 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.index.lexical import Bm25, Lexical, rank, titled_texts
 
 DENSE = ("pretrain", "ict")
-BY_WORDS = ("bm25", "graph", "path")  # with the BM25 index beside the snapshot
 
 
 def ranker_of(

@@ -24,6 +24,7 @@ from realmops import artifacts, config
 from realmops.artifacts import WORK
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, Values, preset_path
+from realmops.corpus.languages import ENGLISH
 from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
@@ -245,7 +246,7 @@ def outcome_of(task: Task) -> VariantOutcome:
     return VariantOutcome(
         task.variant,
         task.seed,
-        [prediction.asked for prediction in predictions],
+        [(*prediction.asked, prediction.answer_rule or ENGLISH) for prediction in predictions],
         np.array([prediction.em for prediction in predictions], float),
         np.array([hits[prediction.question_id] if reads else math.nan for prediction in predictions], float),
         {name: trained[name] for name in names if name in trained},

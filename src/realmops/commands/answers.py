@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from realmops.answering.answer import Found
+from realmops.answering.answer import Found, InvalidRequest
 from realmops.answering.record import Record, record_of, sources_of
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.answering.search import Search, Where
@@ -33,6 +33,10 @@ from realmops.stages import JOURNAL, METRICS, STAGES
 SPANS_TOGETHER = 64 << 20  # bytes of the spans of a batch in the reader's last layer; more are slower
 TRIES = 3  # to open a generation whose folders change meanwhile
 PROBE = "Where?"  # asked of a generation before it serves
+
+
+class ClosedBookModel(ValueError):
+    """The model of a run answers without reading passages, so it can be neither queried nor explained."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,16 @@ class Generation:
         return max(1, SPANS_TOGETHER // (4 * spans * options.span_width))
 
     def check(self, asked: Asked) -> None:
-        """ValueError when a question is empty, too long or no text, or the answer that is asked about no answer."""
+        """InvalidRequest when a question is empty, too long or no text, or the answer that is asked about no answer."""
         for name, text in (("question", asked.question), ("answer", asked.y or "")):
             try:
                 text.encode()
             except UnicodeEncodeError:
-                raise ValueError(f"the {name} holds half a surrogate pair; write it whole") from None
+                raise InvalidRequest(f"the {name} holds half a surrogate pair; write it whole") from None
         if asked.y is not None and not normal_form(asked.y):
-            raise ValueError(f"the answer {asked.y!r} has no word: give the one to ask about, or none")
+            raise InvalidRequest(f"the answer {asked.y!r} has no word: give the one to ask about, or none")
         if asked.own and self.model.passages is None:
-            raise ValueError(
+            raise InvalidRequest(
                 f"finetune.retriever is {self.model.options.retriever}, which cannot look behind a filter: who has one "
                 "may search, and ask a model that finds passages by embeddings"
             )
@@ -145,7 +149,7 @@ class Generation:
         return [record_of(self.model.snapshot, one, self.about, self.confidence, y) for one, y in answers]
 
     def answer(self, asked: Sequence[Asked]) -> list[Record]:
-        """``find`` and ``read``, one question after another; ValueError for one that cannot be asked."""
+        """``find`` and ``read``, one question after another; InvalidRequest for one that cannot be asked."""
         for one in asked:
             self.check(one)
         pairs = zip(self.find(asked), asked, strict=True)
@@ -165,8 +169,8 @@ def search_of(generation: Generation) -> Search:
     model = generation.model
     words = model.words if isinstance(model.words, Bm25) else Bm25.of(model.snapshot)
     retriever = model.retriever if model.passages is not None else None
-    limit = model.options.query_wordpieces
-    return Search(model.snapshot, words, retriever, model.passages, limit, model.dtype, generation.about)
+    limit, about, held = model.options.query_wordpieces, generation.about, generation.held
+    return Search(model.snapshot, words, retriever, model.passages, limit, model.dtype, about, held)
 
 
 def generation_of_run(root: Path, where: CorpusState | None = None) -> Generation:
@@ -222,7 +226,7 @@ def open_run(root: Path, where: CorpusState | None = None) -> RetrieveAndRead:
     Args:
         where: the corpus that is searched, with its index: that of an update, or without one the pipeline's own.
 
-    Raises ValueError when fine-tuning has not run, and for a model that answers without reading.
+    Raises ValueError when fine-tuning has not run, and ClosedBookModel for one that answers without reading.
     """
     where = where or of_pipeline(root)
     options, run = options_of(root, ("finetune", "evaluate"), ("finetune", "run"))
@@ -235,11 +239,16 @@ def open_run(root: Path, where: CorpusState | None = None) -> RetrieveAndRead:
 def open_reading(
     folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
 ) -> RetrieveAndRead:
-    """A fine-tuned model as ``open_tuned`` does, on the device of its run; ValueError for one that reads nothing."""
+    """Open a fine-tuned model as ``open_tuned`` does, on the device of its run.
+
+    Raises ClosedBookModel for one that reads nothing.
+    """
     tune_process(run.threads)
     model = open_tuned(folder, options, snapshot, *device_and_dtype(run), index=index)
     if not isinstance(model, RetrieveAndRead):
-        raise ValueError(
-            f"{folder} answers without reading (finetune.reader is {options.reader}): no passage explains it"
+        raise ClosedBookModel(
+            f"{folder} answers without reading (finetune.reader is {options.reader}), so its answers cite no passage: "
+            "search the run ('realmops search'), see its test answers ('realmops explain'), or fine-tune with "
+            "finetune.reader=pretrain or ict"
         )
     return model

@@ -5,7 +5,7 @@ the next training does not take them from under the registered model.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +13,17 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK
-from realmops.baselines.rankers import BY_WORDS
 from realmops.commands.answers import Generation, open_reading
 from realmops.commands.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
-from realmops.corpus.questions import read_questions
+from realmops.corpus.languages import ENGLISH
+from realmops.corpus.questions import EXPRESSIONS, in_languages, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.evaluate.compare import compare, sentence
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.openqa import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.index import lexical
-from realmops.model.files import is_hybrid
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import alone, inputs_of
 from realmops.tracking.registry import ModelVersion, Registry
@@ -83,13 +82,15 @@ SIGNATURE = {
 class FinishedRun:
     """A finished run: what it answers with, and what its answers are worth.
 
-    ``evaluation`` is the digest of what makes two results comparable: the test questions with their answers, and the
-    rules by which an answer is right. The corpus does not count: a better one is a fair way to win, so it is shown.
+    ``evaluation`` is the digest of what makes two results comparable: the test questions with their answers and
+    languages, and the rules by which an answer is right. The corpus does not count: a better one is a fair way to win,
+    so it is shown.
     """
 
     results: Path
     files: Mapping[str, Path]  # by their names in the folder of a promoted model
     digest: str  # of the files' content and the sections
+    digest_without_words: str  # the same without the BM25 index, which earlier versions left out
     predictions: str  # sha256
     evaluation: str
     rule: str
@@ -161,6 +162,8 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
         reason, difference = "there was none before", None
         if champion is not None and champion.tags.get(DIGEST_TAG) == run.digest:
             reason = f"before, {champion.uri} was the same without copies of its files"
+        elif champion is not None and champion.tags.get(DIGEST_TAG) == run.digest_without_words:
+            reason = f"before, {champion.uri} was the same without its BM25 index, so it could not be searched"
         elif champion is not None:
             better, figures, difference = _against(champion, run, registry, margin)
             if not better:
@@ -192,8 +195,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         raise ValueError(f"{results}: finetune.reader is {reader}, which has no evidence; promote a model that reads")
     questions = read_questions([inputs["questions.test"]], format=sections["questions"]["format"])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
-    by_words = sections["finetune"]["retriever"] in BY_WORDS or is_hybrid(inputs[FINETUNE])
-    read = (CORPUS, lexical.FOLDER) if by_words else (CORPUS,)
+    read = (CORPUS, lexical.FOLDER)  # every model is searched by words, too
     entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in read}
     entries |= {
         f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry)
@@ -203,12 +205,24 @@ def read_run(project: Path, root: Path) -> FinishedRun:
     entries[PREDICTIONS] = (results / PREDICTIONS, manifest["files"][PREDICTIONS])
     rule = em_rules(questions)[0]
     used = {name: sections[name] for name in ("run", "finetune")}
-    # What does not count as evidence of a question is part of what is measured; most have none.
-    asked = sorted([q.id, q.question, sorted(q.answers), *([sorted(q.not_in)] if q.not_in else [])] for q in questions)
+    asked = sorted(
+        [
+            *(q.id, q.question, sorted(q.answers)),
+            # What is not evidence of a question, and its language, are part of what is measured; most have neither.
+            *([sorted(q.not_in)] if q.not_in else []),
+            *([] if q.answer_rule in (ENGLISH, EXPRESSIONS) else [q.answer_rule]),
+        ]
+        for q in in_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)
+    )
+
+    def digest(names: Iterable[str]) -> str:
+        return artifacts.digest_of([{name: entries[name][1]["sha256"] for name in names}, used])
+
     return FinishedRun(
         results=results,
         files={name: path for name, (path, _) in entries.items()},
-        digest=artifacts.digest_of([{name: entry["sha256"] for name, (_, entry) in entries.items()}, used]),
+        digest=digest(entries),
+        digest_without_words=digest(name for name in entries if not name.startswith(f"{lexical.FOLDER}/")),
         predictions=manifest["files"][PREDICTIONS]["sha256"],
         evaluation=artifacts.digest_of({"questions": asked, "rules": [rule, questions[0].match_rule]}),
         rule=rule,
@@ -231,7 +245,7 @@ def _against(
         )
     if theirs[EVALUATION_TAG] != run.evaluation:
         sides = [f"evaluation {t[EVALUATION_TAG][:12]}: {t[QUESTIONS_TAG]} by {t[RULE_TAG]}" for t in (theirs, ours)]
-        found = f"it was measured on other questions ({sides[0]}) than {run.results} ({sides[1]})"
+        found = f"it was measured on other questions or in other languages ({sides[0]}) than {run.results} ({sides[1]})"
         return False, f"{found}; evaluate both on the same ones", None
     with tempfile.TemporaryDirectory() as folder:
         stored = registry.fetch(champion, PREDICTIONS, Path(folder))

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from realmops import artifacts
 from realmops.answering.search import ID, Search, Where
 from realmops.artifacts import MANIFEST, WORK
-from realmops.commands.answers import generation_of_run, search_of
+from realmops.commands.answers import ClosedBookModel, generation_of_run, search_of
 from realmops.commands.trained import sections_of
 from realmops.config import RunOptions, defaults, parse_section
 from realmops.corpus.snapshot import Snapshot
@@ -39,11 +40,8 @@ def search_of_run(root: Path, report: Report) -> Search:
     Raises ValueError where there is no snapshot.
     """
     if _is_done(root, "finetune"):
-        try:
+        with suppress(ClosedBookModel):  # the retrievers of earlier stages are left
             return search_of(generation_of_run(root))
-        except ValueError as error:
-            if "answers without reading" not in str(error):
-                raise
     snapshot = Snapshot.open(root / STAGES["snapshot"].folder / "corpus")
     about = {"snapshot": snapshot.corpus_hash, "stage": "snapshot"}
     words = Bm25.of(snapshot)

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from realmops import artifacts
-from realmops.artifacts import SEAL, WORK
+from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
 from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
-from realmops.corpus.questions import read_questions
+from realmops.corpus.languages import ENGLISH
+from realmops.corpus.questions import EXPRESSIONS, in_languages, read_questions
 from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.encoders.devices import device_and_dtype, tune_process
@@ -184,9 +185,13 @@ def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
 
 
 def _model(pipeline: CorpusState) -> str:
-    """Return the digest of the pipeline's weights and corpus, which its updates begin from."""
-    weights = [artifacts.sha256_file(pipeline.finetune / name) for name in (RETRIEVER, READER)]
-    return artifacts.digest_of([*weights, artifacts.read_json(pipeline.snapshot / CORPUS / artifacts.MANIFEST)[SEAL]])
+    """Return the digest of the pipeline's weights and corpus, which its updates begin from.
+
+    A closed-book model has no such weights, and is never updated.
+    """
+    weights = [pipeline.finetune / name for name in (RETRIEVER, READER)]
+    corpus = artifacts.read_json(pipeline.snapshot / CORPUS / artifacts.MANIFEST)[artifacts.SEAL]
+    return artifacts.digest_of([*(artifacts.sha256_file(path) for path in weights if path.is_file()), corpus])
 
 
 def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
@@ -204,9 +209,11 @@ def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusSt
     if answered.number:
         artifacts.read_manifest(answered.results, ANSWERS)
     path = external_files(STAGES["evaluate"], values, project, root)["questions.test"]
-    now = {question.asked for question in read_questions([path], format=values["questions"]["format"])}
-    known = {prediction.asked for prediction in read_predictions(answered.results / PREDICTIONS)}
-    if now != known:
+    questions = read_questions([path], format=values["questions"]["format"])
+    spoken = Snapshot.open(answered.snapshot / "corpus", verify=False).common_languages
+    now = {question.asked: question.answer_rule for question in in_languages(questions, spoken)}
+    known = {one.asked: one.answer_rule for one in read_predictions(answered.results / PREDICTIONS)}
+    if now.keys() != known.keys() or any(known[asked] not in (None, rule) for asked, rule in now.items()):
         raise ValueError(
             f"questions.test is {path} with {len(now)} questions, and {answered.results} answers {len(known)} others: "
             "repeat the --set, --preset or --params that the run was trained with, or evaluate it on these first"
@@ -332,12 +339,17 @@ def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -
             "id": new.question_id,
             "question": new.question,
             "answers": list(new.answers),
-            "before": _side(known[new.asked]),
+            "before": _side(old),
             "after": _side(new),
         }
         for new in after
-        if new.asked in known and normal_form(new.prediction) != normal_form(known[new.asked].prediction)
+        if (old := known.get(new.asked)) and _form(new, new.answer_rule) != _form(old, new.answer_rule)
     ]
+
+
+def _form(prediction: Prediction, answer_rule: str | None) -> str:
+    """The normal form of an answer, in a question's language."""
+    return normal_form(prediction.prediction, ENGLISH if answer_rule in (None, EXPRESSIONS) else answer_rule)
 
 
 def _side(prediction: Prediction) -> dict[str, Any]:

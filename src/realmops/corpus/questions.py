@@ -21,9 +21,10 @@ from realmops.artifacts import digest_of
 from realmops.corpus.answers import check_expression
 from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 from realmops.corpus.documents import check_id, check_text, read_json_lines, require
-from realmops.corpus.languages import detect, languages
+from realmops.corpus.languages import ENGLISH, detect, languages
 
 AUTO = "auto"
+EXPRESSIONS = "regex"  # an answer rule: answers are regular expressions
 LARGEST_CONTENT = 256 << 20  # bytes of a file that is read whole; SQuAD has 40 MB
 LARGEST_LITERAL = 1 << 16  # characters of a list in DPR's files
 _HEAD = 1 << 16
@@ -50,6 +51,11 @@ class Question:
     is_regex: bool = False
     not_in: tuple[str, ...] = ()
     language: str = ""
+
+    @property
+    def answer_rule(self) -> str:
+        """By whose rules a prediction is right: those of a language, by its code, or ``EXPRESSIONS``."""
+        return EXPRESSIONS if self.is_regex else self.language or ENGLISH
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:

@@ -38,7 +38,7 @@ class VariantOutcome:
 
     variant: str
     seed: int
-    asked: Sequence[tuple[str, str, tuple[str, ...]]]  # ``Question.asked`` of each
+    asked: Sequence[tuple[str, str, tuple[str, ...], str]]  # ``Question.asked`` and ``answer_rule`` of each
     correct: npt.NDArray[np.float64]
     hit: npt.NDArray[np.float64]  # in the top 5 of the retriever that fine-tuning starts from; NaN without one
     figures: Mapping[str, float]  # of its pre-training, empty where it has none
@@ -68,7 +68,7 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mappin
             if one.asked != other.asked:
                 raise ValueError(
                     f"{name} and {REFERENCE} answer other questions with seed {one.seed}: a preset changes "
-                    "questions.test or the section sample; compare variants on the same questions"
+                    "questions.test, their language or the section sample; compare variants on the same questions"
                 )
         shared = all(one.asked == both[0][0].asked for one, _ in both)
         em, recall = (

@@ -28,7 +28,7 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
     Args:
         first, second: results folders, or folders of runs that hold one.
 
-    Raises ValueError when they answer different questions, be it under the same ids.
+    Raises ValueError when they answer different questions, be it under the same ids, or by different rules.
     """
     ours, theirs = ({p.question_id: p for p in read_results(folder)} for folder in (first, second))
     if ours.keys() != theirs.keys():
@@ -39,13 +39,17 @@ def read_paired(first: Path, second: Path) -> tuple[list[Prediction], list[Predi
             "evaluate both runs on the same questions"
         )
     for name, one in ours.items():
-        if one.asked != theirs[name].asked:
-            sides = [
-                f"{p.question!r} with the answers {', '.join(map(repr, p.answers[:3]))}" for p in (one, theirs[name])
-            ]
+        other = theirs[name]
+        if one.asked != other.asked:
+            sides = [f"{p.question!r} with the answers {', '.join(map(repr, p.answers[:3]))}" for p in (one, other)]
             raise ValueError(
                 f"the id {name!r} is another question in {first} ({sides[0]}) than in {second} ({sides[1]}); "
                 "evaluate both runs on the same questions"
+            )
+        if None not in (rules := (one.answer_rule, other.answer_rule)) and rules[0] != rules[1]:
+            raise ValueError(
+                f"the answers to {name!r} are judged by the rules of {rules[0]!r} in {first} and of {rules[1]!r} in "
+                f"{second}; name the 'language' in the question file and evaluate both runs on it"
             )
     return list(ours.values()), [theirs[name] for name in ours]
 

@@ -45,7 +45,7 @@ class Prediction:
     one). ``first_hit`` is the rank from 0 of the first retrieved passage with an answer, -1 without one, and
     ``failed_at`` a key of ``FAILED_AT``. ``confidence`` is the calibrated probability that the answer is right, and
     ``abstained`` says that it is better held back; None of a model without a calibration. ``page`` is where the answer
-    stands in a document with pages.
+    stands in a document with pages. ``answer_rule`` is that of ``Question``; None where an earlier version wrote it.
     """
 
     question_id: str
@@ -71,6 +71,7 @@ class Prediction:
     confidence: float | None
     abstained: bool | None
     page: int | None = None
+    answer_rule: str | None = None
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
@@ -136,6 +137,7 @@ def predictions_of(
             confidence=confidence.probability(answer) if confidence else None,
             abstained=confidence.abstains(answer) if confidence else None,
             page=snapshot.page(best.passage, best.characters[0]) if best else None,
+            answer_rule=question.answer_rule,
         )
         predictions.append(prediction)
     return predictions

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAMPLES = 12
-HELD_BACK = "Every answer is held back: none is as sure as <code>finetune.wanted_precision</code> asks for."
+HELD_BACK = "Every answer is held back: no confidence reached <code>wanted_precision</code> at the calibration."
 Metrics = Mapping[str, Mapping[str, Any]]  # the content of metrics.json by stage
 
 

@@ -282,11 +282,6 @@ def save_models(folder: Path, retriever: Retriever, reader: Reader, vocabulary_h
     (folder / READER).write_bytes(save_tensors(cpu_state(reader)))
 
 
-def is_hybrid(folder: Path) -> bool:
-    """Whether the retriever in a folder counts words beside embeddings."""
-    return bool(json.loads((folder / MODEL).read_text())["mixture"]["lexical"])
-
-
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     """Read both models; ValueError when they were trained with another vocabulary or by another version."""
     with _described(folder, vocabulary_hash, "run the stages since ict again") as description:

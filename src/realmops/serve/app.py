@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from realmops import __version__
+from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record
 from realmops.answering.search import Where
 from realmops.commands.answers import Asked, Generation
@@ -26,6 +28,7 @@ from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits,
 from realmops.serve.metrics import Metrics
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
+_FOLDERS = re.compile(r"[^\s'\"(]*/")
 FAILED = "the question could not be answered; the server's log says why"
 PassageId = Annotated[str, Field(max_length=80)]
 
@@ -71,11 +74,12 @@ class AnswerService:
             raise HTTPException(404, f"the model here is {self.name!r}: name that one")
 
     def state(self) -> Record:
-        """What serves, and why a newer generation does not."""
+        """What serves, and why a newer generation does not; of files only their names."""
+        refused = self.watcher.refused
         return {
             "model": self.answerer.generation.about,
-            "refused": self.watcher.refused,
-            "registry_away": self.watcher.away or None,
+            "refused": refused and {**refused, "reason": without_folders(refused["reason"])},
+            "registry_away": without_folders(self.watcher.away) or None,
         }
 
     def take(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[PendingAnswer]:
@@ -85,7 +89,7 @@ class AnswerService:
             raise HTTPException(422, f"the question has {longest} characters, at most {QUESTION_LIMIT} are read")
         try:
             return self.answerer.ask(asked, generation)
-        except ValueError as error:
+        except InvalidRequest as error:
             raise HTTPException(422, str(error)) from None
         except Busy as error:
             raise HTTPException(429, str(error), {"Retry-After": "1"}) from None
@@ -105,6 +109,11 @@ async def forgetting(tickets: Sequence[PendingAnswer]) -> AsyncIterator[None]:
     finally:
         for ticket in tickets:
             ticket.gone = True
+
+
+def without_folders(text: str) -> str:
+    """A message without the folders of its paths: whoever reads it learns nothing of this machine's disk."""
+    return _FOLDERS.sub("", text)
 
 
 def event(name: str, value: object) -> str:

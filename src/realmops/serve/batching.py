@@ -86,7 +86,7 @@ class Answerer:
         Args:
             generation: another one than that which serves.
 
-        Raises ValueError for a question that cannot be asked, Busy when too many wait, Closed at the end.
+        Raises InvalidRequest for a question that cannot be asked, Busy when too many wait, Closed at the end.
         """
         generation = generation or self.generation
         for one in asked:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from realmops import __version__
+from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record
 from realmops.answering.search import Search
 from realmops.artifacts import MANIFEST
-from realmops.commands.answers import Asked, Generation, search_of
+from realmops.commands.answers import Asked, ClosedBookModel, Generation, search_of
 from realmops.commands.search import search_of_run
 from realmops.stages import STAGES, Report
 
@@ -49,7 +50,7 @@ def server_of(searching: Search, generation: Generation | None) -> MCPServer[Any
         """Find passages of the documents, best first, each with its document and characters."""
         try:
             return searching.search(query, k, [filters or {}])
-        except ValueError as error:
+        except InvalidRequest as error:  # the SDK repeats the text of no other error
             raise ToolError(str(error)) from None
 
     def answer(question: Annotated[str, Field(description="One question, to be answered by a quotation.")]) -> Record:
@@ -57,7 +58,7 @@ def server_of(searching: Search, generation: Generation | None) -> MCPServer[Any
         assert generation is not None
         try:
             [record] = generation.answer([Asked(question)])
-        except ValueError as error:
+        except InvalidRequest as error:
             raise ToolError(str(error)) from None
         return record
 
@@ -68,13 +69,19 @@ def server_of(searching: Search, generation: Generation | None) -> MCPServer[Any
 
 
 def serve_tools(root: Path, model: str | None, port: int | None, report: Report) -> None:
-    """Serve a run or a registered model until the caller hangs up; over HTTP at ``port`` where there is one."""
+    """Serve a run or a registered model until the caller hangs up; over HTTP at ``port`` where there is one.
+
+    Where no model reads passages there is the tool ``search`` alone.
+    """
     from realmops.serve.server import origin_of
 
     generation = None
     if model or (root / STAGES["finetune"].folder / MANIFEST).is_file():
-        generation = origin_of(root, model).open()
-        generation.probe()
+        try:
+            generation = origin_of(root, model).open()
+            generation.probe()
+        except ClosedBookModel as error:
+            report.say(f"mcp: the tool 'answer' is left out: {error}")
     server = server_of(search_of(generation) if generation else search_of_run(root, report), generation)
     if port is None:
         server.run()

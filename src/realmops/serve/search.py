@@ -9,6 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from realmops.answering.answer import InvalidRequest
 from realmops.answering.search import MOST
 from realmops.commands.answers import Asked
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, own_of
@@ -116,8 +117,11 @@ async def rerank(request: Request, call: RerankRequest) -> Response:
 
 
 async def _in_a_thread(found: Callable[[], Response]) -> Response:
-    """All work of a request, so that others are heard meanwhile; 422 for what cannot be done."""
+    """All work of a request, so that others are heard meanwhile; 422 for what the caller got wrong, and only for that.
+
+    Other errors may name files of this machine: they are logged, and the reply is the one of ``app.FAILED``.
+    """
     try:
         return await run_in_threadpool(found)
-    except ValueError as error:
+    except InvalidRequest as error:
         raise HTTPException(422, str(error)) from None

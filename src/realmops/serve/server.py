@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record
 from realmops.answering.search import Where, check_filter
 from realmops.artifacts import canonical_json
@@ -175,7 +176,7 @@ def ask(
     A question of the file that cannot be asked has a record with ``error`` in its place. Passages that a question was
     made from are not read for it. At the end ``say`` is told the exact match over the file's questions.
 
-    Raises ValueError for another question that cannot be asked, before the first is answered.
+    Raises InvalidRequest for another question that cannot be asked, before the first is answered.
     """
     asked = [Asked(text) for text in questions]
     listed = [] if file is None else read_questions([file], format="auto")
@@ -192,7 +193,7 @@ def ask(
         one = Asked(question.question, question.not_in)
         try:
             generation.check(one)
-        except ValueError as error:
+        except InvalidRequest as error:
             yield {"question": question.question, "error": str(error)}
             continue
         [record] = generation.answer([one])

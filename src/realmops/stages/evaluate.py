@@ -80,7 +80,7 @@ def run(job: Job) -> dict[str, Any]:
     else:
         metrics |= confidence_figures(confidence, answers, right[em_rule].correct, **bootstrap)
         if confidence.holds_all:
-            job.report.say("evaluate: every answer is held back: none reached wanted_precision on the dev questions")
+            job.report.say("evaluate: every answer is held back: none reached wanted_precision at the calibration")
     if cloze := sum(bool(question.not_in) for question in questions):
         metrics["cloze_questions"] = cloze
         job.report.say(

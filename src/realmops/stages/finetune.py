@@ -164,25 +164,40 @@ def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> 
     """Exact match, F1 and calibration on the dev questions; writes the calibration, which is fitted on them."""
     seed, wanted = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
     score = score_predictions(questions, [answer.text for answer in answers], seed=seed)
-    confidence = _of_the_public(job, questions) or Confidence.fit(answers, score.correct, wanted)
+    kept = _of_the_public(job, questions)
+    confidence = kept or Confidence.fit(answers, score.correct, wanted)
     confidence.save(job.out)
     figures = confidence_figures(confidence, answers, score.correct, seed=seed)
-    if confidence.holds_all:
-        job.report.say(
-            f"finetune: no confidence reaches finetune.wanted_precision={wanted:g} on the {len(questions)} dev "
-            "questions, so every answer is held back; ask for less, or train on more questions"
-        )
-    else:
-        job.report.say(
-            f"finetune: {figures['answered'] * len(questions):.0f} of {len(questions)} dev questions are answered with "
-            f"a confidence of {confidence.threshold:.3f} or more, and {figures['answered_precision']:.0%} of these "
-            f"answers are right; finetune.wanted_precision is {wanted:g}"
-        )
+    job.report.say(f"finetune: {_answered(confidence, figures, len(questions), came=kept is not None)}")
     return {
         "dev_em": score.em.mean,
         "dev_f1": score.f1.mean,
         **{f"dev_{name}": value for name, value in figures.items()},
     }
+
+
+def _answered(confidence: Confidence, figures: Mapping[str, float], questions: int, *, came: bool) -> str:
+    """Which dev questions are answered, and why; ``came``: the calibration came with ``reader.init``."""
+    reached = f"wanted_precision={confidence.wanted_precision:g}"
+    if confidence.holds_all and came:
+        return (
+            f"every answer is held back by the calibration of reader.init: none reached its {reached}; set "
+            "questions.dev to questions that people asked, and it is fitted again on these"
+        )
+    if confidence.holds_all:
+        return (
+            f"no confidence reaches finetune.{reached} on the {questions} dev questions, so every answer is held back; "
+            "set a lower one, or train on more questions"
+        )
+    source = (
+        f"reader.init brought this threshold, for {reached}" if came else f"the threshold is for finetune.{reached}"
+    )
+    right = figures.get("answered_precision")  # not there where no question is answered
+    return (
+        f"{figures['answered'] * questions:.0f} of {questions} dev questions are answered with a confidence of "
+        f"{confidence.threshold:.3f} or more"
+        f"{'' if right is None else f', and {right:.0%} of these answers are right'}; {source}"
+    )
 
 
 def _of_the_public(job: Job, questions: list[Question]) -> Confidence | None:

@@ -1,7 +1,8 @@
 """Scorers for ``mlflow.genai.evaluate`` over records of answers; none asks a model.
 
 ``outputs`` is a record as ``realmops ask --json`` and the registered model give it. ``expectations`` has the acceptable
-answers as ``answers`` (a list), or one as ``expected_response``, as feedback on answers is kept.
+answers as ``answers`` (a list), or one as ``expected_response``, as feedback on answers is kept; ``language`` is the
+code of the language by whose rules an answer is right, English's without it.
 """
 
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from mlflow.entities import Feedback
 from mlflow.genai.scorers import scorer
 
 from realmops.corpus import answers
+from realmops.corpus.languages import ENGLISH
 
 Record = Mapping[str, Any]
 
@@ -21,7 +23,7 @@ def _is_right(outputs: Record, expectations: Mapping[str, Any] | None) -> bool:
     wanted = named.get("answers") or ([named["expected_response"]] if named.get("expected_response") else [])
     if not wanted:
         raise ValueError("expectations name no answer: give 'answers', or 'expected_response'")
-    return bool(outputs["answer"]) and answers.exact_match(outputs["answer"], wanted)
+    return bool(outputs["answer"]) and answers.exact_match(outputs["answer"], wanted, named.get("language") or ENGLISH)
 
 
 @scorer
