@@ -227,6 +227,47 @@ def test_broken_documents_are_told_of(project: Path) -> None:
     assert f"{path}:1: not valid JSON" in told.output.replace("\n", "")
 
 
+def texts_of_newest(project: Path) -> str:
+    return " ".join(Snapshot.open(newest_state(project / "root").snapshot / "corpus").column("text"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [("snapshot.format=csv", "from csv"), ("snapshot.broken_share=0", ""), ("linked", "anew")],
+)
+def test_a_killed_update_goes_on_with_the_same_documents_and_options_only(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, words: str
+) -> None:
+    """Killed behind the new snapshot, and repeated with another option, or after a change in a linked folder."""
+    documents, linked = tmp_path / "documents", tmp_path / "linked"
+    for folder in (documents, linked):
+        folder.mkdir()
+    (documents / "linked").symlink_to(linked)
+    (linked / "a.jsonl").write_text('{"title": "A", "text": "Rows from jsonl."}\n' * 9 + "broken\n")
+    (linked / "b.csv").write_text("title,text\nA,Rows from csv.\n")
+
+    def dies(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    options = ("--may-shrink", "--set", f"snapshot.documents={documents}", "--set", "snapshot.format=jsonl")
+    options += ("--set", "snapshot.broken_share=0.5")
+    with monkeypatch.context() as patched:
+        patched.setattr("realmops.commands.update.write_bm25", dies)
+        assert run(project, "update", *options).exit_code != 0
+    if changed == "linked":
+        (linked / "a.jsonl").write_text('{"title": "A", "text": "Rows anew."}\n')
+    result = run(project, "update", *options, *(["--set", changed] if "=" in changed else []))
+    if words:
+        assert result.exit_code == 0, result.output
+        assert words in texts_of_newest(project)
+        assert "from jsonl" not in texts_of_newest(project)
+    else:
+        assert (result.exit_code, "1 of the first 10 records are broken" in result.stderr) == (2, True)
+    assert list((project / "root/.realmops/work").glob("update-*")) == []
+    rewrite(project, [{"title": title, "text": text} for title, text, _ in DOCUMENTS])
+    assert run(project, "update").exit_code == 0
+
+
 def test_an_update_of_another_model_is_kept(project: Path) -> None:
     root = project / "root"
     manifests = {path: read_manifest(path, "update", verify=False) for path in (root / "updates").iterdir()}
