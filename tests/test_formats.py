@@ -190,6 +190,14 @@ def test_a_broken_link_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert [one.kind for one in read(tmp_path) if isinstance(one, Rejected)] == ["broken_jsonl"]
 
 
+@pytest.mark.parametrize("name", sorted({*FORMATS} - {"wikiextractor", "dataset"}))  # these have no suffix
+def test_a_broken_link_ends_the_stage_where_its_format_is_named(tmp_path: Path, name: str) -> None:
+    suffix = {"text": "txt", "mediawiki": "xml"}.get(name, name)
+    (tmp_path / f"a.{suffix}").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=rf"a\.{suffix}: cannot be read \(.*No such file or directory"):
+        read(tmp_path, name)
+
+
 def test_a_folder_that_cannot_be_listed_is_counted_as_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.jsonl", "closed/b.jsonl"):
         write(tmp_path / name, '{"title": "A", "text": "a"}')
