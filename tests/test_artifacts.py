@@ -40,6 +40,12 @@ def test_digests_are_sha256(tmp_path: Path) -> None:
     assert digest_of({"b": 1, "a": 2}) == digest_of({"a": 2, "b": 1})
 
 
+def test_a_pipe_has_no_digest(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: cannot be read: it is a pipe, expected a regular file"):
+        sha256_file(tmp_path / "pipe")
+
+
 def test_canonical_json_has_one_form() -> None:
     assert canonical_json({"b": [1, 2.5], "a": "é"}) == '{"a":"é","b":[1,2.5]}'.encode()
     with pytest.raises(ValueError, match="not JSON compliant"):

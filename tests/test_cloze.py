@@ -11,7 +11,7 @@ from small_project import Quiet, cli, stage, toy_values, write_json_lines, write
 from small_world import World, build_world
 from test_finetune import open_qa
 
-from realmops.artifacts import read_manifest
+from realmops.artifacts import SEAL, read_manifest, write_manifest
 from realmops.commands.questions import make_cloze
 from realmops.commands.report import how_to_ask
 from realmops.corpus.cloze import Sources, clause, cloze_questions, noisy, numbers, question_word, split
@@ -289,6 +289,24 @@ def test_a_limit_that_somebody_chose_holds_in_later_runs(project: Path) -> None:
     assert make_cloze(root, None, seed=seed + 1)[0].startswith("9 questions made of "), "anew, and as many"
     assert make_cloze(root, None, seed=seed)[0].startswith("9 questions made of ")
     assert {path: path.read_bytes() for path in (root / "data/cloze").iterdir()} == before
+
+
+def test_other_labels_of_the_same_spans_make_other_questions(project: Path) -> None:
+    """A label chooses the question word."""
+    root, seed = project / "root", toy_values()["run"]["seed"]
+    assert cli("cloze", "--params", project / "params.yaml", "--root", root).exit_code == 0
+    paths = [root / name for name in FILES["questions"].values()]
+    before = [question for path in paths for question in read_questions([path], format="jsonl")]
+    folder = root / "data/spans/corpus"
+    manifest = read_manifest(folder, "spans")
+    fields = {key: value for key, value in manifest.items() if key not in ("schema", "kind", "files", SEAL)}
+    assert fields["labels"] == ["NAME"]
+    write_manifest(folder, "spans", **fields | {"labels": ["LOC"]})
+    assert "questions made of" in make_cloze(root, None, seed=seed)[0]
+    after = [question for path in paths for question in read_questions([path], format="jsonl")]
+    assert [question.answers for question in after] == [question.answers for question in before]
+    assert {question.question.split()[0] for question in before} == {"what"}
+    assert {question.question.split()[0] for question in after} == {"where"}
 
 
 def test_what_is_missing_is_said(project: Path) -> None:

@@ -1,5 +1,6 @@
 import contextlib
 import gzip
+import os
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,12 @@ def test_numbered_lines_behind_a_comment(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_conll(write(tmp_path / "ner", text))
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe: cannot be read: it is a pipe, expected a regular file"):
+        read_conll(tmp_path / "pipe")
 
 
 def test_a_missing_file_says_which_options_name_it(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """Each reader on small files of every kind: what is kept, what is dropped by which reason, what is rejected."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import math
+import os
+import socket
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -141,6 +144,76 @@ def test_what_is_unknown_or_absent_is_named(tmp_path: Path) -> None:
         sources(odd, "odt")
     with pytest.raises(ValueError, match="no such file"):
         sources(tmp_path / "absent", "auto")
+
+
+def special(folder: Path) -> dict[str, str]:
+    """Put what is no regular file into a folder; the kind of each by its name."""
+    os.mkfifo(folder / "1.jsonl")
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(folder):
+        bound.bind("2.jsonl")
+    (folder / "3.jsonl").symlink_to("/dev/zero")
+    return {"1.jsonl": "pipe", "2.jsonl": "socket", "3.jsonl": "device"}
+
+
+@pytest.mark.parametrize("others", ["a.jsonl", "a.txt"])
+def test_pipes_sockets_and_devices_are_counted_as_unread(tmp_path: Path, others: str) -> None:
+    expected = special(tmp_path)
+    write(tmp_path / others, '{"title": "A", "text": "a"}')
+    outcomes = read(tmp_path)
+    assert len(kept(outcomes)) == 1
+    assert {Path(one.place).name: one.kind for one in outcomes if isinstance(one, Rejected)} == expected
+    assert problem(outcomes[0]) == "it is a pipe; only regular files are read"
+    if others == "a.jsonl":
+        assert kinds(read(tmp_path, "jsonl")) == ["rejected"] * 3 + ["kept"]
+    else:
+        with pytest.raises(ValueError, match=r"no file of the format jsonl; .*1\.jsonl is a pipe, which is not read"):
+            sources(tmp_path, "jsonl")
+
+
+def test_a_corpus_that_is_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
+    for name, kind in special(tmp_path).items():
+        for format in ("auto", "jsonl"):
+            with pytest.raises(ValueError, match=f"{name}: cannot be read: it is a {kind}, expected a regular file"):
+                sources(tmp_path / name, format)
+    with pytest.raises(ValueError, match=r"the folder holds no file; .*1\.jsonl is a pipe"):
+        sources(tmp_path, "auto")
+
+
+def test_a_broken_link_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """Among JSON lines alone it ends the stage as any of them does that is damaged; in a mixed folder it is counted."""
+    write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')
+    (tmp_path / "b.jsonl").symlink_to("nowhere")
+    for format in ("auto", "jsonl"):
+        with pytest.raises(ValueError, match=r"b\.jsonl: cannot be read \(No such file or directory\)"):
+            read(tmp_path, format)
+    write(tmp_path / "c.txt", "c")
+    assert [one.kind for one in read(tmp_path) if isinstance(one, Rejected)] == ["broken_jsonl"]
+
+
+@pytest.mark.parametrize("name", sorted({*FORMATS} - {"wikiextractor", "dataset"}))  # these have no suffix
+def test_a_broken_link_ends_the_stage_where_its_format_is_named(tmp_path: Path, name: str) -> None:
+    suffix = {"text": "txt", "mediawiki": "xml"}.get(name, name)
+    (tmp_path / f"a.{suffix}").symlink_to("nowhere")
+    with pytest.raises(ValueError, match=rf"a\.{suffix}: cannot be read \(.*No such file or directory"):
+        read(tmp_path, name)
+
+
+def test_a_folder_that_cannot_be_listed_is_counted_as_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.jsonl", "closed/b.jsonl"):
+        write(tmp_path / name, '{"title": "A", "text": "a"}')
+    scandir = os.scandir
+
+    def listed(folder: str) -> Iterator[os.DirEntry[str]]:
+        if Path(folder).name == "closed":
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr("os.scandir", listed)
+    for format in ("auto", "jsonl"):
+        document, closed = read(tmp_path, format)
+        assert isinstance(document, Document)
+        assert isinstance(closed, Rejected)
+        assert (closed.kind, closed.problem) == ("folder", "it is a folder; cannot be listed; check its permissions")
 
 
 # JSON lines, CSV, reStructuredText
@@ -326,6 +399,11 @@ def test_datasets_saved_on_disk_are_read_with_all_their_splits(tmp_path: Path) -
     assert kinds(read(tmp_path / "two", "dataset")) == ["kept", "empty_text", "rejected"] * 2
     with pytest.raises(ValueError, match="set the format to dataset"):
         sources(tmp_path / "one", "parquet")
+    (tmp_path / "two" / "linked").symlink_to(tmp_path / "one")
+    assert [one.path.name for one in sources(tmp_path / "two", "auto")] == ["linked", "test", "train"]
+    os.mkfifo(tmp_path / "two" / "test" / "data-00001-of-00002.arrow")
+    with pytest.raises(ValueError, match=r"data-00001-of-00002\.arrow: is a pipe, and a saved dataset holds"):
+        sources(tmp_path / "two", "auto")
 
 
 def test_a_hub_name_without_a_hub_says_what_to_copy() -> None:

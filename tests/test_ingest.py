@@ -101,6 +101,42 @@ def test_the_stage_tells_what_became_of_the_records(tmp_path: Path) -> None:
     assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 1
 
 
+def test_a_change_in_a_linked_folder_makes_the_snapshot_again(tmp_path: Path) -> None:
+    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
+    corpus(tmp_path / "corpus", a=["Anna was here."])
+    linked = corpus(tmp_path / "elsewhere", b=["Karl was there."])
+    (tmp_path / "corpus" / "linked").symlink_to(linked)
+    assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 2
+    (linked / "b.jsonl").write_text('{"title": "T", "text": "Maria came."}\n{"title": "T", "text": "Jon left."}\n')
+    report = Quiet()
+    assert stage("snapshot", values, tmp_path, tmp_path / "root", report)["documents"] == 3
+    assert report.said == []
+    (linked / "round").symlink_to(tmp_path / "corpus")
+    (tmp_path / "corpus" / ".hidden.txt").write_text("not read")
+    stage("snapshot", values, tmp_path, tmp_path / "root", report)
+    assert ["nothing to do" in line for line in report.said] == [True], "neither adds a document"
+
+
+def test_the_stage_reads_documents_whose_file_names_are_no_utf_8(tmp_path: Path) -> None:
+    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
+    corpus(tmp_path / "corpus", a=["Anna was here."])
+    try:
+        (tmp_path / "corpus" / "a.jsonl").rename(os.fsdecode(os.fsencode(tmp_path / "corpus") + b"/caf\xe9.jsonl"))
+    except OSError:
+        pytest.skip("this disk takes no such name")
+    assert stage("snapshot", values, tmp_path, tmp_path / "root")["documents"] == 1
+
+
+def test_the_stage_counts_a_pipe_and_does_not_wait_for_it(tmp_path: Path) -> None:
+    values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
+    corpus(tmp_path / "corpus", a=["Anna was here."])
+    os.mkfifo(tmp_path / "corpus" / "b.jsonl")
+    report = Quiet()
+    metrics = stage("snapshot", values, tmp_path, tmp_path / "root", report)
+    assert (metrics["documents"], metrics["unread_pipe"]) == (1, 1)
+    assert any("1 files of corpus could not be read and are left out: 1 pipe (b.jsonl)" in w for w in report.warned)
+
+
 def test_pages_with_bytes_that_are_no_text_are_counted_and_told(tmp_path: Path) -> None:
     values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus", "format": "auto"}).read_text())
     (tmp_path / "corpus").mkdir()

@@ -158,6 +158,60 @@ def test_files_that_are_named_by_their_parts_are_taken_as_they_are(tmp_path: Pat
     assert "questions" not in [path.name for path in folder.iterdir()]
 
 
+def test_a_split_is_a_whole_word_of_a_file_name(tmp_path: Path) -> None:
+    """``test`` is no word of ``latest_dev``, nor ``train`` of ``constraints``."""
+    folder = with_documents(tmp_path / "mine")
+    files = [questions(folder / f"{name}.jsonl", 5) for name in ("latest_dev", "my-TRAIN", "final.test")]
+    made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
+    assert config.read_params(folder / "params.yaml")[1]["questions"] == {
+        "train": "my-TRAIN.jsonl", "dev": "latest_dev.jsonl", "test": "final.test.jsonl",
+    }  # fmt: skip
+    assert init._by_name([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}
+    assert init._by_name([Path("train/a.jsonl"), Path("dev/a.jsonl"), Path("test/a.jsonl")]) == {}, "folders' names"
+    assert init._by_name([Path("train_dev_test.jsonl")]) == {}, "one file for all is split"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("test_2.jsonl", "test.jsonl and mine/test_2.jsonl could each be questions.test; give one file for each of"),
+        ("train_test.jsonl", "--questions: mine/train_test.jsonl: no split by the name; give one file for each of"),
+        ("others.jsonl", "--questions: mine/others.jsonl: no split by the name; give one file for each of"),
+    ],
+)
+def test_question_files_of_no_clear_split_are_refused(
+    more: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_documents(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    names = ("train.jsonl", "dev.jsonl", "test.jsonl", more)
+    files = [questions(folder / name, 5).relative_to(tmp_path) for name in names]
+    before = sorted(folder.rglob("*"))
+    words = [word for file in files for word in ("--questions", str(file))]
+    result = cli("init", "mine", "--documents", "mine/documents.jsonl", *words)
+    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True), result.stderr
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_sixty_questions_are_split_and_one_fewer_is_refused(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    words = ("--documents", folder / "documents.jsonl", "--questions", tmp_path / "asked.jsonl")
+    questions(tmp_path / "asked.jsonl", 59)
+    result = cli("init", folder, *words)
+    assert (result.exit_code, "59 questions; from 60 on they are split" in result.stderr) == (2, True)
+    questions(tmp_path / "asked.jsonl", 60)
+    made(folder, *words)
+    assert sum(len(path.read_text().splitlines()) for path in (folder / "questions").iterdir()) == 60
+
+
+def test_pipes_among_documents_are_counted_and_as_questions_refused(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    os.mkfifo(folder / "pipe.jsonl")
+    result = cli("init", folder, "--documents", folder, "--questions", folder / "pipe.jsonl")
+    assert (result.exit_code, "pipe.jsonl: cannot be read: it is a pipe" in result.stderr) == (2, True)
+    assert "documents: 1 of jsonl, 1 of unread, " in made(folder, "--documents", folder)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

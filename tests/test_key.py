@@ -1,6 +1,7 @@
 """The key of a training: what changes it and what does not."""
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,35 @@ def test_content_and_what_dvc_recorded_of_it_are_one_key(project: Path) -> None:
         assert key(project, "realmops:1", *settings) != laptop, "what is here and differs from its record counts"
         changed.write_bytes(content)
     assert key(project, "realmops:1", *settings) == laptop
+
+
+def test_documents_in_a_linked_folder_change_the_key(project: Path) -> None:
+    documents, elsewhere = project / "documents", project / "elsewhere"
+    for folder in (documents, elsewhere / "sub"):
+        folder.mkdir(parents=True)
+    (project / "documents.jsonl").rename(documents / "a.jsonl")
+    plain = key(project, "realmops:1", "snapshot.documents=documents")
+    (elsewhere / "sub" / "b.txt").write_text("One.")
+    (documents / "linked").symlink_to(elsewhere)
+    (documents / "linked" / "round").symlink_to(documents)
+    keys = [plain, key(project, "realmops:1", "snapshot.documents=documents")]
+    (elsewhere / "sub" / "b.txt").write_text("Two.")
+    keys.append(key(project, "realmops:1", "snapshot.documents=documents"))
+    assert len({*keys}) == 3
+    (documents / "linked").unlink()
+    assert key(project, "realmops:1", "snapshot.documents=documents") == plain
+
+
+def test_a_pipe_among_the_documents_is_not_in_the_key_and_one_as_a_file_is_refused(project: Path) -> None:
+    documents = project / "documents"
+    documents.mkdir()
+    (project / "documents.jsonl").rename(documents / "a.jsonl")
+    before = key(project, "realmops:1", "snapshot.documents=documents")
+    os.mkfifo(documents / "pipe")
+    (documents / "broken").symlink_to("nowhere")
+    assert key(project, "realmops:1", "snapshot.documents=documents") == before
+    with pytest.raises(ValueError, match="pipe: cannot be read: it is a pipe, expected a regular file"):
+        key(project, "realmops:1", "snapshot.documents=documents/pipe")
 
 
 def test_line_ends_that_an_old_dvc_left_out_make_no_other_key(project: Path) -> None:

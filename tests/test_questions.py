@@ -225,11 +225,14 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     packed = tmp_path / "cut.json.gz"
     packed.write_bytes(gzip.compress(b"[" + os.urandom(1000).hex().encode())[:-20])
     (tmp_path / "plain.gz").write_text("[]")
+    os.mkfifo(tmp_path / "pipe")
     for path, says in (
         (packed, "ends in the middle"),
         (tmp_path / "plain.gz", "no valid gzip data"),
         (tmp_path, "cannot be read"),
         (tmp_path / "nothere", "cannot be read"),
+        (tmp_path / "pipe", "cannot be read: it is a pipe, expected a regular file"),
+        (Path("/dev/zero"), "cannot be read: it is a device, expected a regular file"),
     ):
         with pytest.raises(ValueError, match=says) as caught:
             read(path)

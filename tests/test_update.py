@@ -179,28 +179,52 @@ def answers(project: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("change", ["blanks", "url", "id"])
+@pytest.mark.parametrize("change", ["blanks", "blanks under an id", "url", "id", "file"])
 def test_places_that_changed_are_published_and_citations_hold(project: Path, change: str) -> None:
     root = project / "root"
     documents = [{"title": title, "text": text} for title, text, _ in DOCUMENTS]
+    if change == "blanks under an id":  # then the characters at which passages begin are all that changes
+        documents = [{**document, "id": f"own {count}"} for count, document in enumerate(documents)]
     rewrite(project, documents)
     run(project, "update")
     number = newest_state(root).number
     for count, document in enumerate(documents):
         document |= {
             "blanks": {"text": f" \n {document['text']}"},
+            "blanks under an id": {"text": f" \n {document['text']}"},
             "url": {"url": f"https://host/{count}"},
             "id": {"id": f"document {count}"},
+            "file": {},
         }[change]
     rewrite(project, documents)
-    done = run(project, "update")
+    path = project / "documents.jsonl"
+    if change == "file":
+        path = path.rename(project / "renamed.jsonl")
+    done = run(project, "update", "--set", f"snapshot.documents={path}")
     assert done.exit_code == 0, done.output
     newest = newest_state(root)
     assert newest.number == number + 1
+    assert Snapshot.open(newest.snapshot / "corpus").uri(0) == ("https://host/0" if change == "url" else path.name)
     assert json.loads((newest.snapshot.parent / "metrics.json").read_text())["passages_unchanged"] == len(documents)
-    verified = cli("verify", answers(project), project / "documents.jsonl")
+    verified = cli("verify", answers(project), path)
     assert verified.exit_code == 0, verified.output
-    assert "nothing to do" in run(project, "update").output
+    assert "nothing to do" in run(project, "update", "--set", f"snapshot.documents={path}").output
+
+
+def test_a_document_that_changed_under_its_id_is_no_new_one(project: Path) -> None:
+    documents = [{"title": title, "text": text, "id": title} for title, text, _ in DOCUMENTS]
+    rewrite(project, documents)
+    assert run(project, "update").exit_code == 0
+    rewrite(project, [{**documents[0], "text": NEW_TEXT}, *documents[2:], {"title": "F", "text": "New.", "id": "F"}])
+    assert run(project, "update").exit_code == 0
+    metrics = json.loads((newest_state(project / "root").snapshot.parent / "metrics.json").read_text())
+    assert {key: metrics[key] for key in metrics if key.startswith("passages")} == {
+        "passages": 12,
+        "passages_unchanged": 10,
+        "passages_changed": 1,
+        "passages_new": 1,
+        "passages_removed": 2,
+    }
 
 
 def test_less_than_half_of_the_passages_are_not_published(project: Path) -> None:
@@ -225,6 +249,56 @@ def test_broken_documents_are_told_of(project: Path) -> None:
     told = run(project, "update", "--set", "snapshot.broken_share=0.5")
     assert told.exit_code == 0, told.output
     assert f"{path}:1: not valid JSON" in told.output.replace("\n", "")
+
+
+def test_an_update_whose_answers_are_damaged_is_not_compared_with(project: Path) -> None:
+    path = newest_state(project / "root").results / "predictions.parquet"
+    content = path.read_bytes()
+    path.write_bytes(content + b"\n")
+    refused = run(project, "update")
+    path.write_bytes(content)
+    assert (refused.exit_code, "predictions.parquet has" in refused.stderr.replace("\n", "")) == (2, True)
+
+
+def texts_of_newest(project: Path) -> str:
+    return " ".join(Snapshot.open(newest_state(project / "root").snapshot / "corpus").column("text"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [("snapshot.format=csv", "from csv"), ("snapshot.broken_share=0", ""), ("linked", "anew")],
+)
+def test_a_killed_update_goes_on_with_the_same_documents_and_options_only(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, words: str
+) -> None:
+    """Killed behind the new snapshot, and repeated with another option, or after a change in a linked folder."""
+    documents, linked = tmp_path / "documents", tmp_path / "linked"
+    for folder in (documents, linked):
+        folder.mkdir()
+    (documents / "linked").symlink_to(linked)
+    (linked / "a.jsonl").write_text('{"title": "A", "text": "Rows from jsonl."}\n' * 9 + "broken\n")
+    (linked / "b.csv").write_text("title,text\nA,Rows from csv.\n")
+
+    def dies(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    options = ("--may-shrink", "--set", f"snapshot.documents={documents}", "--set", "snapshot.format=jsonl")
+    options += ("--set", "snapshot.broken_share=0.5")
+    with monkeypatch.context() as patched:
+        patched.setattr("realmops.commands.update.write_bm25", dies)
+        assert run(project, "update", *options).exit_code != 0
+    if changed == "linked":
+        (linked / "a.jsonl").write_text('{"title": "A", "text": "Rows anew."}\n')
+    result = run(project, "update", *options, *(["--set", changed] if "=" in changed else []))
+    if words:
+        assert result.exit_code == 0, result.output
+        assert words in texts_of_newest(project)
+        assert "from jsonl" not in texts_of_newest(project)
+    else:
+        assert (result.exit_code, "1 of the first 10 records are broken" in result.stderr) == (2, True)
+    assert list((project / "root/.realmops/work").glob("update-*")) == []
+    rewrite(project, [{"title": title, "text": text} for title, text, _ in DOCUMENTS])
+    assert run(project, "update").exit_code == 0
 
 
 def test_an_update_of_another_model_is_kept(project: Path) -> None:
@@ -303,6 +377,9 @@ def test_answers_change_when_their_normal_form_does() -> None:
     assert change["id"] == "q2"
     assert change["before"]["answer"] == "x"
     assert change["after"] == {"answer": "a", "right": True, "title": "T2", "passage_id": "p2", "evidence": "E"}
+    for rank, title, passage in ((0, "T1", "p1"), (-1, "", "")):
+        [change] = changed_answers(before, [replace(after[1], evidence_rank=rank)])
+        assert (change["after"]["title"], change["after"]["passage_id"]) == (title, passage)
 
 
 @pytest.mark.parametrize(("rule", "changed"), [("de", 0), ("en", 1), ("regex", 1), (None, 1)])
@@ -320,6 +397,16 @@ def test_brackets_in_answers_are_shown_as_they_are(tmp_path: Path) -> None:
     console.print(changes_table(tmp_path).for_console())
     shown = console.export_text()
     assert all(text in shown for text in ("Which [i]?", "[red] 5 [/x] ✓", "A: [b]text[/b]"))
+
+
+@pytest.mark.parametrize(("evidence", "shown"), [("x" * 57, "x" * 57), ("x" * 58, "x" * 57 + "…")])
+def test_evidence_over_60_characters_is_cut(evidence: str, shown: str, tmp_path: Path) -> None:
+    """Its title, a colon and a blank included."""
+    side = {"answer": "a", "right": False, "title": "T", "passage_id": "", "evidence": evidence}
+    change = {"id": "q", "question": "Which?", "answers": ["5"], "before": side, "after": side}
+    (tmp_path / CHANGES).parent.mkdir()
+    (tmp_path / CHANGES).write_text(json.dumps(change) + "\n")
+    assert f"T: {shown} |" in changes_markdown(tmp_path, 1)
 
 
 def test_answers_are_shown_in_markdown_as_they_are_and_as_many_as_wanted(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,8 +22,28 @@ JSON_LIMIT = 1 << 28
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def special_kind(mode: int) -> str:
+    """Name the kind of what has this ``st_mode`` and is no regular file, "" for a regular file."""
+    kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFREG: ""}
+    return kinds.get(stat.S_IFMT(mode), "device")
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read its bytes: opening a named pipe waits for a writer, opening a device may change it.
+
+    Raises:
+        ValueError: the path names a folder, a pipe or a device.
+        OSError: the path cannot be opened.
+    """
+    if kind := special_kind(os.stat(path).st_mode):
+        raise ValueError(
+            f"{path}: cannot be read: it is a {kind}, expected a regular file; copy what it gives into one"
+        )
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
 def sha256_file(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -147,7 +147,7 @@ def main() -> None:
     "--questions",
     "questions",
     "FILE",
-    "Questions with answers. Files named train, dev and test are taken as such, others are split.",
+    "Questions with answers. One file each with train, dev and test as a word of its name, or files that are split.",
     type=_path,
 )
 @click.option("--encoder", metavar="NAME", help="A BERT's folder or name on the hub, or small for one from scratch.")

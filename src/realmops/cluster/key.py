@@ -11,7 +11,9 @@ import yaml
 
 from realmops import artifacts
 from realmops.config import CLOSED_BOOK, Values, keyed
-from realmops.stages import HUB, option_of, outside_files
+from realmops.corpus.documents import shown
+from realmops.corpus.walk import files_below
+from realmops.stages import HUB, content_of, option_of, outside_files
 
 NOT_TRAINED_WITH = {"tracking"}  # sections of params that change nothing of what is trained
 GIVEN = {"options", "run", "key"}  # parameters of a pipeline whose defaults a submission replaces
@@ -122,7 +124,10 @@ def _digest(path: Path, record: _KeyRecord | None) -> str | None:
 
 
 def _digest_here(path: Path, algorithm: str = "md5") -> str:
-    """What ``dvc add`` would record of a file or a folder; of a folder without what .dvcignore names."""
+    """Return what ``dvc add`` would record of a file or a folder; of a folder without what .dvcignore names.
+
+    DVC follows no links to folders. Where a reader does, the digest is over what it finds there too.
+    """
     if find_spec("dvc") is None:
         raise ValueError("the key of a training wants DVC's digests; pip install 'realmops[cluster]'")
     from dvc.ignore import DvcIgnoreFilter
@@ -130,14 +135,39 @@ def _digest_here(path: Path, algorithm: str = "md5") -> str:
     from dvc_data.hashfile.db import HashFileDB
     from dvc_objects.fs.local import localfs
 
+    if not path.is_dir():
+        artifacts.open_regular(path).close()
     root = next((str(place) for place in path.parents if (place / ".dvc").is_dir()), None)
-    ignored = DvcIgnoreFilter(localfs, root) if root else None
+    walked: Any = _RegularFiles(DvcIgnoreFilter(localfs, root) if root else None)
     database = HashFileDB(localfs, os.devnull, read_only=True)  # nothing is kept
     try:
-        _, _, made = build(database, str(path), localfs, algorithm, dry_run=True, ignore=ignored)
+        _, _, made = build(database, str(path), localfs, algorithm, dry_run=True, ignore=walked)
     except IgnoreInCollectedDirError as error:
         raise ValueError(f"{path}: {error}; move it to a folder above") from None
-    return str(made.hash_info.value)
+    recorded, linked = str(made.hash_info.value), _linked(path) if path.is_dir() else {}
+    return artifacts.digest_of([recorded, linked]) if linked else recorded
+
+
+@dataclass(frozen=True)
+class _RegularFiles:
+    """A filter of DVC's walk: what DVC ignores goes, and what it cannot read, such as pipes and broken links."""
+
+    ignored: Any  # DvcIgnoreFilter or None
+
+    def walk(self, fs: Any, path: str) -> Iterator[tuple[str, list[str], list[str]]]:
+        """Walk as ``os.walk`` does."""
+        for root, folders, files in self.ignored.walk(fs, path) if self.ignored else fs.walk(path):
+            yield root, folders, [name for name in files if os.path.isfile(os.path.join(root, name))]
+
+
+def _linked(folder: Path) -> dict[str, Any]:
+    """Return the digests of the files that are read below links to folders, by name."""
+    top = folder.resolve()
+    return {
+        shown(file.relative_to(folder)): content_of(file)
+        for file in files_below(folder)
+        if file.parent.resolve() != top / file.parent.relative_to(folder)
+    }
 
 
 def _locked(project: Path) -> Iterator[_KeyRecord]:

@@ -1,6 +1,7 @@
 """``realmops init``: a project of the user's own, made of what the package has and of what the documents are."""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -305,9 +306,8 @@ def _at_hand() -> str:
 
 def _look_at_questions(project: Project, files: Sequence[Path]) -> None:
     """Questions in three parts below questions/: those of files named train, dev and test, else drawn."""
-    named = {split: [path for path in files if split in path.name.lower()] for split in SPLITS}
-    if all(named.values()):
-        for split, (path, *_) in named.items():
+    if named := _by_name(files):
+        for split, path in named.items():
             count = len(read_questions([path], format="auto"))
             project.lines.append(f"questions.{split}: {count} of {path}")
             project.put(f"questions.{split}", _named(project, path))
@@ -324,6 +324,27 @@ def _look_at_questions(project: Project, files: Sequence[Path]) -> None:
         project.files[name] = b"".join(map(json_line, part)).decode()
         project.put(f"questions.{split}", name)
         project.lines.append(f"questions.{split}: {len(part)} of {len(found)}, in {name}")
+
+
+def _by_name(files: Sequence[Path]) -> dict[str, Path]:
+    """Return the file of each split where every split has one, else nothing.
+
+    A file is of the split that is one of the words of its name: ``latest_dev.jsonl`` is of dev, and not of test.
+    """
+    found: dict[str, list[Path]] = {split: [] for split in SPLITS}
+    others: list[Path] = []
+    for path in files:
+        splits = [split for split in SPLITS if split in re.split(r"[\W_]+", path.name.lower())]
+        (found[splits[0]] if len(splits) == 1 else others).append(path)
+    if not all(found.values()):
+        return {}
+    advice = f"give one file for each of {', '.join(SPLITS)}, with that word in its name and no other of them"
+    for split, paths in found.items():
+        if len(paths) > 1:
+            raise ValueError(f"--questions: {' and '.join(map(str, paths))} could each be questions.{split}; {advice}")
+    if others:
+        raise ValueError(f"--questions: {' and '.join(map(str, others))}: no split by the name; {advice}")
+    return {split: path for split, (path,) in found.items()}
 
 
 def _bring_tagged(project: Project) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from realmops.artifacts import write_bytes
-from realmops.corpus.compressed import DAMAGE
+from realmops.corpus.compressed import DAMAGE, open_compressed
+from realmops.corpus.walk import files_below
 from realmops.tracking.client import redacted
 
 LIMIT = 100_000_000  # bytes of a file, unpacked
@@ -98,11 +99,12 @@ def download(original: Original) -> bytes:
 
 def given(original: Original, folder: Path) -> tuple[bytes, str]:
     """The bytes of a file below a folder of the user's, plain or as .gz; and a line where they are not the file's."""
-    found = [path for name in (original.name, f"{original.name}.gz") for path in sorted(folder.rglob(name))]
+    files = [*files_below(folder)]
+    found = [path for name in (original.name, f"{original.name}.gz") for path in files if path.name == name]
     if not found:
         raise ValueError(f"{folder} holds no {original.name} and no {original.name}.gz; its home is {original.url}")
     try:
-        with gzip.open(found[0]) if found[0].suffix == ".gz" else found[0].open("rb") as file:
+        with open_compressed(found[0]) as (file, _):
             content = file.read(LIMIT + 1)
     except DAMAGE as error:
         raise ValueError(f"{found[0]} cannot be read ({error}); copy it again") from None

@@ -84,11 +84,16 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
     folders = {name: root / STAGES[name].folder / "corpus" for name in ("snapshot", "tag")}
     snapshot = Snapshot.open(folders["snapshot"])
     spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
-    files = artifacts.read_manifest(folders["tag"], "spans")["files"]
     labels = [spans.labels[label] for label in spans.label_ids.tolist()]
     there = artifacts.read_manifest(out, KIND) if out.is_dir() else {}
     limit = limit or there.get("limit", CLOZE_LIMIT)
-    made_of = {"corpus_hash": snapshot.corpus_hash, "spans": files["spans.npy"], "seed": seed, "limit": limit}
+    # the whole manifest of the spans: their labels choose the question words
+    made_of = {
+        "corpus_hash": snapshot.corpus_hash,
+        "spans": spans.manifest[artifacts.SEAL],
+        "seed": seed,
+        "limit": limit,
+    }
     if snapshot.language != ENGLISH:
         made_of["language"] = snapshot.language
     if made_of.items() <= there.items() and there.get("language", ENGLISH) == snapshot.language:

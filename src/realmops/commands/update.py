@@ -97,9 +97,9 @@ def update(
         if (before.finetune / INDEX).is_file():
             load_index(before.finetune, old)  # ValueError now where it is of another corpus
         documents = external_files(STAGES["snapshot"], values, project, root)["snapshot.documents"]
-        key = artifacts.digest_of(
-            [old.vocabulary_hash, old.manifest["settings"], str(documents), content_of(documents)]
-        )
+        options: SnapshotOptions = parse_section("snapshot", values["snapshot"])
+        read = [str(documents), content_of(documents), options.format, options.broken_share]
+        key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], *read])
         work = root / WORK / "work" / f"{KIND}-{key[:16]}"
         for other in work.parent.glob(f"{KIND}-*"):  # killed, and the documents have changed since
             if other != work:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from realmops.artifacts import open_regular
+
 # What the standard library raises for damaged data; bz2 has no error of its own.
 DAMAGE = (EOFError, zlib.error, OSError)
 
@@ -30,12 +32,12 @@ def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """The file's own bytes; ValueError when there is no such file, and for a compressed one without a byte.
+    """Open a file's own bytes; ValueError for what is no regular file, and for a compressed file without a byte.
 
     Nothing, compressed, has some bytes: the libraries take a download that never came for a file of no records.
     """
     try:
-        file = open(path, "rb")  # noqa: SIM115  # the caller closes it
+        file = open_regular(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
     if path.suffix.lower() in (".gz", ".bz2") and os.fstat(file.fileno()).st_size == 0:

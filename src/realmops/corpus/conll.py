@@ -35,7 +35,7 @@ def read_conll(path: Path) -> list[TaggedSentence]:
 
 
 def _sentences(path: Path) -> Iterator[TaggedSentence]:
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(
             f"{path} does not exist; set tag.train and tag.dev to CoNLL files, or tag.method to dates or given"
         )

@@ -1,6 +1,7 @@
 """The pipeline as data: which stages there are, what each reads, and the one way to run one."""
 
 import importlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from realmops import artifacts, config
 from realmops.config import Values
+from realmops.corpus.documents import shown
+from realmops.corpus.walk import files_below
 from realmops.journal import Journal
 
 JOURNAL = "metrics.jsonl"
@@ -263,8 +266,11 @@ def deciding(stage: Stage, values: Values) -> dict[str, dict[str, Any]]:
 
 
 def content_of(path: Path) -> Any:
-    """What stands for the content of a file or of all files in a folder; None for what is elsewhere."""
+    """Return the digest of a file, or of each file that a reader finds in a folder; None for what cannot be read."""
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return {file.relative_to(path).as_posix(): artifacts.sha256_file(file) for file in files}
-    return artifacts.sha256_file(path) if path.is_file() else None
+        return {shown(file.relative_to(path)): _digest_of_file(file) for file in files_below(path)}
+    return _digest_of_file(path)
+
+
+def _digest_of_file(path: Path) -> str | None:
+    return artifacts.sha256_file(path) if os.path.isfile(path) else None  # of a pipe or the like there is none

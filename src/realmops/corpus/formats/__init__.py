@@ -1,13 +1,12 @@
 """The file formats that a corpus may come in: which files are there, in which format, and how each is read."""
 
-import os
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from realmops.artifacts import special_kind
 from realmops.corpus.compressed import DAMAGE, open_compressed, open_plain
 from realmops.corpus.documents import Format, Raw, Rejected, cut_lines, json_object
 from realmops.corpus.formats import tables, text
@@ -20,6 +19,7 @@ from realmops.corpus.formats.tables import DATASET, PARQUET
 from realmops.corpus.formats.text import TEXT
 from realmops.corpus.formats.warc import WARC
 from realmops.corpus.formats.wikiextractor import WIKIEXTRACTOR
+from realmops.corpus.walk import files_below
 
 _FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WIKIEXTRACTOR, WARC, DATASET)
 FORMATS: dict[str, Format] = {one.name: one for one in _FORMATS}
@@ -91,46 +91,44 @@ def _sources(documents: Path, format: str) -> list[Source]:
     splits = _dataset_splits(documents)
     if splits:
         _check_dataset(documents, format)
-        return [Source(split, DATASET, sum(map(_size, _files(split)))) for split in splits]
-    if documents.is_file():
+        return [Source(split, DATASET, _dataset_size(split)) for split in splits]
+    if not documents.is_dir():
+        open_plain(documents).close()
         name = _format_of(documents) if format == "auto" else format
-        return [Source(documents, FORMATS[_known(documents, name)], _size(documents))]
-    found = {path: _format_of(path) for path in _files(documents)}
-    if format != "auto":
-        found = {path: name for path, name in found.items() if name == format}
-    if not found:
-        wanted = "" if format == "auto" else f" of the format {format}"
-        raise ValueError(f"{documents}: the folder holds no file{wanted}; check the path")
-    if not any(found.values()):
-        _known(*next(iter(found.items())))
-    if format != "auto":
-        return [Source(path, FORMATS[format], _size(path)) for path in found]
-    is_mixed = len(set(found.values())) > 1
-    return [_of_folder(path, name, is_mixed) for path, name in found.items()]
+        return [Source(documents, FORMATS[_known(documents, name)], _kind_and_size(documents)[1])]
+    kinds = {path: _kind_and_size(path)[0] for path in files_below(documents)}
+    found = {path: _format_of(path) for path in kinds}
+    if format != "auto":  # what a folder holds that cannot be listed is not known
+        found = {path: name for path, name in found.items() if name == format or kinds[path] == "folder"}
+    formats = {name for path, name in found.items() if not kinds[path]}
+    if not formats:
+        of_format = "" if format == "auto" else f" of the format {format}"
+        first = next((f"; {path} is a {kinds[path]}, which is not read" for path in found), "")
+        raise ValueError(f"{documents}: the folder holds no file{of_format}{first}; check the path")
+    if formats == {None}:
+        _known(next(path for path in found if not kinds[path]), None)
+    is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[str(*formats)].is_document)
+    return [_of_folder(path, name, kinds[path], is_strict) for path, name in found.items()]
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """Every file below a folder in sorted order, hidden ones left out.
-
-    A link to a folder elsewhere is followed, once; one to a folder that is read anyway is not.
-    """
-    top = folder.resolve()
-    seen = {top}
-
-    def is_wanted(path: Path) -> bool:
-        place = path.resolve()
-        if path.name.startswith(".") or place in seen or (path.is_symlink() and place.is_relative_to(top)):
-            return False
-        seen.add(place)
-        return True
-
-    for above, folders, files in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in sorted(folders) if is_wanted(Path(above, name))]
-        yield from (Path(above, name) for name in sorted(files) if not name.startswith("."))
+def _kind_and_size(path: Path) -> tuple[str, int]:
+    """Return the kind of what is no regular file, and the bytes; a broken link is a file that cannot be opened."""
+    try:
+        status = path.stat()
+    except OSError:
+        return "", 0
+    return special_kind(status.st_mode), status.st_size
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
+def _dataset_size(folder: Path) -> int:
+    """Return the bytes of a split; ValueError where it holds a pipe or the like."""
+    total = 0
+    for path in files_below(folder):
+        kind, size = _kind_and_size(path)
+        if kind:
+            raise ValueError(f"{path}: is a {kind}, and a saved dataset holds regular files alone; save it again")
+        total += size
+    return total
 
 
 def _dataset_splits(folder: Path) -> list[Path]:
@@ -138,7 +136,8 @@ def _dataset_splits(folder: Path) -> list[Path]:
     if tables.is_dataset_folder(folder):
         return [folder]
     if (folder / "dataset_dict.json").is_file():
-        return sorted(path for path in folder.iterdir() if tables.is_dataset_folder(path))
+        folders = sorted({path.parent for path in files_below(folder)})
+        return [path for path in folders if path.parent == folder and tables.is_dataset_folder(path)]
     return []
 
 
@@ -156,10 +155,20 @@ def _known(path: Path, name: str | None) -> str:
     return name
 
 
-def _of_folder(path: Path, name: str | None, is_mixed: bool) -> Source:
-    """A file of a folder. A broken one ends the stage only where all files are tables or dumps of one format."""
-    if name is not None and not is_mixed and not FORMATS[name].is_document:
-        return Source(path, FORMATS[name], _size(path))
+def _of_folder(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
+    """Return the source of a file of a folder.
+
+    Args:
+        special: the kind of what is no regular file: it is never opened, and counted as unread.
+        is_strict: a file that cannot be read ends the stage: all are tables or dumps of one format, or it was named.
+    """
+    if special:
+        is_folder = special == "folder"
+        problem = "cannot be listed; check its permissions" if is_folder else "only regular files are read"
+        return _unread(path, f"it is a {special}; {problem}", special)
+    size = _kind_and_size(path)[1]
+    if name is not None and is_strict:
+        return Source(path, FORMATS[name], size)
     suffix = path.suffix[1:].lower()
     kind = suffix if _KIND.fullmatch(suffix) else "other"
     problem = "neither its name nor its first bytes tell a format that is read"
@@ -168,10 +177,15 @@ def _of_folder(path: Path, name: str | None, is_mixed: bool) -> Source:
         if name == "jsonl" and not _holds_documents(path):
             problem = "its first line is no JSON object with a title and a text"
         elif name is not None:
-            return Source(path, FORMATS[name], _size(path), f"broken_{name}")
+            return Source(path, FORMATS[name], size, f"broken_{name}")
     except ValueError as error:
         problem = str(error).removeprefix(f"{path}: ")
         kind = f"broken_{name}" if name else kind
+    return _unread(path, problem, kind)
+
+
+def _unread(path: Path, problem: str, kind: str) -> Source:
+    """Return a source of one ``Rejected``, which counts a file as one that cannot be read."""
     rejected = Rejected(str(path), problem, kind=kind)
     return Source(path, replace(TEXT, name="unread", records=lambda _: iter([rejected])), 0)
 

@@ -4,6 +4,7 @@ Slides and sheets are pages too. A file goes to a worker as its path, so that ma
 once. Nothing is unpacked to the disk, and no part of a file can name another file to read.
 """
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +51,9 @@ class _Unread(Exception):
 
 
 def _records(path: Path) -> Iterator[Raw | Rejected]:
-    yield Raw(str(path), path, path.stat().st_size)
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    yield Raw(str(path), path, size)
 
 
 def _convert(name: str, read: Callable[[bytes], Pages], raw: Raw) -> Outcome:
