@@ -22,7 +22,7 @@ import numpy.typing as npt
 from realmops.commands.ablate import Ablation, ablate, folder_of
 from realmops.console import Console
 from realmops.evaluate.compare import correct, read_paired
-from realmops.evaluate.openqa import bootstrap_interval, bootstrap_over_seeds
+from realmops.evaluate.openqa import interval_over_seeds
 
 
 def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
@@ -65,11 +65,11 @@ def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:
 
 def difference(what: str, by_seed: Sequence[npt.NDArray[np.float64]], *, shared: bool) -> str:
     """The mean difference in words, with its interval over seeds and questions: ``shared`` ones, or of each its own."""
-    found = bootstrap_over_seeds(by_seed, shared=shared, seed=0)
+    found = interval_over_seeds(by_seed, shared=shared, seed=0)
     questions = len(by_seed[0]) if shared else sum(map(len, by_seed))
     return (
-        f"{what}: {found.mean:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f} (paired bootstrap over "
-        f"{len(by_seed)} seeds and their {questions} questions)."
+        f"{what}: {found.mean:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f} (paired by seed and "
+        f"question, {len(by_seed)} seeds and their {questions} questions)."
     )
 
 
@@ -81,13 +81,15 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {row['seed']} | " + " | ".join(f"{row[name]:.3f}" for name in names) + " |")
     lines.append("| mean | " + " | ".join(f"{np.mean([r[n] for r in rows]):.3f}" for n in names) + " |")
     em_differences = [np.subtract(*np.array(row["correct"], float)) for row in rows]
-    recall = bootstrap_interval([r["recall_after"] - r["recall_before"] for r in rows], seed=0)
+    rises = [r["recall_after"] - r["recall_before"] for r in rows]
+    recall = interval_over_seeds([[rise] for rise in rises], shared=False, seed=0)
+    spread = f", 95 % interval {recall.low:+.3f} to {recall.high:+.3f} (over seeds)" if len(rows) > 1 else ""
     lines += [
         "",
         difference("EM, REALM minus ORQA", em_differences, shared=False),
-        f"Zero-shot recall@5, after minus before REALM: {recall.mean:+.3f}, over seeds {recall.low:+.3f} to "
-        f"{recall.high:+.3f}; it rose in {sum(r['recall_after'] > r['recall_before'] for r in rows)} and masked "
-        f"hit@5 in {sum(r['hit_after'] > r['hit_before'] for r in rows)} of {len(rows)} seeds.",
+        f"Zero-shot recall@5, after minus before REALM: {recall.mean:+.3f}{spread}; it rose in "
+        f"{sum(rise > 0 for rise in rises)} and masked hit@5 in "
+        f"{sum(r['hit_after'] > r['hit_before'] for r in rows)} of {len(rows)} seeds.",
     ]
     return "\n".join(lines) + "\n"
 

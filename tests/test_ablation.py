@@ -77,23 +77,47 @@ def test_means_and_differences_by_hand() -> None:
     assert baseline["recall_difference"] == pytest.approx(-0.375), "three of eight questions"
     recall = baseline["recall_difference_low"], baseline["recall_difference_high"]
     assert recall == (-1.0, 1.0), "0 and -.75 of two seeds"
-    assert (realm["em_low"], realm["em_high"]) == (0.25, 0.75), "of two seeds, one or the other twice"
-    assert baseline["em_difference_low"] < -0.25 < baseline["em_difference_high"] <= 0.0
+    assert (realm["em_low"], realm["em_high"]) == (0.0, 1.0), "of two seeds next to nothing is known"
+    assert baseline["em_difference_low"] < -0.25 < baseline["em_difference_high"] <= 0.0, "the same in both seeds"
     assert baseline["p_better"] == pytest.approx(0.5 * (3 / 4) ** 8, abs=0.01), "half of the ties"
 
 
-def test_shared_questions_are_drawn_once_for_all_seeds() -> None:
-    """One of 4 questions differs, by the same in both seeds: the second seed tells nothing new of the questions."""
+def test_intervals_are_those_of_student_over_seeds() -> None:
+    """EM of three seeds .4, .5 and .6: standard error .1 / sqrt(3), times t(2) at .975, which is 4.3027.
+
+    The baseline's is .1 below in two of them and .2 in one: standard deviation .05774, standard error 1 / 30.
+    """
+    right = {"realm": (8, 10, 12), "baseline": (6, 8, 8)}
+    outcomes = [
+        outcome(name, seed, "1" * n + "0" * (20 - n), NOTHING) for name in right for seed, n in enumerate(right[name])
+    ]
+    realm, baseline = table_rows(outcomes, VARIANTS)
+    assert [realm["em_low"], realm["em_high"]] == pytest.approx([0.5 - 0.24841, 0.5 + 0.24841], abs=1e-4)
+    low, high = baseline["em_difference_low"], baseline["em_difference_high"]
+    assert [low, high] == pytest.approx([-4 / 30 - 0.14342, -4 / 30 + 0.14342], abs=1e-4)
+
+
+def test_shared_questions_leave_a_variance_that_seeds_do_not_show() -> None:
+    """One of 4 questions differs, by the same in both seeds: of other questions the second seed shows nothing."""
     right = {"realm": "0000", "baseline": "1000"}
     pairs = [outcome(name, seed, right[name], NOTHING) for name in right for seed in (0, 1)]
     own = table_rows(pairs, VARIANTS)[1]
     shared = table_rows([replace(one, asked=pairs[0].asked) for one in pairs], VARIANTS)[1]
     alone = table_rows([pairs[0], pairs[2]], VARIANTS)[1]
     assert [row["questions"] for row in (own, shared, alone)] == [8, 4, 4]
-    assert own["em_difference"] == shared["em_difference"] == 0.25
-    for end in ("em_difference_low", "em_difference_high"):
-        assert shared[end] == alone[end]
+    assert own["em_difference"] == shared["em_difference"] == alone["em_difference"] == 0.25
     assert own["em_difference_high"] < shared["em_difference_high"]
+    for measure in ("em", "em_difference"):  # standard error sqrt(3 / 16 / 3) / 2 = .25 * .5, times t(3): 3.1824
+        assert shared[f"{measure}_high"] == pytest.approx(min(0.25 + 3.1824 * 0.25, 1.0), abs=1e-4)
+    assert (alone["em_low"], alone["em_high"]) == (0.0, 0.75), "of one seed the bootstrap over its four questions"
+
+
+def test_the_seeds_say_what_intervals_are_over() -> None:
+    both = [*OUTCOMES, outcome("never_run", 1, "1111", "1111"), outcome("never_run", 2, "1111", "1111")]
+    cells = [row[-1] for row in table_of_rows(table_rows(both, VARIANTS)).groups[0]]
+    assert cells == ["2", "2", "2, of differences 1: interval over questions alone"]
+    one = [row[-1] for row in table_of_rows(table_rows(OUTCOMES[::2], VARIANTS)).groups[0]]
+    assert one == ["1: interval over questions alone"] * 2
 
 
 def test_other_questions_are_no_pairs() -> None:
@@ -128,11 +152,11 @@ def test_the_table_as_people_read_it() -> None:
     lines = table_of_rows(rows).as_markdown().splitlines()
     assert len(lines) == 4
     assert lines[2] == (
-        "| REALM | words | 0.500 (0.250 to 0.750) | 0.625 (0.500 to 0.750) | – | – | 1; 2; 0.50 "
+        "| REALM | words | 0.500 (0.000 to 1.000) | 0.625 (0.000 to 1.000) | – | – | 1; 2; 0.50 "
         "| +0.000 (+0.000 to +0.000) | +0.000 (+0.000 to +0.000) | 2 |"
     )
     assert lines[3].startswith(
-        "| Baseline | words | 0.250 (0.000 to 0.500) | 0.250 (0.000 to 0.500) | – | – | 30; 2; 0.50 | -0.250 ("
+        "| Baseline | words | 0.250 (0.000 to 1.000) | 0.250 (0.000 to 1.000) | – | – | 30; 2; 0.50 | -0.250 ("
     )
     (_, read) = csv.DictReader(io.StringIO(as_csv(rows)))
     assert (read["variant"], float(read["em"])) == ("baseline", 0.25)

@@ -203,7 +203,7 @@ def test_real_text_makes_its_tables_and_trains_once_what_variants_share(
 def test_a_difference_has_an_interval_over_seeds_and_questions(shared: bool, questions: int) -> None:
     words = difference("EM", [np.array([1.0, 1.0]), np.array([1.0, 0.0])], shared=shared)
     assert words.startswith("EM: +0.750, 95 % interval ")
-    assert words.endswith(f" (paired bootstrap over 2 seeds and their {questions} questions).")
+    assert words.endswith(f" (paired by seed and question, 2 seeds and their {questions} questions).")
 
 
 @pytest.mark.parametrize("name", ["against", *BENCHMARKS, "quality", "real_text", "seeds", "whole_run"])

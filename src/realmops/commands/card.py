@@ -143,7 +143,7 @@ def _card(
         "from the questions: write it into the first lines of this file before you publish it.\n",
     ]
     if root is not None and (figures := headline_rows(metrics_under(root))):
-        parts += ["## Figures of the run\n", _table(("measure", "value", "95 % interval"), figures)]
+        parts += ["## Figures of the run\n", _table(("measure", "value", "95 % interval over questions"), figures)]
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """The table of an ablation: variants of one run over seeds, each beside the reference on the same questions.
 
 The paper's Table 2 with intervals: exact match after fine-tuning and zero-shot recall@5, their means over seeds
-and their differences to the reference, paired by question, by a bootstrap over seeds and questions.
+and their differences to the reference, paired by seed and by question.
 """
 
 import csv
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.evaluate.charts import line_chart
-from realmops.evaluate.openqa import bootstrap_interval, bootstrap_over_seeds
+from realmops.evaluate.openqa import interval_over_seeds
 from realmops.evaluate.page import page_of
 from realmops.evaluate.report import FigureTable
 from realmops.journal import Series
@@ -53,8 +53,11 @@ class VariantOutcome:
 def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mapping[str, str]]) -> list[Row]:
     """A row for each variant that has outcomes, in the order of ``variants``, which have ``TITLES``.
 
-    Intervals of EM and recall are over seeds, those of differences over the seeds that both have and their questions.
-    ValueError where two have no seed in common, or other questions.
+    Intervals are for another seed and other questions (``interval_over_seeds``), those of differences from the seeds
+    that both have; of a single seed they are over its questions alone.
+
+    Raises:
+        ValueError: where two have no seed in common, or other questions.
     """
     by_variant = {name: {o.seed: o for o in outcomes if o.variant == name} for name in variants}
     rows: list[Row] = []
@@ -70,14 +73,15 @@ def table_rows(outcomes: Sequence[VariantOutcome], variants: Mapping[str, Mappin
                     f"{name} and {REFERENCE} answer other questions with seed {one.seed}: a preset changes "
                     "questions.test, their language or the section sample; compare variants on the same questions"
                 )
-        shared = all(one.asked == both[0][0].asked for one, _ in both)
+        outcomes_of = list(found.values())
+        shared = all(one.asked == outcomes_of[0].asked for one in outcomes_of)
+        row: dict[str, Any] = {"variant": name, **variants[name], "seeds": len(found), "paired_seeds": len(both)}
+        for column, of in (("em", attrgetter("correct")), ("recall_at_5", attrgetter("hit"))):
+            row |= interval_over_seeds([of(one) for one in outcomes_of], shared=shared, seed=0, least=0).figures(column)
         em, recall = (
-            bootstrap_over_seeds([of(one) - of(other) for one, other in both], shared=shared, seed=0)
+            interval_over_seeds([of(one) - of(other) for one, other in both], shared=shared, seed=0)
             for of in (attrgetter("correct"), attrgetter("hit"))
         )
-        row: dict[str, Any] = {"variant": name, **variants[name], "seeds": len(found)}
-        row |= bootstrap_interval([o.correct.mean() for o in found.values()], seed=0).figures("em")
-        row |= bootstrap_interval([o.hit.mean() for o in found.values()], seed=0).figures("recall_at_5")
         row |= em.figures("em_difference") | recall.figures("recall_difference")
         for column, figure in MEANS.items():
             row[column] = float(np.mean([o.figures.get(figure, math.nan) for o in found.values()]))
@@ -95,6 +99,13 @@ def _with_interval(row: Row, name: str, form: str) -> str:
     return "–" if math.isnan(row[name]) else f"{mean} ({low} to {high})"
 
 
+def _seeds(row: Row) -> str:
+    """How many, of how many the differences are, and whether the intervals are over questions alone."""
+    seeds, paired = row["seeds"], row["paired_seeds"]
+    text = f"{seeds}" if paired == seeds else f"{seeds}, of differences {paired}"
+    return f"{text}: interval over questions alone" if paired == 1 else text
+
+
 def _staleness(row: Row) -> str:
     """A share is not known of an index that was never refreshed."""
     figures = [_figure(row[name], form) for name, form in zip(STALENESS, (".0f", ".0f", ".2f"), strict=True)]
@@ -104,14 +115,14 @@ def _staleness(row: Row) -> str:
 COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "variant": lambda row: row["title"],
     "may use": lambda row: row["uses"],
-    "EM, interval over seeds": lambda row: _with_interval(row, "em", ".3f"),
-    "zero-shot recall@5, interval over seeds": lambda row: _with_interval(row, "recall_at_5", ".3f"),
+    "EM and 95 % interval": lambda row: _with_interval(row, "em", ".3f"),
+    "zero-shot recall@5 and 95 % interval": lambda row: _with_interval(row, "recall_at_5", ".3f"),
     "hit@5 of masked sentences": lambda row: _figure(row["hit_at_5"], ".3f"),
     "masked words right": lambda row: _figure(row["masked_accuracy"], ".3f"),
     "index: steps old; seconds; share of the candidates that a refresh changes": _staleness,
     "EM, difference and 95 % interval": lambda row: _with_interval(row, "em_difference", "+.3f"),
     "zero-shot recall@5, difference and 95 % interval": lambda row: _with_interval(row, "recall_difference", "+.3f"),
-    "seeds": lambda row: str(row["seeds"]),
+    "seeds": _seeds,
 }
 
 
@@ -164,7 +175,8 @@ def page(rows: Sequence[Row], outcomes: Sequence[VariantOutcome], seeds: int) ->
     reference = next(row["title"] for row in rows if row["variant"] == REFERENCE)
     note = (
         f"{seeds} seeds, each its own world and its own training. Differences are to {reference}, on the same "
-        "questions; their intervals are by a bootstrap over seeds and questions."
+        "questions. Intervals are for another seed and other questions, by Student's t; with one seed they are over "
+        "questions alone, and leave out how trainings differ."
     )
     sections = [
         f'<div class="card scroll">{table_of_rows(rows).as_html()}</div>',

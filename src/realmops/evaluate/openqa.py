@@ -26,7 +26,7 @@ _DRAWS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over questions with its percentile bootstrap interval."""
+    """A mean with its 95 % interval."""
 
     mean: float
     low: float
@@ -39,9 +39,9 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference(Interval):
-    """A mean difference of two runs; ``p_better`` is the share of resamples with the first above the second.
+    """A mean difference of two runs; ``p_better`` is the confidence that the first is above the second.
 
-    A resample in which both are equal counts as half.
+    By a bootstrap it is the share of resamples with a difference above 0; one in which both are equal counts as half.
     """
 
     p_better: float
@@ -120,43 +120,48 @@ def paired_bootstrap(
     return _difference(sample, _resampled_means(sample, seed, resamples))
 
 
-def bootstrap_over_seeds(
-    differences: Sequence[npt.ArrayLike], *, shared: bool, seed: int, resamples: int = RESAMPLES
+def interval_over_seeds(
+    values: Sequence[npt.ArrayLike], *, shared: bool, seed: int, least: float = -1.0, resamples: int = RESAMPLES
 ) -> Difference:
-    """The mean difference of two kinds of run, as shares, with an interval for other seeds and other questions.
+    """Return the mean over seeds with its 95 % interval for another seed and other questions.
 
-    Seeds are drawn with replacement, and of each the questions: the same ones for all seeds where all have the same
-    (``shared``; the pigeonhole bootstrap, Owen 2007), else those of each on their own. Few seeds differ by less than
-    many would: their means are spread as the t distribution of so few wants it, or the interval were too narrow.
-    Of one seed it is ``paired_bootstrap``.
+    What is estimated is the expected value of one training, with a new seed, on a new question of the population that
+    the questions were drawn from. The value of seed s at question q is mean + a_s + b_q + e_sq, all three at random.
+
+    Each seed with its own questions: the means of the S seeds are independent, and the interval is Student's t of
+    them, with S - 1 degrees of freedom. All with the same questions (``shared``): b_q is in every seed and its variance
+    is added, by the mean squares of the two-way layout without replication; the quantile is that of Student's t for
+    S - 1 and for Q - 1 degrees of freedom, weighted by the two variances (Cochran and Cox 1957, section 4.14).
+
+    Of one seed it is ``paired_bootstrap`` over the questions, and leaves out how trainings differ. So it is of seeds
+    that agree so well that no variance is left, as two with the same mean by chance.
 
     Args:
-        differences: of each seed, what the first run has above the second at each question; every seed counts alike.
+        values: for each seed the value at each question, of one kind of run or a difference of two (paired by seed and
+            by question). Every seed counts alike.
+        least: the least possible mean, where the greatest is 1.
     """
-    samples = [np.asarray(one, np.float64) for one in differences]
+    from scipy.stats import t
+
+    samples = [np.asarray(one, np.float64) for one in values]
     if len(samples) == 1:
-        return paired_bootstrap(samples[0], np.zeros_like(samples[0]), seed=seed, resamples=resamples)
-    means = np.array([one.mean() for one in samples])
-    generator = np.random.default_rng(seed_for(seed, "bootstrap over seeds"))
-    drawn_RS = generator.integers(len(samples), size=(resamples, len(samples)))
-    found_RS = np.empty(drawn_RS.shape)  # of each seed that was drawn, the mean of the questions that were
-    if shared:
-        of_RS = _drawn_means(np.stack(samples, 1), generator, resamples)
-        found_RS = np.take_along_axis(of_RS, drawn_RS, 1)
-    else:
-        for number, sample in enumerate(samples):
-            here_RS = drawn_RS == number
-            found_RS[here_RS] = _drawn_means(sample, generator, int(here_RS.sum()))
-    found_RS += (_wider(len(samples)) - 1) * (means - means.mean())[drawn_RS]
-    return _difference(means, found_RS.mean(1).clip(-1.0, 1.0))
-
-
-def _wider(seeds: int) -> float:
-    """What makes of the spread of drawn means, which is normal and of n instead of n - 1, that of Student's t."""
-    from scipy.stats import norm, t
-
-    tail = (1 + CONFIDENCE) / 2
-    return float((seeds / (seeds - 1)) ** 0.5 * t.ppf(tail, seeds - 1) / norm.ppf(tail))
+        return _difference(samples[0], _resampled_means(samples[0], seed, resamples))
+    means_S = np.array([one.mean() for one in samples])
+    mean = float(means_S.mean())
+    variance, freedom = [means_S.var(ddof=1) / len(samples)], [len(samples) - 1]  # of the mean, by a_s and e_sq
+    if shared and samples[0].size > 1:
+        of_SQ = np.stack(samples)
+        means_Q = of_SQ.mean(0)
+        rest_SQ = of_SQ - means_S[:, None] - means_Q + mean
+        freedom.append(len(means_Q) - 1)
+        rest = (rest_SQ**2).sum() / (freedom[0] * freedom[1]) / len(samples)  # what e_sq adds to means_Q
+        variance.append(np.maximum(means_Q.var(ddof=1) - rest, 0.0) / len(means_Q))
+    error = float(np.sum(variance)) ** 0.5
+    if error == 0:
+        return interval_over_seeds([np.concatenate(samples)], shared=False, seed=seed, resamples=resamples)
+    half = error * float(np.average(t.ppf((1 + CONFIDENCE) / 2, freedom), weights=variance))
+    p_better = float(np.average(t.cdf(mean / error, freedom), weights=variance))
+    return Difference(mean, max(mean - half, least), min(mean + half, 1.0), p_better)
 
 
 def _difference(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -> Difference:
@@ -180,8 +185,8 @@ def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int)
 def _drawn_means(
     sample: npt.NDArray[np.float64], generator: np.random.Generator, resamples: int
 ) -> npt.NDArray[np.float64]:
-    """Of so many draws of the questions with replacement the mean [R], or those of columns of seeds, [R, S]."""
-    means = [np.empty((0, *sample.shape[1:]))]
+    """Of so many draws of the questions with replacement the mean [R]."""
+    means = [np.empty(0)]
     rows = max(1, _DRAWS_AT_ONCE // sample.size)
     for start in range(0, resamples, rows):
         draws = generator.integers(len(sample), size=(min(rows, resamples - start), len(sample)))

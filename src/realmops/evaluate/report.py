@@ -150,10 +150,10 @@ def as_text(cell: str) -> str:
 def figure_tables(metrics: Metrics) -> list[FigureTable]:
     """What ``make run`` and the page end with: the figures of all stages, and those of ``evaluate`` side by side."""
     figures = (headline_rows(metrics), seconds_rows(metrics))
-    tables = [FigureTable("realmops", ("measure", "value", "95 % interval"), figures)]
+    tables = [FigureTable("realmops", ("measure", "value", "95 % interval over questions"), figures)]
     if compared := compared_rows(metrics):
         head = ("test questions", *(f"recall@{k}" for k in SHOWN_AT), "EM", "F1")
-        title = "What retrieves and what reads, with 95 % intervals"
+        title = "What retrieves and what reads, with 95 % intervals over questions"
         tables.append(FigureTable(title, head, [[row] for row in compared]))
     return tables
 
