@@ -1,4 +1,4 @@
-"""Write the tables of docs/results.md and benchmarks/LOG.md from the records of benchmarks/records/.
+"""Write the tables of docs/results.md from the records of benchmarks/records/; benchmarks/LOG.md links the others.
 
 python scripts/results.py
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "docs" / "results.md", ROOT / "benchmarks" / "LOG.md")
+PAGE = ROOT / "docs" / "results.md"
 RECORDS = ROOT / "benchmarks" / "records"
 PLACE = re.compile(r"<!-- record: ([\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -49,5 +49,4 @@ def page(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
-        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

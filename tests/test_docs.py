@@ -329,16 +329,43 @@ def test_every_page_of_docs_is_reached_from_the_readme(page: str) -> None:
     assert page == "README.md" or page in {*links(README), *others}
 
 
-# The tables of docs/results.md and benchmarks/LOG.md
+# The tables of docs/results.md and the lines of benchmarks/LOG.md
 
 RECORDED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in results.RECORDS.glob("*.json")}
+LOG_LINES = [line for line in PAGES["benchmarks/LOG.md"].splitlines() if re.match(r"\d{4}-\d\d-\d\d \| ", line)]
+
+
+def linked_records(line: str) -> list[str]:
+    return re.findall(r"\(records/([\w-]+)\.json\)", line)
+
+
+def decimals(text: str) -> list[str]:
+    return re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", text)
 
 
 def test_the_tables_of_results_are_those_of_the_records() -> None:
-    """Nobody edits a figure by hand: `make docs` writes them, and each record stands on one page."""
-    texts = [path.read_text(encoding="utf-8") for path in results.PAGES]
-    assert [results.page(text) for text in texts] == texts
-    assert sorted(name for text in texts for name in results.PLACE.findall(text)) == sorted(RECORDED)
+    """`make docs` writes them; each record is a table of docs/results.md or linked from the LOG, and not both."""
+    text = PAGES["docs/results.md"]
+    assert results.page(text) == text
+    linked = {name for line in LOG_LINES for name in linked_records(line)}
+    assert sorted([*results.PLACE.findall(text), *linked]) == sorted(RECORDED)
+
+
+def test_every_line_of_the_log_has_date_question_result_and_verdict() -> None:
+    cells = [re.split(r"(?<!\\) \| ", line) for line in LOG_LINES]
+    assert cells
+    assert [line for line in cells if len(line) != 4 or not all(line)] == []
+
+
+def test_every_figure_on_a_line_of_the_log_is_one_of_the_record_that_it_links() -> None:
+    wrong = []
+    for line in LOG_LINES:
+        rows = [str(cell) for name in linked_records(line) for row in RECORDED[name]["rows"] for cell in row]
+        known = " ".join(rows)
+        result = re.split(r"(?<!\\) \| ", line)[2]
+        if rows:
+            wrong += [f for f in decimals(result) if not re.search(rf"(?<![\d.]){re.escape(f)}(?!\d)", known)]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED))
@@ -351,7 +378,7 @@ def test_a_record_says_where_its_figures_come_from(name: str) -> None:
 
 
 def test_every_figure_in_the_prose_of_results_is_one_of_a_record() -> None:
-    by_hand = re.findall(r"(?<![\w.])\d*\.\d+(?![\w.])", results.PLACE.sub("", PAGES["docs/results.md"]))
+    by_hand = decimals(results.PLACE.sub("", PAGES["docs/results.md"]))
     known = " ".join(str(cell) for record in RECORDED.values() for row in record["rows"] for cell in row)
     assert by_hand
     assert [figure for figure in by_hand if not re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", known)] == []
