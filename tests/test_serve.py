@@ -472,6 +472,8 @@ GOOD = {"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION
         ({"inputs": [{**GOOD, "parameters": {"binary_data_size": 9}}]}, "0 bytes follow"),
         ({"inputs": [GOOD], "outputs": [{"name": "logits"}]}, "wanted some of answer"),
         ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "wanted some of answer"),
+        ({"inputs": [GOOD], "outputs": [{"name": "answer"}, {"name": "logits"}]}, "wanted some of answer"),
+        ({"inputs": [GOOD], "outputs": [{"name": "answer"}, {"name": "answer"}]}, "each once"),
     ],
 )
 def test_an_open_inference_call_that_is_none(server: Served, call: Any, told: str) -> None:
@@ -484,6 +486,7 @@ def test_an_open_inference_call_that_is_none(server: Served, call: Any, told: st
     ("size", "tail", "told"),
     [
         (b"2", b"\x01\x00", "end inside of a length"),
+        (b"3", b"\x01\x00\x00", "end inside of a length"),
         (b"6", b"\xff\xff\xff\xff\x00\x00", "longer than what is there"),
         (b"5", b"\x01\x00\x00\x00\xff", "no UTF-8"),
     ],
