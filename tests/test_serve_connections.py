@@ -134,6 +134,21 @@ def test_two_thousand_idle_connections_shut_nobody_out(patient: tuple[Served, in
         wait_for(lambda: len(list(files.iterdir())) < 1024, 30, server.process)
 
 
+def test_as_many_connections_wait_as_the_limit_says(answering: Path) -> None:
+    """One more ends the one that has waited longest, and no other."""
+    limits = {"head_seconds": 600, "waiting": 2}
+    with served(answering / "root", limits=limits) as server, ExitStack() as stack:
+        first, second = (stack.enter_context(connect(server)) for _ in range(2))
+        third = stack.enter_context(connect(server))
+        first.settimeout(30)
+        with suppress(ConnectionError):
+            assert first.recv(100) == b""
+        for waiting in (second, third):
+            waiting.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                waiting.recv(100)
+
+
 def test_probes_are_answered_when_no_more_requests_are(answering: Path) -> None:
     probes = ("/health/live", "/health/ready", "/v2/health/ready")
     with client_of(answering / "root", Limits(answering=0)) as client:
