@@ -73,7 +73,10 @@ class Filters:
         """
         for where in filters:
             check_filter(where)
-        key = canonical_json([own or {}, *filters])
+        try:
+            key = canonical_json([own or {}, *filters])
+        except UnicodeEncodeError:
+            raise InvalidRequest("a filter holds half a surrogate pair; write it whole") from None
         with self._lock:
             if key not in self._known:
                 there_P = np.ones(len(self._snapshot), bool)
