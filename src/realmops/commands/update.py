@@ -17,9 +17,8 @@ import numpy as np
 from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
-from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
-from realmops.corpus.questions import read_questions
+from realmops.corpus.questions import read_questions, text_key
 from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.encoders.devices import device_and_dtype, tune_process
@@ -305,7 +304,7 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
 
 
 def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Question, references, and answer and evidence before and after, where the answer's normal form changed.
+    """Question, references, and answer and evidence before and after, where the answer's text changed (``text_key``).
 
     Questions that stand in only one of the two are left out.
     """
@@ -319,7 +318,7 @@ def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -
             "after": _side(new),
         }
         for new in after
-        if new.asked in known and normal_form(new.prediction) != normal_form(known[new.asked].prediction)
+        if new.asked in known and text_key(new.prediction) != text_key(known[new.asked].prediction)
     ]
 
 
