@@ -146,6 +146,15 @@ def test_a_filter_gives_what_an_exact_search_of_the_allowed_gives(
     assert ids(found(root, "the book about the river in Oslo", "--by", by, "-k", "3", *words)) == ids(few)
 
 
+@pytest.mark.parametrize("by", ["run", "embeddings", "words"])
+def test_the_first_passages_are_the_first_of_many(by: str, searching: Search) -> None:
+    """The best by embeddings and words together need not be the best by one of them."""
+    for query in [f"{name} book river Oslo 19{year}" for name in PEOPLE for year in (51, 62, 77)]:
+        many = ids(searching.search(query, 40, by=by))  # type: ignore[arg-type]
+        for k in (1, 2, 5):
+            assert ids(searching.search(query, k, by=by)) == many[:k]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_words_count_as_a_share_of_the_best_passage_that_the_filter_lets_through(own: bool, searching: Search) -> None:
     """Item7 is of team b: it finds nothing among those of team a, whose best by "river" and "Jon" alone counts 1."""
@@ -422,6 +431,12 @@ def test_highlights_are_of_stems() -> None:
     text = "Builders built a building; rivers flow."
     shown = [text[start:end] for start, end in highlights(text, {"en": stems(["building", "river"])})]
     assert shown == ["building", "rivers"]
+
+
+def test_highlights_of_pairs_of_characters_are_one_where_they_overlap() -> None:
+    text = "春夏秋冬"
+    shown = [highlights(text, {"zh": stems}) for stems in (["春夏", "夏秋"], ["春夏", "秋冬"])]
+    assert shown == [[(0, 3)], [(0, 2), (2, 4)]]
 
 
 # Over HTTP
