@@ -70,6 +70,14 @@ def test_expressions_in_many_passages_at_once(texts: list[str], wanted: list[str
             assert answered_in_corpus(questions, texts, rule=rule).tolist() == plain
 
 
+def test_an_expression_that_gives_nothing_back_ends_with_its_passage() -> None:
+    """Over both passages at once the blanks would take the end of the line with them, and find no end after it."""
+    for answer in (r"tor[a-z\s]*+$", r"tor[a-z\s]*$"):
+        question = Question("q", "?", (answer,), is_regex=True)
+        assert contains_answer("tor mill", [answer], "regex_search")
+        assert answered_in_corpus([question], ["tor mill", "5"], rule="regex_search").tolist() == [True]
+
+
 def test_an_expression_that_is_slow_over_many_passages_is_looked_for_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a slow match in one passage counts against it."""
     monkeypatch.setattr("realmops.corpus.answers.MATCH_SECONDS", 0.02)

@@ -3,12 +3,16 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import small_project
 from small_project import Quiet, cli, stage, toy_values, write_params
 
-from realmops.answering.record import _around
+from realmops.answering.answer import Span
+from realmops.answering.record import _around, sentence
 from realmops.corpus.questions import read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
@@ -79,6 +83,14 @@ def test_a_search_and_an_answer_are_in_chinese(root: Path) -> None:
     record = json.loads(result.stdout)
     assert record["answer"] in record["passages"][0]["text"] or record["abstained"] or not record["answer"]
     assert cli("ask", "安娜贝格出生在哪一年？", "--root", root).exit_code == 0
+
+
+def test_a_span_that_ends_its_sentence_is_not_in_the_next_one() -> None:
+    """No blank is between them: the character after the span begins the next sentence."""
+    chars = np.array([(n, n + 1) for n in range(8)])  # 他走了。她来了。
+    snapshot: Any = SimpleNamespace(chars=lambda _: chars, sentences=lambda _: np.array([(0, 4), (4, 8)]))
+    for characters, place in (((1, 4), (0, 4)), ((4, 5), (4, 8)), ((3, 5), (0, 8))):
+        assert sentence(snapshot, Span("", 0, characters, 0.0)) == place
 
 
 def test_a_quotation_has_text_around_it_without_blanks() -> None:

@@ -69,10 +69,19 @@ def test_an_answer_that_no_passage_has(root: Path) -> None:
     assert found["probability"] > 0
 
 
-@pytest.mark.parametrize(("y", "message"), [("", "'' has no word"), ("The ", "has no word"), ("\udcff", "half a surr")])
+@pytest.mark.parametrize(("y", "message"), [("", "'' is blank"), (" \n", "is blank"), ("\udcff", "half a surr")])
 def test_what_is_no_answer_cannot_be_asked_about(root: Path, y: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ask(root, y=y)
+
+
+@pytest.mark.parametrize("y", ["A", "The ", "!"])
+def test_an_answer_without_a_normal_form_can_be_asked_about(root: Path, y: str) -> None:
+    """The passages have "." and "The", which exact match takes for the same."""
+    found = ask(root, y=y)
+    assert found["y"] == y
+    assert {one["quote"] for one in found["citations"]} == {".", "The"}
+    assert found["p_y"] == pytest.approx(ask(root, y=".")["p_y"])
 
 
 def test_an_answer_that_is_asked_about_is_cited_where_it_stands(root: Path) -> None:

@@ -111,16 +111,38 @@ def test_what_was_said_last_of_a_question_counts() -> None:
         [
             one("Where?", "Oslo", True),
             one("Who?", "Karl", False, "Anna"),
-            one("where", "Oslo", False, "Bergen"),
+            one(" Where? ", "Oslo", False, "Bergen"),
             one("When?", "1950", True),
             one("When?", "1950", False),
             one("How?", "by ship", False),
         ]
     )
     assert [(q.question, q.answers, q.passage_id) for q in found] == [
-        ("where", ("Bergen",), None),
+        ("Where?", ("Bergen",), None),
         ("Who?", ("Anna",), None),
     ]
+
+
+def test_questions_are_the_same_by_their_text() -> None:
+    """Not by the normal form of exact match, which has no marks, no articles and no case."""
+    texts = ["Who created C?", "Who created C++?", "Who created C#?", "who created C?", "Who created the C?"]
+    found = questions_of([Feedback(text, f"Answer {n}", True) for n, text in enumerate(texts)])
+    assert [(one.question, one.answers) for one in found] == [(text, (f"Answer {n}",)) for n, text in enumerate(texts)]
+    assert len({one.id for one in found}) == 5
+    composed = [Feedback("Wo ist Köln?", "x", True), Feedback("Wo  ist Ko\u0308ln?\n", "am Rhein", True)]
+    [one] = questions_of(composed)
+    assert (one.question, one.answers) == ("Wo ist Köln?", ("am Rhein",))
+    assert one.id == questions_of(composed[:1])[0].id
+
+
+@pytest.mark.parametrize("answer", ["A", "The", "!", "C#", "的"])
+def test_an_answer_is_one_that_is_not_blank(answer: str, tmp_path: Path) -> None:
+    for one in (Feedback("Which?", answer, True), Feedback("Which?", "B", False, answer)):
+        [question] = questions_of([one])
+        assert question.answers == (answer,)
+    wrong = {**RIGHT, "right": False, "correct_answer": answer}
+    assert client(tmp_path).post("/v1/feedback", json=wrong).status_code == 200
+    assert said(tmp_path)[0][3] == answer
 
 
 def test_the_command_writes_dev_questions(tmp_path: Path) -> None:
@@ -162,7 +184,7 @@ def test_programs_send_feedback(tmp_path: Path) -> None:
         ({"question": "x" * 2001}, "question"),
         ({"passage_id": "x" * 81}, "passage_id"),
         ({"correct_answer": "Bergen"}, "belongs to an answer that is not right"),
-        ({"right": False, "correct_answer": "..."}, "has no word"),
+        ({"right": False, "correct_answer": " \n"}, "which is blank"),
         ({"more": 1}, "more"),
     ],
 )

@@ -72,6 +72,12 @@ def test_closed_book_floor_counts_a_question_once_and_breaks_ties_by_name() -> N
     assert closed_book_floor(training, training) == ("abe", 0.5)
 
 
+def test_closed_book_floor_can_be_an_answer_without_a_normal_form() -> None:
+    """Two of three questions of a test with the choices A and B have the answer A."""
+    asked = [Question(str(n), "Which?", (answer,)) for n, answer in enumerate("AAB")]
+    assert closed_book_floor(asked, asked) == ("A", pytest.approx(2 / 3))
+
+
 def test_over_seeds_is_of_one_seed_the_bootstrap_over_questions() -> None:
     ours, theirs = np.array([1, 1, 0, 1]), np.array([0, 1, 0, 0])
     for shared in (True, False):

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,11 +12,14 @@ import pytest
 from small_project import cli
 from test_openqa import QUESTIONS
 
+from realmops.answering.answer import Answer
+from realmops.evaluate.openqa import score_predictions
 from realmops.evaluate.predictions import (
     FAILED_AT,
     Prediction,
     failed_at,
     failure_shares,
+    predictions_of,
     read_predictions,
     write_first_hits,
     write_predictions,
@@ -76,6 +81,16 @@ def test_the_first_ceiling_counts(correct: bool, in_corpus: bool, retrieved: boo
     found = failed_at(correct=correct, in_corpus=in_corpus, retrieved=retrieved, choosable=choosable)
     assert found == name
     assert found in FAILED_AT
+
+
+def test_what_was_read_ends_with_the_last_passage_that_is_read() -> None:
+    """Of ten ranked passages five are read: the fifth is, the sixth is not; the eleventh is no hit at all."""
+    answers = [Answer(one.question, None, ranked=list(range(10))) for one in QUESTIONS]
+    score, first_hit_Q = score_predictions(QUESTIONS, [""] * 4, seed=0), np.array([0, 4, 5, 10])
+    snapshot: Any = SimpleNamespace()
+    found = predictions_of(snapshot, QUESTIONS, answers, score, first_hit_Q, np.ones(4, bool), 5, None)
+    assert [one.failed_at for one in found] == ["too_long", "too_long", "not_retrieved", "not_retrieved"]
+    assert [one.first_hit for one in found] == [0, 4, 5, -1]
 
 
 def test_failures_are_counted() -> None:

@@ -100,6 +100,16 @@ def test_report_needs_no_network_and_shows_everything(tmp_path: Path) -> None:
     assert "In <mark>Tor &amp; Hollow</mark>, &lt;b&gt;north&lt;/b&gt;." in text
 
 
+@pytest.mark.parametrize(("answers", "shown"), [(1, "1"), (12, "12"), (13, "7"), (25, "9")])
+def test_at_most_twelve_answers_are_shown(answers: int, shown: str, tmp_path: Path) -> None:
+    """Every second one of 13, every third one of 25."""
+    named = [replace(PREDICTION, question=f"Question {n}.") for n in range(answers)]
+    write_predictions(tmp_path / "predictions.parquet", named)
+    page = write_report(tmp_path, journals=[], metrics={}, predictions=tmp_path / "predictions.parquet").read_text()
+    assert f"{shown} of {answers} questions, evenly spaced" in page
+    assert len(re.findall(r"Question \d+\.", page)) == int(shown)
+
+
 def test_points_are_files_of_their_own_and_a_new_index_is_marked(tmp_path: Path) -> None:
     page = write_report(tmp_path, journals=[journal(tmp_path / "metrics.jsonl", RECORDS)], metrics={})
     plots = tmp_path / "plots"

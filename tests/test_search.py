@@ -146,6 +146,30 @@ def test_a_filter_gives_what_an_exact_search_of_the_allowed_gives(
     assert ids(found(root, "the book about the river in Oslo", "--by", by, "-k", "3", *words)) == ids(few)
 
 
+@pytest.mark.parametrize("by", ["run", "embeddings", "words"])
+def test_the_first_passages_are_the_first_of_many(by: str, searching: Search) -> None:
+    """The best by embeddings and words together need not be the best by one of them."""
+    for query in [f"{name} book river Oslo 19{year}" for name in PEOPLE for year in (51, 62, 77)]:
+        many = ids(searching.search(query, 40, by=by))  # type: ignore[arg-type]
+        for k in (1, 2, 5):
+            assert ids(searching.search(query, k, by=by)) == many[:k]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_words_count_as_a_share_of_the_best_passage_that_the_filter_lets_through(own: bool, searching: Search) -> None:
+    """Item7 is of team b: it finds nothing among those of team a, whose best by "river" and "Jon" alone counts 1."""
+    where, query = {"team": "a"}, "Item7 river Jon Item8"
+    record = searching.search(query, 40, [] if own else [where], own=where if own else None)
+    found = record["passages"]
+    assert [one["document_id"] for one in found if one["words"] == max(p["words"] for p in found)] == ["d8"]
+    assert searching.search("Item7", 1, by="words")["passages"][0]["words"] > 0
+    mixture, best = searching.retriever.mixture, max(one["words"] for one in found)
+    assert mixture.lexical > 0
+    for one in found:
+        by_hand = mixture.dense * one["embeddings"] + mixture.lexical * one["words"] / best
+        assert one["score"] == pytest.approx(by_hand, abs=1e-4)
+
+
 def test_who_may_not_see_a_document_learns_nothing_of_it(searching: Search) -> None:
     """Ten thousand questions under a permission: nothing of team b, no count, no field, no score that it moves."""
     may = {"team": "a"}
@@ -287,31 +311,132 @@ def test_conditions_are_read_from_words() -> None:
         filter_of(["year"])
 
 
-def test_true_is_not_one_and_a_text_is_no_number(tmp_path: Path) -> None:
-    records = [
-        {"id": f"d{n}", "title": "A", "text": f"Text {n} is here.", "field": value}
-        for n, value in enumerate([1, True, "1", 1.0, None, {"a": 1}])
+def filters_over(folder: Path, *columns: list[Any]) -> Filters:
+    """Over documents d0, d1 and so on. A column has the values of ``field``, more columns those of ``field1`` etc."""
+    records: list[dict[str, Any]] = [
+        {"id": f"d{n}", "title": "A", "text": f"Text {n} is here."} for n in range(max(map(len, columns)))
     ]
+    for number, values in enumerate(columns):
+        for record, value in zip(records, values, strict=False):
+            record[f"field{number or ''}"] = value
+    small_project.write_project(folder)
+    small_project.write_json_lines(folder / "documents.jsonl", records)
+    assert cli("run", "snapshot", "--params", folder / "params.yaml", "--root", folder).exit_code == 0
+    return Filters(Snapshot.open(folder / "data/snapshot/corpus"))
+
+
+def test_true_is_not_one_and_a_number_is_no_text(tmp_path: Path) -> None:
+    filters = filters_over(tmp_path, [1, True, "1", 1.0, None, {"a": 1}])
+
+    def passing(condition: Any) -> list[int]:
+        return filters.passages([{"field": condition}]).tolist()
+
+    assert passing(1) == [0, 2, 3]
+    assert passing(True) == [1]
+    assert passing("1") == [2]
+    assert passing({"gte": 0}) == [0, 2, 3]
+    assert passing({"gte": ""}) == [2]
+    assert passing([True, "1"]) == [1, 2]
+
+
+def test_texts_that_are_numbers_compare_as_numbers(tmp_path: Path) -> None:
+    """As JSON writes numbers; 007, 1,000, 0x10, a digit of another script and what is too large are names."""
+    values = ["1990", "1990.5", " 2e3 ", "-3", "007", "1,000", "n.d.", "", "NaN", "0x10", "٣", "9" * 5000, "1e999", 7]
+    filters = filters_over(tmp_path, values)
+
+    def passing(condition: Any) -> list[int]:
+        return filters.passages([{"field": condition}]).tolist()
+
+    assert passing({"gte": 1990}) == [0, 1, 2]
+    assert passing({"gt": 1990, "lte": 2000}) == [1, 2]
+    assert passing({"lt": 10}) == [3, 13]
+    assert passing(1990) == passing(1990.0) == [0]
+    assert passing([2000, "007"]) == [2, 4]
+    assert passing(7) == [13]
+    assert passing("7") == []
+    assert passing("007") == [4]
+    assert passing({"gte": "n"}) == [6, 10], "texts as texts"
+    assert filters.passages([], own={"field": 1990}).tolist() == [], "who may see what is no matter of likeness"
+    assert filters.passages([], own={"field": 7}).tolist() == [13]
+    assert filters.passages([], own={"field": "007"}).tolist() == [4]
+
+
+UNLIKE: list[tuple[list[Any], Any, str]] = [
+    (["n.d.", "soon"], {"gte": 1990}, 'no number to compare with 1990: it has "n.d.", for example; compare with a'),
+    (["007"], 7, 'no number to compare with 7: it has "007", for example; compare with a text, in quotes$'),
+    (["2020-01-02"], {"lt": 2021}, 'no number to compare with 2021: it has "2020-01-02"'),
+    ([1990], {"gte": "1990"}, 'no text to compare with "1990": it has 1990, for example; compare with a number, wi'),
+    ([1990], "1990", 'no text to compare with "1990": it has 1990'),
+    (["1990"], {"gte": 1990, "lt": 2000}, ""),
+    (["true"], True, 'no true or false to compare with true: it has "true"'),
+    ([True], 1, "no number to compare with 1: it has true, for example; compare with it, without quotes"),
+    ([True], [1, "true"], "no number to compare with 1: it has true"),
+    (["a"], [1, "b"], ""),
+    (["a"], [], ""),
+    ([None, {"a": 1}], 1, ""),
+]  # values of a field, a condition, what is said of it
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Filters:
+    return filters_over(tmp_path_factory.mktemp("unlike"), [0], *(values for values, _, _ in UNLIKE))
+
+
+@pytest.mark.parametrize("number", range(len(UNLIKE)))
+def test_a_condition_that_no_value_can_be_compared_with_is_refused(number: int, unlike: Filters) -> None:
+    _, condition, message = UNLIKE[number]
+    where = {f"field{number + 1}": condition}
+    if not message:
+        unlike.passages([where])
+        return
+    with pytest.raises(ValueError, match=f"the field field{number + 1} has {message}"):
+        unlike.passages([where])
+    assert unlike.passages([], own=where).tolist() == [], "of own filters nothing is told"
+
+
+def test_what_a_condition_is_compared_with_does_not_tell_of_hidden_values(tmp_path: Path) -> None:
+    filters = filters_over(tmp_path, ["soon", "1990", "later"])
+    assert filters.passages([{"field": {"gte": 1990}}]).tolist() == [1]
+    with pytest.raises(ValueError, match='no number to compare with 1990: it has "later"'):
+        filters.passages([{"field": {"gte": 1990}}], own={"document_id": "d2"})
+    assert filters.passages([{"document_id": "d1"}], own={"no such field": 1}).tolist() == []
+
+
+def test_a_field_of_a_table_is_compared_with_a_number(tmp_path: Path) -> None:
+    """All fields of a CSV file are texts: ``--where year>=1990`` found nothing once, and said nothing."""
     small_project.write_project(tmp_path)
-    small_project.write_json_lines(tmp_path / "documents.jsonl", records)
-    assert cli("run", "snapshot", "--params", tmp_path / "params.yaml", "--root", tmp_path).exit_code == 0
-    snapshot = Snapshot.open(tmp_path / "data/snapshot/corpus")
-    filters = Filters(snapshot)
+    rows = ["title,text,year,room", "A,Text one is here.,1989,007", "B,Text two is here.,1990,7", "C,Text,2003.5,x"]
+    (tmp_path / "documents.csv").write_text("\n".join(rows) + "\n")
+    place = ("--params", tmp_path / "params.yaml", "--root", tmp_path)
+    made = cli("run", "snapshot", *place, "--set", f"snapshot.documents={tmp_path / 'documents.csv'}")
+    assert made.exit_code == 0, made.output
 
-    def passing(condition: Any) -> list[str]:
-        return [snapshot.document_id(int(one)) for one in filters.passages([{"field": condition}])]
+    def titles(*where: str) -> list[str]:
+        words = [word for one in where for word in ("--where", one)]
+        return sorted(one["title"] for one in found(tmp_path, "text", *words)["passages"])
 
-    assert passing(1) == ["d0", "d3"]
-    assert passing(True) == ["d1"]
-    assert passing("1") == ["d2"]
-    assert passing({"gte": 0}) == ["d0", "d3"]
-    assert passing({"gte": ""}) == ["d2"]
+    assert titles("year>=1990") == ["B", "C"]
+    assert titles("year>=1989", "year<2000") == ["A", "B"]
+    assert titles("year=1990") == ["B"]
+    assert titles("room=7") == ["B"]
+    assert titles("room=007") == ["A"]
+    refused = cli("search", "text", "--root", tmp_path, "--where", "title>=1990")
+    assert (refused.exit_code, "the field title has" in refused.output) == (2, False), "a title is no field"
+    refused = cli("search", "text", "--root", tmp_path, "--where", "room=true")
+    assert refused.exit_code == 2
+    assert 'the field room has no true or false to compare with true: it has "007"' in refused.output
 
 
 def test_highlights_are_of_stems() -> None:
     text = "Builders built a building; rivers flow."
     shown = [text[start:end] for start, end in highlights(text, {"en": stems(["building", "river"])})]
     assert shown == ["building", "rivers"]
+
+
+def test_highlights_of_pairs_of_characters_are_one_where_they_overlap() -> None:
+    text = "春夏秋冬"
+    shown = [highlights(text, {"zh": stems}) for stems in (["春夏", "夏秋"], ["春夏", "秋冬"])]
+    assert shown == [[(0, 3)], [(0, 2), (2, 4)]]
 
 
 # Over HTTP

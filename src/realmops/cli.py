@@ -480,7 +480,8 @@ def update(**given: Any) -> None:
     "--where",
     "where",
     "FIELD=VALUE",
-    "Only documents with this field; also >=, >, <= and <. A field that is named twice has either value.",
+    "Only documents with this field; also >=, >, <= and <. A field that is named twice has either value. A number also "
+    "finds texts that are numbers, as those of CSV files.",
 )
 @click.option(
     "--by",

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import WORK, digest_of, make_folder, sync_folder
-from realmops.corpus.answers import normal_form
 from realmops.corpus.documents import read_json_lines
-from realmops.corpus.questions import Question
+from realmops.corpus.questions import Question, text_key
 
 FILE = "feedback.jsonl"
 LINE_LIMIT = 1 << 15  # bytes of one judgement
@@ -41,8 +40,8 @@ class Feedback:
                 raise ValueError(f"{name} is empty: say what was asked and what the answer was")
         if self.right and self.correct_answer:
             raise ValueError("correct_answer belongs to an answer that is not right: leave it out, or say right: false")
-        if self.correct_answer and not normal_form(self.correct_answer):
-            raise ValueError(f"correct_answer is {self.correct_answer!r}, which has no word: leave it out")
+        if self.correct_answer and not self.correct_answer.strip():
+            raise ValueError(f"correct_answer is {self.correct_answer!r}, which is blank: leave it out")
 
     @property
     def known(self) -> str:
@@ -109,18 +108,18 @@ def _checked(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def questions_of(feedback: Sequence[Feedback]) -> list[Question]:
-    """The questions whose right answer is known: confirmed ones and corrected ones, each once.
+    """The questions whose right answer is known: confirmed ones and corrected ones, each text once (``text_key``).
 
     What was said last of a question counts; where that is only that its answer is wrong, the question is left out.
     """
-    last = {normal_form(one.question): one for one in feedback}
+    last = {text_key(one.question): one for one in feedback}
     return [
         Question(
-            f"feedback-{digest_of(one.question)[:12]}",
-            one.question,
+            f"feedback-{digest_of(question)[:12]}",
+            question,
             (one.known,),
             passage_id=one.passage_id or None if one.right else None,
         )
-        for one in last.values()
-        if normal_form(one.known)
+        for question, one in last.items()
+        if one.known
     ]

@@ -5,8 +5,10 @@ N places of a value, E embedding width.
 """
 
 import dataclasses
+import json
 import math
 import operator
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from threading import Lock
@@ -37,6 +39,9 @@ DEPTH = 100  # passages that embeddings and words find each, of which the best a
 RANGES: dict[str, Callable[[Any, Any], bool]] = {
     "gte": operator.ge, "gt": operator.gt, "lte": operator.le, "lt": operator.lt
 }  # fmt: skip
+KINDS = {"true or false": "it, without quotes", "text": "a text, in quotes", "number": "a number, without quotes"}
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?", re.ASCII)  # as in JSON: 007 is a name
+_SHOWN = 60  # characters of a value in a message
 ID = "document_id"  # can be filtered by beside the documents' own fields
 NO_EMBEDDINGS = (
     "there are no embeddings: the stage ict has not run, or finetune.retriever is bm25, tfidf, graph or path; "
@@ -52,24 +57,26 @@ class Filters:
 
     A filter has a condition for each field: a value, a list of which one is enough, or a range as
     ``{"gte": 1990, "lt": 2000}``. A document's field that is a list has each of its values. All conditions must hold.
-    Several threads may ask; the fields are read when the first does.
+    A number is compared with numbers, and with texts that are one as JSON writes it (fields of a CSV file are texts);
+    texts are compared with texts alone. Several threads may ask; the fields are read when the first does.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._lock = Lock()
         self._coded = lru_cache(2)(snapshot.coded)
-        self._columns: dict[str, tuple[dict[Any, int], NDArray[np.int64]]] = {}
+        self._columns: dict[str, _Column] = {}
         self._known: dict[bytes, Ids] = {}
 
     def passages(self, filters: Sequence[Where], own: Where | None = None) -> Ids:
         """The passages that all these filters let through, ascending int64 [A].
 
         Args:
-            own: which passages the caller may know of. No error tells of others, by field or by value.
+            own: which passages the caller may know of. No error tells of others, by field or by value. Its numbers are
+                compared with numbers alone.
 
-        Raises InvalidRequest for what is no condition, and for a field that no document has of those that ``own`` and
-        the filters before let through.
+        Raises InvalidRequest for what is no condition, and where of the documents that ``own`` and the filters before let
+        through none has the field, or none has a value there that the condition can be compared with.
         """
         for where in filters:
             check_filter(where)
@@ -84,7 +91,7 @@ class Filters:
                     if where is not own:
                         self._check_fields(where, there_P)
                     for field, condition in where.items():
-                        there_P = there_P & self._matching(field, condition)
+                        there_P = there_P & self._matching(field, condition, in_texts=where is not own)
                 self._known[key] = np.flatnonzero(there_P)
             found = self._known[key] = self._known.pop(key)  # the last one that was asked for comes last
             while sum(map(len, self._known.values())) > _REMEMBERED or len(self._known) > _FILTERS:
@@ -105,24 +112,24 @@ class Filters:
         for field in where:
             if field not in fields:
                 raise InvalidRequest(f"no document has the field {field!r}; there are {', '.join(sorted(fields))}")
+        for field, condition in where.items():
+            column, has_U = self._column(field), np.zeros(len(self._coded(ID if field == ID else "extra")[0]), bool)
+            has_U[self._codes(field)[there_P]] = True
+            values = [column.values[n] for n in np.unique(column.number_N[has_U[column.row_N]])]
+            _check_kinds(field, condition, values)
 
-    def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
-        code_P = self._coded(ID)[1] if field == ID else self._extra[1]
-        number_of, value_2N = self._column(field)
-        if isinstance(condition, Mapping):
-            wanted = [n for (is_truth, value), n in number_of.items() if not is_truth and _in_range(value, condition)]
-        else:
-            keys = map(_key, condition if isinstance(condition, list) else [condition])
-            wanted = [number_of[key] for key in keys if key in number_of]
-        wanted_V, found_U = np.zeros(len(number_of), bool), np.zeros(code_P.max(initial=-1) + 1, bool)
-        wanted_V[wanted] = True
-        row_N, number_N = value_2N
-        found_U[row_N[wanted_V[number_N]]] = True
+    def _codes(self, field: str) -> NDArray[np.int32]:
+        return self._coded(ID)[1] if field == ID else self._extra[1]
+
+    def _matching(self, field: str, condition: Any, *, in_texts: bool) -> NDArray[np.bool_]:
+        code_P, column = self._codes(field), self._column(field)
+        wanted_V, found_U = np.zeros(len(column.values), bool), np.zeros(code_P.max(initial=-1) + 1, bool)
+        wanted_V[column.matching(condition, in_texts=in_texts)] = True
+        found_U[column.row_N[wanted_V[column.number_N]]] = True
         matching: NDArray[np.bool_] = found_U[code_P]
         return matching
 
-    def _column(self, field: str) -> tuple[dict[Any, int], NDArray[np.int64]]:
-        """The number of each value of a field, and which metadata (for the document's id: which id) has it, [2, N]."""
+    def _column(self, field: str) -> "_Column":
         if field not in self._columns:
             values = self._coded(ID)[0] if field == ID else [one.get(field) for one in self._extra[0]]
             number_of: dict[Any, int] = {}
@@ -132,8 +139,55 @@ class Filters:
                 for one in (value if isinstance(value, list) else [value])
                 if _is_value(one)
             ]
-            self._columns[field] = number_of, np.array(rows, np.int64).reshape(-1, 2).T
+            self._columns[field] = _Column(number_of, *np.array(rows, np.int64).reshape(-1, 2).T)
         return self._columns[field]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Column:
+    """The different values of a field.
+
+    ``number_of`` has the number of each [V], by ``_key``; ``number_N`` has metadata ``row_N`` (of the document's id:
+    the id of that number).
+    """
+
+    number_of: dict[tuple[bool, Any], int]
+    row_N: NDArray[np.int64]
+    number_N: NDArray[np.int64]
+
+    @cached_property
+    def values(self) -> list[Any]:
+        return [value for _, value in self.number_of]
+
+    @cached_property
+    def _as_number(self) -> list[float | None]:
+        return [_number(value) for value in self.values]
+
+    @cached_property
+    def _equal_to(self) -> dict[float, list[int]]:
+        """The values that are each number, as a number or as a text."""
+        found: dict[float, list[int]] = {}
+        for n, number in enumerate(self._as_number):
+            if number is not None:
+                found.setdefault(number, []).append(n)
+        return found
+
+    def matching(self, condition: Any, *, in_texts: bool) -> list[int]:
+        """The numbers of the values that a condition lets through; ``in_texts``: also numbers that are texts."""
+        if isinstance(condition, Mapping):
+            passing = [*range(len(self.values))]
+            for name, bound in condition.items():
+                kind, holds = _kind(bound), RANGES[name]
+                values = self._as_number if in_texts and kind == "number" else self.values
+                passing = [n for n in passing if _kind(values[n]) == kind and holds(values[n], bound)]
+            return passing
+        found = []
+        for value in condition if isinstance(condition, list) else [condition]:
+            if in_texts and _kind(value) == "number":
+                found += self._equal_to.get(value, [])
+            elif (key := _key(value)) in self.number_of:
+                found.append(self.number_of[key])
+        return found
 
 
 def check_filter(where: Where) -> None:
@@ -164,10 +218,34 @@ def _is_value(value: Any) -> bool:
     return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
-def _in_range(value: Any, bounds: Mapping[str, Any]) -> bool:
-    return all(
-        isinstance(value, str) == isinstance(bound, str) and RANGES[name](value, bound)
-        for name, bound in bounds.items()
+def _kind(value: Any) -> str:
+    """The key of ``KINDS`` for a value; "" for None."""
+    if isinstance(value, bool | str):
+        return "text" if isinstance(value, str) else "true or false"
+    return "number" if value is not None else ""
+
+
+def _number(value: Any) -> float | None:
+    """A number, or the finite one that a text is; an int where it is whole."""
+    if not isinstance(value, str):
+        return None if isinstance(value, bool) else value
+    text = value.strip()
+    if not _NUMBER.fullmatch(text) or not math.isfinite(number := float(text)):
+        return None
+    return int(text) if text.lstrip("-").isdigit() else number
+
+
+def _check_kinds(field: str, condition: Any, values: Sequence[Any]) -> None:
+    """InvalidRequest where none of a field's values can be compared with a bound of a range, or with any of a list."""
+    is_range = isinstance(condition, Mapping)
+    asked = [*condition.values()] if is_range else condition if isinstance(condition, list) else [condition]
+    unfit = [one for one in asked if not any(_kind(one) in (_kind(v), _kind(_number(v))) for v in values)]
+    if not values or not unfit or (not is_range and len(unfit) < len(asked)):
+        return
+    bound, example = (json.dumps(one, ensure_ascii=False)[:_SHOWN] for one in (unfit[0], values[0]))
+    raise InvalidRequest(
+        f"the field {field} has no {_kind(unfit[0])} to compare with {bound}: it has {example}, for example; "
+        f"compare with {KINDS[_kind(values[0])]}"
     )
 
 

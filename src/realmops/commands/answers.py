@@ -18,7 +18,6 @@ from realmops.commands.trained import options_of, tuned_steps
 from realmops.commands.update import FOLDER as UPDATES
 from realmops.commands.update import CorpusState, newest_state, of_pipeline
 from realmops.config import Finetune, RunOptions
-from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.devices import device_and_dtype, pack_products, tune_process
@@ -94,8 +93,8 @@ class Generation:
                 text.encode()
             except UnicodeEncodeError:
                 raise InvalidRequest(f"the {name} holds half a surrogate pair; write it whole") from None
-        if asked.y is not None and not normal_form(asked.y):
-            raise InvalidRequest(f"the answer {asked.y!r} has no word: give the one to ask about, or none")
+        if asked.y is not None and not asked.y.strip():
+            raise InvalidRequest(f"the answer {asked.y!r} is blank: give the one to ask about, or none")
         if asked.own and self.model.passages is None:
             raise InvalidRequest(
                 f"finetune.retriever is {self.model.options.retriever}, which cannot look behind a filter: who has one "

@@ -17,10 +17,8 @@ import numpy as np
 from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
-from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
-from realmops.corpus.languages import ENGLISH
-from realmops.corpus.questions import EXPRESSIONS, in_languages, read_questions
+from realmops.corpus.questions import in_languages, read_questions, text_key
 from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.encoders.devices import device_and_dtype, tune_process
@@ -329,7 +327,7 @@ def _answer(task: _Task, final: Path) -> dict[str, Any]:
 
 
 def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -> list[dict[str, Any]]:
-    """Question, references, and answer and evidence before and after, where the answer's normal form changed.
+    """Question, references, and answer and evidence before and after, where the answer's text changed (``text_key``).
 
     Questions that stand in only one of the two are left out.
     """
@@ -343,13 +341,8 @@ def changed_answers(before: Sequence[Prediction], after: Sequence[Prediction]) -
             "after": _side(new),
         }
         for new in after
-        if (old := known.get(new.asked)) and _form(new, new.answer_rule) != _form(old, new.answer_rule)
+        if (old := known.get(new.asked)) and text_key(new.prediction) != text_key(old.prediction)
     ]
-
-
-def _form(prediction: Prediction, answer_rule: str | None) -> str:
-    """The normal form of an answer, in a question's language."""
-    return normal_form(prediction.prediction, ENGLISH if answer_rule in (None, EXPRESSIONS) else answer_rule)
 
 
 def _side(prediction: Prediction) -> dict[str, Any]:

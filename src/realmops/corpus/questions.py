@@ -8,6 +8,7 @@ import ast
 import csv
 import json
 import re
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -118,6 +119,14 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str
             'give at least one line of the form {"question": "...", "answers": ["..."]}'
         )
     return questions
+
+
+def text_key(text: str) -> str:
+    """Return what makes two questions or answers the same text: NFC with single blanks.
+
+    The normal form of exact match is none: it makes one of C, C# and C++, and nothing of the answer A.
+    """
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def in_languages(questions: Iterable[Question], among: Sequence[str]) -> list[Question]:

@@ -197,13 +197,14 @@ def _drawn_means(
 def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) -> tuple[str, float]:
     """The most frequent training answer (by normal form, ties in alphabetical order) and its exact match.
 
-    Training answers that are regular expressions are no answers to give; ValueError when there is no other.
+    An answer without a normal form, as A, counts as it is written. Training answers that are regular expressions are
+    no answers to give; ValueError when there is no other.
     """
     counts = Counter(
         answer
         for question in training
         if not question.is_regex
-        for answer in sorted({normal_form(reference, question.language or ENGLISH) for reference in question.answers})
+        for answer in sorted({normal_form(one, question.language or ENGLISH) or one for one in question.answers})
     )
     if not counts:
         raise ValueError("the closed-book floor needs at least one training question")
