@@ -130,11 +130,13 @@ def test_the_stage_reads_documents_whose_file_names_are_no_utf_8(tmp_path: Path)
 def test_the_stage_counts_a_pipe_and_does_not_wait_for_it(tmp_path: Path) -> None:
     values = safe_load(write_project(tmp_path, snapshot={"documents": "corpus"}).read_text())
     corpus(tmp_path / "corpus", a=["Anna was here."])
-    os.mkfifo(tmp_path / "corpus" / "b.jsonl")
+    for name in "bcde":
+        os.mkfifo(tmp_path / "corpus" / f"{name}.jsonl")
     report = Quiet()
     metrics = stage("snapshot", values, tmp_path, tmp_path / "root", report)
-    assert (metrics["documents"], metrics["unread_pipe"]) == (1, 1)
-    assert any("1 files of corpus could not be read and are left out: 1 pipe (b.jsonl)" in w for w in report.warned)
+    assert (metrics["documents"], metrics["unread_pipe"]) == (1, 4)
+    told = "4 files of corpus could not be read and are left out: 4 pipe (b.jsonl, c.jsonl, d.jsonl). "
+    assert any(told in warning for warning in report.warned)
 
 
 def test_pages_with_bytes_that_are_no_text_are_counted_and_told(tmp_path: Path) -> None:

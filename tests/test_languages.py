@@ -227,6 +227,16 @@ def test_documents_in_another_language_than_the_one_that_is_set_are_told_of(tmp_
             assert len(report.warned) == 1
 
 
+@pytest.mark.parametrize("german", [29, 30])
+def test_thirty_of_fifty_passages_in_another_language_are_a_warning(german: int, tmp_path: Path) -> None:
+    codes = ["de"] * german + ["en"] * (50 - german)
+    documents = [{"title": "", "text": f"{TEXTS[code]} {TEXTS[code]} {n}"} for n, code in enumerate(codes)]
+    write_json_lines(tmp_path / "documents.jsonl", documents)
+    report = Quiet()
+    stage("snapshot", toy_values(snapshot={"block_wordpieces": 512}), tmp_path, tmp_path, report)
+    assert len([line for line in report.warned if "30 of 50 passages look German" in line]) == (german == 30)
+
+
 def test_a_question_is_in_no_language_of_a_few_stray_passages(tmp_path: Path) -> None:
     dutch = "De huizen van de stad werden in 1902 gebouwd. Anna Berg woonde in een oud huis bij de rivier."
     snapshot = corpus(tmp_path / "corpus", [*(f"{TEXTS['de']} {n}" for n in range(120)), dutch], AUTO)

@@ -38,8 +38,11 @@ from small_world import PARAMS
 from realmops.artifacts import read_manifest
 from realmops.baselines.links import Graph, Links
 from realmops.baselines.tfidf import TfIdf
+from realmops.config import load
+from realmops.corpus.formats import sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.vocabulary import train_vocabulary, vocabulary_bytes
 from realmops.evaluate.predictions import read_predictions
 from realmops.evaluate.retrieval import first_hit_ranks
 from realmops.index.builder_process import assign, run_index_builder
@@ -49,6 +52,7 @@ from realmops.index.lexical import Bm25, rank, titled_texts
 from realmops.model.files import load_models
 from realmops.stages import STAGES, Job, ict
 from realmops.stages.common import question_queries
+from realmops.stages.runner import run_stage
 
 HERE = Path(__file__).parent
 EXCHANGED = ("models/pretrain/retriever.safetensors", "models/pretrain/reader.safetensors")
@@ -173,6 +177,29 @@ def test_a_second_run_does_nothing(finished: Path) -> None:
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("nothing to do") == len(STAGES)
     assert times(finished) == before
+
+
+def test_what_a_killed_run_left_is_used_again_but_with_force(tmp_path: Path) -> None:
+    """A stage killed once its vocabulary was there, and later as it ended."""
+    params, root = write_project(tmp_path), tmp_path / "root"
+
+    def again(force: bool) -> dict[str, Any]:
+        values = load(params)
+        return run_stage("snapshot", values, project=tmp_path, root=root, report=Quiet(), force=force)
+
+    usual = again(False)["vocabulary"]
+    key = read_manifest(root / "data/snapshot", "snapshot")["fingerprint"]
+    work = root / ".realmops/work" / f"snapshot-{key[:16]}"
+    for force, expected in ((False, usual + 1), (True, usual)):
+        shutil.rmtree(root / "data/snapshot")
+        work.mkdir(parents=True)
+        pieces = train_vocabulary(sources(tmp_path / "documents.jsonl", "auto"), size=150)
+        (work / "vocab.txt").write_bytes(vocabulary_bytes([*pieces, "left"]))
+        assert again(force)["vocabulary"] == expected
+        assert not work.exists()
+    work.mkdir()
+    assert again(False)["vocabulary"] == usual
+    assert not work.exists(), "nothing to do but this"
 
 
 def test_force_runs_again_and_gives_the_same(finished: Path) -> None:

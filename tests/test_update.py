@@ -30,6 +30,7 @@ from realmops.evaluate.predictions import Prediction
 from realmops.index import embed, embeddings
 from realmops.index.embed import document_sequences
 from realmops.index.embeddings import embed_changed, embed_corpus
+from realmops.index.lexical import Bm25
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 
@@ -133,6 +134,23 @@ def test_an_update_killed_at_any_moment_goes_on(project: Path, monkeypatch: pyte
     result = run(project, "update", "--may-shrink")
     assert result.exit_code == 0, result.output
     assert not work.exists()
+
+
+def test_a_damaged_word_index_of_a_killed_update_is_made_again(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*arguments: object, **named: object) -> None:
+        raise KeyboardInterrupt
+
+    rewrite(project, [{"title": "Fresh", "text": "A page about words."}])
+    with monkeypatch.context() as patched:
+        patched.setattr("realmops.commands.update._embed", dies)
+        assert run(project, "update", "--may-shrink").exit_code != 0
+    [work] = (project / "root/.realmops/work").glob("update-*")
+    path = max((work / "snapshot/lexical").glob("*.npy"), key=lambda one: one.stat().st_size)
+    content = path.read_bytes()
+    path.unlink()  # it may have other names
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert run(project, "update", "--may-shrink").exit_code == 0
+    assert Bm25.of(Snapshot.open(newest_state(project / "root").snapshot / "corpus"), verify=True)
 
 
 def test_an_update_serves_before_its_answers_are_there_and_gets_them_later(
@@ -258,6 +276,17 @@ def test_an_update_whose_answers_are_damaged_is_not_compared_with(project: Path)
     refused = run(project, "update")
     path.write_bytes(content)
     assert (refused.exit_code, "predictions.parquet has" in refused.stderr.replace("\n", "")) == (2, True)
+
+
+def test_a_damaged_newest_update_is_refused(project: Path) -> None:
+    root = project / "root"
+    path = newest_state(root).snapshot.parent / "metrics.json"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"1", b"2"))  # as many bytes as before
+    with pytest.raises(ValueError, match=r"metrics\.json has sha256 .*, its manifest says"):
+        newest_state(root)
+    path.write_bytes(content)
+    assert newest_state(root).number
 
 
 def texts_of_newest(project: Path) -> str:
