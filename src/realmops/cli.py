@@ -19,7 +19,7 @@ HEADINGS = {
     "Look": ("report", "explain", "alignments", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
-    "Operate": ("plan", "submit", "index-builder", "sync", "doctor"),
+    "Operate": ("submit", "index-builder", "sync", "doctor"),
 }
 Values = dict[str, dict[str, Any]]
 Command = Callable[..., Iterable[str] | None]
@@ -187,10 +187,15 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
 
     values, named = _loaded(params, presets, settings), [*config.read_params(params)[0], *presets]
     given |= {"values": values, "presets": named, "project": params.parent}
-    if stage == "all":
-        _run_apart(tuple(chain(values)), **given)
-    else:
+    if stage != "all":
         _run((stage,), **given)
+        return
+    names = tuple(chain(values))
+    _run_apart(names, **given)
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
+        from realmops.commands.report import seconds_table
+
+        show(seconds_table(names, given["root"]), columns=60)
 
 
 def _run_apart(names: Sequence[str], **given: Any) -> None:
@@ -678,44 +683,6 @@ def index_builder(
     from realmops.stages.shards import WORKS
 
     sys.exit(run_index_builder(exchange, snapshot, works=WORKS, **given))
-
-
-@main.command()
-@_repeated(
-    "--passages", "sizes", "N", "Plan for N passages instead of 1, 13, 100 and 1,000 million.", click.IntRange(min=1)
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=1),
-    default=60.0,
-    help="About how long to measure.",
-)
-@_flag("--json", "as_json", help="Print what was measured and what follows from it as JSON.")
-@_values
-@_new_root
-def plan(
-    values: Values, root: Path, sizes: Sequence[int], seconds: float, as_json: bool, project: Path
-) -> Iterable[str]:
-    """Say how long this run takes, and what larger corpora take.
-
-    The command measures this machine for a minute, with the models, device, threads and precision of the params. From
-    that it computes the minutes of each stage, and for larger corpora seconds per step, the time to rebuild the index,
-    its staleness, index builders, memory and disk. Passages are as long as those of the snapshot under the root;
-    without one, as those of invented text.
-    """
-    from realmops.artifacts import canonical_json
-    from realmops.commands.plan import PASSAGES, calibrate, notes, run_of, scale, table
-
-    measured = calibrate(values, root, seconds, Console())
-    index_type, refresh_every = values["index"]["type"], values["pretrain"]["refresh_every"]
-    scales = [scale(count, index_type, refresh_every, measured) for count in sizes or PASSAGES]
-    this_run, told = run_of(values, project, root, measured)
-    remarks = notes(measured, scales)
-    if as_json:
-        found = {"measured": measured, "run": this_run, "scales": scales, "notes": remarks}
-        return [canonical_json(found).decode()]
-    show(table(measured, scales))
-    return [*told, *remarks]
 
 
 @main.command()
