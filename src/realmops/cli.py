@@ -16,7 +16,7 @@ from realmops.stages import METRICS, STAGES
 
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
-    "Look": ("report", "explain", "alignments", "ceilings"),
+    "Look": ("report", "explain", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
     "Operate": ("submit", "index-builder", "sync", "doctor"),
@@ -364,22 +364,6 @@ def explain(**given: Any) -> None:
 
     for shown in explain(**given):
         show(shown, columns=160)
-
-
-@main.command()
-@_old_root
-@_count("--limit", help="Take so many masked spans, drawn at random; else all.")
-@_file("--out", help="The file to write; else alignments.parquet under the root.")
-def alignments(root: Path, limit: int | None, out: Path | None) -> None:
-    """Write which passages explain each masked span, as Parquet.
-
-    One row for each span and candidate passage: p(z|x), p(z|x,y), retrieval utility, and whether the passage contains
-    the span.
-    """
-    from realmops.commands.alignments import FILE, align
-
-    report, file = Console(), out or root / FILE
-    report.metrics(str(file), align(root, file, limit=limit, report=report))
 
 
 @main.command()
