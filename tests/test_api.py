@@ -91,7 +91,7 @@ def printed(example: str, capsys: pytest.CaptureFixture[str], **words: str | Pat
         assert old in example, f"{example}\nhas no {old}"
         example = example.replace(old, str(new))
     capsys.readouterr()
-    exec(compile(example, "an example", "exec"), {"__name__": "__main__"})
+    exec(compile(example, "an example", "exec", dont_inherit=True), {"__name__": "__main__"})
     return capsys.readouterr().out
 
 
