@@ -532,7 +532,7 @@ def serve(
 
     Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
     has the answer, its probability, and citations: where in the document each quotation stands. /docs lists the other
-    routes, as those of OpenAI's clients.
+    routes.
 
     After "realmops update" or "realmops promote" the server loads the newest generation beside the old one and changes
     over; it refuses one that is damaged. SIGTERM ends the server when all accepted requests are answered.

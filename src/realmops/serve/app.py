@@ -18,7 +18,7 @@ from realmops import __version__
 from realmops.answering.record import Record
 from realmops.answering.search import Where
 from realmops.commands.answers import Asked, Generation
-from realmops.serve import feedback, inference, page, reference, responses, search
+from realmops.serve import feedback, inference, page, reference, search
 from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
 from realmops.serve.claims import Claims
 from realmops.serve.generations import GenerationWatcher
@@ -166,7 +166,6 @@ def make_app(
         return HTMLResponse(reference.page(app.openapi()))
 
     app.include_router(page.router)
-    app.include_router(responses.router)
     app.include_router(search.router)
     app.include_router(feedback.router)
     app.include_router(inference.router)

@@ -46,12 +46,8 @@ class Limits:
 
 
 def problem(path: str, status: int, message: str) -> dict[str, object]:
-    """An error as the clients of that path expect it: a text for Open Inference, an object for OpenAI's."""
-    if path.startswith("/v2"):
-        return {"error": message}
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "code": None, "param": None}}
+    """Return an error as the clients of that path expect it: for Open Inference a text, else an object."""
+    return {"error": message if path.startswith("/v2") else {"message": message}}
 
 
 def own_of(request: Request) -> Where | None:
