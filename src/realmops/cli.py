@@ -512,22 +512,10 @@ def search(
     metavar="FILE",
     help="Only callers with the bearer token in FILE, or else in REALMOPS_TOKEN, may ask.",
 )
-@_file(
-    "--access",
-    metavar="FILE",
-    help="Tokens that may search and ask behind a filter: a JSON object of filters by token.",
-)
-@_file(
-    "--jwt",
-    metavar="FILE",
-    help="The same for JSON Web Tokens: FILE names keys, audience, and the claims that are filters.",
-)
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks for a newer generation."
 )
-def serve(
-    root: Path, model: str | None, token_file: Path | None, access: Path | None, jwt: Path | None, **given: Any
-) -> None:
+def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) -> None:
     """Answer questions over HTTP, every word with its source.
 
     Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
@@ -537,11 +525,9 @@ def serve(
     After "realmops update" or "realmops promote" the server loads the newest generation beside the old one and changes
     over; it refuses one that is damaged. SIGTERM ends the server when all accepted requests are answered.
     """
-    from realmops.serve.server import access_of, claims_of, origin_of, serve, token_of
+    from realmops.serve.server import origin_of, serve, token_of
 
-    token = token_of(token_file)
-    given |= {"access": access_of(access, token), "claims": claims_of(jwt, token)}
-    serve(origin_of(root, model), token=token, say=Console().say, **given)
+    serve(origin_of(root, model), token=token_of(token_file), say=Console().say, **given)
 
 
 @main.command()

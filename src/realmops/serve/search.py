@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from realmops.answering.search import MOST
-from realmops.serve.guard import QUESTION_LIMIT, own_of
+from realmops.serve.guard import QUESTION_LIMIT
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 router = APIRouter()
@@ -36,9 +36,7 @@ async def search(request: Request, asked: SearchRequest) -> Response:
     generation = request.app.state.service.answerer.generation
 
     def found() -> Response:
-        return JSONResponse(
-            generation.searching.search(asked.query, asked.k, [asked.filters], asked.by, own_of(request))
-        )
+        return JSONResponse(generation.searching.search(asked.query, asked.k, [asked.filters], asked.by))
 
     try:
         return await run_in_threadpool(found)  # all work, so that others are heard meanwhile
