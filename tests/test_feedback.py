@@ -33,8 +33,7 @@ def client(root: Path, token: str | None = None) -> TestClient:
     """The routes over no model: none of these asks it."""
     watcher: Any = SimpleNamespace(origin=SimpleNamespace(root=root, name="realmops"))
     answerer: Any = SimpleNamespace()
-    access = {"filtered": {"team": "a"}} if token else None
-    return TestClient(make_app(answerer, watcher, Metrics(), token, Limits(), access), follow_redirects=False)
+    return TestClient(make_app(answerer, watcher, Metrics(), token, Limits()), follow_redirects=False)
 
 
 def said(root: Path) -> list[tuple[str, str, bool, str, str]]:
@@ -217,12 +216,12 @@ def test_the_pages_buttons_lead_back_to_the_question(tmp_path: Path) -> None:
 
 
 def test_only_those_with_the_token_send_feedback(tmp_path: Path) -> None:
-    """The token itself for programs; on the page its cookie, too; a token with a filter for neither."""
+    """The token itself for programs; on the page its cookie, too."""
     guarded = client(tmp_path, TOKEN)
     cookie = {"Cookie": f"{COOKIE}={Token(TOKEN).cookie()}"}
-    bearer, filtered = ({"Authorization": f"Bearer {one}"} for one in (TOKEN, "filtered"))
+    bearer, wrong = ({"Authorization": f"Bearer {one}"} for one in (TOKEN, "wrong"))
     page = f"/{feedback_address({**RIGHT, 'citations': []})}"
-    for headers, api, form in (({}, 401, 401), (filtered, 403, 403), (cookie, 401, 303), (bearer, 200, 303)):
+    for headers, api, form in (({}, 401, 401), (wrong, 401, 401), (cookie, 401, 303), (bearer, 200, 303)):
         assert guarded.post("/v1/feedback", json=RIGHT, headers=headers).status_code == api
         assert guarded.post(page, data={"right": "yes"}, headers=headers).status_code == form
     assert len(said(tmp_path)) == 3

@@ -83,8 +83,6 @@ def problem(outcome: Outcome) -> str:
         ("a.htm", "<html>", "text"),
         ("dump.xml-p10p30.bz2", '<?xml version="1.0"?>\n<mediawiki>', "mediawiki"),
         ("a.xml", "", "mediawiki"),
-        ("wiki_00", '<doc id="1">', "wikiextractor"),
-        ("wiki_00.txt", '<doc id="1">', "wikiextractor"),
         ("a.warc.gz", "WARC/1.0", "warc"),
         ("CC-NEWS-1", "WARC/1.0", "warc"),
     ],
@@ -699,32 +697,20 @@ def test_time_grows_with_length_not_with_its_square(piece: str) -> None:
     assert calls(2000) < 12 * calls(200) + 100
 
 
-# WikiExtractor
+# Text extracted from a dump
 
 
-def test_wikiextractor_blocks(tmp_path: Path) -> None:
-    text = (
-        '<doc id="1" url="u?curid=1" title="A &amp; B">\nA &amp; B\n\nThe &lt;br&gt;text.\nMore.\n\n</doc>\n'
-        '<doc id="2" url="v" title="Stub">\nStub\n\n\n</doc>\n'
-        '<doc id="3" title="Quote "it"">\nAnother first line\n</doc>\n'
-        '<doc id="4">\nno title\n</doc>\n'
-    )
-    for name in ("AA/wiki_00", "AA/wiki_01.bz2", "AB/wiki_00.gz"):
-        write(tmp_path / name, text)
-    outcomes = read(tmp_path)
-    assert kinds(outcomes) == ["kept", "empty_text", "kept", "rejected"] * 3
-    assert kept(outcomes)[:2] == [("A & B", "The \ntext.\nMore."), ('Quote "it"', "Another first line")]
-    first = outcomes[0]
-    assert isinstance(first, Document)
-    assert (first.id, first.extra, first.place) == ("1", '{"url":"u?curid=1"}', f"{tmp_path}/AA/wiki_00:1")
-
-
-def test_wikiextractor_files_that_are_damaged(tmp_path: Path) -> None:
-    good = '<doc id="1" title="A">\nA\nText\n</doc>\n'
-    path = write(tmp_path / "wiki_00", f'{good}stray\n<doc id="2" title="B">\nB\n{good}{good[:-9]}'.encode() + b"\xff")
-    outcomes = read(path)
-    assert kinds(outcomes) == ["kept", "rejected", "rejected", "kept", "rejected"]
-    assert [one.place.rpartition(":")[2] for one in outcomes] == ["1", "5", "6", "8", "12"]
+@pytest.mark.parametrize("name", ["wiki_00", "wiki_00.bz2", "wiki_00.txt"])
+def test_text_extracted_from_a_dump_is_refused_with_the_name_of_the_dump(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "in/AA" / name, '<doc id="1" url="u" title="A">\nA\n\nText.\n</doc>\n')
+    for documents in (path, tmp_path / "in"):
+        with pytest.raises(ValueError, match=rf"{name}: it begins with <doc.*name the dump itself.*mediawiki"):
+            sources(documents, "auto")
+    write(tmp_path / "in/a.md", "about")
+    [source] = [one for one in sources(tmp_path / "in", "auto") if one.path == path]
+    [outcome] = source.format.records(path)
+    assert isinstance(outcome, Rejected)
+    assert "name the dump itself" in outcome.problem
 
 
 # WARC
@@ -868,8 +854,5 @@ def test_a_run_of_blanks_in_a_head_or_title_costs_no_more_than_its_length(tmp_pa
     head = b"WARC/1.0\r\nWARC-Type: warcinfo\r\nX: a" + b" " * RUN + b"b\r\n"
     assert parsed_head(head)[b"x"].startswith(b"a ")
     title = "a" + " " * (1 << 20) + "b"
-    write(tmp_path / "wiki_00", f'<doc id="1" title="{title}">\nText\n</doc>\n<doc {"id=" + chr(34) * 2 + " " * RUN}')
-    write(tmp_path / "many", "<doc " + 'id="' * (RUN >> 2) + "\n</doc>\n")
-    assert kinds(read(tmp_path, "wikiextractor")) == ["rejected", "kept", "rejected"]
     assert kinds(read(write(tmp_path / "m" / "a.md", f"---\ntitle: '{title}'\n---\ntext\n"))) == ["kept"]
     assert plain_text("[//" + "a" * 2000 + " " * (1 << 20) + "b").endswith("b")

@@ -45,7 +45,6 @@ XML = (
     '<title>A</title><ns>0</ns><id>2</id><redirect title="Oslo"/><revision><id>3</id><text>x</text></revision></page>'
     "</mediawiki>"
 )
-BLOCKS = '<doc id="1" url="u" title="Oslo">\nOslo\n\nA city. &lt;br&gt;\n</doc>\n<doc id="2" title="B">\nB\n</doc>\n'
 LINES = '{"title": "A", "text": "é", "id": 1, "spans": [[0, 1, "X"]], "n": [1.5, {}]}\n{"title": "B", "text": ""}\n'
 MARKDOWN = "---\ntitle: A\n---\n# A *b*\n\n[c](d) `e`\n\n- f\n\n| g |\n|---|\n| 1 |\n\n```\ni\n```\n<b>\n"
 
@@ -96,7 +95,6 @@ VALID: dict[tuple[str, str], bytes] = {
     ("mediawiki", "a.xml"): XML.encode(),
     ("mediawiki", "a.xml.gz"): gzip.compress(XML.encode(), mtime=0),
     ("mediawiki", "a.xml.bz2"): bz2.compress(XML.encode()),
-    ("wikiextractor", "wiki_00"): BLOCKS.encode(),
     ("warc", "a.warc"): b"".join(WARC),
     ("warc", "a.warc.gz"): b"".join(gzip.compress(record, mtime=0) for record in WARC),
 }

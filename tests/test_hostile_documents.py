@@ -201,7 +201,6 @@ WRITERS: dict[str, Callable[[str], bytes]] = {
     "a.pptx": lambda text: pptx(xml(text)),
     "a.xlsx": lambda text: xlsx({"A": [["x", "".join(c for c in xml(text) if c >= " ")]]}),
     "a.xml": lambda text: dump(page(1, xml(text))).encode(),
-    "wiki_00": lambda text: f'<doc id="1" url="u" title="T">\nT\n\n{html.escape(valid(text))}\n</doc>\n'.encode(),
     "a.warc": warc,
 }
 
@@ -249,10 +248,9 @@ def random_text(number: int) -> str:
 
 LINES = "".join(json.dumps({"title": f"T{n}", "text": random_text(n)}) + "\n" for n in range(400)).encode()
 DUMP = dump("".join(page(n, random_text(n)) for n in range(400))).encode()
-BLOCKS = "".join(f'<doc id="{n}" url="u" title="T{n}">\n{random_text(n)}\n</doc>\n' for n in range(400)).encode()
 CUT = {
     "a.jsonl.gz": cut(gzip.compress(LINES)), "a.jsonl.bz2": cut(bz2.compress(LINES)), "a.xml": cut(DUMP),
-    "a.xml.gz": cut(gzip.compress(DUMP)), "wiki_00": cut(BLOCKS), "wiki_00.gz": cut(gzip.compress(BLOCKS)),
+    "a.xml.gz": cut(gzip.compress(DUMP)),
     "a.parquet": cut(parquet("A text.")), "a.warc": warc("Text. " * 40) + cut(warc("Text. " * 40)),
     "a.warc.gz": cut(gzip.compress(warc(random_text(1)) * 9)),
 }  # fmt: skip
@@ -267,7 +265,7 @@ def test_a_cut_file_ends_the_stage_whatever_share_may_be_broken(tmp_path: Path, 
     assert not (tmp_path / "snapshot").exists()
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.xml.gz", "a.warc.gz", "wiki_00.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.xml.gz", "a.warc.gz"])
 def test_a_download_that_never_came_ends_the_stage_or_is_named_among_mixed_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()
     write_lines(tmp_path / "in/whole.jsonl", "a b.")

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import Stemmer
 from small_project import Quiet, stage, toy_values, write_json_lines
@@ -169,15 +168,6 @@ def test_a_question_of_no_sure_language_is_looked_up_both_ways(
     assert set(rank(index, ["Anna Berg"], 5)[0].tolist()) == {0, 1, 2, 4, 5}
     monkeypatch.setattr(index, "spoken", lambda query: ("en", "de"))
     assert {*rank(index, ["houses Häuser"], 3)[0].tolist()} == {0, 4, 5}
-
-
-def test_how_rare_a_word_is_depends_on_the_passages_of_the_language_that_may_be_seen(mixed: Snapshot) -> None:
-    index = Bm25.of(mixed)
-    query = "Wann wurden die Häuser gebaut?"
-    alone = index.within(np.array([0]))
-    assert alone.score_of(query, np.array([0]))[0] > index.score_of(query, np.array([0]))[0]
-    few = index.within(np.array([0, 5, 4])).score_of(query, np.array([0, 5]))
-    assert few.tolist() == index.score_of(query, np.array([0, 5])).tolist(), "both German passages and one other"
 
 
 def test_an_update_has_the_bytes_of_a_new_index(mixed: Snapshot, tmp_path: Path) -> None:

@@ -127,8 +127,6 @@ def test_a_snapshot_has_the_wordpieces_of_each_passage_on_its_own(kind: str, tmp
         text, chars, sentences = snapshot.text(i), snapshot.chars(i), snapshot.sentences(i)
         own = tokenizer.encode(text, add_special_tokens=False)
         assert snapshot.body(i).tolist() == own.ids
-        assert snapshot.encoded(text, with_forms=False).tolist() == own.ids
-        assert snapshot.encoded(text, with_forms=True).tolist() == snapshot.written(i).tolist()
         rooms.append(len(own.ids) if len(sentences) > 1 else 0)  # one sentence is kept whole
         assert sentences[0, 0] == 0
         assert sentences[-1, 1] == len(own.ids)

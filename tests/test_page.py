@@ -390,7 +390,7 @@ def test_a_token_is_asked_for_once_and_never_in_an_address(guarded: Served) -> N
 def test_the_cookie_opens_pages_and_nothing_that_programs_call(guarded: Served) -> None:
     cookie = f"{COOKIE}={Token(TOKEN).cookie()}"
     assert visit(guarded, "/", Cookie=cookie).status == 200
-    for path in ("/metrics", "/v1/models", "/v2"):
+    for path in ("/metrics", "/v1/search", "/v2"):
         assert visit(guarded, path, Cookie=cookie).status == 401
     assert guarded.call("/v1/answer", {"question": QUESTION}, Cookie=cookie)[0] == 401
     assert visit(guarded, "/docs", {}, Cookie=cookie).status == 401

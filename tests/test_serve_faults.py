@@ -37,7 +37,7 @@ from realmops.serve.generations import RunFolder
 pytestmark = pytest.mark.faults
 LONG = pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
 ASKED = [question for pairs in QUESTIONS.values() for question, _ in pairs]
-ROUTES = ("/v1/answer", "/v1/responses", "/v2/models/realmops/infer")
+ROUTES = ("/v1/answer", "/v1/search", "/v2/models/realmops/infer")
 
 
 @pytest.fixture(scope="module")
@@ -276,8 +276,8 @@ SEEDS: tuple[Any, ...] = (
     {"question": QUESTION},
     {"questions": [QUESTION, "Who wrote a novel?"], "without": ["x"]},
     {"question": QUESTION, "stream": True},
-    {"model": "realmops", "input": QUESTION},
-    {"model": "realmops", "input": [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]},
+    {"query": QUESTION, "k": 2, "by": "run"},
+    {"query": QUESTION, "filters": {"document_id": ["x"]}},
     {"inputs": [{"name": "question", "shape": [1], "datatype": "BYTES", "data": [QUESTION]}]},
 )
 ODD: tuple[Any, ...] = (

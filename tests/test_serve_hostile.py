@@ -17,11 +17,7 @@ from serving import QUESTION, Served, served
 TOKEN = "s3cret"
 BODIES: dict[str, Any] = {
     "/v1/answer": {"question": QUESTION, "questions": [QUESTION], "without": ["x"], "stream": True},
-    "/v1/responses": {
-        "model": "realmops",
-        "input": [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}],
-        "instructions": "x",
-    },
+    "/v1/search": {"query": QUESTION, "k": 2, "filters": {"document_id": ["x"]}, "by": "run"},
     "/v2/models/realmops/infer": {
         "id": "7",
         "inputs": [{"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION], "parameters": {"x": 1}}],
@@ -70,7 +66,7 @@ def call(server: Served, path: str, raw: bytes | None = None, **headers: str) ->
 
 
 def test_a_token_is_asked_for_everywhere_but_by_probes(server: Served) -> None:
-    for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/v2", "/nothing"):
+    for path in ("/v1/search", "/metrics", "/docs", "/openapi.json", "/v2", "/nothing"):
         status, headers, reply = server.call(path)
         assert (status, headers["www-authenticate"]) == (401, "Bearer"), path
         assert "bearer token is wanted" in str(reply)
@@ -102,7 +98,8 @@ def test_no_field_of_a_body_brings_a_500(server: Served, route: str, body: Any, 
         assert told, (kind, reply)
         if status == 422:
             known = [re.escape(name) for name in place if isinstance(name, str) and name.isascii()]
-            assert re.search("|".join([*known, "question", "a field's name", "body"]), told), (kind, told)
+            known += ["question", "query", "field", "filter", "range", "surrogates", "body"]
+            assert re.search("|".join(known), told), (kind, told)
 
 
 @pytest.mark.parametrize("text", ["\ud800", "\0", "a" * 60_000, "../" * 50, "é 😀"], ids=range(5))
@@ -110,7 +107,7 @@ def test_no_name_in_an_address_and_no_header_brings_a_500(server: Served, text: 
     name = quote(text.encode(errors="surrogatepass"), safe="")
     body = json.dumps(BODIES["/v2/models/realmops/infer"]).encode()
     for path in (
-        f"/v1/models/{name}",
+        f"/v1/{name}",
         f"/v2/models/{name}",
         f"/v2/models/{name}/ready",
         f"/v2/models/realmops/versions/{name}",

@@ -75,13 +75,6 @@ def mediawiki(folder: Path) -> Path:
     return path
 
 
-def wikiextractor(folder: Path) -> Path:
-    path = folder / "wiki_00"
-    docs = (f'<doc id="{n}" url="http://w/{n}" title="T{n}">\nT{n}\n\n{t}\n\n</doc>\n' for n, t in enumerate(TEXTS))
-    path.write_text("".join(docs))
-    return path
-
-
 def warc(folder: Path) -> Path:
     def record(body: str, number: int) -> bytes:
         page = f"<html><head><title>T</title></head><body><p>{body}</p></body></html>"
@@ -129,7 +122,7 @@ def paged(folder: Path) -> Path:
     return files
 
 
-FORMATS = (jsonl, packed_jsonl, parquet, dataset, text, mediawiki, wikiextractor, warc, csv_and_rst, paged)
+FORMATS = (jsonl, packed_jsonl, parquet, dataset, text, mediawiki, warc, csv_and_rst, paged)
 
 
 @pytest.mark.parametrize("write", FORMATS, ids=lambda write: write.__name__)

@@ -16,10 +16,10 @@ from realmops.stages import METRICS, STAGES
 
 HEADINGS = {
     "Run": ("init", "run", "params", "public-data", "import", "questions", "cloze"),
-    "Look": ("report", "explain", "alignments", "ceilings"),
+    "Look": ("report", "explain", "ceilings"),
     "Serve": ("search", "ask", "serve", "mcp", "verify", "update", "export"),
     "Compare": ("ablate", "compare", "promote"),
-    "Operate": ("plan", "submit", "index-builder", "sync", "doctor"),
+    "Operate": ("submit", "index-builder", "sync", "doctor"),
 }
 Values = dict[str, dict[str, Any]]
 Command = Callable[..., Iterable[str] | None]
@@ -187,10 +187,15 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
 
     values, named = _loaded(params, presets, settings), [*config.read_params(params)[0], *presets]
     given |= {"values": values, "presets": named, "project": params.parent}
-    if stage == "all":
-        _run_apart(tuple(chain(values)), **given)
-    else:
+    if stage != "all":
         _run((stage,), **given)
+        return
+    names = tuple(chain(values))
+    _run_apart(names, **given)
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts several processes
+        from realmops.commands.report import seconds_table
+
+        show(seconds_table(names, given["root"]), columns=60)
 
 
 def _run_apart(names: Sequence[str], **given: Any) -> None:
@@ -362,22 +367,6 @@ def explain(**given: Any) -> None:
 
 
 @main.command()
-@_old_root
-@_count("--limit", help="Take so many masked spans, drawn at random; else all.")
-@_file("--out", help="The file to write; else alignments.parquet under the root.")
-def alignments(root: Path, limit: int | None, out: Path | None) -> None:
-    """Write which passages explain each masked span, as Parquet.
-
-    One row for each span and candidate passage: p(z|x), p(z|x,y), retrieval utility, and whether the passage contains
-    the span.
-    """
-    from realmops.commands.alignments import FILE, align
-
-    report, file = Console(), out or root / FILE
-    report.metrics(str(file), align(root, file, limit=limit, report=report))
-
-
-@main.command()
 @click.argument("first", type=_path)
 @click.argument("second", type=_path)
 def compare(first: Path, second: Path) -> Iterable[str]:
@@ -524,36 +513,22 @@ def search(
     metavar="FILE",
     help="Only callers with the bearer token in FILE, or else in REALMOPS_TOKEN, may ask.",
 )
-@_file(
-    "--access",
-    metavar="FILE",
-    help="Tokens that may search and ask behind a filter: a JSON object of filters by token.",
-)
-@_file(
-    "--jwt",
-    metavar="FILE",
-    help="The same for JSON Web Tokens: FILE names keys, audience, and the claims that are filters.",
-)
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks for a newer generation."
 )
-def serve(
-    root: Path, model: str | None, token_file: Path | None, access: Path | None, jwt: Path | None, **given: Any
-) -> None:
+def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) -> None:
     """Answer questions over HTTP, every word with its source.
 
     Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
     has the answer, its probability, and citations: where in the document each quotation stands. /docs lists the other
-    routes, as those of OpenAI's clients.
+    routes.
 
     After "realmops update" or "realmops promote" the server loads the newest generation beside the old one and changes
     over; it refuses one that is damaged. SIGTERM ends the server when all accepted requests are answered.
     """
-    from realmops.serve.server import access_of, claims_of, origin_of, serve, token_of
+    from realmops.serve.server import origin_of, serve, token_of
 
-    token = token_of(token_file)
-    given |= {"access": access_of(access, token), "claims": claims_of(jwt, token)}
-    serve(origin_of(root, model), token=token, say=Console().say, **given)
+    serve(origin_of(root, model), token=token_of(token_file), say=Console().say, **given)
 
 
 @main.command()
@@ -679,44 +654,6 @@ def index_builder(
     from realmops.stages.shards import WORKS
 
     sys.exit(run_index_builder(exchange, snapshot, works=WORKS, **given))
-
-
-@main.command()
-@_repeated(
-    "--passages", "sizes", "N", "Plan for N passages instead of 1, 13, 100 and 1,000 million.", click.IntRange(min=1)
-)
-@click.option(
-    "--seconds",
-    type=click.FloatRange(min=1),
-    default=60.0,
-    help="About how long to measure.",
-)
-@_flag("--json", "as_json", help="Print what was measured and what follows from it as JSON.")
-@_values
-@_new_root
-def plan(
-    values: Values, root: Path, sizes: Sequence[int], seconds: float, as_json: bool, project: Path
-) -> Iterable[str]:
-    """Say how long this run takes, and what larger corpora take.
-
-    The command measures this machine for a minute, with the models, device, threads and precision of the params. From
-    that it computes the minutes of each stage, and for larger corpora seconds per step, the time to rebuild the index,
-    its staleness, index builders, memory and disk. Passages are as long as those of the snapshot under the root;
-    without one, as those of invented text.
-    """
-    from realmops.artifacts import canonical_json
-    from realmops.commands.plan import PASSAGES, calibrate, notes, run_of, scale, table
-
-    measured = calibrate(values, root, seconds, Console())
-    index_type, refresh_every = values["index"]["type"], values["pretrain"]["refresh_every"]
-    scales = [scale(count, index_type, refresh_every, measured) for count in sizes or PASSAGES]
-    this_run, told = run_of(values, project, root, measured)
-    remarks = notes(measured, scales)
-    if as_json:
-        found = {"measured": measured, "run": this_run, "scales": scales, "notes": remarks}
-        return [canonical_json(found).decode()]
-    show(table(measured, scales))
-    return [*told, *remarks]
 
 
 @main.command()

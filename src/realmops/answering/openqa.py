@@ -25,8 +25,6 @@ from realmops.model.likelihood import log_sum_correct
 from realmops.model.reader import enumerate_spans
 from realmops.model.sequences import join_reader
 
-_TEXTS = 16  # that are scored together
-
 
 class OpenQa(RetrieveAndRead):
     """Retriever and reader as one model that answers by a span, with ORQA's span head."""
@@ -74,22 +72,6 @@ class OpenQa(RetrieveAndRead):
             hidden_TD = self.reader.encode(Packed(sequences, segments))
             score_S: Tensor = self.reader.spans(hidden_TD, *send(self.device, torch.cat(starts), torch.cat(ends)))
         return score_S, spans
-
-    @torch.no_grad()
-    def rerank(self, question: str, texts: Sequence[str]) -> list[float]:
-        """p(z|x) of texts that are alike before they are read: each one's part of a softmax over all of their spans.
-
-        The sum is 1; a text without a word has 0. Of a long text the beginning is read, as of a passage.
-        """
-        log_sums = []
-        x = self.wordpieces(question)[: self.options.query_wordpieces - 2]
-        for first in range(0, len(texts), _TEXTS):
-            some = texts[first : first + _TEXTS]
-            bodies = [self.snapshot.encoded(text, with_forms=self.reader.matches is not None) for text in some]
-            score_S, spans = self.score_spans([x] * len(bodies), bodies)
-            parts = torch.split(score_S.cpu().double(), [len(one) for one in spans])
-            log_sums += [of_text.logsumexp(0) for of_text in parts]
-        return torch.stack(log_sums).softmax(0).nan_to_num().tolist()
 
     def gold(self, question: Question, passages: Sequence[int]) -> set[tuple[int, int, int]]:
         """(rank, first, last wordpiece) of every span that matches an answer, cut by character offsets."""

@@ -232,15 +232,6 @@ class RetrieveAndRead(Answering):
                 f"the question {shown!r} has {len(tokens)} wordpieces, 1 to {limit} are read: change it"
             )
 
-    def rerank(self, question: str, texts: Sequence[str]) -> list[float]:
-        """Score how good each text is as evidence for a question.
-
-        Raises InvalidRequest where the reader cannot score given texts.
-        """
-        raise InvalidRequest(
-            f"a reader of the kind {self.kind!r} cannot score given texts; one of the kind 'spans' can"
-        )
-
     @torch.no_grad()
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
         """What is read for each question, without the passages that it was made from, and the top ``ranked``.

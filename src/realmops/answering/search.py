@@ -68,30 +68,25 @@ class Filters:
         self._columns: dict[str, _Column] = {}
         self._known: dict[bytes, Ids] = {}
 
-    def passages(self, filters: Sequence[Where], own: Where | None = None) -> Ids:
+    def passages(self, filters: Sequence[Where]) -> Ids:
         """The passages that all these filters let through, ascending int64 [A].
 
-        Args:
-            own: which passages the caller may know of. No error tells of others, by field or by value. Its numbers are
-                compared with numbers alone.
-
-        Raises InvalidRequest for what is no condition, and where of the documents that ``own`` and the filters before let
-        through none has the field, or none has a value there that the condition can be compared with.
+        Raises InvalidRequest for what is no condition, and where of the documents that the filters before let through
+        none has the field, or none has a value there that the condition can be compared with.
         """
         for where in filters:
             check_filter(where)
         try:
-            key = canonical_json([own or {}, *filters])
+            key = canonical_json([*filters])
         except UnicodeEncodeError:
             raise InvalidRequest("a filter holds half a surrogate pair; write it whole") from None
         with self._lock:
             if key not in self._known:
                 there_P = np.ones(len(self._snapshot), bool)
-                for where in [own or {}, *filters]:
-                    if where is not own:
-                        self._check_fields(where, there_P)
+                for where in filters:
+                    self._check_fields(where, there_P)
                     for field, condition in where.items():
-                        there_P = there_P & self._matching(field, condition, in_texts=where is not own)
+                        there_P = there_P & self._matching(field, condition)
                 self._known[key] = np.flatnonzero(there_P)
             found = self._known[key] = self._known.pop(key)  # the last one that was asked for comes last
             while sum(map(len, self._known.values())) > _REMEMBERED or len(self._known) > _FILTERS:
@@ -121,10 +116,10 @@ class Filters:
     def _codes(self, field: str) -> NDArray[np.int32]:
         return self._coded(ID)[1] if field == ID else self._extra[1]
 
-    def _matching(self, field: str, condition: Any, *, in_texts: bool) -> NDArray[np.bool_]:
+    def _matching(self, field: str, condition: Any) -> NDArray[np.bool_]:
         code_P, column = self._codes(field), self._column(field)
         wanted_V, found_U = np.zeros(len(column.values), bool), np.zeros(code_P.max(initial=-1) + 1, bool)
-        wanted_V[column.matching(condition, in_texts=in_texts)] = True
+        wanted_V[column.matching(condition)] = True
         found_U[column.row_N[wanted_V[column.number_N]]] = True
         matching: NDArray[np.bool_] = found_U[code_P]
         return matching
@@ -172,18 +167,18 @@ class _Column:
                 found.setdefault(number, []).append(n)
         return found
 
-    def matching(self, condition: Any, *, in_texts: bool) -> list[int]:
-        """The numbers of the values that a condition lets through; ``in_texts``: also numbers that are texts."""
+    def matching(self, condition: Any) -> list[int]:
+        """Return the numbers of the values that a condition lets through; a text that is a number counts as both."""
         if isinstance(condition, Mapping):
             passing = [*range(len(self.values))]
             for name, bound in condition.items():
                 kind, holds = _kind(bound), RANGES[name]
-                values = self._as_number if in_texts and kind == "number" else self.values
+                values = self._as_number if kind == "number" else self.values
                 passing = [n for n in passing if _kind(values[n]) == kind and holds(values[n], bound)]
             return passing
         found = []
         for value in condition if isinstance(condition, list) else [condition]:
-            if in_texts and _kind(value) == "number":
+            if _kind(value) == "number":
                 found += self._equal_to.get(value, [])
             elif (key := _key(value)) in self.number_of:
                 found.append(self.number_of[key])
@@ -269,17 +264,13 @@ class Search:
     def __post_init__(self) -> None:
         object.__setattr__(self, "filters", Filters(self.snapshot))
 
-    def search(
-        self, query: str, k: int = 10, filters: Sequence[Where] = (), by: By = "run", own: Where | None = None
-    ) -> Record:
+    def search(self, query: str, k: int = 10, filters: Sequence[Where] = (), by: By = "run") -> Record:
         """The best ``k`` passages with their places, best first.
 
         Args:
             filters: what documents must have (:class:`Filters`), applied before the best are chosen.
             by: ``run`` ranks as the run's retriever does, by embeddings or by words and embeddings; ``embeddings`` and
                 ``words`` by one of them alone.
-            own: which documents the caller may know of. Words are then as rare as in these, so that no score tells how
-                often one stands in others.
 
         Each passage has ``score``, by which it is ranked, ``embeddings`` (the scaled inner product of the paper's
         equation for f(x, z)), ``words`` (BM25), and ``highlights``: where in its text words of the query stand.
@@ -296,20 +287,11 @@ class Search:
             raise InvalidRequest(f"k is {k}; 1 to {MOST} passages can be had")
         if by == "embeddings" and self.retriever is None:
             raise InvalidRequest(NO_EMBEDDINGS)
-        allowed = self.filters.passages(filters, own) if own or any(filters) else None
-        words = self._words_of(own)
-        ids, score, dense = self._best(query, k, allowed, by, words)
-        bm25, wanted = words.score_of(query, ids).tolist(), stems_of(query, words.spoken(query))
+        allowed = self.filters.passages(filters) if any(filters) else None
+        ids, score, dense = self._best(query, k, allowed, by)
+        bm25, wanted = self.words.score_of(query, ids).tolist(), stems_of(query, self.words.spoken(query))
         shown = [self._shown(*each, wanted=wanted) for each in zip(ids.tolist(), score, dense, bm25, strict=True)]
         return {"query": query, "passages": shown, "model": self.about}
-
-    def best(self, query: str, k: int, own: Where) -> tuple[Ids, Tensor]:
-        """The best ``k`` passages of those that ``own`` lets through, best first, and f(x, z) among these alone."""
-        ids, score, _ = self._best(query, k, self.filters.passages([], own), "run", self._words_of(own))
-        return ids, torch.tensor(score)
-
-    def _words_of(self, own: Where | None) -> Bm25:
-        return self.words.within(self.filters.passages([], own)) if own else self.words
 
     def embed(self, texts: Sequence[str], *, documents: bool = False) -> Tensor:
         """Embeddings of texts [N, E] (fp32): as queries, or as passages without a title, each with one vector."""
@@ -319,12 +301,10 @@ class Search:
         tower = self.retriever.document if documents else self.retriever.query
         return embed(tower, query_sequences(text_queries(self.snapshot, texts, limit, documents=documents)), self.dtype)
 
-    def _best(
-        self, query: str, k: int, allowed: Ids | None, by: By, words: Bm25
-    ) -> tuple[Ids, list[float], list[float | None]]:
+    def _best(self, query: str, k: int, allowed: Ids | None, by: By) -> tuple[Ids, list[float], list[float | None]]:
         """Passages, scores and scaled inner products, best first."""
         if by == "words" or self.retriever is None or self.passages is None:
-            return _best_by_words(query, k, allowed, words)
+            return _best_by_words(query, k, allowed, self.words)
         mixture = EMBEDDINGS_ALONE if by == "embeddings" else self.retriever.mixture
         query_E = self.embed([query])
         if allowed is None:
@@ -336,7 +316,7 @@ class Search:
         dense = self.retriever.scale * self._inner_products(query_E, allowed)
         share = torch.zeros(len(allowed))
         if mixture.lexical and len(allowed):
-            score_A = words.score_of(query, allowed)  # the best that is allowed counts 1: nothing tells of others
+            score_A = self.words.score_of(query, allowed)  # the best that is allowed counts 1
             share = torch.from_numpy(score_A / max(float(score_A.max()), 1e-6))
         score = mixture.of(dense, share)
         order = torch.argsort(score, descending=True, stable=True)[:k]

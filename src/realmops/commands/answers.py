@@ -7,12 +7,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import numpy as np
-
 from realmops.answering.answer import Found, InvalidRequest
 from realmops.answering.record import Record, record_of, sources_of
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.answering.search import Search, Where
+from realmops.answering.search import Search
 from realmops.artifacts import MANIFEST, digest_of, read_json, read_manifest
 from realmops.commands.trained import options_of, tuned_steps
 from realmops.commands.update import FOLDER as UPDATES
@@ -26,7 +24,6 @@ from realmops.evaluate.tuned import open_tuned
 from realmops.index.embeddings import INDEX
 from realmops.index.lexical import Bm25
 from realmops.index.mips import searched_often
-from realmops.model.likelihood import log_prior
 from realmops.stages import JOURNAL, METRICS, STAGES
 
 SPANS_TOGETHER = 64 << 20  # bytes of the spans of a batch in the reader's last layer; more are slower
@@ -40,15 +37,11 @@ class ClosedBookModel(ValueError):
 
 @dataclass(frozen=True)
 class Asked:
-    """A question, the ids of passages that must not be read for it, and the answer that is asked about, if any.
-
-    ``own`` says which documents the caller may know of, None all.
-    """
+    """A question, the ids of passages that must not be read for it, and the answer that is asked about, if any."""
 
     question: str
     without: Collection[str] = field(default=())
     y: str | None = None
-    own: Where | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +88,6 @@ class Generation:
                 raise InvalidRequest(f"the {name} holds half a surrogate pair; write it whole") from None
         if asked.y is not None and not asked.y.strip():
             raise InvalidRequest(f"the answer {asked.y!r} is blank: give the one to ask about, or none")
-        if asked.own and self.model.passages is None:
-            raise InvalidRequest(
-                f"finetune.retriever is {self.model.options.retriever}, which cannot look behind a filter: who has one "
-                "may search, and ask a model that finds passages by embeddings"
-            )
         self.model.check(asked.question)
 
     def quicken(self) -> None:
@@ -121,21 +109,8 @@ class Generation:
             return self._made[0]
 
     def find(self, asked: Sequence[Asked]) -> list[Found]:
-        """What is read for each question: of all passages, or of those alone that its caller may know of."""
-        questions = [Question("", one.question, (), not_in=tuple(one.without)) for one in asked]
-        of_all = [question for question, one in zip(questions, asked, strict=True) if not one.own]
-        found = iter(self.model.find(of_all) if of_all else [])
-        pairs = zip(questions, asked, strict=True)
-        return [self._find_within(question, one.own) if one.own else next(found) for question, one in pairs]
-
-    def _find_within(self, question: Question, own: Where) -> Found:
-        """As if there were no other passages than those of ``own``."""
-        most = self.model.options.reader_candidates
-        ids, relevance = self.searching.best(question.question, most + len(question.not_in), own)
-        kept = np.flatnonzero(~self.model.sources.among([question], ids[None])[0])[:most]
-        relevance = relevance[kept]
-        prior = log_prior(relevance[None])[0].tolist() if len(kept) else []
-        return Found(question, tuple(ids[kept].tolist()), tuple(relevance.tolist()), tuple(prior), ())
+        """Return what is read for each question."""
+        return self.model.find([Question("", one.question, (), not_in=tuple(one.without)) for one in asked])
 
     def sources(self, found: Found) -> Record:
         """What is known of an answer before anything was read."""

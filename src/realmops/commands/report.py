@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
 from realmops.evaluate.predictions import read_results, results_file
-from realmops.evaluate.report import figure_tables
+from realmops.evaluate.report import FigureTable, figure_tables
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import default_uri
 from realmops.tracking.mlflow_views import view_address
@@ -42,6 +42,15 @@ def metrics_under(root: Path) -> dict[str, dict[str, Any]]:
     """What each stage under ``root`` has measured."""
     paths = {stage.name: root / stage.folder / METRICS for stage in STAGES.values()}
     return {name: artifacts.read_json(path) for name, path in paths.items() if path.is_file()}
+
+
+def seconds_table(names: Iterable[str], root: Path) -> Table:
+    """Return a table of the seconds that each stage under ``root`` took when it last ran, and of their sum."""
+    metrics = metrics_under(root)
+    seconds = {name: metrics[name]["seconds"] for name in names}
+    rows = [(name, f"{value:,.1f}") for name, value in seconds.items()]
+    total = ("sum", f"{sum(seconds.values()):,.1f}")
+    return FigureTable("Stages, when they last ran", ("stage", "seconds"), (rows, (total,))).for_console()
 
 
 def presets_of(root: Path) -> list[str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.commands.duration import begins
 from realmops.commands.questions import make_cloze
 from realmops.config import CLOSED_BOOK, Values, notes, parse_section
 from realmops.corpus.conll import read_conll
@@ -70,8 +69,6 @@ def _look_ahead(names: Sequence[str], values: Values, project: Path, root: Path,
     if any("bert" in STAGES[name].sections for name in names) and (init := values["bert"]["init"]) != "small":
         for note in encoder_notes(encoder_folder(init)):
             report.warn(note)
-    if len(names) > 1:
-        report.say(begins(names, values))
 
 
 def encoder_notes(folder: Path) -> Iterator[str]:

@@ -21,9 +21,8 @@ from realmops.artifacts import digest_of, read_manifest
 from realmops.corpus.documents import PAGES, Document
 from realmops.corpus.flat import load_flat
 from realmops.corpus.forms import forms_of
-from realmops.corpus.languages import AUTO, ENGLISH, detect
+from realmops.corpus.languages import AUTO, ENGLISH
 from realmops.corpus.spans import Spans
-from realmops.corpus.tokenizer import WholeTokenizer, inside_words
 from realmops.corpus.vocabulary import (
     Casing,
     build_tokenizer,
@@ -257,22 +256,6 @@ class Snapshot:
 
         return self.body(index) + FORM_STEP * self._forms(index)
 
-    def encoded(self, text: str, *, with_forms: bool) -> NDArray[np.int64]:
-        """[t] the wordpieces of any text, as ``body`` has a passage's; or with the forms of words, as ``written``."""
-        from realmops.corpus.passages import split_sentences
-        from realmops.encoders.packed import FORM_STEP
-
-        if not with_forms:
-            return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-        found = self.whole_tokenizer.encode([text])
-        body, chars = found.ids.astype(np.int64), found.chars.astype(np.int32)
-        if not len(body):
-            return body
-        continues = self.continues_word[body] if self._continues is None else inside_words(text, chars)
-        sentences = split_sentences(text, detect(text, self.common_languages)[0])
-        starts = np.searchsorted(chars[:, 0], [start for start, _ in sentences]).astype(np.int32)
-        return body + FORM_STEP * forms_of(text, chars, continues, starts)
-
     def title_tokens(self, index: int) -> NDArray[np.int64]:
         return self.title_flat[self.title_offsets[index] : self.title_offsets[index + 1]].astype(np.int64)
 
@@ -314,10 +297,6 @@ class Snapshot:
     def tokenizer(self) -> Tokenizer:
         own = self.tokenizer_json
         return build_tokenizer(self.vocabulary, self.casing) if own is None else open_tokenizer(own)
-
-    @cached_property
-    def whole_tokenizer(self) -> WholeTokenizer:
-        return WholeTokenizer(self.tokenizer)
 
     def given_spans(self) -> Spans | None:
         """The spans that the documents carried, if any did."""

@@ -207,23 +207,13 @@ class Bm25:
         """The index that was written beside a snapshot; ValueError when there is none."""
         return cls.open(snapshot.folder.with_name(FOLDER), verify=verify, corpus_hash=snapshot.corpus_hash)
 
-    def within(self, ids: Rows) -> Self:
-        """The same with the statistics of these passages alone, whose ``score_of`` then tells nothing of others."""
-        other = copy(self)
-        other._views = {}
-        other._there_P = np.zeros(len(self), bool)
-        other._there_P[ids] = True
-        other._half_L = self._saturations(ids)
-        return other
-
-    def _saturations(self, ids: Rows | None = None) -> NDArray[np.float64]:
-        """That of each length [L], or [G L] of passages of each language; by the mean length of all or of some."""
+    def _saturations(self) -> NDArray[np.float64]:
+        """That of each length [L], or [G L] of passages of each language; by their mean length."""
         length_L = np.arange(self.manifest["longest"] + 1)
-        if ids is None and len(self.languages) == 1:
+        if len(self.languages) == 1:
             means = [self.manifest["tokens"] / max(self.manifest["passages"], 1)]
         else:
-            length_N, group_N = (x if ids is None else x[ids] for x in (self.length_P, self.group_P))
-            of_groups = [length_N[group_N == group] for group in range(len(self.languages))]
+            of_groups = [self.length_P[self.group_P == group] for group in range(len(self.languages))]
             means = [float(some.mean()) if len(some) else 0.0 for some in of_groups]
         return np.concatenate([saturation(length_L, mean or 1.0) for mean in means])
 
@@ -242,8 +232,7 @@ class Bm25:
     def _view(self, language: str) -> Self:
         if language not in self._views:
             view = copy(self)
-            there_P = self.group_P == self.languages.index(language)
-            view._there_P = there_P if self._there_P is None else there_P & self._there_P
+            view._there_P = self.group_P == self.languages.index(language)
             self._views[language] = view
         return self._views[language]
 

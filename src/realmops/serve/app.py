@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -18,13 +18,11 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record
-from realmops.answering.search import Where
 from realmops.commands.answers import Asked, Generation
-from realmops.serve import feedback, inference, page, reference, responses, search
+from realmops.serve import feedback, inference, page, reference, search
 from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
-from realmops.serve.claims import Claims
 from realmops.serve.generations import GenerationWatcher
-from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, own_of, problem
+from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
 from realmops.serve.metrics import Metrics
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
@@ -52,9 +50,9 @@ class AnswerRequest(BaseModel):
             raise ValueError("give either 'question' or 'questions'")
         return self
 
-    def asked(self, own: Where | None) -> list[Asked]:
+    def asked(self) -> list[Asked]:
         texts = [self.question] if self.question is not None else self.questions or []
-        return [Asked(text, frozenset(self.without), own=own) for text in texts]
+        return [Asked(text, frozenset(self.without)) for text in texts]
 
 
 class AnswerService:
@@ -127,8 +125,6 @@ def make_app(
     metrics: Metrics,
     token: str | None,
     limits: Limits,
-    access: Mapping[str, Where] | None = None,
-    claims: Claims | None = None,
 ) -> FastAPI:
     """The application; ``app.state.service`` is what routes ask, ``app.state.token`` what a browser signs in with."""
     app = FastAPI(
@@ -143,17 +139,16 @@ def make_app(
     app.state.feedback = feedback.FeedbackKeeper(watcher.origin.root)
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
-    async def answer(request: Request, question: AnswerRequest) -> Response:
+    async def answer(question: AnswerRequest) -> Response:
         """Each answer with its quotations: `start` and `end` are characters of the document's text as it was read.
 
         With `stream` the events are `sources` (what will be read, with p(z|x)), then `answer` (the record), or `error`
         where reading fails, each with the `index` of its question.
         """
-        asked = question.asked(own_of(request))
         if question.stream:
-            events = _events(service.take(asked))
+            events = _events(service.take(question.asked()))
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        records = await service.answer(asked)
+        records = await service.answer(question.asked())
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
     @app.get("/health/live", summary="The process runs")
@@ -175,13 +170,11 @@ def make_app(
         return HTMLResponse(reference.page(app.openapi()))
 
     app.include_router(page.router)
-    app.include_router(responses.router)
     app.include_router(search.router)
     app.include_router(feedback.router)
     app.include_router(inference.router)
     _explain_errors(app)
-    guarded = {"token": app.state.token, "access": access or {}, "claims": claims}
-    app.add_middleware(Guard, **guarded, metrics=metrics, limits=limits)
+    app.add_middleware(Guard, token=app.state.token, metrics=metrics, limits=limits)
     return app
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from starlette.requests import Request, cookie_parser
+from starlette.requests import cookie_parser
 from starlette.responses import JSONResponse, Response
 
-from realmops.answering.search import Where
-from realmops.serve.claims import Claims
 from realmops.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -26,8 +23,6 @@ QUESTION_LIMIT = 2000  # characters
 PROBES = ("/health", "/v2/health")
 OPEN_TO_ALL = (*PROBES, "/sign-in")  # a probe has no token, and who signs in has no cookie
 PAGE = "/"
-BEHIND_A_FILTER = ("/v1/search", "/v1/answer")  # what callers with a filter of their own may ask for
-_FILTER = "filter"  # such a caller's, in the state of a request
 FOR_BROWSERS = (PAGE, "/docs", "/openapi.json")  # what the cookie opens; the rest wants the token itself
 FEEDBACK = "/feedback"  # what the page sends with its cookie
 COOKIE = "realmops"
@@ -46,18 +41,8 @@ class Limits:
 
 
 def problem(path: str, status: int, message: str) -> dict[str, object]:
-    """An error as the clients of that path expect it: a text for Open Inference, an object for OpenAI's."""
-    if path.startswith("/v2"):
-        return {"error": message}
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "code": None, "param": None}}
-
-
-def own_of(request: Request) -> Where | None:
-    """Which documents the caller may know of; None for all."""
-    own: Where | None = getattr(request.state, _FILTER, None)
-    return own
+    """Return an error as the clients of that path expect it: for Open Inference a text, else an object."""
+    return {"error": message if path.startswith("/v2") else {"message": message}}
 
 
 class Token:
@@ -97,22 +82,10 @@ class Guard:
     Args:
         token: what "Authorization: Bearer" must say; None lets everybody in. ``FOR_BROWSERS`` may be read, and
             ``FEEDBACK`` sent, with its cookie, too.
-        access: filters by the tokens of callers that may ask for what their filter lets through, and nothing else.
-        claims: gives such filters for tokens of others.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        token: Token | None,
-        access: Mapping[str, Where],
-        claims: Claims | None,
-        metrics: Metrics,
-        limits: Limits,
-    ) -> None:
+    def __init__(self, app: ASGIApp, token: Token | None, metrics: Metrics, limits: Limits) -> None:
         self._app, self._token, self._metrics, self._limits = app, token, metrics, limits
-        self._claims = claims
-        self._access = [(Token(one), where) for one, where in access.items()]
         self._answering = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,8 +124,6 @@ class Guard:
                 query = scope["query_string"].decode("latin-1")
                 place = {"location": f"sign-in?{query}" if query else "sign-in", "cache-control": "no-store"}
                 return await Response(None, 303, place)(scope, receive, send)
-            if _FILTER in scope.get("state", {}):
-                return await refuse(403, f"this token is for {' and '.join(BEHIND_A_FILTER)} alone")
             return await refuse(401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > BODY_LIMIT:
@@ -190,23 +161,12 @@ class Guard:
         if self._token is None:
             return True
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"bearer":
-            if self._token.is_(given.strip()):
-                return True
-            where = self._filter_of(given.strip())
-            if where:
-                scope.setdefault("state", {})[_FILTER] = where
-                return scope["path"] in BEHIND_A_FILTER
+        if kind.lower() == b"bearer" and self._token.is_(given.strip()):
+            return True
         if (scope["method"], scope["path"]) not in (("POST", FEEDBACK), *(("GET", path) for path in FOR_BROWSERS)):
             return False
         cookie = cookie_parser(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE, "")
         return self._token.signed(cookie)
-
-    def _filter_of(self, given: bytes) -> Where | None:
-        for token, where in self._access:
-            if token.is_(given):
-                return where
-        return self._claims.filter_of(given) if self._claims else None
 
 
 def _is_rebound(scope: Scope, headers: dict[bytes, bytes]) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record
-from realmops.answering.search import Where, check_filter
 from realmops.artifacts import canonical_json
 from realmops.commands.answers import Asked
 from realmops.corpus.questions import in_languages, read_questions
@@ -21,7 +19,6 @@ from realmops.evaluate.openqa import is_right
 from realmops.serve.generations import Champion, Origin, RunFolder
 
 if TYPE_CHECKING:
-    from realmops.serve.claims import Claims
     from realmops.serve.guard import Limits
 
 TOKEN = "REALMOPS_TOKEN"  # the environment variable with the bearer token
@@ -47,46 +44,12 @@ def token_of(file: Path | None) -> str | None:
     return token
 
 
-def access_of(file: Path | None, token: str | None) -> dict[str, Where]:
-    """The filters by token in a JSON file; ValueError for what is none, and where there is no token for the rest."""
-    if file is None:
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--access {file} cannot be read: {error}") from None
-    if not isinstance(found, dict) or not all(isinstance(one, dict) and one for one in found.values()):
-        raise ValueError(
-            f'--access {file}: an object is wanted that has a filter for each token, as {{"TOKEN": {{"team": ["a"]}}}}'
-        )
-    for where in found.values():
-        check_filter(where)
-    if token is None:
-        raise ValueError(f"--access wants --token-file or {TOKEN}, too: without one everybody may ask for everything")
-    if token in found:
-        raise ValueError(f"--access {file} has the token of --token-file, which is not filtered: give it another one")
-    return found
-
-
-def claims_of(file: Path | None, token: str | None) -> Claims | None:
-    """What knows the JWTs that a file describes; ValueError as ``Claims``, and where there is no token for the rest."""
-    if file is None:
-        return None
-    if token is None:
-        raise ValueError(f"--jwt wants --token-file or {TOKEN}, too: without one everybody may ask for everything")
-    from realmops.serve.claims import Claims
-
-    return Claims(file)
-
-
 def serve(
     origin: Origin,
     *,
     host: str,
     port: int,
     token: str | None,
-    access: Mapping[str, Where] | None = None,
-    claims: Claims | None = None,
     every: float,
     say: Callable[[str], None],
     limits: Limits | None = None,
@@ -95,8 +58,6 @@ def serve(
 
     Args:
         port: 0 takes a free one.
-        access: filters by the tokens of callers that may search and ask, and only what their filter lets through.
-        claims: such filters for tokens of others.
         every: seconds between two looks for another generation.
         limits: of connections and requests; None for the usual ones.
 
@@ -121,7 +82,7 @@ def serve(
         metrics.serves(generation)
         answerer = Answerer(generation, tell=metrics.batch)
         watcher = GenerationWatcher(origin, answerer, mark, metrics.generation)
-        app = make_app(answerer, watcher, metrics, token, limits, access, claims)
+        app = make_app(answerer, watcher, metrics, token, limits)
         place = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
         class Server(uvicorn.Server):

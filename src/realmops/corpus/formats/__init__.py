@@ -18,10 +18,9 @@ from realmops.corpus.formats.rst import RST
 from realmops.corpus.formats.tables import DATASET, PARQUET
 from realmops.corpus.formats.text import TEXT
 from realmops.corpus.formats.warc import WARC
-from realmops.corpus.formats.wikiextractor import WIKIEXTRACTOR
 from realmops.corpus.walk import files_below
 
-_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WIKIEXTRACTOR, WARC, DATASET)
+_FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, DATASET)
 FORMATS: dict[str, Format] = {one.name: one for one in _FORMATS}
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
@@ -37,10 +36,14 @@ _BY_FIRST_BYTES = {
     b"PAR1": "parquet",
     b"WARC/": "warc",
     b"<mediawiki": "mediawiki",
-    b"<doc ": "wikiextractor",
     b"%PDF-": "pdf",
 }
+_EXTRACT = b"<doc "  # begins the text that tools extract from a dump of Wikipedia
 _HEAD = 1024
+_EXTRACT_PROBLEM = (
+    "it begins with <doc, as text that was extracted from a dump of Wikipedia; name the dump itself (.xml.bz2), which "
+    "the format mediawiki reads"
+)
 _COLUMNS = {"title", "text"}
 _KIND = re.compile(r"[a-z0-9]{1,10}")  # of a file that is no document, by its name
 
@@ -147,6 +150,8 @@ def _check_dataset(documents: Path, format: str) -> None:
 
 
 def _known(path: Path, name: str | None) -> str:
+    if name is None and _first_bytes(path).startswith(_EXTRACT):
+        raise ValueError(f"{path}: {_EXTRACT_PROBLEM}")
     if name is None:
         raise ValueError(
             f"{path}: neither its name nor its first bytes tell its format; it may be {', '.join(FORMATS)}: "
@@ -176,6 +181,8 @@ def _of_folder(path: Path, name: str | None, special: str, is_strict: bool) -> S
         open_plain(path).close()
         if name == "jsonl" and not _holds_documents(path):
             problem = "its first line is no JSON object with a title and a text"
+        elif name is None and _first_bytes(path).startswith(_EXTRACT):
+            problem = _EXTRACT_PROBLEM
         elif name is not None:
             return Source(path, FORMATS[name], size, f"broken_{name}")
     except ValueError as error:
@@ -200,16 +207,22 @@ def _holds_documents(path: Path) -> bool:
     return ".json" not in path.suffixes
 
 
-def _format_of(path: Path) -> str | None:
-    """The name of a file's format by its first bytes, else by its name; None when neither tells."""
+def _first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file, unpacked, without a byte order mark, blanks and an XML declaration."""
     try:
         with open_compressed(path) as (file, _):
             head = file.read(_HEAD)
     except (*DAMAGE, ValueError):  # the reader will say what is wrong
         head = b""
     bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if bare.startswith(b"<?xml"):
-        bare = bare.partition(b"?>")[2].lstrip()
+    return bare.partition(b"?>")[2].lstrip() if bare.startswith(b"<?xml") else bare
+
+
+def _format_of(path: Path) -> str | None:
+    """The name of a file's format by its first bytes, else by its name; None when neither tells."""
+    bare = _first_bytes(path)
+    if bare.startswith(_EXTRACT):
+        return None
     for first, name in _BY_FIRST_BYTES.items():
         if bare.startswith(first):
             return name
