@@ -30,7 +30,9 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     && python -m pip --python /opt/realmops/bin/python uninstall --yes realmops
 
 FROM packages AS build
-COPY README.md LICENSE ./
+COPY README.md LICENSE setup.py ./
+COPY k8s ./k8s
+COPY pipelines ./pipelines
 COPY src ./src
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     python -m pip --python /opt/realmops/bin/python install --no-cache-dir --no-deps --prefix /opt/package .

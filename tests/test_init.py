@@ -320,8 +320,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that is made of the sdist, unpacked as an installer does it."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("k8s", "pipelines", "src"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
 
     def build(kind: str, place: Path) -> None:
@@ -345,6 +346,7 @@ def test_a_wheel_has_every_file_of_the_package(installed: Path) -> None:
     package = ROOT / "src" / "realmops"
     wanted = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
     wanted = {path for path in wanted if "__pycache__" not in path.parts}
+    wanted |= {path.relative_to(ROOT) for path in (*(ROOT / "k8s").rglob("*.*"), *(ROOT / "pipelines").glob("*.yaml"))}
     assert {path.relative_to(installed / "realmops") for path in (installed / "realmops").rglob("*.*")} == {
         path for path in wanted if "." in path.name
     }
@@ -374,4 +376,4 @@ def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(ins
     assert json.loads(run("params", "--preset", "ablations/t5", "--json"))["finetune"]["reader"] == "t5"
     assert faults(render(tmp_path)) == []
     told = run("submit", "--pipeline", "ablations", "--argument", "none=1", code=2)
-    assert f"{installed}/realmops/kubeflow/ablations.yaml takes " in told
+    assert f"{installed}/realmops/pipelines/ablations.yaml takes " in told
