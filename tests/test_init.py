@@ -17,7 +17,7 @@ import pytest
 import small_project
 import yaml
 from manifest_rules import faults
-from manifests import find, read_all, render
+from manifests import find, instructions, read_all, render
 from small_project import cli
 
 from realmops import __version__, config
@@ -317,13 +317,16 @@ def test_the_workflow_is_ours_but_for_what_it_installs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is made of the sdist, unpacked as an installer does it."""
+    """The wheel that is made of the sdist, unpacked as an installer does it; of the files that the image is made of."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for name in ("k8s", "pipelines", "src"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source.mkdir()
+    copied = [rest for word, rest in instructions() if word == "COPY" and not rest.startswith("--from")]
+    for path in {ROOT / name for rest in copied for name in rest.split()[:-1]}:
+        if path.is_dir():
+            shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+        else:
+            shutil.copy(path, source)
 
     def build(kind: str, place: Path) -> None:
         code = f"from setuptools import build_meta; import sys; print(build_meta.build_{kind}(sys.argv[1]))"

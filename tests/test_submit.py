@@ -33,7 +33,7 @@ from realmops.cluster.submit import Pipeline
 from realmops.config import PACKAGE, load
 
 COMPILED = file_of("train")
-ROOT = COMPILED.parents[3]
+ROOT = COMPILED.parents[1]
 EIGHT = """
 import multiprocessing, sys
 import kfp_server_api
