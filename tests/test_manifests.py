@@ -688,7 +688,7 @@ def test_the_image_installs_extras_that_there_are() -> None:
     run = next(rest for word, rest in instructions() if word == "RUN")
     [extras] = re.findall(r"\"\.\[([^]]+)\]\"", run)
     chosen = re.findall(r"(\w+)\) search=(\w+)", run)
-    assert chosen == [("cpu", "faiss"), ("gpu", "faiss")]
+    assert chosen == [("cpu", "faiss"), ("gpu", "gpu")]
     assert {*extras.replace("$search", "faiss").split(",")} <= {*project["optional-dependencies"]}
 
 
