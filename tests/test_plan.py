@@ -20,13 +20,15 @@ from realmops.train.optimiser import BertAdamW, Group
 from realmops.train.realm import Realm
 
 MEASURED: dict[str, Any] = {
-    "device": "cpu", "threads": 1, "precision": "fp32", "lengths": "assumed", "passage_wordpieces": 100.0,
+    "device": "cpu", "types_on_gpu": [], "threads": 1, "precision": "fp32", "lengths": "assumed",
+    "passage_wordpieces": 100.0,
     "documents_per_second": 100.0, "batch_size": 8, "measured_batch_size": 8, "step_seconds": 1.0,
     "search_seconds_per_million": 0.5, "passage_bytes": 1000.0, "embedding_width": 100,
     "parameter_bytes": 1_000_000, "trainer_bytes": 1_000_000_000, "builder_bytes": 500_000_000,
     "host_memory": 8_000_000_000, "device_memory": 8_000_000_000,
 }  # fmt: skip
 GPU = MEASURED | {"device": "cuda"}
+FAISS = GPU | {"types_on_gpu": ["ivf", "pq"]}
 
 
 def test_a_million_passages_by_hand() -> None:
@@ -67,9 +69,13 @@ def test_a_builder_that_is_faster_than_the_publications_waits_for_them() -> None
         (MEASURED, "hnsw", 2 * 1.64, 0.0),  # 256 bytes of links beside 400
         (GPU, "exact", 0.0, 2.0),
         (GPU | {"precision": "bf16"}, "exact", 0.0, 2.0),
-        (GPU, "ivf", 2.0, 0.0),  # FAISS computes on the CPU
+        (GPU, "ivf", 2.0, 0.0),  # with FAISS for CPUs
         (GPU, "pq", 0.25, 0.0),
         (GPU, "hnsw", 2 * 1.64, 0.0),
+        (FAISS, "exact", 0.0, 2.0),
+        (FAISS, "ivf", 0.0, 2.0),
+        (FAISS, "pq", 0.0, 0.25),
+        (FAISS, "hnsw", 2 * 1.64, 0.0),
     ],
 )
 def test_copies_of_the_embeddings_in_memory(measured: dict[str, Any], kind: str, host: float, gpu: float) -> None:

@@ -27,7 +27,7 @@ from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.devices import PRECISIONS, autocast, device_and_dtype, tune_process
 from realmops.encoders.packed import Packed
 from realmops.index import lexical
-from realmops.index.approximate import fitting_type, memory_of
+from realmops.index.approximate import TYPES, fitting_type, memory_of, searches_on_gpu
 from realmops.index.embed import document_embedding, document_sequences, no_progress
 from realmops.index.exchange import KEPT
 from realmops.index.mips import exact
@@ -113,6 +113,7 @@ def calibrate(values: Values, root: Path, seconds: float, report: Report) -> Fig
         assumed = f"assumed: invented text in passages of up to snapshot.block_wordpieces={snapshot.block_wordpieces}"
         return {
             "device": device.type,
+            "types_on_gpu": [kind for kind in TYPES if searches_on_gpu(kind, retriever.query.width, device)],
             "threads": run.threads,
             "precision": PRECISIONS[dtype],
             "lengths": f"those of {corpus}" if there else assumed,
@@ -253,7 +254,8 @@ def scale(passages: int, index_type: str, refresh_every: int, measured: Figures)
         "hnsw": 1 + LINK_BYTES / (4 * width),
         "pq": 1 / 8,
     }[index_type]
-    host, gpu = (0.0, 2 * copies) if on_gpu and index_type == "exact" else (2 * copies, 0.0)
+    there = on_gpu and index_type in ("exact", *measured["types_on_gpu"])
+    host, gpu = (0.0, 2 * copies) if there else (2 * copies, 0.0)
     checkpoints = (KEPT + 1) * STATES * measured["parameter_bytes"]
     return {
         "passages": passages,
