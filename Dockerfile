@@ -1,7 +1,7 @@
 # One image for every pod: training, index builder, MLflow and submission.
 #   docker build --build-arg COMMIT=$(git rev-parse HEAD) --tag realmops:$(git rev-parse --short HEAD) .
 #   docker build --build-arg TORCH_INDEX=URL ...               also looks there for torch: name an index of its CPU builds
-#   docker build --build-arg VARIANT=gpu ...                   without what computes on CPUs alone (OpenVINO)
+#   docker build --build-arg VARIANT=gpu ...                   with FAISS for GPUs, without OpenVINO
 #   docker build --build-arg BASE=IMAGE ...                    another base with Python 3.11 and its pip
 #   docker build --secret id=pip,src=pip.conf ...              packages from where your pip.conf says
 #   docker build --secret id=ca,src=FILE ...                   your network's certificates: cert = /run/secrets/ca in pip.conf
@@ -19,18 +19,20 @@ COPY pyproject.toml constraints.txt ./
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     case "$VARIANT" in \
         cpu) search=faiss,openvino ;; \
-        gpu) search=faiss ;; \
+        gpu) search=gpu ;; \
         *) echo "VARIANT is '$VARIANT', allowed are cpu and gpu" >&2; exit 2 ;; \
     esac \
     && mkdir -p src/realmops \
     && touch README.md LICENSE \
     && python -m venv --without-pip /opt/realmops \
     && python -m pip --python /opt/realmops/bin/python install --no-cache-dir --constraint constraints.txt \
-        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[baselines,cluster,documents,server,t5,$search]" \
+        ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} ".[baselines,cluster,documents,server,$search]" \
     && python -m pip --python /opt/realmops/bin/python uninstall --yes realmops
 
 FROM packages AS build
-COPY README.md LICENSE ./
+COPY README.md LICENSE setup.py ./
+COPY k8s ./k8s
+COPY pipelines ./pipelines
 COPY src ./src
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca \
     python -m pip --python /opt/realmops/bin/python install --no-cache-dir --no-deps --prefix /opt/package .

@@ -139,7 +139,7 @@ faults: setup  ## the campaign against faults, some 8 minutes, with a table; mak
 manifests: setup  ## render the Kubernetes overlays into build/manifests and check them
 	@$(ACTIVATE)
 	mkdir -p build/manifests
-	for overlay in src/realmops/k8s/overlays/*/; do
+	for overlay in k8s/overlays/*/; do
 		file="build/manifests/$$(basename "$$overlay").yaml"
 		kubectl kustomize "$$overlay" > "$$file"
 		echo "realmops: $$file"

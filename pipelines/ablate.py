@@ -1,6 +1,6 @@
 """The pipeline ``ablations``: the reference, then its variants beside each other, then their table.
 
-    python -m pipelines        compiles it into src/realmops/kubeflow/ablations.yaml
+    python -m pipelines        compiles it into pipelines/ablations.yaml
 
 The reference comes first and alone, so that the stages that variants share with it are there when they begin.
 """

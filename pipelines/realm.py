@@ -1,6 +1,6 @@
 """The pipeline ``train``: every stage as a pod, data on a shared volume, index builders raised for pre-training.
 
-    python -m pipelines        compiles it into src/realmops/kubeflow/train.yaml
+    python -m pipelines        compiles it into pipelines/train.yaml
 
 Everything that differs between clusters is a parameter: one compiled file serves them all.
 """

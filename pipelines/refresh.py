@@ -1,6 +1,6 @@
 """The pipeline ``refresh``: a changed corpus under a trained model, without training.
 
-python -m pipelines        compiles it into src/realmops/kubeflow/refresh.yaml
+python -m pipelines        compiles it into pipelines/refresh.yaml
 """
 
 from kfp import dsl

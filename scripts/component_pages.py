@@ -1,27 +1,30 @@
 """The pages on components that other pipelines can load: docs/components.md, docs/components/NAME.md.
 
-reference_pages.py writes them. What a component takes and makes is in its compiled file; what its pod gets, in the
-compiled pipelines of this project.
+reference_pages.py writes them. What a component takes and makes is in its file as ``python -m pipelines`` compiles it;
+what its pod gets, in the compiled pipelines of this project.
 """
 
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 from docstring_parser import parse
 
-from realmops import __version__
 from realmops.cluster import IMAGE
 from realmops.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
+FILES = "build/components"  # of components, as python -m pipelines makes them
 SNAKE = {"runAsUser": "run_as_user", "runAsGroup": "run_as_group"}
 Row = Callable[..., str]
-ADDRESS = f"https://raw.githubusercontent.com/OWNER/realmops/v{__version__}/src/realmops/kubeflow/components"
 TYPES = {  # of parameters: in words, and in Python
     "STRING": ("text", "str"),
     "NUMBER_INTEGER": ("whole number", "int"),
@@ -56,9 +59,17 @@ METADATA: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
 }
 
 
-def compiled(folder: str) -> dict[str, list[dict[str, Any]]]:
-    """The documents of each compiled file in a folder of the project, by name."""
-    files = sorted((ROOT / folder).glob("*.yaml"))
+@cache
+def components() -> dict[str, dict[str, Any]]:
+    """Compile the components; return the document of each, by name."""
+    with TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "pipelines", folder], check=True, cwd=ROOT)
+        return {name: component for name, [component] in compiled(Path(folder, "components")).items()}
+
+
+def compiled(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the documents of each compiled file in a folder, by name."""
+    files = sorted(folder.glob("*.yaml"))
     return {file.stem: list(yaml.load_all(file.read_bytes(), yaml.CSafeLoader)) for file in files}
 
 
@@ -73,7 +84,7 @@ def function_of(component: Mapping[str, Any]) -> ast.FunctionDef:
 def pods() -> dict[str, tuple[dict[str, Any], bool]]:
     """What the project's pipelines say of each component's pod, by component; and whether they limit it."""
     found = {}
-    for spec, platform in compiled("src/realmops/kubeflow").values():
+    for spec, platform in compiled(ROOT / "pipelines").values():
         for label, entry in platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"].items():
             container = spec["deploymentSpec"]["executors"][label]["container"]
             found[label.removeprefix("exec-").replace("-", "_")] = entry, "resources" in container
@@ -93,11 +104,9 @@ def variables(pod: Mapping[str, Any], kind: str) -> dict[str, str]:
 
 def example(name: str, parameters: Mapping[str, str], pod: Mapping[str, Any]) -> Iterator[str]:
     """The lines of a pipeline with this component alone; ``parameters`` has Python's types."""
-    yield "from importlib.resources import files"
-    yield ""
     yield "from kfp import components, dsl, kubernetes"
     yield ""
-    yield f'{name} = components.load_component_from_file(str(files("realmops") / "kubeflow/components/{name}.yaml"))'
+    yield f'{name} = components.load_component_from_file("{FILES}/{name}.yaml")'
     yield ""
     yield ""
     yield f'@dsl.pipeline(name="{name.replace("_", "-")}-alone")'
@@ -184,20 +193,17 @@ def components_page(known: Mapping[str, Mapping[str, Any]], made: str, row: Row)
 
 {made}
 
-The package has a complete component for each. Load it from there, or by the address of a version:
+In a clone, `python -m pipelines` compiles a complete file for each into `{FILES}`. Your own pipelines load it from
+there, or from where you put it:
 
 ```python
-from importlib.resources import files
-
 from kfp import components
 
-evaluate = components.load_component_from_file(str(files("realmops") / "kubeflow/components/evaluate.yaml"))
-address = "{ADDRESS}"
-evaluate = components.load_component_from_url(f"{{address}}/evaluate.yaml")
+evaluate = components.load_component_from_file("{FILES}/evaluate.yaml")
 ```
 
 The image is `{IMAGE}`. `python -m pipelines FOLDER --image IMAGE` compiles pipelines and
-components with another one, and `task.set_container_image(IMAGE)` sets it for one task.
+components with another one into a folder of your own, and `task.set_container_image(IMAGE)` sets it for one task.
 
 A component reads and writes files on a claim; its artifacts say where. Give all stages of a run the same `options`
 (what `realmops params --json` prints) and `root`, and put each after the one before it, by its input `after` or by
@@ -213,7 +219,7 @@ Each page below shows a pipeline with that component alone. The claim and the im
 
 def pages(made: Callable[[str], str], row: Row) -> dict[Path, str]:
     """What stands in each page, by its file."""
-    known = {name: component for name, [component] in compiled("src/realmops/kubeflow/components").items()}
+    known = components()
     found = {ROOT / "docs/components.md": components_page(known, made("components/"), row)}
     for name, component in known.items():
         page = component_page(name, component, made(f"components/{name}.py or pipelines/"), row)

@@ -10,7 +10,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "realmops"
-KUBEFLOW = PACKAGE / "kubeflow"
+PIPELINES = ROOT / "pipelines"
 # runs a compiled pipeline here by Kubeflow's local runner: its file, a folder for outputs, arguments
 RUN = """
 import json, sys
@@ -23,7 +23,7 @@ components.load_component_from_file(sys.argv[1])(**json.loads(sys.argv[3]))
 
 
 def file_of(pipeline: str) -> Path:
-    return KUBEFLOW / f"{pipeline}.yaml"
+    return PIPELINES / f"{pipeline}.yaml"
 
 
 def project_with_pipeline(folder: Path) -> Path:

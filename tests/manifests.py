@@ -15,7 +15,7 @@ import yaml
 
 Object = dict[str, Any]
 
-K8S = Path(__file__).parents[1] / "src" / "realmops" / "k8s"
+K8S = Path(__file__).parents[1] / "k8s"
 OLDEST, NEWEST = "1.30", "1.37"  # versions of Kubernetes that the manifests are held against
 AT_ONCE = 12  # kustomizations; their time grows with the square of this, and starting kubectl costs as well
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")

@@ -16,7 +16,7 @@ from types import TracebackType
 
 from manifests import K8S, Object, instructions
 
-ROOT = K8S.parents[2]
+ROOT = K8S.parent
 IMAGE = "realmops:local"  # what the overlay for one machine asks for
 COMMIT = "c0ffee" * 6 + "c0de"
 NEEDED = ("podman", "crun", "catatonit", "unshare", "nsenter")
@@ -161,7 +161,10 @@ def build_image(podman: Podman, folder: Path) -> None:
     base = folder / "base"
     copy_python(base)
     here = base / "opt" / "realmops"
-    shutil.copytree(ROOT / "src" / "realmops", here / "src" / "realmops", ignore=shutil.ignore_patterns("__pycache__"))
+    package = here / "src" / "realmops"
+    shutil.copytree(ROOT / "src" / "realmops", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("k8s", "pipelines"):  # as setup.py does it
+        shutil.copytree(ROOT / name, package / name, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     (base / PACKAGES.lstrip("/")).mkdir(parents=True)
     (here / "bin").mkdir()
     (here / "bin" / "python").symlink_to(interpreter())

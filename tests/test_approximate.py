@@ -1,16 +1,22 @@
 """FAISS behind the interface of exact search: recall measured and reached, exact scores, and the rule of auto."""
 
+import logging
 import re
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import faiss
+import numpy as np
 import pytest
 import torch
 from small_world import section
 from torch import Tensor
 
-from realmops.index import approximate
+from realmops.config import IndexOptions, RunOptions
+from realmops.index import approximate, faiss_gpu
 from realmops.index.approximate import (
     EXACT_PASSAGES,
     Approximate,
@@ -22,6 +28,7 @@ from realmops.index.approximate import (
     passage_index,
 )
 from realmops.index.mips import Exact, PassageIndex, search
+from realmops.stages import Silent, common
 
 CPU = torch.device("cpu")
 WIDTH = 32
@@ -191,7 +198,9 @@ def test_auto_goes_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_faiss_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "faiss", None)
     for kind in ("ivf", "hnsw", "pq"):
-        with pytest.raises(ValueError, match=rf"type {kind} needs FAISS.*realmops\[faiss\].*index.type=exact"):
+        with pytest.raises(
+            ValueError, match=rf"type {kind} needs FAISS.*'realmops\[faiss\]'.*GPU 'realmops\[gpu\]'.*index.type=exact"
+        ):
             index_type(section("index", type=kind), 5000, 128, CPU)
     assert index_type(section("index", type="exact"), 5000, 128, CPU) == "exact"
 
@@ -200,3 +209,238 @@ def test_pq_wants_passages_to_learn_its_codes_from() -> None:
     with pytest.raises(ValueError, match=r"wants 256 passages or more.* 255 of width 32: set index.type=exact"):
         built(scattered(255, 1), scattered(5, 2), type="pq")
     assert isinstance(built(scattered(256, 1), scattered(5, 2), type="pq", target_recall=0.1), Approximate)
+
+
+# A GPU. The stand-in has the signatures of faiss-gpu 1.15.1 (swigfaiss.py, GpuIndexIVFPQ.cu) and its limits; it keeps
+# each index on the CPU.
+
+CUDA = torch.device("cuda", 0)
+CARD = "NVIDIA Test"
+
+
+class StandardGpuResources:
+    made: ClassVar[list["StandardGpuResources"]] = []
+
+    def __init__(self) -> None:
+        self.temporary: int | None = None
+        self.made.append(self)
+
+    def setTempMemory(self, size: int) -> None:
+        self.temporary = size
+
+
+class OnCard:
+    """What index_cpu_to_gpu returns: an index without the attributes of one on the CPU."""
+
+    def __init__(self, index: Any, half: bool) -> None:
+        self._index, self.half, self.nprobe = index, half, 1
+
+    @property
+    def cp(self) -> Any:
+        return self._index.cp
+
+    def train(self, x: np.ndarray) -> None:
+        self._index.train(x)
+
+    def add(self, x: np.ndarray) -> None:
+        self._index.add(x)
+
+    def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        if k > 2048:
+            raise RuntimeError(f"GPU index only supports min/max-K selection up to 2048 (requested {k})")
+        if self.nprobe > 2048:
+            raise RuntimeError(f"GPU IVF index only supports nprobe selection up to 2048 (requested {self.nprobe})")
+        self._index.nprobe = self.nprobe
+        found: tuple[np.ndarray, np.ndarray] = self._index.search(x, k)
+        return found
+
+
+def index_cpu_to_gpu(provider: StandardGpuResources, device: int, index: Any, options: Any = None) -> OnCard:
+    assert isinstance(provider, StandardGpuResources)
+    assert device == 0
+    assert not index.is_trained
+    if isinstance(index, faiss.IndexIVFPQ):
+        if index.pq.nbits != 8 or not index.by_residual or index.polysemous_ht:
+            raise RuntimeError("GPU: only pq.nbits == 8 is supported")
+        if index.pq.M not in (1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 96):
+            raise RuntimeError(f"Number of bytes per encoded vector / sub-quantizers ({index.pq.M}) is not supported")
+        if index.pq.M * 256 * (2 if options.useFloat16 else 4) > 48 << 10:
+            raise RuntimeError("Consider useFloat16LookupTables and/or reduce parameters")
+    elif not isinstance(index, faiss.IndexIVFFlat):
+        raise RuntimeError("This index type is not implemented on GPU.")
+    return OnCard(index, options.useFloat16)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A GPU, a FAISS for it, and a trial that succeeds."""
+    for name, value in {
+        "StandardGpuResources": StandardGpuResources,
+        "GpuClonerOptions": lambda: SimpleNamespace(useFloat16=False),
+        "index_cpu_to_gpu": index_cpu_to_gpu,
+        "get_num_gpus": lambda: 1,
+    }.items():
+        monkeypatch.setattr(faiss, name, value, raising=False)
+    monkeypatch.setattr(faiss_gpu, "why_not_on_card", lambda number: "")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: CARD)
+    StandardGpuResources.made.clear()
+    approximate._log_once.cache_clear()
+    yield monkeypatch
+    approximate._log_once.cache_clear()
+
+
+def on_card(embedding_PE: Tensor, query_QE: Tensor, k: int = 10, **options: Any) -> Approximate:
+    index = passage_index(embedding_PE, section("index", **options), CUDA, 0, lambda: query_QE, k)
+    assert isinstance(index, Approximate)
+    return index
+
+
+@pytest.mark.usefixtures("card")
+def test_ivf_on_a_gpu_finds_what_it_finds_on_the_cpu() -> None:
+    embedding_PE, query_QE = clustered(5000, 1), clustered(100, 2)
+    ours = built(embedding_PE, query_QE, type="ivf", target_recall=0.95)
+    there = on_card(embedding_PE, query_QE, type="ivf", target_recall=0.95)
+    assert isinstance(ours, Approximate)
+    assert (ours.place, there.place) == ("the CPU", f"the GPU {CARD}")
+    assert there.recipe == ours.recipe
+    for k in (1, 10):
+        assert torch.equal(there.search(query_QE, k)[1], ours.search(query_QE, k)[1])
+        assert torch.equal(there.search(query_QE, k)[0], ours.search(query_QE, k)[0])
+    [resources] = StandardGpuResources.made
+    assert resources.temporary == 512 << 20
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize(("width", "code", "half"), [(32, 16, False), (128, 64, True), (384, 96, True)])
+def test_pq_on_a_gpu_has_codes_that_a_gpu_supports(width: int, code: int, half: bool) -> None:
+    embedding_PE, query_QE = scattered(600, 1, width), scattered(20, 2, width)
+    index = on_card(embedding_PE, query_QE, type="pq", target_recall=0.1)
+    structure = index._index._index
+    assert (structure._index.pq.M, structure._index.pq.nbits, structure.half) == (code, 8, half)
+    assert faiss_gpu.code_bytes(width) == code
+    score_QK, id_QK = index.search(query_QE, 10)
+    torch.testing.assert_close(score_QK, torch.einsum("qe,qke->qk", query_QE, embedding_PE[id_QK]))
+
+
+@pytest.mark.usefixtures("card")
+def test_pq_on_a_gpu_reaches_its_recall() -> None:
+    embedding_PE, query_QE = clustered(5000, 1), clustered(100, 2)
+    index = on_card(embedding_PE, query_QE, type="pq", target_recall=0.95)
+    exact_id = search(query_QE, embedding_PE, 10)[1]
+    ids = zip(index.search(query_QE, 10)[1].tolist(), exact_id.tolist(), strict=True)
+    found = [len(set(a) & set(b)) / 10 for a, b in ids]
+    assert sum(found) / 100 == pytest.approx(index.recipe.recall, abs=1e-9)
+    assert index.recipe.recall >= 0.95
+
+
+@pytest.mark.usefixtures("card")
+@pytest.mark.parametrize("kind", ["ivf", "pq"])
+def test_more_results_than_a_gpu_selects_are_fewer_candidates_or_searched_exactly(kind: str) -> None:
+    """300 results of pq want 4,800 candidates, of which a GPU gives 2,048; 2,500 results are compared exactly."""
+    embedding_PE, query_QE = clustered(6000, 1), clustered(5, 2)
+    index = on_card(embedding_PE, query_QE, type=kind, target_recall=0.5)
+    index.look_at(index.widest)
+    assert index.candidates(query_QE, 300).shape[1] == (2048 if kind == "pq" else 300)
+    assert index.search(query_QE, 300)[1].shape == (5, 300)
+    assert torch.equal(index.search(query_QE, 2500)[1], search(query_QE, embedding_PE, 2500)[1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "width", "change", "reason", "level"),
+    [
+        ("hnsw", 32, {}, "FAISS has no hnsw for GPUs", "INFO"),
+        ("ivf", 32, {"get_num_gpus": lambda: 0}, "FAISS finds no GPU", "WARNING"),
+        ("ivf", 32, {"StandardGpuResources": None}, "the installed FAISS is for CPUs .*extra gpu", "WARNING"),
+        ("pq", 34, {}, "FAISS has no pq for GPUs with vectors of 34 numbers", "WARNING"),
+        ("ivf", 32, {"why_not_on_card": lambda number: "no kernel image"}, "no kernel image", "WARNING"),
+        (
+            "ivf",
+            32,
+            {"index_cpu_to_gpu": "full"},
+            "StandardGpuResources: cudaMalloc of 640,000 bytes failed",
+            "WARNING",
+        ),
+    ],
+)
+def test_what_a_gpu_cannot_search_is_searched_on_the_cpu_with_the_reason_once(
+    kind: str, width: int, change: dict[str, Any], reason: str, level: str,
+    card: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def full(*_: Any) -> None:
+        raise RuntimeError("StandardGpuResources: cudaMalloc of 640,000 bytes failed")
+
+    for name, value in change.items():
+        if value is None:
+            card.delattr(faiss, name)
+        else:
+            card.setattr(faiss_gpu if name == "why_not_on_card" else faiss, name, full if value == "full" else value)
+    embedding_PE, query_QE = scattered(1000, 1, width), scattered(20, 2, width)
+    with caplog.at_level(logging.INFO, logger=approximate.__name__):
+        first, second = (on_card(embedding_PE, query_QE, type=kind, target_recall=0.1) for _ in range(2))
+    assert re.fullmatch(rf"the CPU \({reason}.*\)", first.place)
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()) == (level, f"index: {kind} is searched on {first.place}")
+    expected = built(embedding_PE, query_QE, type=kind, target_recall=0.1)
+    assert torch.equal(second.search(query_QE, 5)[1], expected.search(query_QE, 5)[1])
+    assert not approximate.searches_on_gpu(kind, width, CUDA) or "index_cpu_to_gpu" in change
+
+
+def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> None:
+    embedding_PE, query_QE = clustered(2000, 1), clustered(20, 2)
+    card.setattr(common, "device_and_dtype", lambda run: (CUDA, torch.float32))
+    card.setattr(common, "query_sequences", lambda queries: queries)
+    card.setattr(common, "embed", lambda tower, queries, dtype: query_QE)
+    said: list[str] = []
+
+    class Heard(Silent):
+        def say(self, message: str) -> None:
+            said.append(message)
+
+    report = Heard()
+    for kind in ("ivf", "ivf", "hnsw"):
+        sections = {RunOptions: section("run"), IndexOptions: section("index", type=kind, target_recall=0.5)}
+        job: Any = SimpleNamespace(
+            report=report, journal=SimpleNamespace(stage="pretrain"), section=sections.__getitem__
+        )
+        tower: Any = SimpleNamespace(width=WIDTH)
+        common.searchable(job, embedding_PE, tower, [], 10)
+    assert said == [
+        f"pretrain: index.type ivf is on the GPU {CARD}",
+        "pretrain: index.type hnsw is on the CPU (FAISS has no hnsw for GPUs)",
+    ]
+
+
+@pytest.mark.usefixtures("card")
+def test_the_types_that_a_gpu_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ("exact", "ivf", "pq", "hnsw")
+    assert [kind for kind in kinds if approximate.searches_on_gpu(kind, 128, CUDA)] == ["ivf", "pq"]
+    assert not any(approximate.searches_on_gpu(kind, 128, CPU) for kind in kinds)
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    assert not any(approximate.searches_on_gpu(kind, 128, CUDA) for kind in kinds)
+
+
+@pytest.fixture
+def trial() -> Iterator[Callable[[int], str]]:
+    faiss_gpu.why_not_on_card.cache_clear()
+    yield faiss_gpu.why_not_on_card
+    faiss_gpu.why_not_on_card.cache_clear()
+
+
+def test_a_library_that_ends_its_process_leaves_this_one_alone(
+    trial: Callable[[int], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "Faiss assertion 'err__ == cudaSuccess' failed; details: CUDA error 209 no kernel image is available"
+    program = f"import os, sys\nprint({said!r}, file=sys.stderr, flush=True)\nos.abort()"
+    monkeypatch.setattr(faiss_gpu, "_TRIAL", program)
+    assert trial(0) == f"a trial of FAISS on the card failed: {said}"
+    monkeypatch.setattr(faiss_gpu, "_TRIAL", "import sys\nassert sys.argv[1] == '1'")
+    assert trial(1) == ""
+    assert trial(0).endswith("no kernel image is available"), "once for each card"
+    monkeypatch.setattr(faiss_gpu, "_TRIAL", "import os\nos.abort()")
+    assert trial(2) == "a trial of FAISS on the card failed: exit code -6"
+
+
+def test_the_trial_runs_the_installed_faiss(trial: Callable[[int], str]) -> None:
+    """Which has no GPU here: the one for CPUs lacks the function, the one for GPUs finds no card."""
+    lacks = "AttributeError: module 'faiss' has no attribute 'StandardGpuResources'"
+    assert lacks in trial(0) or "Invalid GPU device 0" in trial(0)

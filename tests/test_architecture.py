@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 # Lowest first. A unit (a module or a package directly under realmops) imports itself and units of lower rows.
 LAYERS = (
-    ("__init__",), ("artifacts", "config", "encoders", "journal"), ("corpus",), ("model",), ("index",),
+    ("__init__",), ("artifacts", "config", "encoders", "journal", "resources"), ("corpus",), ("model",), ("index",),
     ("answering",), ("train", "baselines", "evaluate"), ("tracking", "stages"), ("commands",), ("serve",),
     ("api", "console", "cluster", "cli", "__main__"),
 )  # fmt: skip

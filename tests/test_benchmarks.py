@@ -217,6 +217,17 @@ def test_help_answers(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert ("--repeats" if name in ("against", *BENCHMARKS) else "--out") in shown
 
 
+def test_faiss_is_not_compared_without_a_gpu_or_a_faiss_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_faiss.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="nothing is run: torch finds no GPU"):
+        runpy.run_path(str(FOLDER / "gpu_faiss.py"), run_name="__main__")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr("faiss.StandardGpuResources", raising=False)
+    with pytest.raises(SystemExit, match="nothing is run: the installed FAISS is for CPUs"):
+        runpy.run_path(str(FOLDER / "gpu_faiss.py"), run_name="__main__")
+
+
 def test_quality_looks_at_dev_questions_while_the_reader_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

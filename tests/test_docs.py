@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (
-        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "realmops" / "k8s" / "README.md",
+        ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "k8s" / "README.md",
         ROOT / "benchmarks" / "LOG.md",
         *sorted((ROOT / "docs").glob("*.md")),
     )
@@ -325,7 +325,7 @@ def test_no_page_names_a_file_outside_the_project(page: str) -> None:
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_every_page_of_docs_is_reached_from_the_readme(page: str) -> None:
-    others = "benchmarks/LOG.md", "src/realmops/k8s/README.md", "docs/real-text.md"
+    others = "benchmarks/LOG.md", "k8s/README.md", "docs/real-text.md"
     assert page == "README.md" or page in {*links(README), *others}
 
 

@@ -17,7 +17,7 @@ import pytest
 import small_project
 import yaml
 from manifest_rules import faults
-from manifests import find, read_all, render
+from manifests import find, instructions, read_all, render
 from small_project import cli
 
 from realmops import __version__, config
@@ -371,12 +371,16 @@ def test_the_workflow_is_ours_but_for_what_it_installs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that is made of the sdist, unpacked as an installer does it."""
+    """The wheel that is made of the sdist, unpacked as an installer does it; of the files that the image is made of."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    source.mkdir()
+    copied = [rest for word, rest in instructions() if word == "COPY" and not rest.startswith("--from")]
+    for path in {ROOT / name for rest in copied for name in rest.split()[:-1]}:
+        if path.is_dir():
+            shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+        else:
+            shutil.copy(path, source)
 
     def build(kind: str, place: Path) -> None:
         code = f"from setuptools import build_meta; import sys; print(build_meta.build_{kind}(sys.argv[1]))"
@@ -399,6 +403,7 @@ def test_a_wheel_has_every_file_of_the_package(installed: Path) -> None:
     package = ROOT / "src" / "realmops"
     wanted = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
     wanted = {path for path in wanted if "__pycache__" not in path.parts}
+    wanted |= {path.relative_to(ROOT) for path in (*(ROOT / "k8s").rglob("*.*"), *(ROOT / "pipelines").glob("*.yaml"))}
     assert {path.relative_to(installed / "realmops") for path in (installed / "realmops").rglob("*.*")} == {
         path for path in wanted if "." in path.name
     }
@@ -428,4 +433,4 @@ def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(ins
     assert json.loads(run("params", "--preset", "ablations/t5", "--json"))["finetune"]["reader"] == "t5"
     assert faults(render(tmp_path)) == []
     told = run("submit", "--pipeline", "ablations", "--argument", "none=1", code=2)
-    assert f"{installed}/realmops/kubeflow/ablations.yaml takes " in told
+    assert f"{installed}/realmops/pipelines/ablations.yaml takes " in told

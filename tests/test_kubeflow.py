@@ -154,7 +154,7 @@ def test_kfp_runs_the_compiled_file(trained: tuple[Any, list[int]], cluster: Clu
     """Of the same options into the same folder: every stage finds its work done."""
     key = trained[0].runtime_config.parameters["run"]
     options = cluster.realmops("params", "--kfp", *cluster.words(name)[3:]).strip()
-    compiled = Path(__file__).parents[1] / "src/realmops/kubeflow/train.yaml"
+    compiled = Path(__file__).parents[1] / "pipelines/train.yaml"
     words = ["run", "create", "-e", "realmops", "-r", f"walk-{name}", "-f", str(compiled)]
     arguments = [f"image={cluster.image}", f"run={key}", f"options={options}"]
     done = subprocess.run(

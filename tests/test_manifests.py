@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ from realmops.cli import main
 from realmops.cluster import IMAGE, server
 from realmops.serve.server import DRAIN_SECONDS
 
-ROOT = K8S.parents[2]
+ROOT = K8S.parent
 COMPONENTS = sorted(folder.name for folder in (K8S / "components").iterdir())
 STARTS = ("base", "overlays/local", "overlays/standalone", "overlays/production")
 ANSWERING = ("serve", "kserve")  # components that only single-node changes: with few sets of the others
@@ -93,6 +94,29 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Object]
 @pytest.mark.parametrize("case", CASES)
 def test_every_overlay_and_component_renders_without_a_fault(case: str, rendered: dict[str, list[Object]]) -> None:
     assert faults(rendered[case]) == []
+
+
+def test_an_overlay_and_a_component_are_a_remote_base_at_a_tag(tmp_path: Path) -> None:
+    """The kustomization of the README, with a repository of this machine."""
+    repository = tmp_path / "repository"
+    shutil.copytree(K8S, repository / "k8s")
+    who = ["-c", "user.name=test", "-c", "user.email=test@test.invalid"]
+    for words in (["init", "--quiet"], ["add", "."], [*who, "commit", "--quiet", "--message", "k8s"], ["tag", "v9"]):
+        subprocess.run(["git", *words], cwd=repository, check=True)
+    (repository / "k8s/base/kustomization.yaml").write_text("resources: [lost-after-the-tag.yaml]\n")
+    [text] = re.findall(r"^```yaml\n(resources:.*?)^```", (K8S / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    texts = {
+        "remote": text.replace("https://github.com/OWNER/REPO", f"file://{repository}").replace("TAG", "v9"),
+        "local": text.replace("https://github.com/OWNER/REPO//k8s", "../k8s").replace("?ref=TAG", ""),
+    }
+    shutil.copytree(K8S, tmp_path / "k8s")
+    for folder, own in texts.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kustomization.yaml").write_text(own)
+    remote, local = (render(tmp_path / folder) for folder in texts)
+    assert find(remote, "Deployment/realmops-index-builder")
+    assert find(remote, "Deployment/realmops-serve")
+    assert remote == local
 
 
 @pytest.mark.parametrize("overlay", STARTS[1:])
@@ -319,7 +343,7 @@ def test_pods_under_a_network_policy_find_names_and_get_no_proxy_of_istios(rende
 
 def labels_of_pipelines() -> list[dict[str, str]]:
     """The labels that the compiled pipelines give to their pods."""
-    platforms = [read_all(file)[1]["platforms"] for file in sorted((K8S.parent / "kubeflow").glob("*.yaml"))]
+    platforms = [read_all(file)[1]["platforms"] for file in sorted((ROOT / "pipelines").glob("*.yaml"))]
     executors = [one["kubernetes"]["deploymentSpec"]["executors"] for one in platforms]
     return [pod.get("podMetadata", {}).get("labels", {}) for one in executors for pod in one.values()]
 
@@ -587,7 +611,7 @@ MISTAKES = [
     (TRAINING, "spec trainer numNodes", 4, "requests.nvidia.com/gpu"),
     (PREDICTOR, "spec predictor volumes 0 persistentVolumeClaim claimName", "data", "persistentvolumeclaim data"),
 ]  # fmt: skip
-STARTER = K8S.parent / "starter"
+STARTER = ROOT / "src/realmops/starter"
 TEXTS = [(STARTER / f"{name}.yaml").read_text(encoding="utf-8").replace("@", "") for name in ("argo-cd", "flux")]
 OF_OTHERS = [one for text in TEXTS for one in yaml.safe_load_all(text)]
 
@@ -664,7 +688,7 @@ def test_the_image_installs_extras_that_there_are() -> None:
     run = next(rest for word, rest in instructions() if word == "RUN")
     [extras] = re.findall(r"\"\.\[([^]]+)\]\"", run)
     chosen = re.findall(r"(\w+)\) search=(\w+)", run)
-    assert chosen == [("cpu", "faiss"), ("gpu", "faiss")]
+    assert chosen == [("cpu", "faiss"), ("gpu", "gpu")]
     assert {*extras.replace("$search", "faiss").split(",")} <= {*project["optional-dependencies"]}
 
 

@@ -4,20 +4,18 @@ import ast
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from cluster_lab import Output
-from compiled import KUBEFLOW, PACKAGE, ROOT, compiled, documents, file_of
+from compiled import PACKAGE, ROOT, compiled, documents, file_of
 
 from realmops import cluster, config
 from realmops.cluster import builders, tasks
@@ -39,13 +37,6 @@ OF_THE_PLUGIN = {"MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID",
 OTHER = "registry.test:5000/ours/realmops:7-gpu"
 
 
-class QuietFiles(SimpleHTTPRequestHandler):
-    """Serves a folder and says nothing."""
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 # The seam
 
 
@@ -62,16 +53,32 @@ def test_there_is_a_component_for_each_stage_and_it_runs_that_stage() -> None:
     assert {path.stem: called(path) for path in (ROOT / "components").glob("*.py")} == wanted
 
 
-def test_the_compiled_pipelines_are_their_sources(tmp_path: Path) -> None:
-    """The components, for whoever loads them by file or address, and the pipelines; with the released image."""
-    subprocess.run([sys.executable, "-m", "pipelines", tmp_path], check=True, cwd=ROOT)
-    for room, names in ((".", {*PIPELINES}), ("components", {*STAGES, *OTHERS})):
-        for folder in (tmp_path, KUBEFLOW):
-            assert {path.stem for path in (folder / room).glob("*.yaml")} == names
-        for name in names:
-            fresh, kept = (folder / room / f"{name}.yaml" for folder in (tmp_path, KUBEFLOW))
-            found, wanted = (documents(path.read_text()) for path in (kept, fresh))
-            assert found == wanted, "python -m pipelines compiles it again"
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which ``build`` has all pipelines and components, compiled now."""
+    folder = tmp_path_factory.mktemp("fresh")
+    subprocess.run([sys.executable, "-m", "pipelines", folder / "build"], check=True, cwd=ROOT)
+    return folder
+
+
+def test_the_compiled_pipelines_are_their_sources(fresh: Path) -> None:
+    for folder in (fresh / "build", ROOT / "pipelines"):
+        assert {path.stem for path in folder.glob("*.yaml")} == {*PIPELINES}
+    for name in PIPELINES:
+        kept, now = (documents(path.read_text()) for path in (file_of(name), fresh / "build" / f"{name}.yaml"))
+        assert kept == now, "python -m pipelines compiles it again"
+    assert {path.stem for path in (fresh / "build/components").glob("*.yaml")} == {*STAGES, *OTHERS}
+
+
+def test_by_default_pipelines_are_compiled_next_to_their_sources_and_components_into_build(tmp_path: Path) -> None:
+    """In a copy of the project, which git does not see."""
+    for name in ("components", "pipelines"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.yaml", "__pycache__"))
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    subprocess.run([sys.executable, "-m", "pipelines"], check=True, cwd=tmp_path)
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.yaml")} - {"params.yaml"}
+    own = {f"build/components/{name}.yaml" for name in (*STAGES, *OTHERS)}
+    assert files == own | {f"pipelines/{name}.yaml" for name in PIPELINES}
 
 
 def images_of(file: Path) -> set[str]:
@@ -91,32 +98,26 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_pods_have_the_released_image_unless_another_is_compiled_in(other: Path) -> None:
+def test_pods_have_the_released_image_unless_another_is_compiled_in(fresh: Path, other: Path) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    for folder, wanted in ((KUBEFLOW, f"ghcr.io/realmops/realmops:{version}"), (other, OTHER)):
+    for folder, wanted in ((fresh / "build", f"ghcr.io/realmops/realmops:{version}"), (other, OTHER)):
         files = [*folder.rglob("*.yaml")]
         assert len(files) == len(PIPELINES) + len({*STAGES, *OTHERS})
         assert {file.stem: images_of(file) for file in files} == {file.stem: {wanted} for file in files}
 
 
 @pytest.mark.parametrize("page", ["components", *sorted({*STAGES, *OTHERS})])
-def test_a_component_is_loaded_by_file_and_by_address_as_its_page_says(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_component_is_loaded_as_its_page_says(
+    page: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The examples are run, in the project's folder. The address is its files', served here."""
+    """The examples are run where ``build`` has the compiled components."""
     file = ROOT / "docs" / ("components.md" if page == "components" else f"components/{page}.md")
     [text] = re.findall(r"^```python\n(.*?)^```", file.read_text(), re.MULTILINE | re.DOTALL)
     from kfp import compiler
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietFiles, directory=KUBEFLOW / "components"))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(fresh)
     found: dict[str, Any] = {}
-    address = f'address = "http://127.0.0.1:{server.server_port}"'
-    text = re.sub('^address = "https://.*"', address, text, flags=re.MULTILINE)
     exec(compile(text, page, "exec"), found)
-    server.shutdown()
-    server.server_close()
     if page == "components":
         assert found["evaluate"].component_spec.implementation.container.image == cluster.IMAGE
         return
@@ -179,7 +180,7 @@ def test_ablations_train_the_reference_first_then_all_others_of_the_params_then_
 
 def test_docs_name_every_parameter_of_train() -> None:
     text = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
-    table = text[text.index("Parameters of `src/realmops/kubeflow/train.yaml`:") :].split("\n\n")[1]
+    table = text[text.index("Parameters of `pipelines/train.yaml`:") :].split("\n\n")[1]
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(named) == sorted(compiled("train")["root"]["inputDefinitions"]["parameters"])
 

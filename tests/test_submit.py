@@ -33,7 +33,7 @@ from realmops.cluster.submit import Pipeline
 from realmops.config import PACKAGE, load
 
 COMPILED = file_of("train")
-ROOT = COMPILED.parents[3]
+ROOT = COMPILED.parents[1]
 EIGHT = """
 import multiprocessing, sys
 import kfp_server_api
@@ -463,7 +463,7 @@ def test_an_older_server_is_refused_with_its_version(project: Path, lab: KfpLab)
 
 def test_all_pods_of_a_run_can_be_told_to_go_to_the_node_that_has_the_label(project: Path, lab: KfpLab) -> None:
     """For a claim of one node at a time: the file that the page names, as Kubernetes takes it."""
-    file = ROOT / "src/realmops/k8s/components/single-node/affinity.json"
+    file = ROOT / "k8s/components/single-node/affinity.json"
     submitted(project, "--argument", f"affinity={file.read_text()}")
     given = arguments_of(lab.runs[0])["affinity"]
     pod = {"containers": [{"name": "one", "image": "one:1"}], "affinity": {"nodeAffinity": given}}
@@ -474,7 +474,7 @@ def test_all_pods_of_a_run_can_be_told_to_go_to_the_node_that_has_the_label(proj
     [wanted] = term["matchExpressions"]
     page = (ROOT / "docs" / "operate.md").read_text()
     assert f"kubectl label node NODE {wanted['key']}={wanted['values'][0]}\n" in page
-    file = "src/realmops/k8s/components/single-node/affinity.json"
+    file = "k8s/components/single-node/affinity.json"
     assert f'nodes=$(cat {file})\nrealmops submit --argument affinity="$nodes"\n' in page
 
 

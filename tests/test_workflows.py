@@ -165,4 +165,4 @@ def test_a_tag_of_another_version_or_project_publishes_nothing(tmp_path: Path, c
     names = {"GITHUB_REF_NAME": f"v{__version__}", "GITHUB_REPOSITORY": "realmops/realmops", "VARIANT": "cpu"} | change
     code, called = run_script("release", tmp_path, {"docker": ""}, **names)
     assert code == 2
-    assert called[0].startswith("components name another image than ghcr.io/")
+    assert called[0].startswith("pipelines name another image than ghcr.io/")

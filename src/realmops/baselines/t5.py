@@ -286,11 +286,9 @@ def finetune(
 
 
 def _transformers() -> Any:
-    """The package, told to be silent."""
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("the closed-book model needs the package transformers; pip install 'realmops[t5]'") from None
+    """Import transformers, without its log lines and progress bars."""
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

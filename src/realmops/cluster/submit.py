@@ -24,7 +24,8 @@ from realmops.cluster.options import packed
 from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.server import Server
 from realmops.cluster.waiting import Say, awaited
-from realmops.config import PACKAGE, Values
+from realmops.config import Values
+from realmops.resources import resource
 
 SUCCEEDED = "SUCCEEDED"
 FAILURES = {"FAILED", "CANCELED", "SKIPPED"}  # every other state but SUCCEEDED is of a run that lives
@@ -59,7 +60,7 @@ class Pipeline:
     @classmethod
     def named(cls, name: str) -> Self:
         """A pipeline of the package, or a file; ValueError for what is neither."""
-        own = PACKAGE / "kubeflow" / f"{name}.yaml"
+        own = resource("pipelines") / f"{name}.yaml"
         if Path(name).is_file() or not own.is_file():
             return cls.read(Path(name))
         return cls.read(own)

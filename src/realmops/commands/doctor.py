@@ -14,7 +14,7 @@ from realmops.stages.runner import is_running
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import unsent
 
-PACKAGES = ("torch", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "mlflow", "dvc", "faiss")
 
 
 def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
@@ -40,7 +40,7 @@ def diagnose(root: Path, exchange: Path | None) -> Iterator[str]:
 
 
 def _version(name: str) -> str:
-    for candidate in (name, f"{name}-cpu", f"{name}-gpu-cu12"):
+    for candidate in (name, f"{name}-cpu", f"{name}-gpu"):
         try:
             return importlib.metadata.version(candidate)
         except importlib.metadata.PackageNotFoundError:

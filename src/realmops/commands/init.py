@@ -23,6 +23,7 @@ from realmops.corpus.formats import Source, sources
 from realmops.corpus.languages import AUTO, ENGLISH, detect, languages
 from realmops.corpus.questions import json_line, parts_of, read_questions
 from realmops.encoders.folders import CONFIG, is_sentence_encoder, read_optional
+from realmops.resources import resource
 from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
 
 STARTER = PACKAGE / "starter"
@@ -134,7 +135,7 @@ def init(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         artifacts.write_bytes(folder / name, text.encode())
     kept = shutil.ignore_patterns("README.md", "overlays", "__pycache__")
-    shutil.copytree(PACKAGE / "k8s", folder / "k8s" / BASES, ignore=kept)
+    shutil.copytree(resource("k8s"), folder / "k8s" / BASES, ignore=kept)
     yield from project.lines
     yield f"written: {', '.join(str(folder / name) for name in project.files)}, {folder / 'k8s' / BASES}"
     place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
@@ -417,7 +418,7 @@ def dvc_text(values: Values, own: Values) -> str:
 
 def kustomization_text(cluster: str, image: str) -> str:
     """An overlay of the package for a project's folder, with its params.yaml as a ConfigMap."""
-    text = (PACKAGE / "k8s" / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
+    text = (resource("k8s") / "overlays" / cluster / "kustomization.yaml").read_text(encoding="utf-8")
     text = text.replace("../../", f"k8s/{BASES}/").replace(" ../", " --cluster ")
     name, _, tag = image.rpartition(":")
     text = text.replace("    newTag: local\n", f"    newName: {name}\n    newTag: {tag}\n")

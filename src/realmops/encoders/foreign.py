@@ -127,7 +127,7 @@ class Foreign(Encoder):
 
     @classmethod
     def described(cls, description: Mapping[str, Any], source: str) -> Foreign:
-        transformers = _transformers(source)
+        transformers = _transformers()
         values = dict(description["config"])
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
         return cls(transformers.AutoModel.from_config(config, dtype=torch.float32))
@@ -140,7 +140,7 @@ class Foreign(Encoder):
         """
         values = read_config(folder)
         refuse(values, str(folder / CONFIG))
-        transformers = _transformers(str(folder))
+        transformers = _transformers()
         if not any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")):
             raise ValueError(f"{folder}: {values['model_type']} is read from model.safetensors alone, which is missing")
         try:
@@ -173,7 +173,7 @@ class Foreign(Encoder):
 def refuse(values: Mapping[str, Any], source: str) -> None:
     """ValueError where a configuration is of a model that cannot work here; it says why, and names one that can."""
     kind = str(values.get("model_type"))
-    auto = _transformers(source).models.auto.modeling_auto
+    auto = _transformers().models.auto.modeling_auto
     if kind not in auto.MODEL_MAPPING_NAMES:
         reason = "is not among those of the installed transformers"
         if "auto_map" in values:
@@ -214,15 +214,11 @@ def _fill_head(head: MaskedWordHead, state: Mapping[str, Tensor]) -> bool:
     return False
 
 
-def _transformers(source: str) -> Any:
-    try:
-        import transformers
-        import transformers.models.auto.modeling_auto
-    except ImportError:
-        raise ValueError(
-            f"{source}: this encoder needs the package transformers; pip install 'realmops[t5]', or choose a BERT, "
-            "RoBERTa, XLM-R, MPNet, DistilBERT, ELECTRA or ModernBERT, which need nothing"
-        ) from None
+def _transformers() -> Any:
+    """Import transformers, without its log lines and progress bars."""
+    import transformers
+    import transformers.models.auto.modeling_auto
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -1,22 +1,26 @@
 """Approximate search: a structure proposes candidates, whose inner products are then computed exactly.
 
-The structures are FAISS's. They are built from the embeddings whenever they are wanted, with fixed seeds, and never
-read from a disk. Embeddings that are mapped (mapped.py) stay on the disk: a structure learns from a sample of them,
-takes them in some at a time, and a search reads those of its candidates.
+The structures are FAISS's. They are built from the embeddings whenever they are needed, with fixed seeds, and never
+read from a disk; ``ivf`` and ``pq`` are on the GPU if models are there and FAISS supports it. Embeddings that are
+mapped (mapped.py) stay on the disk: a structure learns from a sample of them, takes them in some at a time, and a
+search reads those of its candidates.
 
 Shape suffixes: Q queries, P passages, E embedding width, K results, D candidates.
 """
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from realmops.config import IndexOptions
+from realmops.index import faiss_gpu
 from realmops.index.files import memory_bytes
 from realmops.index.mapped import release
 from realmops.index.mips import BestVector, Exact, InMemory, PassageIndex, search
@@ -32,7 +36,10 @@ _LISTS = {"ivf": 4, "pq": 0.5}  # times the root of the passages; pq scans a lis
 _POINTS_PER_LIST = (39, 64)  # for k-means: fewer are too few, more are not used
 _CODE_VALUES = 256
 _WIDEST = {"ivf": 2048, "pq": 2048, "hnsw": 1024}  # lists or graph nodes looked at
+_CPU = torch.device("cpu")
 _TOGETHER = 1 << 18  # passages that are read and added; a multiple of FAISS's own 65,536
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,19 @@ class Recipe:
 class Approximate(InMemory, ABC):
     """A structure over embeddings P x E that proposes candidates; their scores are exact.
 
-    A type of index is a subclass and a row in ``TYPES``. It is built anew of the embeddings wherever it is wanted, by
-    its recipe alone, so that it is the same everywhere.
+    A type of index is a subclass and a row in ``TYPES``. It is built from the embeddings wherever it is needed, by its
+    recipe alone, so that it is the same everywhere (but ``pq`` has other codes on a GPU).
+
+    Args:
+        embedding_PE: The passages' embeddings; their exact scores are computed where they are.
+        recipe: How to build and search it.
+        device: Where models are; a type that has a form for GPUs is built there, and ``place`` names where it is.
     """
 
-    def __init__(self, embedding_PE: Tensor, recipe: Recipe) -> None:
-        self.embedding_PE, self.recipe = embedding_PE, recipe
+    place = "the CPU"
+
+    def __init__(self, embedding_PE: Tensor, recipe: Recipe, device: torch.device = _CPU) -> None:
+        self.embedding_PE, self.recipe, self.model_device = embedding_PE, recipe, device
         self.build()
         self.look_at(recipe.width)
 
@@ -161,7 +175,7 @@ def passage_index(
     """An index over embeddings, of the type that the options name or that fits.
 
     Args:
-        device: where embeddings go when the search is exact; another one is searched by the CPU.
+        device: where embeddings go when the search is exact, and ``ivf`` and ``pq`` where FAISS supports it.
         queries: embedded queries, asked for when a recall must be measured.
         k: how many results its recall is measured for.
 
@@ -171,7 +185,7 @@ def passage_index(
     if kind == "exact":
         return Exact(embedding_PE.to(device))
     lists = 2 ** round(math.log2(_LISTS[kind] * math.sqrt(len(embedding_PE)))) if kind in _LISTS else 0
-    found = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall))
+    found = TYPES[kind](embedding_PE, Recipe(kind, seed, lists, 1, 0.0, k, options.target_recall), device)
     found.widen(queries(), k)
     return found
 
@@ -189,6 +203,21 @@ def index_type(options: IndexOptions, passages: int, width: int, device: torch.d
     return kind
 
 
+@cache
+def _log_once(level: int, kind: str, place: str) -> None:
+    log.log(level, "index: %s is searched on %s", kind, place)
+
+
+def searches_on_gpu(kind: str, width: int, device: torch.device) -> bool:
+    """Return whether an index of a type over vectors of ``width`` numbers is searched on ``device``, a GPU."""
+    if kind not in TYPES or device.type != "cuda":
+        return False
+    try:
+        return not faiss_gpu.why_cpu(_faiss(kind, _CODE_VALUES, width), kind, width, device)
+    except ValueError:  # FAISS is not installed
+        return False
+
+
 def approximate(passages: PassageIndex | None) -> Approximate | None:
     """The approximate index that finds the passages, or their vectors where they have several; None where none does."""
     found = passages.each if isinstance(passages, BestVector) else passages
@@ -199,32 +228,53 @@ class Faiss(Approximate):
     """FAISS's: clusters of passages (ivf), the same with short codes in the place of vectors (pq), a graph (hnsw)."""
 
     def build(self) -> None:
-        recipe, (passages, width) = self.recipe, self.embedding_PE.shape
+        recipe, device, (passages, width) = self.recipe, self.model_device, self.embedding_PE.shape
         faiss = _faiss(recipe.type, passages, width)
-        fewest, most = _POINTS_PER_LIST
-        self.recipe = recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // fewest)))
+        self.recipe = replace(recipe, lists=min(recipe.lists, max(1, passages // _POINTS_PER_LIST[0])))
+        reason = faiss_gpu.why_cpu(faiss, recipe.type, width, device) if device.type == "cuda" else ""
+        if device.type == "cuda" and not reason:
+            try:
+                self._index = self._built(faiss, on_gpu=True)
+                self.place = f"the GPU {torch.cuda.get_device_name(device)}"
+                return
+            except RuntimeError as error:  # FAISS's, as of memory that the card lacks
+                reason = " ".join(str(error).split())
+        self._index = self._built(faiss, on_gpu=False)
+        if reason:
+            self.place = f"the CPU ({reason})"
+            _log_once(logging.INFO if recipe.type == "hnsw" else logging.WARNING, recipe.type, self.place)
+
+    def _built(self, faiss: Any, *, on_gpu: bool) -> Any:
+        """Train the structure and add the passages, where it is searched."""
+        recipe, width, most = self.recipe, self.embedding_PE.shape[1], _POINTS_PER_LIST[1]
+        codes = f"PQ{faiss_gpu.code_bytes(width)}x8np" if on_gpu else f"PQ{width}x4fs"
         form = {
             "ivf": f"IVF{recipe.lists},Flat",
-            "pq": f"IVF{recipe.lists},PQ{width}x4fs",
+            "pq": f"IVF{recipe.lists},{codes}",
             "hnsw": f"HNSW{_LINKS},Flat",
         }[recipe.type]
         # threads join hnsw's graph in another order each time
         faiss.omp_set_num_threads(1 if recipe.type == "hnsw" else torch.get_num_threads())
-        self._index = faiss.index_factory(width, form, faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(width, form, faiss.METRIC_INNER_PRODUCT)
         if recipe.type == "pq":
-            self._index.pq.cp.seed = recipe.seed % 2**31
-            self._index.pq.cp.min_points_per_centroid = 1
+            index.pq.cp.seed = recipe.seed % 2**31
+            index.pq.cp.min_points_per_centroid = 1
+        if on_gpu:
+            index = faiss_gpu.GpuIndex(faiss, index, self.model_device)
         if recipe.type != "hnsw":
-            self._index.cp.seed = recipe.seed % 2**31
-            self._index.cp.max_points_per_centroid = most
-            self._index.train(_sample(self.embedding_PE, most * recipe.lists, recipe.seed).numpy())
+            index.cp.seed = recipe.seed % 2**31
+            index.cp.max_points_per_centroid = most
+            index.train(_sample(self.embedding_PE, most * recipe.lists, recipe.seed).numpy())
         for rows_RE in torch.split(self.embedding_PE.detach(), _TOGETHER):
-            self._index.add(rows_RE.cpu().numpy())
+            index.add(rows_RE.cpu().numpy())
             release(self.embedding_PE)
         faiss.omp_set_num_threads(torch.get_num_threads())
+        return index
 
     def candidates(self, query_QE: Tensor, k: int) -> Tensor:
         count = min(k * (_RESCORED if self.recipe.type == "pq" else 1), len(self.embedding_PE))
+        if isinstance(self._index, faiss_gpu.GpuIndex):
+            count = min(count, faiss_gpu.MOST_SELECTED)
         if count < k:
             return torch.empty(len(query_QE), 0, dtype=torch.int64)
         return torch.from_numpy(self._index.search(query_QE.cpu().numpy(), count)[1])
@@ -266,8 +316,8 @@ def _faiss(kind: str, passages: int, width: int) -> Any:
         import faiss
     except ImportError:
         raise ValueError(
-            f"an index of type {kind} needs FAISS, which is not installed: pip install 'realmops[faiss]', or set "
-            "index.type=exact"
+            f"an index of type {kind} needs FAISS, which is not installed: pip install 'realmops[faiss]', with an "
+            "NVIDIA GPU 'realmops[gpu]', or set index.type=exact"
         ) from None
     if kind == "pq" and (passages < _CODE_VALUES or width % 2):
         raise ValueError(

@@ -170,5 +170,5 @@ def load_passages(folder: Path, snapshot: Snapshot, device: torch.device, vector
         recipe = Recipe(**artifacts.read_json(folder / RECIPE))
         if recipe.type not in TYPES:
             raise ValueError(f"{folder / RECIPE}: type is {recipe.type!r}, this version has {', '.join(TYPES)}")
-        return over_vectors(embedding_PE, vectors, lambda rows: TYPES[recipe.type](rows, recipe))
+        return over_vectors(embedding_PE, vectors, lambda rows: TYPES[recipe.type](rows, recipe, device))
     return exact(embedding_PE.to(device), vectors)

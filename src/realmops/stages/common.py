@@ -1,7 +1,8 @@
 """What several stages do the same way."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from realmops.corpus.questions import Question, in_languages, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
 from realmops.encoders.devices import device_and_dtype
-from realmops.index.approximate import QUERIES, passage_index
+from realmops.index.approximate import QUERIES, approximate, passage_index
 from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.mips import PassageIndex, over_vectors
 from realmops.model.retriever import Retriever, Tower
@@ -97,11 +98,20 @@ def searchable(job: Job, embedding_PE: Tensor, tower: Tower, queries: Sequence[n
 
     seed = artifacts.seed_for(run.seed, "index")
     vectors = embedding_PE.shape[1] // tower.width
-    return over_vectors(
+    passages = over_vectors(
         embedding_PE,
         vectors,
         lambda rows: passage_index(rows, job.section(IndexOptions), device, seed, embedded, k * vectors),
     )
+    if device.type == "cuda" and (structure := approximate(passages)) is not None:
+        _say_once(job.report.say, f"{job.journal.stage}: index.type {structure.recipe.type} is on {structure.place}")
+    return passages
+
+
+@cache
+def _say_once(say: Callable[[str], None], message: str) -> None:
+    """Report a fact that is the same for every index of a run."""
+    say(message)
 
 
 def sampled(items: Sequence[T], seed: int) -> list[T]:

@@ -1,0 +1,14 @@
+"""Files of the project that are no Python: the Kubernetes manifests and the compiled pipelines."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+
+
+def resource(name: str) -> Path:
+    """Return the folder ``k8s`` or ``pipelines``: the installed package has it, else the top of the checkout.
+
+    ``setup.py`` copies both into the wheel; an editable install and ``PYTHONPATH=src`` read the checkout.
+    """
+    packaged = _PACKAGE / name
+    return packaged if packaged.is_dir() else _PACKAGE.parents[1] / name
