@@ -11,9 +11,9 @@ D width, E width of embeddings, H heads, V vocabulary, N chosen positions.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -239,25 +239,16 @@ class Bert(Encoder):
             head.start_afresh()
         return bert, head, found
 
-    @contextmanager
-    def in_fp16(self) -> Iterator[None]:
-        """With both sums of a layer in the pass of the product before them, for which their biases move."""
-        kept = [(parameter, parameter.data) for parameter in self.parameters()]
-        before = self.norm.bias if self.project is None else self.project.bias
-        layers = [layer for layer in self.layers if isinstance(layer, _Layer)]
-        try:
-            with torch.no_grad():
-                for layer in layers:
-                    layer.fold(before)
-                    before = layer.output_norm.bias
-            for parameter, _ in kept:
-                parameter.data = parameter.data.half()
-            yield
-        finally:
-            for parameter, data in kept:
-                parameter.data = data
-            for layer in layers:
-                layer.folded = False
+    @torch.no_grad()
+    def in_fp16(self) -> Bert:
+        """Return a copy with both sums of a layer in the pass of the product before them: their biases move."""
+        other = copy.deepcopy(self)
+        before = other.norm.bias if other.project is None else other.project.bias
+        for layer in other.layers:
+            assert isinstance(layer, _Layer)
+            layer.fold(before)
+            before = layer.output_norm.bias
+        return other.half()
 
     def set_dropout(self, dropout: float) -> None:
         super().set_dropout(dropout)
