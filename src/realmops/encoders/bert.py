@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from realmops.encoders.families import FAMILIES, Family
 from realmops.encoders.folders import CONFIG, read_config, read_weights
 from realmops.encoders.packed import Packed, even_rows
 
+_FARTHEST = 128  # distance with a bucket that is not that of all farther ones
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation of GELU
 
 
@@ -192,7 +194,8 @@ class Bert(Encoder):
         device, found = relative.weight.device, []
         for group in batch.groups:
             place_L = torch.arange(group.longest, device=device)
-            bucket_LL = _buckets(place_L[None, :] - place_L[:, None], relative.num_embeddings)
+            distance_LL = (place_L[None, :] - place_L[:, None]).clamp(-_FARTHEST, _FARTHEST)
+            bucket_LL = _buckets(relative.num_embeddings, device)[distance_LL + _FARTHEST]
             scores_HLL = relative(bucket_LL).permute(2, 0, 1)
             if torch.is_autocast_enabled(device.type):
                 scores_HLL = scores_HLL.to(torch.get_autocast_dtype(device.type))
@@ -280,17 +283,21 @@ class MaskedWordHead(nn.Module):
             self.transform.bias.zero_()
 
 
-def _buckets(distance_LL: Tensor, buckets: int, farthest: int = 128) -> Tensor:
-    """The bucket of each distance, half of them for either side: exact for near ones, wider and wider for far ones.
+@lru_cache(8)
+@torch.inference_mode(False)
+def _buckets(buckets: int, device: torch.device) -> Tensor:
+    """Return the bucket of each distance from -128 to 128, beyond which all have one.
 
-    As in T5 (Raffel et al. 2020), which MPNet follows.
+    Half of the buckets are for either side: exact for near ones, wider and wider for far ones, as in T5 (Raffel et al.
+    2020), which MPNet follows. A graph that is traced gets them as numbers: in bf16 it would round the logarithm.
     """
     half = buckets // 2
     exact = half // 2
-    far_LL = distance_LL.abs()
-    growth = torch.log(far_LL.clamp(min=1).float() / exact) / math.log(farthest / exact) * (half - exact)
-    wide_LL = (exact + growth.long()).clamp(max=half - 1)
-    return torch.where(far_LL < exact, far_LL, wide_LL) + half * (distance_LL > 0)
+    distance = torch.arange(-_FARTHEST, _FARTHEST + 1, device=device)
+    far = distance.abs()
+    growth = torch.log(far.clamp(min=1).float() / exact) / math.log(_FARTHEST / exact) * (half - exact)
+    wide = (exact + growth.long()).clamp(max=half - 1)
+    return torch.where(far < exact, far, wide) + half * (distance > 0)
 
 
 def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.Generator) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -138,6 +139,19 @@ class _Layer(nn.Module):
 
 def _norm(config: ModernConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.width, eps=config.layer_norm_eps, bias=config.norm_bias)
+@lru_cache(8)
+@torch.inference_mode(False)  # so that they can be used in training, whoever asks first
+def _rotations(positions: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and signed sine of the angles of all positions, L x R (Su et al. 2021).
+
+    A graph that is traced gets them as numbers: in bf16 it would round positions above 256, and with them the angles.
+    """
+    place_R = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    angle_LR = torch.arange(positions, device=device)[:, None].float() * theta ** (-place_R / width)
+    cos_LR, sin_LR = angle_LR.cos(), angle_LR.sin()
+    return torch.cat([cos_LR, cos_LR], -1), torch.cat([-sin_LR, sin_LR], -1)
+
+
 
 
 def _turned(qkv_TD: Tensor, heads: int, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
@@ -180,12 +194,10 @@ class ModernBert(Encoder):
         return out[: batch.wordpieces]
 
     def _turns(self, position_T: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of each position's angles, T x R (Su et al. 2021)."""
+        """Cosine and signed sine of each position's angles, T x R."""
         width = self.config.width // self.config.heads
-        place_R = torch.arange(0, width, 2, device=position_T.device, dtype=torch.float32)
-        angle_TR = position_T[:, None].float() * theta ** (-place_R / width)
-        cos_TR, sin_TR = angle_TR.cos(), angle_TR.sin()
-        return torch.cat([cos_TR, cos_TR], -1), torch.cat([-sin_TR, sin_TR], -1)
+        cos_LR, sin_LR = _rotations(self.config.positions, width, theta, position_T.device)
+        return cos_LR[position_T], sin_LR[position_T]
 
     @property
     def word_vectors(self) -> nn.Parameter:
