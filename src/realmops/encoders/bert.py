@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from realmops.encoders.attention import attend
 from realmops.encoders.devices import product
 from realmops.encoders.encoder import Encoder
-from realmops.encoders.families import FAMILIES, Family
-from realmops.encoders.folders import CONFIG, read_config, read_weights
+from realmops.encoders.families import FAMILIES, Family, spellings
+from realmops.encoders.folders import CONFIG, is_tied, read_config, read_weights
 from realmops.encoders.packed import Packed, even_rows
 
 _FARTHEST = 128  # distance with a bucket that is not that of all farther ones
@@ -40,7 +40,8 @@ class BertConfig:
     """The shape of an encoder; names follow the paper of BERT, values those of its config.json.
 
     ``embedding`` is the width of embeddings, 0 where it is the encoder's. ``padding`` is the number behind which
-    positions begin in files, where they do so, else -1. ``buckets`` are those of distances that have a bias.
+    positions begin in files, where they do so, else -1. ``buckets`` are those of distances that have a bias. ``tied``:
+    the masked word head's decoder is the word embedding.
     """
 
     vocabulary: int
@@ -57,6 +58,7 @@ class BertConfig:
     embedding: int = 0
     padding: int = -1
     buckets: int = 0
+    tied: bool = True
 
     @property
     def family(self) -> Family:
@@ -68,6 +70,7 @@ class BertConfig:
         own |= {"positions": self.positions + 1 + self.padding, "embedding": self.embedding or self.width}
         out: dict[str, Any] = {"model_type": self.kind, **dict.fromkeys(family.dropouts, self.dropout)}
         out |= {name: own[key] for key, name in family.config.items()}
+        out |= {} if self.tied else {"tie_word_embeddings": False}
         return out | ({"pad_token_id": self.padding} if family.behind_padding else {})
 
     @staticmethod
@@ -92,7 +95,7 @@ class BertConfig:
             found["positions"] -= 1 + found["padding"]
         if found.get("embedding") == found["width"]:
             found["embedding"] = 0
-        return BertConfig(**found, kind=kind)
+        return BertConfig(**found, kind=kind, tied=values.get("tie_word_embeddings", True))
 
 
 _OPTIONAL = {"segments", "layer_norm_eps", "activation"}
@@ -236,10 +239,13 @@ class Bert(Encoder):
         config = BertConfig.from_json(read_config(folder), str(folder / CONFIG))
         if dropout is not None:
             config = replace(config, dropout=dropout)
+        state, family = read_weights(folder), config.family
+        words = state.get(f"{_prefix(state, family)}{family.names['word']}.weight")
+        config = replace(config, tied=is_tied(state.get(family.head["decoder"]), words))
         bert, head = cls(config), MaskedWordHead(config)
-        found = import_state(bert, read_weights(folder), str(folder), head)
+        found = import_state(bert, state, str(folder), head)
         if not found:
-            head.start_afresh()
+            head.start_afresh(bert.word_vectors)
         return bert, head, found
 
     @torch.no_grad()
@@ -262,7 +268,10 @@ class Bert(Encoder):
 
 
 class MaskedWordHead(nn.Module):
-    """BERT's masked language model head, over chosen positions only; its output matrix is the word embedding."""
+    """BERT's masked language model head, over chosen positions only.
+
+    Its output matrix is the word embedding, or where the configuration is not tied a decoder of its own.
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -270,15 +279,19 @@ class MaskedWordHead(nn.Module):
         self.transform = nn.Linear(config.width, inner)
         self.norm = nn.LayerNorm(inner, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
+        self.decoder = None if config.tied else nn.Parameter(torch.zeros(config.vocabulary, inner))
         self.gelu = "none" if config.family.own_gelu else _GELU[config.activation]
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
-        return F.linear(self.norm(F.gelu(self.transform(hidden_ND), approximate=self.gelu)), word_VD, self.bias)
+        matrix_VD = word_VD if self.decoder is None else self.decoder
+        return F.linear(self.norm(F.gelu(self.transform(hidden_ND), approximate=self.gelu)), matrix_VD, self.bias)
 
-    def start_afresh(self) -> None:
-        """From a near identity."""
+    def start_afresh(self, word_VD: Tensor) -> None:
+        """From a near identity, over the word vectors."""
         with torch.no_grad():
+            if self.decoder is not None:
+                self.decoder.copy_(word_VD)
             self.transform.weight.copy_(torch.eye(*self.transform.weight.shape))
             self.transform.bias.zero_()
 
@@ -354,7 +367,7 @@ def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Te
     place = prefix + family.names["position"] + ".weight"
     out[place] = F.pad(out[place], (0, 0, 1 + bert.config.padding, 0))
     if head is not None:
-        out |= {theirs: head.state_dict()[ours] for ours, theirs in family.head.items()}
+        out |= {family.head[ours]: tensor for ours, tensor in head.state_dict().items()}
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in out.items()}
 
 
@@ -368,7 +381,7 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
     prefix = _prefix(state, family)
 
     def take(name: str) -> Tensor:
-        for candidate in _spellings(name):
+        for candidate in spellings(name):
             if candidate in state:
                 return state[candidate].float()
         raise ValueError(f"{source}: the parameter {name} is missing; it is no BERT encoder of this shape")
@@ -376,9 +389,12 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
     parts_of = {ours: [take(prefix + theirs) for theirs in their_names(ours, family)] for ours in bert.state_dict()}
     parts_of["position.weight"] = [parts_of["position.weight"][0][1 + bert.config.padding :]]
     _fill(bert, {ours: torch.cat(parts) if parts[1:] else parts[0] for ours, parts in parts_of.items()}, source)
-    has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in family.head.values())
-    if head is not None and has_head:
-        _fill(head, {ours: take(theirs) for ours, theirs in family.head.items()}, source)
+    if head is None:
+        return False
+    names = {ours: family.head[ours] for ours in head.state_dict()}
+    has_head = all(any(n in state for n in spellings(name)) for name in names.values())
+    if has_head:
+        _fill(head, {ours: take(theirs) for ours, theirs in names.items()}, source)
     return has_head
 
 
@@ -396,13 +412,6 @@ def import_pooler(pooler: nn.Linear, state: Mapping[str, Tensor], source: str) -
 def _prefix(state: Mapping[str, Tensor], family: Family) -> str:
     """What stands before the encoder's names: published models wrap it or do not."""
     return next((prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in state)), "")
-
-
-def _spellings(name: str) -> tuple[str, ...]:
-    """The name, that of the first converted checkpoints, and that of a bias which two modules share."""
-    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-    shared = name.replace("cls.predictions.bias", "cls.predictions.decoder.bias")
-    return name, old, shared.replace("lm_head.bias", "lm_head.decoder.bias")
 
 
 def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:
