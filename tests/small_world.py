@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from threading import Barrier
 from types import MappingProxyType
 from typing import Any
 
@@ -47,6 +49,18 @@ DOCUMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 PARAMS = Path(__file__).parents[1] / "params.yaml"
 PAPERS_READER = {"copies": False, "apart": False, "matches": False}
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What calls return that begin together, each in a thread."""
+    ready = Barrier(len(calls))
+
+    def begin(call: Callable[[], Any]) -> Any:
+        ready.wait()
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(begin, calls))
 
 
 @dataclass(frozen=True)

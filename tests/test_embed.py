@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_world import World, tiny_models
+from small_world import World, at_once, tiny_models
 
 from realmops.encoders import packed
 from realmops.encoders.bert import Bert
-from realmops.encoders.devices import multiplies_bf16
+from realmops.encoders.devices import evaluating, multiplies_bf16, multiply_by, product
 from realmops.encoders.foreign import Foreign
 from realmops.index import embed as embedding
 from realmops.index.embed import document_sequences, embed, embed_documents, embed_passages
@@ -42,6 +43,82 @@ def test_embeddings_are_those_of_one_thread(world: World, dtype: torch.dtype) ->
     assert (torch.get_num_threads(), retriever.training) == (3, True)
     torch.set_num_threads(1)
     assert torch.equal(several, embed_documents(retriever, world.snapshot, rows, dtype))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_callers_in_several_threads_get_what_each_gets_alone(world: World, dtype: torch.dtype) -> None:
+    """Passages by fast products and texts by others, of a model that learns with dropout."""
+    retriever = tiny_models(world, dropout=0.5)[0]
+    rows = [list(range(first, len(world.snapshot))) * count for first, count in ((0, 9), (3, 1), (5, 4), (0, 20))]
+    texts = [document_sequences(world.snapshot, some) for some in rows]
+    calls = [
+        *(partial(embed_documents, retriever, world.snapshot, some, dtype) for some in rows),
+        *(partial(embed, retriever.document, some, dtype) for some in texts),
+    ]
+    alone = [call() for call in calls]
+    for _ in range(5):
+        for found_NE, expected_NE in zip(at_once(*calls), alone, strict=True):
+            assert torch.equal(found_NE, expected_NE)
+    assert (torch.get_num_threads(), retriever.training) == (3, True)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_thread_that_begins_beside_an_embedding_has_the_threads_of_all(world: World) -> None:
+    """torch gives a new thread the number that was set last, and the threads of an embedding have one each."""
+    seen: list[int] = []
+    rows = list(range(len(world.snapshot))) * 3
+
+    def look(done: int) -> None:
+        seen.extend(at_once(torch.get_num_threads))
+
+    embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32, look)
+    assert set(seen) == {3}
+    assert len(seen) >= 6
+
+
+def test_products_of_one_caller_are_not_anothers(world: World) -> None:
+    layer = torch.nn.Linear(2, 2)
+    x_TD, doubled = torch.ones(1, 2), lambda x_TD, bias, gelu: 2 * x_TD
+    plain = product(layer, x_TD, None)
+    with multiply_by(layer, lambda _: doubled):
+        assert product(layer, x_TD, None).tolist() == [[2, 2]]
+        assert torch.equal(*at_once(partial(product, layer, x_TD, None)), plain)
+        with multiply_by(layer, lambda _: None):
+            pass
+        assert product(layer, x_TD, None).tolist() == [[2, 2]]
+    assert torch.equal(product(layer, x_TD, None), plain)
+
+
+def test_the_last_of_several_callers_restores_the_mode() -> None:
+    module = torch.nn.Sequential(torch.nn.Dropout(0.5))
+    for learns in (True, False):
+        module.train(learns)
+        first, second = evaluating(module), evaluating(module)
+        modes = []
+        for step in (first.__enter__, second.__enter__, partial(first.__exit__, None, None, None)):
+            step()
+            modes += [part.training for part in module.modules()]
+        assert not any(modes)
+        second.__exit__(None, None, None)
+        assert [part.training for part in module.modules()] == [learns, learns]
+
+
+def test_a_copy_in_fp16_embeds_nearly_the_same_and_leaves_the_tower(world: World) -> None:
+    tower = tiny_models(world, dropout=0.5)[0].document
+    assert isinstance(tower, Embedder)
+    texts = document_sequences(world.snapshot, range(len(world.snapshot)))
+    before = {name: tensor.clone() for name, tensor in tower.state_dict().items()}
+    expected_NE, encoder = embed(tower, texts, torch.float32), tower.encoder.in_fp16()
+    assert encoder is not None
+    half = tower.over(encoder)
+    half_NE, again_NE = at_once(partial(embed, half, texts, torch.float32), partial(embed, tower, texts, torch.float32))
+    assert torch.equal(again_NE, expected_NE)
+    assert not torch.equal(half_NE, expected_NE)
+    torch.testing.assert_close(half_NE, expected_NE, rtol=0.02, atol=0.02)
+    assert half.encoder.word_vectors.dtype == torch.float16
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tower.state_dict().items())
+    assert tower.training
 
 
 @pytest.mark.usefixtures("threads")

@@ -23,11 +23,12 @@ from realmops.answering.openqa import OpenQa
 from realmops.commands.answers import Generation, generation_of_run
 from realmops.commands.export import INPUTS, export
 from realmops.encoders.devices import freeze_products
-from realmops.index.embed import embed_documents
+from realmops.encoders.modernbert import ModernBert, ModernConfig
+from realmops.index.embed import embed, embed_documents
 from realmops.index.lexical import Bm25
 from realmops.index.mips import exact
 from realmops.model.files import add_spans, save_models
-from realmops.model.retriever import Mixture, Retriever
+from realmops.model.retriever import Embedder, Mixture, Retriever
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
 FIRST, FP32 = 10, torch.float32
@@ -151,10 +152,11 @@ def test_a_folder_with_files_of_others_is_left_alone(answering: Path, tmp_path: 
 # ---- what other runs have
 
 
-def other_generation(folder: Path, world: World, **changes: Any) -> Generation:
+def other_generation(folder: Path, world: World, retriever: Retriever | None = None, **changes: Any) -> Generation:
     """A run with another retriever, not trained, and its index."""
     folder.mkdir()
-    retriever, reader = tiny_models(world, **changes)
+    tiny, reader = tiny_models(world, **changes)
+    retriever = retriever or tiny
     add_spans(reader, 8, 0)
     document_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32)
     save_models(folder, retriever, reader, world.snapshot.vocabulary_hash)
@@ -230,6 +232,28 @@ def test_one_tower_is_one_onnx_file(world: World, tmp_path: Path) -> None:
     document_PE = onnx_embeddings(tmp_path / "out/encoder.onnx", world.snapshot.block_wordpieces, passages(generation))
     assert generation.model.passages is not None
     np.testing.assert_allclose(document_PE, generation.model.passages.vectors(slice(None)), atol=1e-5)
+
+
+def test_onnx_keeps_the_window_of_a_modernbert_for_any_length(world: World, tmp_path: Path) -> None:
+    """The window is 160 to either side, the example that is traced has five wordpieces."""
+    torch.manual_seed(0)
+    vocabulary = len(world.snapshot.vocabulary)
+    tower = Embedder(ModernBert(ModernConfig(vocabulary, 32, 2, 4, 48, 1024, local=320)), 8, "cosine", segments="one")
+    with torch.no_grad():
+        for name, parameter in tower.named_parameters():
+            parameter.mul_(3.0 if "qkv" in name else 1.0)
+    generation = other_generation(tmp_path / "run", world, Retriever(tower, tower))
+    list(export(tmp_path / "out", "onnx", lambda: generation, None))
+    session = onnxruntime.InferenceSession(str(tmp_path / "out/encoder.onnx"))
+    id_BL = np.random.default_rng(0).integers(5, vocabulary, (3, 900))
+    length_B = np.array([900, 3, 400])
+    is_there_BL = np.arange(900) < length_B[:, None]
+    inputs = dict(zip(INPUTS[:2], (np.where(is_there_BL, id_BL, 0), is_there_BL.astype(np.int64)), strict=True))
+    texts = [(ids[:n], np.zeros(n, np.int64)) for ids, n in zip(id_BL, length_B, strict=True)]
+    np.testing.assert_allclose(session.run(None, inputs)[0], embed(tower, texts, FP32), rtol=0, atol=1e-5)
+    for layer in tower.bert.layers:
+        layer.window = None
+    assert np.abs(session.run(None, inputs)[0][0] - embed(tower, texts[:1], FP32).numpy()).max() > 0.01
 
 
 def test_the_weights_are_whole_where_the_run_computes_in_bf16(world: World, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from small_encoders import FAMILIES, write_encoder
 from small_project import toy_values
 from torch import Tensor
@@ -18,6 +20,9 @@ from realmops.commands.run import encoder_notes, look_at_encoders
 from realmops.encoders.architectures import described_encoder, load_encoder
 from realmops.encoders.bert import Bert
 from realmops.encoders.packed import Packed
+from realmops.model.files import load_reader, save_models
+from realmops.model.reader import Reader
+from realmops.model.retriever import Embedder, Retriever
 
 LENGTHS = (7, 1, 50, 4, 33)
 EXACT = {"rtol": 0, "atol": 1e-5}
@@ -74,26 +79,51 @@ def test_hidden_states_and_logits_are_those_of_transformers(family: str, tmp_pat
         assert torch.equal(again.eval()(Packed(tokens)), encoder(Packed(tokens)))
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "albert", "deberta-v2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_those_of_transformers_with_the_word_vectors_and_with_another_decoder(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
+    """Also of a reader that was saved and opened again, and where a folder's configuration does not tell."""
+    folder = write_encoder(tmp_path / "encoder", family, tie_word_embeddings=tied)
+    for said in (tied, True):
+        values = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": said}
+        (folder / "config.json").write_text(json.dumps(values))
+        peer = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+        encoder, head, found = load_encoder(folder, 0.0)
+        assert found
+        tokens = sequences(encoder.vocabulary)
+        logits_TV = their_rows(peer, tokens)
+        with torch.no_grad():
+            ours_TV = head(encoder.eval()(Packed(tokens)), encoder.word_vectors)
+            torch.testing.assert_close(ours_TV, logits_TV, rtol=0, atol=1e-4)
+            if not tied:  # the head's own parameters alone decide
+                assert torch.equal(head(encoder(Packed(tokens)), 0 * encoder.word_vectors), ours_TV)
+    tower = Embedder(encoder, 8, "cosine", segments="one")
+    (tmp_path / "models").mkdir()
+    save_models(tmp_path / "models", Retriever(tower, tower), Reader(encoder, head), "vocabulary")
+    again = load_reader(tmp_path / "models", "vocabulary").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            again.masked_words(again.encode(Packed(tokens)), again.encoder.word_vectors), logits_TV, rtol=0, atol=1e-4
+        )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_fp16_all_is_nearly_the_same_and_nothing_stays(family: str, tmp_path: Path) -> None:
     """Moving biases changes nothing but roundings; ModernBERT and what transformers computes stay as they are."""
     encoder, tokens = load_encoder(write_encoder(tmp_path, family), 0.0)[0].eval(), sequences(60)
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-    in_fp16 = encoder.in_fp16()
-    if in_fp16 is None:
+    half = encoder.in_fp16()
+    if half is None:
         assert not isinstance(encoder, Bert)
         return
     assert isinstance(encoder, Bert)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in encoder.state_dict().items())
     with torch.no_grad():
-        hidden_TD = encoder(Packed(tokens))
-        with in_fp16:
-            half_TD = encoder(Packed(tokens))
+        hidden_TD, half_TD = encoder(Packed(tokens)), half(Packed(tokens))
         assert half_TD.dtype == torch.float16
         assert float((half_TD.float() - hidden_TD).norm() / hidden_TD.norm()) < 0.01
-        assert torch.equal(encoder(Packed(tokens)), hidden_TD)
-        with pytest.raises(KeyError), encoder.in_fp16():
-            raise KeyError
-        assert torch.equal(encoder(Packed(tokens)), hidden_TD)
         last = encoder.norm.bias if encoder.project is None else encoder.project.bias
         for layer in encoder.layers:
             layer.fold(last)
@@ -129,6 +159,25 @@ def test_a_head_that_is_missing_starts_near_the_word_vectors(family: str, tmp_pa
     logits_NV = head(torch.randn(3, encoder.width), encoder.word_vectors)
     assert logits_NV.shape == (3, encoder.vocabulary)
     assert logits_NV.isfinite().all()
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "albert"])
+def test_a_decoder_without_the_rest_of_its_head_is_left_out(family: str, tmp_path: Path) -> None:
+    """The head then starts over the word vectors, as where a folder has none at all."""
+    folder = write_encoder(tmp_path, family, tie_word_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    heads, counts = [], []
+    encoders = r"(bert|roberta|mpnet|distilbert|electra|model|albert)\."
+    for left in (rf"{encoders}|.*decoder\.|vocab_projector|generator_lm_head", encoders):
+        kept = {name: tensor for name, tensor in weights.items() if re.match(left, name)}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        encoder, head, found = load_encoder(folder, 0.0)
+        assert not found
+        heads.append(head(torch.eye(encoder.width), encoder.word_vectors))
+        counts.append(len(kept))
+    assert len(weights) > counts[0] > counts[1]
+    assert torch.equal(*heads)
+    assert heads[0].std() > 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

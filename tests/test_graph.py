@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from realmops.encoders.devices import multiplies_bf16, resolve_precision
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.modernbert import ModernBert, ModernConfig
 from realmops.index import embed as embedding
-from realmops.index import embeddings
+from realmops.index import embeddings, graph
 from realmops.index.embed import Sequences, embed, embed_documents
 from realmops.index.embeddings import embed_corpus
 from realmops.index.graph import Graph, graph_of
@@ -80,6 +81,45 @@ def test_a_graph_finds_what_the_tower_finds(kind: str, how: dict[str, str], vect
     shuffled_NX = true_NX.roll(1, 0)
     assert near(found_NX, shuffled_NX) < near(found_NX, true_NX)
     torch.testing.assert_close(found_NX.view(-1, 8).norm(dim=1), torch.ones(9 * vectors))
+
+
+def for_long_texts(kind: str, local: int = 128) -> Embedder:
+    """One whose attention is so sharp that its first vector depends on what is seen, and from how far."""
+    torch.manual_seed(0)
+    long: Encoder = ModernBert(ModernConfig(WORDS, 48, 2, 4, 96, 1024, local=local))
+    if kind != "modernbert":
+        buckets = 32 if kind == "mpnet" else 0
+        long = Bert(BertConfig(WORDS, 48, 2, 4, 96, 1024, dropout=0.0, kind=kind, buckets=buckets))
+    one = Embedder(long, 8, "cosine").eval()
+    with torch.no_grad():
+        for name, parameter in one.named_parameters():
+            parameter.mul_(3.0 if "qkv" in name else 1.0)
+    return one
+
+
+def long_texts() -> Sequences:
+    rng = np.random.default_rng(0)
+    return [(rng.integers(0, WORDS, n), np.zeros(n, np.int64)) for n in (3, 159, 162, 170, 300, 451, 600, 900)]
+
+
+@pytest.mark.parametrize("local", [2, 128, 320, 900])
+def test_a_graph_keeps_windows_of_any_width(local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 the graph gives what the tower gives, whatever the length."""
+    one, texts = for_long_texts("modernbert", local), long_texts()
+    true_NE = embed(one, texts, FP32)
+    monkeypatch.setattr(graph, "_rounded", lambda encoder: nullcontext())
+    monkeypatch.setattr(graph, "multiplies_bf16", lambda: False)
+    with torch.autocast("cpu", torch.bfloat16):  # which the caller may compute in
+        in_fp32 = Graph(one, 1)
+    torch.testing.assert_close(embed(one, texts, FP32, graph=in_fp32), true_NE, rtol=0, atol=1e-5)
+    assert near(embed(for_long_texts("modernbert", 2048), texts, FP32), true_NE) < 0.99, "the window counts"
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet", "modernbert"])
+def test_a_graph_is_as_near_for_long_texts_as_for_short_ones(kind: str) -> None:
+    """Positions above 256, and logarithms of distances, are no numbers of bf16."""
+    one, texts = for_long_texts(kind, 320), long_texts()
+    assert near(embed(one, texts, INT8, graph=Graph(one, 1)), embed(one, texts, FP32)) > 0.999
 
 
 @pytest.mark.parametrize("head", ["paper", "release", "normalised"])
@@ -195,6 +235,32 @@ def test_a_graph_that_goes_leaves_nothing_behind() -> None:
         status = Path("/proc/self/status").read_text()
         left.append(int(status.partition("RssAnon:")[2].split()[0]) >> 10)
     assert left[-1] - left[1] < 60, left
+
+
+def test_graphs_are_made_and_used_in_several_threads() -> None:
+    """In a process of its own: what is traced is known to all of a process, which may crash."""
+    script = """
+import os, torch
+from functools import partial
+from small_world import at_once
+from test_graph import Graph, INT8, embed, sequences, tower
+
+towers, texts = [tower("modernbert"), tower("bert")], sequences()
+make = lambda one: embed(one, texts, INT8, graph=Graph(one, 1))
+calls = [partial(make, one) for one in towers * 4]
+alone = [call() for call in calls]
+for _ in range(2):
+    assert all(map(torch.equal, at_once(*calls), alone))
+graph = Graph(towers[0], 1)
+calls = [partial(embed, towers[0], texts[n:], INT8, graph=graph) for n in range(8)]
+alone = [call() for call in calls]
+for _ in range(5):
+    assert all(map(torch.equal, at_once(*calls), alone))
+assert all(one.training for one in towers)
+os._exit(0)
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": path})
 
 
 def test_no_graph_is_told_to_anybody(tmp_path: Path) -> None:

@@ -6,17 +6,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from small_world import at_once
 
 from realmops.index import mapped
 from realmops.index.approximate import Faiss, Recipe
 from realmops.index.mapped import blocks, matrix, read_only, release, scratch
 
 CPU = torch.device("cpu")
+THREADS, MAPS = 8, 150
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +143,30 @@ def test_an_index_over_mapped_embeddings_is_that_over_the_same_in_memory(kind: s
     (score_QK, id_QK), (mapped_QK, mapped_id_QK) = (index.search(query_QE, 10) for index in indexes)
     assert torch.equal(id_QK, mapped_id_QK)
     assert torch.equal(score_QK, mapped_QK)
+
+
+def test_files_are_mapped_and_released_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is found again, and warnings stay what they are."""
+    dropped: list[int] = []
+
+    class Watched(mmap.mmap):
+        def madvise(self, option: int, *place: int) -> None:
+            dropped.append(id(self))
+            super().madvise(option, *place)
+
+    monkeypatch.setattr(mapped.mmap, "mmap", Watched)
+    filters, interval = list(warnings.filters), sys.getswitchinterval()
+
+    def work() -> list[torch.Tensor]:
+        held = [matrix(10, 2) for _ in range(MAPS)]
+        for one in held:
+            release(one[2:])
+        return held
+
+    sys.setswitchinterval(1e-6)
+    try:
+        held = at_once(*[work] * THREADS)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(set(dropped)) == len(dropped) == THREADS * MAPS == sum(map(len, held))
+    assert warnings.filters == filters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,23 @@ def test_the_library_makes_the_same_embeddings(
 ) -> None:
     query = moved(embedder(**form), 1)
     check_same(tmp_path, Retriever(query, query if shared else moved(query, 2)), world)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one tower", "two towers"])
+def test_the_library_cuts_texts_to_the_encoders_positions(shared: bool, world: World, tmp_path: Path) -> None:
+    """Where the run would read more: a longer text has no position."""
+    query = moved(embedder(), 1)
+    positions, long = query.encoder.positions, ["Oslo is a port. " * 200]
+    retriever = Retriever(query, query if shared else moved(query, 2))
+    write_retriever(tmp_path, retriever, world.snapshot.tokenizer, (positions + 1, 10_000))
+    library = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
+    towers = (retriever.query, library.encode_query), (retriever.document, library.encode_document)
+    for tower, encode in towers:
+        cut = query_sequences(text_queries(world.snapshot, long, positions))
+        assert [len(tokens) for tokens, _ in cut] == [positions]
+        np.testing.assert_allclose(encode(long), embed(tower, cut, FP32), atol=1e-5, rtol=1e-5)
+    limits = [json.loads(path.read_text())["max_seq_length"] for path in tmp_path.rglob("sentence_bert_config.json")]
+    assert limits == [positions] * (1 if shared else 2)
 
 
 def test_a_bag_is_a_table_of_the_library(world: World, tmp_path: Path) -> None:

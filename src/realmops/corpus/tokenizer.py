@@ -125,7 +125,7 @@ def _offsets(offsets: Sequence[tuple[int, int]]) -> Longs:
 
 
 class CachedTokenizer:
-    """A tokenizer of ``vocabulary.build_tokenizer`` and the chunks that it has seen, in bounded memory."""
+    """A tokenizer of ``vocabulary.build_tokenizer`` and a bounded memory of chunks that it has seen; for one thread."""
 
     in_context, before_titles = False, ""
 

@@ -74,7 +74,8 @@ def _attend_group(
 def _hidden(group: PaddedGroup, window: int | None, device: torch.device) -> Tensor | None:
     """Which keys a query does not see, G x 1 x (1 or L) x L; padding sees all, so that nobody sees nothing."""
     padding_GL = group.is_padding_GL
-    if window is None or group.longest <= window + 1:
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # the graph serves all lengths
+    if window is None or (not is_traced and group.longest <= window + 1):
         return None if padding_GL is None else padding_GL[:, None, None, :]
     place_L = torch.arange(group.longest, device=device)
     far_LL = (place_L[:, None] - place_L).abs() > window

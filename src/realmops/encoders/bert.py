@@ -11,10 +11,11 @@ D width, E width of embeddings, H heads, V vocabulary, N chosen positions.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,10 +27,11 @@ from torch.utils.checkpoint import checkpoint
 from realmops.encoders.attention import attend
 from realmops.encoders.devices import product
 from realmops.encoders.encoder import Encoder
-from realmops.encoders.families import FAMILIES, Family
-from realmops.encoders.folders import CONFIG, read_config, read_weights
+from realmops.encoders.families import FAMILIES, Family, spellings
+from realmops.encoders.folders import CONFIG, is_tied, read_config, read_weights
 from realmops.encoders.packed import Packed, even_rows
 
+_FARTHEST = 128  # distance with a bucket that is not that of all farther ones
 _GELU = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}  # hidden_act: torch's approximation of GELU
 
 
@@ -38,7 +40,8 @@ class BertConfig:
     """The shape of an encoder; names follow the paper of BERT, values those of its config.json.
 
     ``embedding`` is the width of embeddings, 0 where it is the encoder's. ``padding`` is the number behind which
-    positions begin in files, where they do so, else -1. ``buckets`` are those of distances that have a bias.
+    positions begin in files, where they do so, else -1. ``buckets`` are those of distances that have a bias. ``tied``:
+    the masked word head's decoder is the word embedding.
     """
 
     vocabulary: int
@@ -55,6 +58,7 @@ class BertConfig:
     embedding: int = 0
     padding: int = -1
     buckets: int = 0
+    tied: bool = True
 
     @property
     def family(self) -> Family:
@@ -66,6 +70,7 @@ class BertConfig:
         own |= {"positions": self.positions + 1 + self.padding, "embedding": self.embedding or self.width}
         out: dict[str, Any] = {"model_type": self.kind, **dict.fromkeys(family.dropouts, self.dropout)}
         out |= {name: own[key] for key, name in family.config.items()}
+        out |= {} if self.tied else {"tie_word_embeddings": False}
         return out | ({"pad_token_id": self.padding} if family.behind_padding else {})
 
     @staticmethod
@@ -90,7 +95,7 @@ class BertConfig:
             found["positions"] -= 1 + found["padding"]
         if found.get("embedding") == found["width"]:
             found["embedding"] = 0
-        return BertConfig(**found, kind=kind)
+        return BertConfig(**found, kind=kind, tied=values.get("tie_word_embeddings", True))
 
 
 _OPTIONAL = {"segments", "layer_norm_eps", "activation"}
@@ -192,7 +197,8 @@ class Bert(Encoder):
         device, found = relative.weight.device, []
         for group in batch.groups:
             place_L = torch.arange(group.longest, device=device)
-            bucket_LL = _buckets(place_L[None, :] - place_L[:, None], relative.num_embeddings)
+            distance_LL = (place_L[None, :] - place_L[:, None]).clamp(-_FARTHEST, _FARTHEST)
+            bucket_LL = _buckets(relative.num_embeddings, device)[distance_LL + _FARTHEST]
             scores_HLL = relative(bucket_LL).permute(2, 0, 1)
             if torch.is_autocast_enabled(device.type):
                 scores_HLL = scores_HLL.to(torch.get_autocast_dtype(device.type))
@@ -233,31 +239,25 @@ class Bert(Encoder):
         config = BertConfig.from_json(read_config(folder), str(folder / CONFIG))
         if dropout is not None:
             config = replace(config, dropout=dropout)
+        state, family = read_weights(folder), config.family
+        words = state.get(f"{_prefix(state, family)}{family.names['word']}.weight")
+        config = replace(config, tied=is_tied(state.get(family.head["decoder"]), words))
         bert, head = cls(config), MaskedWordHead(config)
-        found = import_state(bert, read_weights(folder), str(folder), head)
+        found = import_state(bert, state, str(folder), head)
         if not found:
-            head.start_afresh()
+            head.start_afresh(bert.word_vectors)
         return bert, head, found
 
-    @contextmanager
-    def in_fp16(self) -> Iterator[None]:
-        """With both sums of a layer in the pass of the product before them, for which their biases move."""
-        kept = [(parameter, parameter.data) for parameter in self.parameters()]
-        before = self.norm.bias if self.project is None else self.project.bias
-        layers = [layer for layer in self.layers if isinstance(layer, _Layer)]
-        try:
-            with torch.no_grad():
-                for layer in layers:
-                    layer.fold(before)
-                    before = layer.output_norm.bias
-            for parameter, _ in kept:
-                parameter.data = parameter.data.half()
-            yield
-        finally:
-            for parameter, data in kept:
-                parameter.data = data
-            for layer in layers:
-                layer.folded = False
+    @torch.no_grad()
+    def in_fp16(self) -> Bert:
+        """Return a copy with both sums of a layer in the pass of the product before them: their biases move."""
+        other = copy.deepcopy(self)
+        before = other.norm.bias if other.project is None else other.project.bias
+        for layer in other.layers:
+            assert isinstance(layer, _Layer)
+            layer.fold(before)
+            before = layer.output_norm.bias
+        return other.half()
 
     def set_dropout(self, dropout: float) -> None:
         super().set_dropout(dropout)
@@ -268,7 +268,10 @@ class Bert(Encoder):
 
 
 class MaskedWordHead(nn.Module):
-    """BERT's masked language model head, over chosen positions only; its output matrix is the word embedding."""
+    """BERT's masked language model head, over chosen positions only.
+
+    Its output matrix is the word embedding, or where the configuration is not tied a decoder of its own.
+    """
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -276,30 +279,38 @@ class MaskedWordHead(nn.Module):
         self.transform = nn.Linear(config.width, inner)
         self.norm = nn.LayerNorm(inner, eps=config.layer_norm_eps)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary))
+        self.decoder = None if config.tied else nn.Parameter(torch.zeros(config.vocabulary, inner))
         self.gelu = "none" if config.family.own_gelu else _GELU[config.activation]
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
-        return F.linear(self.norm(F.gelu(self.transform(hidden_ND), approximate=self.gelu)), word_VD, self.bias)
+        matrix_VD = word_VD if self.decoder is None else self.decoder
+        return F.linear(self.norm(F.gelu(self.transform(hidden_ND), approximate=self.gelu)), matrix_VD, self.bias)
 
-    def start_afresh(self) -> None:
-        """From a near identity."""
+    def start_afresh(self, word_VD: Tensor) -> None:
+        """From a near identity, over the word vectors."""
         with torch.no_grad():
+            if self.decoder is not None:
+                self.decoder.copy_(word_VD)
             self.transform.weight.copy_(torch.eye(*self.transform.weight.shape))
             self.transform.bias.zero_()
 
 
-def _buckets(distance_LL: Tensor, buckets: int, farthest: int = 128) -> Tensor:
-    """The bucket of each distance, half of them for either side: exact for near ones, wider and wider for far ones.
+@lru_cache(8)
+@torch.inference_mode(False)
+def _buckets(buckets: int, device: torch.device) -> Tensor:
+    """Return the bucket of each distance from -128 to 128, beyond which all have one.
 
-    As in T5 (Raffel et al. 2020), which MPNet follows.
+    Half of the buckets are for either side: exact for near ones, wider and wider for far ones, as in T5 (Raffel et al.
+    2020), which MPNet follows. A graph that is traced gets them as numbers: in bf16 it would round the logarithm.
     """
     half = buckets // 2
     exact = half // 2
-    far_LL = distance_LL.abs()
-    growth = torch.log(far_LL.clamp(min=1).float() / exact) / math.log(farthest / exact) * (half - exact)
-    wide_LL = (exact + growth.long()).clamp(max=half - 1)
-    return torch.where(far_LL < exact, far_LL, wide_LL) + half * (distance_LL > 0)
+    distance = torch.arange(-_FARTHEST, _FARTHEST + 1, device=device)
+    far = distance.abs()
+    growth = torch.log(far.clamp(min=1).float() / exact) / math.log(_FARTHEST / exact) * (half - exact)
+    wide = (exact + growth.long()).clamp(max=half - 1)
+    return torch.where(far < exact, far, wide) + half * (distance > 0)
 
 
 def initialise_small(bert: Bert, head: MaskedWordHead | None, generator: torch.Generator) -> None:
@@ -356,7 +367,7 @@ def export_state(bert: Bert, head: MaskedWordHead | None = None) -> dict[str, Te
     place = prefix + family.names["position"] + ".weight"
     out[place] = F.pad(out[place], (0, 0, 1 + bert.config.padding, 0))
     if head is not None:
-        out |= {theirs: head.state_dict()[ours] for ours, theirs in family.head.items()}
+        out |= {family.head[ours]: tensor for ours, tensor in head.state_dict().items()}
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in out.items()}
 
 
@@ -370,7 +381,7 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
     prefix = _prefix(state, family)
 
     def take(name: str) -> Tensor:
-        for candidate in _spellings(name):
+        for candidate in spellings(name):
             if candidate in state:
                 return state[candidate].float()
         raise ValueError(f"{source}: the parameter {name} is missing; it is no BERT encoder of this shape")
@@ -378,9 +389,12 @@ def import_state(bert: Bert, state: Mapping[str, Tensor], source: str, head: Mas
     parts_of = {ours: [take(prefix + theirs) for theirs in their_names(ours, family)] for ours in bert.state_dict()}
     parts_of["position.weight"] = [parts_of["position.weight"][0][1 + bert.config.padding :]]
     _fill(bert, {ours: torch.cat(parts) if parts[1:] else parts[0] for ours, parts in parts_of.items()}, source)
-    has_head = head is not None and all(any(n in state for n in _spellings(name)) for name in family.head.values())
-    if head is not None and has_head:
-        _fill(head, {ours: take(theirs) for ours, theirs in family.head.items()}, source)
+    if head is None:
+        return False
+    names = {ours: family.head[ours] for ours in head.state_dict()}
+    has_head = all(any(n in state for n in spellings(name)) for name in names.values())
+    if has_head:
+        _fill(head, {ours: take(theirs) for ours, theirs in names.items()}, source)
     return has_head
 
 
@@ -398,13 +412,6 @@ def import_pooler(pooler: nn.Linear, state: Mapping[str, Tensor], source: str) -
 def _prefix(state: Mapping[str, Tensor], family: Family) -> str:
     """What stands before the encoder's names: published models wrap it or do not."""
     return next((prefix for prefix in family.prefixes if any(name.startswith(prefix) for name in state)), "")
-
-
-def _spellings(name: str) -> tuple[str, ...]:
-    """The name, that of the first converted checkpoints, and that of a bias which two modules share."""
-    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
-    shared = name.replace("cls.predictions.bias", "cls.predictions.decoder.bias")
-    return name, old, shared.replace("lm_head.bias", "lm_head.decoder.bias")
 
 
 def _fill(module: nn.Module, new: Mapping[str, Tensor], source: str) -> None:

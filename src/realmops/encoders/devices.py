@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from importlib.util import find_spec
+from threading import Lock
+from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +24,9 @@ PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 _TRIAL = 16  # rows
 Product = Callable[[Tensor, Tensor | None, str | None], Tensor]
 """x T x D, a bias and the name of a GELU to T x N."""
+_PRODUCTS: ContextVar[Mapping[nn.Linear, Product]] = ContextVar("products", default=MappingProxyType({}))
+_EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before the first
+_MODES = Lock()  # of what is evaluated
 _PREPARED = "128"  # products that oneDNN keeps prepared, each of one shape; its 1,024 take 200 MB and as long
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8  # of mallopt(3)
 
@@ -110,22 +117,47 @@ def pack_products(module: nn.Module) -> None:
         if isinstance(part, nn.Linear) and part.weight.dtype == torch.bfloat16 and part.weight.device.type == "cpu":
             trial = torch.linspace(-1, 1, _TRIAL * part.in_features).view(_TRIAL, -1).bfloat16()
             bias = torch.linspace(-1, 1, part.out_features).bfloat16()
-            with torch.no_grad():
-                plain = F.linear(trial, part.weight, bias)
-                try:
-                    part.packed = torch.ops.mkldnn._reorder_linear_weight(part.weight.detach(), None)
-                    same = torch.equal(product(part, trial, bias), plain)
-                except (AttributeError, RuntimeError):
-                    same = False
-            if not same:
-                part.__dict__.pop("packed", None)
+            try:
+                packed = torch.ops.mkldnn._reorder_linear_weight(part.weight.detach(), None)
+                same = torch.equal(_linear(trial, packed, bias), F.linear(trial, part.weight.detach(), bias))
+            except (AttributeError, RuntimeError):
+                same = False
+            if same:
+                part.packed = packed
+
+
+def _linear(x_TD: Tensor, packed: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
+    """x times a packed weight, and a bias, in bf16; then GELU."""
+    name, how = ("none", "") if gelu is None else ("gelu", gelu)
+    half = None if bias is None else bias.bfloat16()
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), packed, half, name, [], how)
+    return out
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch a module to evaluation mode, then restore its mode: the last of several callers in threads does."""
+    with _MODES:
+        callers, was_training = _EVALUATING.get(module, (0, module.training))
+        _EVALUATING[module] = callers + 1, was_training
+        if module.training:
+            module.eval()
+    try:
+        yield
+    finally:
+        with _MODES:
+            callers, was_training = _EVALUATING.pop(module)
+            if callers > 1:
+                _EVALUATING[module] = callers - 1, was_training
+            elif was_training:
+                module.train()
 
 
 @contextmanager
 def passage_products(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within it :func:`product` multiplies many rows faster, in packed bf16, on a CPU that multiplies it.
 
-    Without gradients, and for one caller at a time, which may have several threads: the layers themselves know of it.
+    Without gradients, and for this caller alone, as :func:`multiply_by`.
     """
     if _multiplied(dtype) == torch.bfloat16 and multiplies_bf16():
         with multiply_by(module, _in_bf16):
@@ -136,25 +168,24 @@ def passage_products(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def multiply_by(module: nn.Module, make: Callable[[nn.Linear], Product | None]) -> Iterator[None]:
-    """Within it :func:`product` is what ``make`` makes of a layer, if anything, on a CPU."""
+    """Within it :func:`product` is what ``make`` makes of a layer, if anything, on a CPU.
+
+    For this thread and those that run in a copy of its context; nothing changes for other callers.
+    """
     layers = [part for part in module.modules() if isinstance(part, nn.Linear) and part.weight.device.type == "cpu"]
-    for layer in layers:
-        layer.__dict__["quick"] = make(layer)
+    made = {layer: multiply for layer in layers if (multiply := make(layer)) is not None}
+    before = _PRODUCTS.set({**_PRODUCTS.get(), **made})
     try:
         yield
     finally:
-        for layer in layers:
-            layer.__dict__.pop("quick", None)
+        _PRODUCTS.reset(before)
 
 
 def _in_bf16(layer: nn.Linear) -> Product | None:
     """By a copy of its weight as oneDNN multiplies it, with GELU in the same pass; None where torch has no such."""
 
     def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-        name, how = ("none", "") if gelu is None else ("gelu", gelu)
-        half = None if bias is None else bias.bfloat16()
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), packed, half, name, [], how)
-        return found
+        return _linear(x_TD, packed, bias, gelu)
 
     weight_ND = layer.weight.detach()
     trial = torch.linspace(-1, 1, _TRIAL * weight_ND.shape[1]).view(_TRIAL, -1)
@@ -172,9 +203,8 @@ def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None, gelu: str | Non
 
     As :func:`multiply_by` says, else by the copy of :func:`pack_products` where there is one.
     """
-    if (quick := layer.__dict__.get("quick")) is not None:
-        multiplied: Tensor = quick(x_TD, bias, gelu)
-        return multiplied
+    if (multiply := _PRODUCTS.get().get(layer)) is not None:
+        return multiply(x_TD, bias, gelu)
     together = getattr(torch, "_addmm_activation", None)
     if gelu is not None and bias is not None and together and x_TD.is_cuda and x_TD.dtype == torch.float16:
         # Within Encoder.in_fp16. cuBLAS has GELU by tanh, 5e-4 from the other at most: what fp16 rounds from 1 on.
@@ -184,8 +214,7 @@ def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None, gelu: str | Non
     if packed is None or torch.is_grad_enabled():
         found = F.linear(x_TD, layer.weight, bias)
     else:
-        halves = x_TD.bfloat16(), packed, None if bias is None else bias.bfloat16()
-        found = torch.ops.mkldnn._linear_pointwise(*halves, "none", [], "")
+        found = _linear(x_TD, packed, bias)
     return found if gelu is None else F.gelu(found, approximate=gelu)
 
 

@@ -38,13 +38,18 @@ _BERT_NAMES = {
 }
 
 
-def _head(transform: str, norm: str, bias: str) -> dict[str, str]:
+def _head(transform: str, norm: str, bias: str, decoder: str) -> dict[str, str]:
     parts = {f"transform.{kind}": f"{transform}.{kind}" for kind in ("weight", "bias")}
-    return parts | {f"norm.{kind}": f"{norm}.{kind}" for kind in ("weight", "bias")} | {"bias": bias}
+    parts |= {f"norm.{kind}": f"{norm}.{kind}" for kind in ("weight", "bias")}
+    return parts | {"bias": bias, "decoder": f"{decoder}.weight"}
 
 
-HEAD_NAMES = _head("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.bias")
-_LM_HEAD = _head("lm_head.dense", "lm_head.layer_norm", "lm_head.bias")
+def _usual_head(name: str, transform: str, norm: str) -> dict[str, str]:
+    return _head(f"{name}.{transform}", f"{name}.{norm}", f"{name}.bias", f"{name}.decoder")
+
+
+HEAD_NAMES = _usual_head("cls.predictions", "transform.dense", "transform.LayerNorm")
+_LM_HEAD = _usual_head("lm_head", "dense", "layer_norm")
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Family:
     """One family; what is not said is BERT's.
 
     ``names`` are Hugging Face's of each part of ours, ``prefixes`` what stands before them, ours to write first.
-    ``head`` are those of a masked word head, ``config`` the keys of ``config.json``. ``fixed`` are shapes that no key
+    ``head`` are those of a masked word head, whose decoder is the word embedding unless a file has another. ``config``
+    are the keys of ``config.json``. ``fixed`` are shapes that no key
     tells. ``behind_padding``: positions begin behind the number of the padding. ``own_gelu``: the masked word head has
     the exact GELU, whatever the layers have.
     """
@@ -110,7 +116,7 @@ FAMILIES = {
             "output": "ffn.lin2",
             "output_norm": "output_layer_norm",
         },
-        head=_head("vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
+        head=_head("vocab_transform", "vocab_layer_norm", "vocab_projector.bias", "vocab_projector"),
         config={
             "vocabulary": "vocab_size",
             "width": "dim",
@@ -129,7 +135,12 @@ FAMILIES = {
         "an ELECTRA",
         "ElectraModel",
         ("electra.",),
-        head=_head("generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head.bias"),
+        head=_head(
+            "generator_predictions.dense",
+            "generator_predictions.LayerNorm",
+            "generator_lm_head.bias",
+            "generator_lm_head",
+        ),
         config=_BERT_CONFIG | {"embedding": "embedding_size"},
         own_gelu=True,
         pools=False,
@@ -138,9 +149,15 @@ FAMILIES = {
 
 PACKED = {*FAMILIES, "realm", "modernbert"}  # kinds that are read without padding
 # the names of masked word heads, also of other families
-MASKED_WORD_HEADS = (
-    HEAD_NAMES,
-    _LM_HEAD,
-    _head("predictions.dense", "predictions.LayerNorm", "predictions.bias"),
-    _head("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder.bias"),
-)
+MASKED_WORD_HEADS = (HEAD_NAMES, _LM_HEAD, _usual_head("predictions", "dense", "LayerNorm"))
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """Return the names of a parameter in files; the first one that a file has counts.
+
+    A decoder's own bias comes before the one that it otherwise shares, as in transformers. LayerNorms of the first
+    converted checkpoints have other names.
+    """
+    old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    decoder = name.replace("predictions.bias", "predictions.decoder.bias")
+    return decoder.replace("lm_head.bias", "lm_head.decoder.bias"), name, old

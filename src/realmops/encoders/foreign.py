@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from realmops.encoders.bert import BertConfig, MaskedWordHead
 from realmops.encoders.encoder import Encoder
-from realmops.encoders.families import MASKED_WORD_HEADS
-from realmops.encoders.folders import CONFIG, read_config, read_weights
+from realmops.encoders.families import MASKED_WORD_HEADS, spellings
+from realmops.encoders.folders import CONFIG, is_tied, read_config, read_weights
 from realmops.encoders.packed import Packed
 
 MODEL_TYPE = "transformers"  # of a description
@@ -113,7 +113,7 @@ class Foreign(Encoder):
         return MaskedWordHead(
             BertConfig(
                 self.vocabulary, self.width, layer_norm_eps=self.layer_norm_eps, activation=known, embedding=inner,
-                **shape,  # type: ignore[arg-type]
+                tied=getattr(self.model.config, "tie_word_embeddings", True), **shape,  # type: ignore[arg-type]
             )
         )  # fmt: skip
 
@@ -160,8 +160,11 @@ class Foreign(Encoder):
             raise ValueError(f"{folder}: {values['model_type']} {reason}; the nearest that works here is {_USUAL}")
         if dropout is not None:
             encoder.set_dropout(dropout)
+        state = read_weights(folder)
+        decoders = [state[names["decoder"]] for names in MASKED_WORD_HEADS if names["decoder"] in state]
+        model.config.tie_word_embeddings = all(is_tied(decoder, encoder.word_vectors) for decoder in decoders)
         head = encoder.masked_word_head()
-        return encoder, head, _fill_head(head, read_weights(folder))
+        return encoder, head, _fill_head(head, state, encoder.word_vectors)
 
     def set_dropout(self, dropout: float) -> None:
         super().set_dropout(dropout)
@@ -203,14 +206,15 @@ def _eps(config: Any) -> float:
     return float(next((getattr(config, n) for n in ("layer_norm_eps", "norm_eps") if hasattr(config, n)), 1e-12))
 
 
-def _fill_head(head: MaskedWordHead, state: Mapping[str, Tensor]) -> bool:
+def _fill_head(head: MaskedWordHead, state: Mapping[str, Tensor], word_VD: Tensor) -> bool:
     """Fill the head from the first usual names that are all there, else with a near identity; whether it was found."""
     ours = head.state_dict()
     for names in MASKED_WORD_HEADS:
-        if all(theirs in state and state[theirs].shape == ours[mine].shape for mine, theirs in names.items()):
-            head.load_state_dict({mine: state[theirs].float() for mine, theirs in names.items()})
+        found = {mine: next((state[n] for n in spellings(names[mine]) if n in state), None) for mine in ours}
+        if all(tensor is not None and tensor.shape == ours[mine].shape for mine, tensor in found.items()):
+            head.load_state_dict({mine: tensor.float() for mine, tensor in found.items() if tensor is not None})
             return True
-    head.start_afresh()
+    head.start_afresh(word_VD)
     return False
 
 

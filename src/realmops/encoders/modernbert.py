@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from realmops.encoders.attention import attend
 from realmops.encoders.devices import product
 from realmops.encoders.encoder import Encoder
-from realmops.encoders.folders import CONFIG, read_config, read_weights
+from realmops.encoders.folders import CONFIG, is_tied, read_config, read_weights
 from realmops.encoders.packed import Packed, even_rows
 
 _FULL, _NEAR = "full_attention", "sliding_attention"
@@ -43,6 +44,7 @@ _JSON = {
     "every": "global_attn_every_n_layers",
     "far_theta": "global_rope_theta",
     "near_theta": "local_rope_theta",
+    "tied": "tie_word_embeddings",
 }
 
 
@@ -69,13 +71,14 @@ class ModernConfig:
     every: int = 3
     far_theta: float = 160_000.0
     near_theta: float = 10_000.0
+    tied: bool = True
 
     def sees_all(self, layer: int) -> bool:
         return layer % self.every == 0
 
     def to_json(self) -> dict[str, Any]:
         """The fields under the names of a Hugging Face ``config.json``."""
-        own = {_JSON[name]: value for name, value in asdict(self).items()}
+        own = {_JSON[name]: value for name, value in asdict(self).items() if (name, value) != ("tied", True)}
         return {"model_type": "modernbert", "embedding_dropout": self.dropout, "mlp_dropout": self.dropout, **own}
 
     @staticmethod
@@ -136,6 +139,19 @@ class _Layer(nn.Module):
         return out
 
 
+@lru_cache(8)
+@torch.inference_mode(False)  # so that they can be used in training, whoever asks first
+def _rotations(positions: int, width: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and signed sine of the angles of all positions, L x R (Su et al. 2021).
+
+    A graph that is traced gets them as numbers: in bf16 it would round positions above 256, and with them the angles.
+    """
+    place_R = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+    angle_LR = torch.arange(positions, device=device)[:, None].float() * theta ** (-place_R / width)
+    cos_LR, sin_LR = angle_LR.cos(), angle_LR.sin()
+    return torch.cat([cos_LR, cos_LR], -1), torch.cat([-sin_LR, sin_LR], -1)
+
+
 def _norm(config: ModernConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.width, eps=config.layer_norm_eps, bias=config.norm_bias)
 
@@ -180,12 +196,10 @@ class ModernBert(Encoder):
         return out[: batch.wordpieces]
 
     def _turns(self, position_T: Tensor, theta: float) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of each position's angles, T x R (Su et al. 2021)."""
+        """Cosine and signed sine of each position's angles, T x R."""
         width = self.config.width // self.config.heads
-        place_R = torch.arange(0, width, 2, device=position_T.device, dtype=torch.float32)
-        angle_TR = position_T[:, None].float() * theta ** (-place_R / width)
-        cos_TR, sin_TR = angle_TR.cos(), angle_TR.sin()
-        return torch.cat([cos_TR, cos_TR], -1), torch.cat([-sin_TR, sin_TR], -1)
+        cos_LR, sin_LR = _rotations(self.config.positions, width, theta, position_T.device)
+        return cos_LR[position_T], sin_LR[position_T]
 
     @property
     def word_vectors(self) -> nn.Parameter:
@@ -217,15 +231,19 @@ class ModernBert(Encoder):
         config = ModernConfig.from_json(read_config(folder), str(folder / CONFIG))
         if dropout is not None:
             config = replace(config, dropout=dropout)
-        encoder, head, state = cls(config), ModernHead(config), read_weights(folder)
+        state = read_weights(folder)
         prefix = "model." if any(name.startswith("model.") for name in state) else ""
+        words = state.get(prefix + _their_name("word.weight"))
+        config = replace(config, tied=is_tied(state.get("decoder.weight"), words))
+        encoder, head = cls(config), ModernHead(config)
         _fill(encoder, {name: prefix + _their_name(name) for name in encoder.state_dict()}, state, folder)
-        names = {name: "decoder.bias" if name == "bias" else f"head.{name}" for name in head.state_dict()}
+        of_decoder = {"bias": "decoder.bias", "decoder": "decoder.weight"}
+        names = {name: of_decoder.get(name, f"head.{name}") for name in head.state_dict()}
         found = all(theirs in state for theirs in names.values())
         if found:
             _fill(head, names, state, folder)
         else:
-            head.start_afresh()
+            head.start_afresh(encoder.word_vectors)
         return encoder, head, found
 
     def set_dropout(self, dropout: float) -> None:
@@ -237,22 +255,26 @@ class ModernBert(Encoder):
 
 
 class ModernHead(nn.Module):
-    """ModernBERT's masked word head, over chosen positions only; its output matrix is the word embedding."""
+    """ModernBERT's masked word head, over chosen positions only, with BERT's kinds of output matrix."""
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__()
         self.dense = nn.Linear(config.width, config.width, bias=config.head_bias)
         self.norm = _norm(config)
         self.bias = nn.Parameter(torch.zeros(config.vocabulary)) if config.decoder_bias else None
+        self.decoder = None if config.tied else nn.Parameter(torch.zeros(config.vocabulary, config.width))
         self.gelu = _GELU[config.head_activation]
 
     def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
         """Logits N x V."""
-        return F.linear(self.norm(F.gelu(self.dense(hidden_ND), approximate=self.gelu)), word_VD, self.bias)
+        matrix_VD = word_VD if self.decoder is None else self.decoder
+        return F.linear(self.norm(F.gelu(self.dense(hidden_ND), approximate=self.gelu)), matrix_VD, self.bias)
 
-    def start_afresh(self) -> None:
-        """From a near identity."""
+    def start_afresh(self, word_VD: Tensor) -> None:
+        """From a near identity, over the word vectors."""
         with torch.no_grad():
+            if self.decoder is not None:
+                self.decoder.copy_(word_VD)
             self.dense.weight.copy_(torch.eye(len(self.dense.weight)))
             if self.dense.bias is not None:
                 self.dense.bias.zero_()

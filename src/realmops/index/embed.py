@@ -6,8 +6,9 @@ Shape suffixes: P passages, Q queries, E embedding width.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from itertools import accumulate
-from threading import Lock
+from threading import Lock, Semaphore
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.special import blank_before
-from realmops.encoders.devices import autocast, passage_products, send
+from realmops.encoders.devices import autocast, evaluating, passage_products, send
 from realmops.encoders.packed import Packed, length_batches
 from realmops.index.graph import MANY, Graph, graph_of
 from realmops.model.retriever import Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_query, join_text
 
 _BATCHES_OF_A_THREAD = 2
+_STARTING = Lock()  # while threads start: a thread that torch does not know yet takes over the number that was set last
 
 Progress = Callable[[int], None]
 """Is told how many more units are done."""
@@ -50,20 +52,27 @@ def embed(
 def embed_passages(
     tower: Tower, sequences: Sequences, dtype: torch.dtype, progress: Progress = no_progress, vectors: int = 1
 ) -> Tensor:
-    """The same of many, with faster products; for one caller at a time.
+    """The same of many, with faster products.
 
     On a GPU that is fp16 in the place of bf16, unless a number becomes infinite in it.
     """
-    on_gpu = dtype == torch.bfloat16 and tower.device.type == "cuda"
-    in_fp16 = tower.bert.in_fp16() if on_gpu and isinstance(tower, Embedder) else None
-    if in_fp16 is not None:
-        with in_fp16:
-            made_NE = embed(tower, sequences, torch.float32, progress, vectors)
-        if bool(made_NE.isfinite().all()):
-            return made_NE
-        progress = no_progress  # has been told
-    with passage_products(tower, dtype):
-        return embed(tower, sequences, dtype, progress, vectors)
+    with evaluating(tower):
+        half = _in_fp16(tower) if dtype == torch.bfloat16 else None
+        if half is not None:
+            made_NE = embed(half, sequences, torch.float32, progress, vectors)
+            if bool(made_NE.isfinite().all()):
+                return made_NE
+            progress = no_progress  # has been told
+        with passage_products(tower, dtype):
+            return embed(tower, sequences, dtype, progress, vectors)
+
+
+def _in_fp16(tower: Tower) -> Tower | None:
+    """Return a copy of a tower on a GPU whose encoder computes in fp16, if it can."""
+    if tower.device.type != "cuda" or not isinstance(tower, Embedder):
+        return None
+    encoder = tower.encoder.in_fp16()
+    return None if encoder is None else tower.over(encoder)
 
 
 def embed_there(tower: Tower, sequences: Sequences, dtype: torch.dtype) -> Tensor:
@@ -77,9 +86,6 @@ def _embedded(
     graph: Graph | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Embeddings in the order of their batches, and the place of each sequence's there."""
-    was_training = tower.training
-    if was_training:
-        tower.eval()
     out = torch.empty(len(sequences), vectors * tower.width, device=tower.device)
     place_N = torch.empty(len(sequences), dtype=torch.int64)
     batches = list(length_batches([len(tokens) for tokens, _ in sequences], tower.device))
@@ -101,13 +107,13 @@ def _embedded(
                     progress(len(rows))
 
     alone = tower.device.type != "cpu" or not all(getattr(part, "reentrant", True) for part in tower.modules())
-    threads = 1 if alone else torch.get_num_threads()
-    if threads > 1 and len(batches) >= _BATCHES_OF_A_THREAD * threads:
-        _side_by_side(work, threads, left)
-    else:
-        work()
-    if was_training:
-        tower.train()
+    with _STARTING:
+        threads = 1 if alone else torch.get_num_threads()
+    with evaluating(tower):
+        if threads > 1 and len(batches) >= _BATCHES_OF_A_THREAD * threads:
+            _side_by_side(work, threads, left)
+        else:
+            work()
     return out, place_N
 
 
@@ -117,14 +123,23 @@ def _side_by_side(work: Callable[[], None], threads: int, left: deque[Any]) -> N
     Batches are small: sharing each among threads leaves a third of two cores unused, and changes last digits.
     """
 
+    started = Semaphore(0)
+
     def alone() -> None:
+        torch.get_num_threads()  # makes itself known; else the number that was set last replaces this one later
         torch.set_num_threads(1)
+        started.release()
         work()
 
     try:
         with ThreadPoolExecutor(threads) as pool:
             try:
-                for done in [pool.submit(alone) for _ in range(threads)]:
+                with _STARTING:
+                    running = [pool.submit(copy_context().run, alone) for _ in range(threads)]
+                    for _ in running:
+                        started.acquire()
+                    torch.set_num_threads(threads)
+                for done in running:
                     done.result()
             finally:
                 left.clear()  # what ends one of them, or this one, ends all

@@ -15,6 +15,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.encoders.devices import Product, multiplies_bf16, multiply_by
+from realmops.encoders.devices import Product, evaluating, full_precision, multiplies_bf16, multiply_by
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.packed import Packed, Padded
 from realmops.model.retriever import Embedder, Tower
@@ -32,11 +33,12 @@ _GROUP = 128  # numbers of a row with a scale of their own
 _SEEN = 16, 128  # sequences, and wordpieces of each, that show which columns are large
 _LEAST = 1e-5  # of a column: what is smaller is not worth a place among 127
 _LENGTHS = 8  # sequences are padded to a multiple of it: OpenVINO keeps what it plans for each length
-_EXAMPLE = 160  # wordpieces, more than a layer of ModernBERT sees to one side
+_EXAMPLE = 160  # wordpieces of the longer example for tracing; the graph is right for all lengths
+_TRACING = Lock()  # torch's registry of traced classes is one for the process
 
 
 class Graph:
-    """The encoder and the pooling of a tower, as they are now; nobody else may use the tower while it is made."""
+    """The encoder and the pooling of a tower, with the weights that it has now."""
 
     def __init__(self, tower: Embedder, vectors: int) -> None:
         self.tower, self.vectors = tower, vectors
@@ -48,18 +50,22 @@ class Graph:
             "NUM_STREAMS": threads,  # each computes on one thread, so that their number changes no digit
             "ENABLE_CPU_PINNING": False,  # trainer and index builder would be bound to the same cores
         }
-        openvino, was_training = _openvino(), tower.training
+        openvino = _openvino()
         lengths = [min(_EXAMPLE, tower.bert.positions), 2]
         example = self._inputs([(np.zeros(length, np.int64),) * 2 for length in lengths])
-        tower.eval()
-        try:
-            # Sizes become part of the graph where torch warns that they would: none of those matters here.
-            with torch.no_grad(), _rounded(tower.bert), warnings.catch_warnings(action="ignore"):
+        with (
+            evaluating(tower),
+            torch.no_grad(),
+            full_precision(tower.device),  # autocast adds rows by a number that tracing would keep
+            _rounded(tower.bert),
+            _TRACING,
+            warnings.catch_warnings(action="ignore"),  # that sizes become part of the graph: none of those matters
+        ):
+            try:
                 model = openvino.convert_model(_Pooled(tower), example_input=tuple(map(torch.from_numpy, example)))
-            self._compiled = openvino.Core().compile_model(model, "CPU", settings)
-        finally:
-            tower.train(was_training)
-            torch._C._jit_clear_class_registry()  # else a copy of all weights stays with each tracing, for ever
+                self._compiled = openvino.Core().compile_model(model, "CPU", settings)
+            finally:
+                torch._C._jit_clear_class_registry()  # else a copy of all weights stays with each tracing, for ever
 
     def __call__(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> Tensor:
         """Embeddings B x M E of wordpieces and segments of each; several threads may call at once."""

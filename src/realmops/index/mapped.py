@@ -13,6 +13,7 @@ import tempfile
 import warnings
 import weakref
 from collections.abc import Iterator
+from threading import Lock
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ _BLOCK = 16 << 20
 Content = bytes | mmap.mmap
 """The bytes of a file, in memory or mapped."""
 
-_MAPS: list[weakref.ref[mmap.mmap]] = []
+_MAPS: list[tuple[int, weakref.ref[mmap.mmap]]] = []  # with the addresses where they begin
+_MAPPING = Lock()  # of that list, and of the process's warning filters
 
 
 def scratch(size: int) -> IO[bytes] | None:
@@ -64,7 +66,7 @@ def read_only(content: Content, offset: int) -> Tensor:
     """The fp32 numbers behind ``offset``, in the same memory; nobody may write to them."""
     import torch
 
-    with warnings.catch_warnings(action="ignore"):  # that they cannot be written
+    with _MAPPING, warnings.catch_warnings(action="ignore"):  # that they cannot be written
         return torch.frombuffer(content, dtype=torch.float32, offset=offset)
 
 
@@ -72,8 +74,8 @@ def release(held: Tensor | Content) -> None:
     """Drop the pages of a mapped file from this process; it finds them in the file again. Else nothing."""
     if not isinstance(held, bytes | mmap.mmap):
         address = held.untyped_storage().data_ptr()
-        maps = [found for known in _MAPS if (found := known()) is not None]
-        held = next((found for found in maps if 0 <= address - _start(found) < len(found)), b"")
+        maps = [(start, found) for start, known in tuple(_MAPS) if (found := known()) is not None]
+        held = next((found for start, found in maps if 0 <= address - start < len(found)), b"")
     if isinstance(held, mmap.mmap):
         held.madvise(mmap.MADV_DONTNEED)  # of a file nothing is lost, not even what was written
 
@@ -86,9 +88,9 @@ def blocks(content: Content) -> Iterator[memoryview]:
 
 
 def _known(found: mmap.mmap) -> mmap.mmap:
-    _MAPS[:] = [*(known for known in _MAPS if known() is not None), weakref.ref(found)]
+    import numpy as np
+
+    start = np.frombuffer(found, np.uint8).ctypes.data
+    with _MAPPING:
+        _MAPS[:] = [*((at, known) for at, known in _MAPS if known() is not None), (start, weakref.ref(found))]
     return found
-
-
-def _start(found: mmap.mmap) -> int:
-    return read_only(found, 0).data_ptr()

@@ -10,11 +10,12 @@ Shape suffixes: B sequences, D encoder width, E embedding width, M vectors of a 
 T wordpieces, V vocabulary.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -193,6 +194,12 @@ class Embedder(Tower):
         both = zip(torch.split(share_MT, lengths, dim=1), hidden_of, strict=True)
         with full_precision(self.device):  # as a mean is
             return torch.cat([m_MT @ x_TD for m_MT, x_TD in both])
+
+    def over(self, encoder: Encoder) -> Self:
+        """Return the same pooling and projection, with the same parameters, over another encoder."""
+        other = copy.copy(self)
+        other._modules = {**self._modules, "bert": encoder}
+        return other
 
     def shares(self, length: int, vectors: int) -> Tensor:
         """What each wordpiece of a sequence counts in its pooled vectors, M x T."""
