@@ -125,6 +125,13 @@ def test_it_looks_at_no_more_than_the_target_needs() -> None:
     assert low.lists == high.lists == 5000 // 39
 
 
+@pytest.mark.parametrize(("kind", "widest"), [("ivf", 16), ("pq", 32), ("hnsw", 1024)])
+def test_a_search_looks_at_a_part_of_the_lists_at_most(kind: str, widest: int) -> None:
+    """A quarter of 64 lists, of short codes a half: with more an exact search is no slower."""
+    embedding_PE = torch.randn(64 * 39, 8, generator=torch.Generator().manual_seed(0))
+    assert Faiss(embedding_PE, Recipe(kind, 0, 64, 1, 0.0, 8, 0.0)).widest == widest
+
+
 @pytest.mark.parametrize("kind", ["ivf", "pq"])
 def test_a_recall_that_cannot_be_reached_is_an_error_with_both_figures(kind: str) -> None:
     """Without clusters a quarter of the lists holds far fewer than .99 of what is searched for."""

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_encoders import around, byte_bpe
 from small_world import World, at_once, tiny_models
 
 from realmops.encoders import packed
@@ -15,7 +17,7 @@ from realmops.encoders.bert import Bert
 from realmops.encoders.devices import evaluating, multiplies_bf16, multiply_by, product
 from realmops.encoders.foreign import Foreign
 from realmops.index import embed as embedding
-from realmops.index.embed import document_sequences, embed, embed_documents, embed_passages
+from realmops.index.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
 from realmops.model.retriever import Embedder
 from realmops.model.sequences import SpecialTokens, join_document
 
@@ -162,6 +164,23 @@ def test_documents_are_joined_together_as_they_are_one_by_one(
             np.testing.assert_array_equal(found, expected)
             assert found.dtype == expected.dtype
     assert document_sequences(snapshot, []) == []
+
+
+@pytest.mark.parametrize("told", ["query", "document"])
+def test_a_text_has_a_blank_in_front_behind_what_its_kind_begins_with(
+    told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A BPE of bytes has blanks in its pieces: those of " Oslo" are not those of "Oslo"."""
+    tokenizer = around(byte_bpe(), "<s>", "</s>")
+    special = replace(SpecialTokens.of(tokenizer), **{told: (7, 8)})
+    monkeypatch.setattr(SpecialTokens, "of", lambda tokenizer: special)
+    pieces = {text: tokenizer.encode(text, add_special_tokens=False).ids for text in ("Oslo", " Oslo")}
+    assert pieces["Oslo"] != pieces[" Oslo"]
+    snapshot: Any = SimpleNamespace(tokenizer=tokenizer)
+    for kind in ("query", "document"):
+        [found] = text_queries(snapshot, ["Oslo"], 20, documents=kind == "document")
+        begins, text = ([7, 8], " Oslo") if kind == told else ([], "Oslo")
+        assert found.tolist() == [special.cls, *begins, *pieces[text], special.sep]
 
 
 @pytest.mark.parametrize("made", [1.0, float("inf")])

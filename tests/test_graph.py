@@ -23,7 +23,7 @@ from realmops.encoders.modernbert import ModernBert, ModernConfig
 from realmops.index import embed as embedding
 from realmops.index import embeddings, graph
 from realmops.index.embed import Sequences, embed, embed_documents
-from realmops.index.embeddings import embed_corpus
+from realmops.index.embeddings import embed_changed, embed_corpus
 from realmops.index.graph import Graph, graph_of
 from realmops.model.retriever import Bag, Embedder
 
@@ -185,7 +185,10 @@ def test_many_passages_are_embedded_by_a_graph_and_few_by_the_tower(
     assert torch.equal(many_PE, embed_corpus(retriever, world.snapshot, INT8))
     assert made == [1, 1]
     assert torch.equal(few_PE, embed_documents(retriever, world.snapshot, rows, AUTO)), "the tower is as it was"
-    assert embed_documents(retriever, world.snapshot, rows[1:], INT8) is not None
+    row_P = np.array([*rows[1:], -1])
+    changed_PE = embed_changed(retriever, world.snapshot, INT8, row_P, many_PE)
+    assert torch.equal(changed_PE[:-1], many_PE[1:])
+    assert torch.equal(changed_PE[-1], few_PE[-1])
     assert made == [1, 1], "an update of few passages waits for no graph"
     assert near(many_PE, embed_documents(retriever, world.snapshot, rows, FP32)) > 0.98
 

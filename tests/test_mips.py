@@ -358,6 +358,42 @@ def test_a_few_queries_find_strange_numbers_as_in_fp32(strange: float) -> None:
 
 
 @pytest.mark.usefixtures("in_bytes")
+def test_a_passage_is_scored_again_as_far_below_the_best_product_as_two_may_be_wrong() -> None:
+    """By hand: 10 is 9 in its copy, 9.5 is 10.4, and neither is farther off than 1."""
+    embedding_PE, byte_PE = torch.zeros(64, WIDTH), torch.zeros(64, WIDTH, dtype=torch.int8)
+    embedding_PE[5, 0], byte_PE[5, 0] = 10.0, 90
+    embedding_PE[40, 0], byte_PE[40, 0] = 9.5, 104
+    copied = mips.Bytes(embedding_PE, byte_PE, torch.full((64,), 0.1), length=10.4, lost=1.0, longest=11.4)
+    score_QK, id_QK = copied.search(torch.eye(1, WIDTH), 1)
+    assert (score_QK.tolist(), id_QK.tolist()) == ([[10.0]], [[5]])
+
+
+@pytest.mark.parametrize("copies", [mips.Halves, mips.Bytes])
+def test_nothing_is_sure_where_a_sum_could_overflow(copies: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2 ** 120 on, of lengths of a query and a passage; no passage is longer than is known."""
+    for name in ("_is_large", "multiplies_bf16", "multiplies_int8"):
+        monkeypatch.setattr(mips, name, lambda *_: True)
+    embedding_PE = 2.0**60 * (1 + 0.1 * normal(64, 0, WIDTH)).float()
+    copied, query_QE = copies.of(embedding_PE), torch.eye(1, WIDTH)
+    sure, unsure = (
+        copied.bound(scale * query_QE, *([torch.zeros(1)] if copies is mips.Halves else []))
+        for scale in (2.0**40, 2.0**60)
+    )
+    assert sure.isfinite().all()
+    assert unsure.isinf().all()
+
+
+@pytest.mark.usefixtures("in_bytes")
+def test_no_passage_is_longer_than_is_known_of_it() -> None:
+    """With its mean: passages that have much in common are far from 0."""
+    embedding_PE = (5 + normal(9008, 0, WIDTH)).float()
+    copied = mips.Bytes.of(embedding_PE)
+    assert copied is not None
+    length_P = embedding_PE.double().norm(dim=1)
+    assert float(length_P.max() + embedding_PE.double().mean(0).norm()) <= copied.longest
+
+
+@pytest.mark.usefixtures("in_bytes")
 @pytest.mark.parametrize("missing", [None, "lost", "length"])
 def test_no_product_in_bytes_is_farther_off_than_the_bound(missing: str | None) -> None:
     """In fp64; and without one of its parts one is, so these numbers are hard enough."""

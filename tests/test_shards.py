@@ -81,6 +81,8 @@ def test_the_embeddings_are_those_of_the_whole_corpus(
     parts = in_shards(place(tmp_path), "embedding", embedding, world.snapshot, models(world)["embedding"])
     found_PE = joined(parts, 12, retriever.document.width)
     assert torch.equal(found_PE, embed_corpus(retriever, world.snapshot, FP32))
+    with pytest.raises(AssertionError):
+        joined([], 12, retriever.document.width)
 
 
 def test_the_spans_are_the_taggers_and_dates_come_first(world: World, tmp_path: Path) -> None:
