@@ -80,13 +80,9 @@ def every_call(client: TestClient) -> Iterator[tuple[str, Any]]:
     """Call every route of the description, and the pages; what was called, with its reply."""
     name = client.app.state.service.name  # type: ignore[attr-defined]
     searches: list[Any] = [{"query": QUESTION, "by": by} for by in ("run", "embeddings", "words")]
-    texts = {"model": name, "input": [QUESTION]}
     calls: dict[tuple[str, str], list[Any]] = {
         ("post", "/v1/answer"): [{"question": QUESTION}, {"question": QUESTION, "stream": True}],
         ("post", "/v1/search"): [*searches, {"query": QUESTION, "filters": {"document_id": "none"}}],
-        ("post", "/v1/embeddings"): [texts, {**texts, "input_type": "document"}],
-        ("post", "/v1/rerank"): [{"model": name, "query": QUESTION, "documents": ["Jon Vik built ships."]}],
-        ("post", "/v1/responses"): [{"model": name, "input": QUESTION}],
         ("post", "/v1/feedback"): [{"question": QUESTION, "answer": "Bergen", "right": True}],
         ("post", "/v2/models/{name}/infer"): [
             {"inputs": [{"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION]}]}

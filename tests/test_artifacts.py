@@ -219,8 +219,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda x: (x / "manifest.json").unlink(), r"x holds no manifest\.json: it is no finished thing"),
     "cut manifest": (lambda x: os.truncate(x / "manifest.json", 60), r"manifest\.json is not valid JSON"),
     "no object": (lambda x: (x / "manifest.json").write_text("[1]"), r"kind and schema are list"),
-    "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 2\), wanted \('thing', 2\)"),
-    "schema": (lambda x: change_manifest(x, schema=3), r"are \('thing', 3\), wanted \('thing', 2\)"),
+    "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 3\), wanted \('thing', 3\)"),
+    "schema": (lambda x: change_manifest(x, schema=2), r"are \('thing', 2\), wanted \('thing', 3\)"),
     "no files": (lambda x: change_manifest(x, files=None), r"manifest\.json has no list of files"),
     "entry": (lambda x: change_manifest(x, files={"a.bin": {"bytes": 256}}), r"manifest\.json has no list of files"),
     "long name": (

@@ -46,9 +46,9 @@ def test_a_snapshot_that_finds_its_disk_full_as_it_begins_keeps_no_file_open(
 
     monkeypatch.setattr(GrowingFile, "__init__", recorded)
     if fails_at == "database":
-        monkeypatch.setattr(snapshot_writer._SeenIds, "_execute", full)
+        monkeypatch.setattr(snapshot_writer.SeenIds, "_execute", full)
     if fails_at == "ids":
-        monkeypatch.setattr(snapshot_writer, "_SeenIds", full)
+        monkeypatch.setattr(snapshot_writer, "SeenIds", full)
     if fails_at == "schema":
         schema = snapshot_writer._SCHEMA.serialize()
         monkeypatch.setattr(GrowingFile, "write", lambda self, what: full() if what == schema else write(self, what))

@@ -188,7 +188,7 @@ def _model(pipeline: CorpusState) -> str:
     A closed-book model has no such weights, and is never updated.
     """
     weights = [pipeline.finetune / name for name in (RETRIEVER, READER)]
-    corpus = artifacts.read_json(pipeline.snapshot / CORPUS / artifacts.MANIFEST)[artifacts.SEAL]
+    corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"{CORPUS}/{artifacts.MANIFEST}"]
     return artifacts.digest_of([*(artifacts.sha256_file(path) for path in weights if path.is_file()), corpus])
 
 
