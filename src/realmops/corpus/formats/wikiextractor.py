@@ -18,7 +18,7 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
     """One block each, as bytes from ``<doc`` up to ``</doc>``."""
     with open_compressed(path) as (file, position):
         number, first, size = 0, 0, 0
-        block: list[bytes] = []  # empty outside of blocks; holds no more lines once size is over the limit
+        block = bytearray()  # empty outside of blocks; does not grow once size is over the limit
         try:
             while line := file.readline(LINE_LIMIT + 1):
                 number += 1
@@ -26,17 +26,17 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                 if line.startswith(b"<doc "):
                     if block:
                         yield Rejected(place, "the block has no </doc>; extract the file again")
-                    block, first, size = [line], number, len(line)
+                    block, first, size = bytearray(line), number, len(line)
                 elif block and line.startswith(b"</doc>"):
                     if size > LINE_LIMIT:
                         yield Rejected(place, f"the block is longer than {LINE_LIMIT >> 20} MiB; split it")
                     else:
-                        yield Raw(place, b"".join(block), position())
-                    block, first = [], 0
+                        yield Raw(place, bytes(block), position())
+                    block, first = bytearray(), 0
                 elif block:
                     size += len(line)
                     if size <= LINE_LIMIT:
-                        block.append(line)
+                        block += line
                 elif line.strip():
                     yield Rejected(place, "text outside of <doc ...> and </doc>; extract the file again")
             if block:
