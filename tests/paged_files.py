@@ -38,6 +38,22 @@ def pdf(*pages: str, title: str = "", trailer: bytes = b"") -> bytes:
     return bytes(file)
 
 
+def drawn_forms(times: int, depth: int) -> bytes:
+    """A PDF whose page draws a form some times, which draws another one as often, and so on; the last has text."""
+    use = b"/F Do " * times
+    fonts = b"<< /Font << /F << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"
+    text = b"BT /F 12 Tf 72 720 Td (%s) Tj ET" % (b"word " * 200)
+    forms = [(b"<< /XObject << /F %d 0 R >> >>" % (5 + n), use) for n in range(1, depth)] + [(fonts, text)]
+    head = b"<< /Type /XObject /Subtype /Form /BBox [0 0 612 792] /Resources %s /Length %d >>\nstream\n%s\nendstream"
+    place = b"/MediaBox [0 0 612 792] /Resources << /XObject << /F 5 0 R >> >>"
+    page = b"<< /Type /Page /Parent 2 0 R %s /Contents 4 0 R >>" % place
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Count 1 /Kids [3 0 R] >>", page]
+    objects += [b"<< /Length %d >>\nstream\n%s\nendstream" % (len(use), use)]
+    objects += [head % (resources, len(drawn), drawn) for resources, drawn in forms]
+    body = b"".join(b"%d 0 obj\n%s\nendobj\n" % (number, one) for number, one in enumerate(objects, start=1))
+    return b"%PDF-1.4\n" + body + b"trailer << /Root 1 0 R >>\n%%EOF\n"
+
+
 def docx(*paragraphs: str, cells: Sequence[str] = (), title: str = "") -> bytes:
     """A Word document; ``cells`` is a row of a table below the paragraphs."""
     from docx import Document

@@ -94,6 +94,7 @@ LOCAL = [
         "es",
         "El [31 de agosto de 2009], en [mayo de 1968], en el [siglo XIX a. C.], el [5 de enero]; con 1500 soldados.",
     ),
+    ("de", "Im Jahr 1999 12 Häuser, 12 1999 und 15; im Jahr [1999]."),
     ("fr", "Le [1er mai 1821], en [août 1914], au [XIXe siècle], en [52 av. J.-C.]; depuis [1945] il y a 1000 hommes."),
     ("it", "Il [2 giugno 1946], nel [marzo 1861], nel [XX secolo], nel [1492]; aveva 1200 navi."),
     ("pt", "Em [7 de setembro de 1822], em [abril de 1974], no [século XVI]; em [1500] havia 1200 navios."),
@@ -106,7 +107,16 @@ LOCAL = [
     ("zh", "[1949年10月1日]、[2006 年]、[公元前221年]、[20世纪70年代]、[十九世纪]、[3月5日]；1200人，2000年前。"),
     ("ja", "[1945年8月15日]、[20世紀]、[1990年代]に1200人。"),
     ("ko", "[1945년 8월 15일], [20세기], [1990년]에 1200명."),
-    ("pl", "[11 listopada 1918], w maju [1945]."),
+    ("pl", "[11 listopada 1918], w maju [1945]; 3 lis, [3 lis 1999] i [3 lis.] roku."),
+    ("it", "Vinse 3 set, poi 2 mar e 3 set. Il [3 set.] fu; [3 set 1990], [5 ott] e [set 1990], [3 set.], 3 set."),
+    ("pt", "Ganhou 3 set, às 3 dez, 2 mar; em [3 set. de 1990], em [3 de set.] houve, em [5 fev] e [3 de set 1990]."),
+    ("ca", "Eren 3 set i 3 des de; el [3 set. 1990], el [5 febr] i el [3 de gen.] va."),
+    ("es", "Hay 3 mar y 3 mar. El [3 mar. 1990], el [5 abr], el [3 mar.] salió."),
+    ("fr", "Les 3 sept nains, le [3 sept. 1990], le [3 sept.] il, le [3 juil]"),
+    ("cs", "Dal 3 pro klub, 3 led a 3 pro. Dne [3. led.] byl."),
+    ("fi", "Se oli 3. kesä. Nyt [3. kesä 1990] ja [3. kesäkuuta] oli."),
+    ("tr", "Burada 3 kas ve 3 Ara var; [3 Ara 1990], [3 Ocak] günü."),
+    ("uk", "Це 3 лист і 3 серп; [3 лист. 1990], [3 січня] був."),
     ("th", "วันที่ [5 ธันวาคม 1927]"),
 ]
 
@@ -115,6 +125,14 @@ LOCAL = [
 def test_dates_of_a_language_are_found(language: str, marked: str) -> None:
     text = re.sub(r"[\[\]]", "", marked)
     assert [text[start:end] for start, end in find_dates(text, language)] == re.findall(r"\[(.*?)\]", marked)
+
+
+def test_months_that_are_also_words_are_months() -> None:
+    """A name that CLDR no longer has would do nothing: each makes a date with a year, and none without."""
+    for code, known in languages().items():
+        for word in known.also_words:
+            assert find_dates(f"x 3 {word} 1999 y", code) == [(2, 9 + len(word))], (code, word)
+            assert find_dates(f"x 3 {word} y", code) == [], (code, word)
 
 
 def test_every_language_has_days_in_digits() -> None:

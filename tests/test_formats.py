@@ -268,6 +268,17 @@ def test_a_table_as_text_that_cannot_be_read_ends_its_file(tmp_path: Path, conte
     assert (last.ends_file, told in last.problem) == (True, True), last.problem
 
 
+def test_a_row_of_many_lines_that_is_too_long_ends_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.delimited.LINE_LIMIT", 30)
+    head, fits = "title,text\n", 'A,"a\nb\nc"\n' * 3  # each of ten characters
+    assert kinds(read(write(tmp_path / "a.csv", head + fits))) == ["kept"] * 3
+    outcomes = read(write(tmp_path / "b.csv", f'{head}{fits}B,"{"d" * 26}"\nC,"{"d" * 26}e"\n'))
+    assert kinds(outcomes) == ["kept"] * 4 + ["rejected"]
+    outcomes = read(write(tmp_path / "c.csv", f"{head}{fits}C," + '"\n",' * 9))
+    assert kinds(outcomes) == ["kept"] * 3 + ["rejected"]
+    assert "the row is longer than" in problem(outcomes[-1])
+
+
 def test_restructured_text_is_what_a_reader_sees(tmp_path: Path) -> None:
     secret = write(tmp_path / "secret", "SECRET")
     source = f"""
@@ -331,6 +342,19 @@ A   B
     assert kinds(read(ends)) == ["kept"]
 
 
+def test_substitutions_and_lists_of_headings_make_no_text_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.rst._LIMIT", 100)
+    named = ".. |a| replace:: 12345678\n.. |b| replace:: |a| x\n\n"  # 9 characters with a blank, 11 of |b|
+    texts = (("|a| " * 10, "kept"), ("|a| " * 11, "rejected"), ("|b| " * 8, "kept"), ("|b| " * 9, "rejected"))
+    for uses, expected in texts:  # 9 in the definition of |b|, and 90 or 99; and 88 or 99
+        assert kinds(read(write(tmp_path / "a.rst", named + uses))) == [expected], uses
+    heading = "A\n=\n\nB\n=\n\n.. contents::\n\n.. contents::\n\n.. sectnum::\n\n.. sectnum::\n"
+    [(title, text)] = kept(read(write(tmp_path / "b.rst", heading)))
+    assert (title, text.replace("\xa0", "")) == ("1 A", "2B\n\nContents\n\nContents\n\n1A\n\n2B")
+
+
 def test_a_line_that_is_too_long_is_skipped(tmp_path: Path) -> None:
     lines = ['{"title": "A", "text": "a"}', " " * (17 << 20) + "x", '{"title": "B", "text": "b"}']
     outcomes = read(write(tmp_path / "a.jsonl", "\n".join(lines)))
@@ -384,6 +408,57 @@ def test_a_string_that_is_no_utf8_costs_its_row_only(tmp_path: Path) -> None:
     texts = pa.array([b"good", b"\xff\xfe", b"fine"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"title": ["A", "B", "C"], "text": texts}), path)
     assert kinds(read(path)) == ["kept", "rejected", "kept"]
+
+
+STRINGS = pa.array(["x", "y" * 50, None])
+VALUES = {  # of three rows: the second holds 50 characters and values or more, the others fewer
+    "strings": STRINGS,
+    "large strings": STRINGS.cast(pa.large_string()),
+    "shared": STRINGS.dictionary_encode(),
+    "lists": pa.array([[1], [7] * 50, None]),
+    "lists of strings": pa.array([["x"], ["y" * 25, "z" * 25], None]),
+    "structs": pa.array([{"a": "x", "b": [1]}, {"a": "y" * 25, "b": [7] * 25}, None]),
+    "maps": pa.array([[("a", 1)], [("b" * 50, 2)], None], pa.map_(pa.string(), pa.int64())),
+    "more lists": pa.array([[[1]], [[7] * 25, [], [8] * 25], [[]]]),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_row_that_holds_too_much_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, first: int
+) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.tables.LINE_LIMIT", 45)
+    monkeypatch.setattr("realmops.corpus.formats.tables._SLICE", 30)
+    chosen = [(first + n) % 3 for n in range(3)]
+    table = pa.table({"title": ["T"] * 3, "text": ["x"] * 3, "more": VALUES[name]}).take(chosen)
+    pq.write_table(table, tmp_path / "a.parquet")
+    outcomes = read(tmp_path / "a.parquet")
+    assert kinds(outcomes) == ["rejected" if row == 1 else "kept" for row in chosen]
+    assert "it holds more than" in problem(outcomes[chosen.index(1)])
+
+
+@pytest.mark.parametrize("decoded", [1 << 30, 100])
+def test_texts_that_rows_share_are_those_of_each_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: int
+) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.tables._DECODED", decoded)
+    rows = [{"title": f"T{n % 2}", "text": "ab" * 20, "more": ["c" * 30, None], "n": n} for n in range(600)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=300)
+    outcomes = read(tmp_path / "a.parquet")
+    assert kept(outcomes) == [(f"T{n % 2}", "ab" * 20) for n in range(600)]
+    assert [json.loads(one.extra)["n"] for one in outcomes if isinstance(one, Document)] == list(range(600))
+    assert isinstance(outcomes[0], Document)
+    assert json.loads(outcomes[0].extra) == {"more": ["c" * 30, None], "n": 0}
+
+
+def test_a_column_of_lists_that_may_be_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.tables._LIST_VALUES", 10)
+    rows = {"title": ["T"] * 2, "text": ["x"] * 2, "ten": [[1] * 9, [2]], "eleven": [[1], [2] * 10], "n": [3, 4]}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    first = read(tmp_path / "a.parquet")[0]
+    assert isinstance(first, Document)
+    assert json.loads(first.extra) == {"n": 3, "ten": [1] * 9}
 
 
 def test_datasets_saved_on_disk_are_read_with_all_their_splits(tmp_path: Path) -> None:
@@ -546,9 +621,30 @@ def test_a_dump_keeps_articles_only(tmp_path: Path, suffix: str) -> None:
     assert "nested deeper than 40" in problem(outcomes[6])
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_page_may_have_any_number_of_revisions_but_none_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.mediawiki.LINE_LIMIT", 100_000)
+    revision = f"<revision><id>1</id><text>{'old ' * 15_000}</text></revision>"
+    path = write(tmp_path / "a.xml", dump(page("A", revision * count, "new") + PAGE))
+    assert kept(read(path)) == [("A", "new"), ("A", "A is a.")]
+    for odd in ("<x>{}</x>", "<page>{}</page>", "<revision>{}</revision>", "<page><revision>{}</revision></page>"):
+        outcomes = read(write(tmp_path / "b.xml", dump(PAGE + odd.format("<a/>" * 40_000))))
+        assert kinds(outcomes) == ["kept", "rejected"], odd
+        assert "a revision takes more than" in problem(outcomes[1])
+
+
 def test_of_several_revisions_the_last_counts(tmp_path: Path) -> None:
     first = "<revision><id>1</id><text>old</text></revision>"
     assert kept(read(write(tmp_path / "a.xml", dump(page("A", first, "new"))))) == [("A", "new")]
+
+
+def test_a_dump_without_end_of_namespaces_ends(tmp_path: Path) -> None:
+    for count, expected in ((1000, ["kept"]), (1001, ["rejected"])):
+        names = "".join(f'<namespace key="6">N{n}</namespace>' for n in range(count))
+        content = f"<mediawiki><siteinfo><namespaces>{names}</namespaces></siteinfo>{PAGE}</mediawiki>"
+        assert kinds(read(write(tmp_path / "a.xml", content))) == expected
 
 
 def test_other_models_than_wikitext_are_dropped(tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ import html
 import itertools
 import json
 import os
+import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ import pytest
 import sentencex
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_files import docx, pdf, pptx, xlsx
+from paged_files import docx, drawn_forms, pdf, pptx, xlsx
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus.documents import Document, Rejected
@@ -336,3 +339,177 @@ def test_odd_elements_of_a_dump_cost_no_page(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_text(dump("".join(pages)))
     found = converted(tmp_path / "a.xml")
     assert [one.title for one in found if isinstance(one, Document)] == ["A", "", "C", "D"]
+
+
+# Small files that hold much
+
+MIB = 1 << 20
+BOUND = 2 << 30  # bytes, what docs/data.md allows for one file or record
+CODE = 64 * MIB  # of libraries that are loaded for it
+PEAK = """
+import collections, os, pathlib, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (3 * int(sys.argv[1]),) * 2)  # what fails shall not take all memory
+from realmops.corpus.formats import sources
+from realmops.corpus.ingest import batches, convert
+
+def run(path):
+    kinds, found = collections.Counter(), sources(pathlib.Path(path), "auto")
+    try:
+        for batch in batches(found):
+            for one in convert([(found[n].format.name, records) for n, records in batch.runs]):
+                kinds[getattr(one, "kind", "") or getattr(one, "reason", "") or type(one).__name__] += 1
+    except ValueError:
+        kinds["ends"] += 1
+    return kinds
+
+def peak(process):
+    lines = pathlib.Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+def both():
+    children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss << 10
+    return peak("self") + max([ended, *map(peak, children)])
+
+run(sys.argv[2])
+before = both()
+kinds = run(sys.argv[3])
+print(both() - before, *kinds)
+"""
+
+
+def repeated(
+    first: bytes, piece: bytes, size: int, last: bytes, pack: Callable[[bytes], bytes] = gzip.compress
+) -> bytes:
+    """Packed members of a file: the first, one with about a MiB of a piece until ``size`` bytes are there, the last."""
+    piece *= MIB // len(piece)
+    return b"".join([pack(first), pack(piece) * (size // len(piece)), pack(last)])
+
+
+def office(data: bytes, parts: dict[str, bytes]) -> bytes:
+    """An Office file with other or more parts."""
+    file = BytesIO()
+    with zipfile.ZipFile(BytesIO(data)) as whole, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
+        for name in dict.fromkeys([*whole.namelist(), *parts]):
+            out.writestr(name, parts[name] if name in parts else whole.read(name))
+    return file.getvalue()
+
+
+def shared_string(size: int, cells: int) -> bytes:
+    """A workbook with one row whose cells all hold the same shared string."""
+    data = xlsx({"A": [["x"]]})
+    with zipfile.ZipFile(BytesIO(data)) as whole:
+        types, sheet = whole.read("[Content_Types].xml"), whole.read("xl/worksheets/sheet1.xml")
+    kind = "application/vnd.openxmlformats-officedocument.spreadsheetml.sharedStrings+xml"
+    part = f'<Override PartName="/xl/sharedStrings.xml" ContentType="{kind}"/></Types>'.encode()
+    strings = '<sst xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"><si><t>{}</t></si></sst>'
+    row = b"<row>" + b'<c t="s"><v>0</v></c>' * cells + b"</row>"
+    return office(data, {
+        "[Content_Types].xml": types.replace(b"</Types>", part),
+        "xl/sharedStrings.xml": strings.format("x" * size).encode(),
+        "xl/worksheets/sheet1.xml": sheet.replace(b"</sheetData>", row + b"</sheetData>"),
+    })  # fmt: skip
+
+
+def shared_values(rows: int, size: int, *, in_lists: bool = False) -> bytes:
+    """Parquet: one long text that is in all rows, or as often in the list of one row."""
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["x" * size]))
+    lists = pa.ListArray.from_arrays(pa.array([0, rows], pa.int32()), texts)
+    columns = {"text": ["x."], "more": lists} if in_lists else {"text": texts}
+    sink = pa.BufferOutputStream()
+    table = pa.table({"title": ["T"] * (1 if in_lists else rows), **columns})
+    pq.write_table(table, sink, compression="zstd", dictionary_pagesize_limit=1 << 30)
+    return sink.getvalue().to_pybytes()
+
+
+def answer(fields: str, size: int) -> bytes:
+    """The start of a WARC record of a page with ``size`` bytes."""
+    head = f"HTTP/1.1 200 OK\r\n{fields}\r\n\r\n"
+    names = f"WARC-Type: response\r\nWARC-Target-URI: http://a/\r\nContent-Length: {len(head) + size}"
+    return f"WARC/1.0\r\n{names}\r\n\r\n{head}".encode()
+
+
+PAGE_HEAD, PAGE_END = b"<mediawiki><page><title>A</title><revision><text>", b"</text></revision></page></mediawiki>"
+ENTITY = b"<!DOCTYPE m [<!ENTITY a '%b'>]>" % (b"x" * 9000)
+LISTS = b'{"title": "T", "text": "x.", "m": ['
+NESTED = [
+    b".. |a| replace:: " + b"x" * 9000,
+    b".. |b| replace:: " + b"|a| " * 2000,
+    b".. |c| replace:: " + b"|b| " * 999,
+]
+LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {  # the file, what is in it, and what becomes of it
+    "cells that share a string": ("a.xlsx", lambda: shared_string(MIB, 16_000), "too_large"),
+    "elements": (
+        "a.docx",
+        lambda: office(docx("x"), {"word/document.xml": b"<a>" + b"<a/>x" * (12 * MIB) + b"</a>"}),
+        "broken_docx",
+    ),
+    "forms": ("a.pdf", lambda: drawn_forms(10, 6), "broken_pdf"),
+    "text of a page": ("a.xml.bz2", lambda: repeated(PAGE_HEAD, b"word ", 3 << 30, PAGE_END, bz2.compress), "ends"),
+    "elements of a page": (
+        "a.xml.gz",
+        lambda: repeated(b"<mediawiki><page>", b"<a/>", 128 * MIB, b"</page></mediawiki>"),
+        "ends",
+    ),
+    "entities": ("a.xml", lambda: ENTITY + PAGE_HEAD + b"&a;" * 300_000 + PAGE_END, "ends"),
+    "rows that share a text": ("a.parquet", lambda: shared_values(256, 15 * MIB), "Document"),
+    "a list that repeats a text": ("a.parquet", lambda: shared_values(4096, MIB, in_lists=True), "Rejected"),
+    "a row without end": ("a.csv.gz", lambda: repeated(b"title,text\n", b'"a\nb",', 320 * MIB, b"x"), "ends"),
+    "a line without end": ("a.jsonl.gz", lambda: repeated(b'{"title": "', b"a", 3 << 30, b'"}'), "Rejected"),
+    "objects": ("a.jsonl.gz", lambda: repeated(LISTS, b'{"":0},', 15 * MIB, b"0]}"), "Document"),
+    "nested substitutions": ("a.rst", lambda: b"\n".join([*NESTED[::-1], b"", b"|c| |c|"]), "Rejected"),
+    "tables of contents": (
+        "a.rst",
+        lambda: b"".join(b"T%d\n====\n\n" % n for n in range(5000)) + b".. contents::\n\n" * 5000,
+        "Document",
+    ),
+    "escapes": ("a.md", lambda: b"\\." * MIB, "Document"),
+    "attributes": ("a.html", lambda: b"<html><p %b>Text." % b" ".join(b"a%d" % n for n in range(500_000)), "too_long"),
+    "a page without end": (
+        "a.warc.gz",
+        lambda: repeated(answer("Content-Type: text/html", 3 << 30), b"a", 3 << 30, b"\r\n\r\n"),
+        "too_long",
+    ),
+    "fields": (
+        "a.warc.gz",
+        lambda: gzip.compress(answer("a:b\r\n" * (15 * MIB // 5), 0) + b"\r\n\r\n"),
+        "content_type",
+    ),
+}
+SMALL: dict[str, Callable[[], bytes]] = {
+    "a.xml.bz2": lambda: bz2.compress(PAGE_HEAD + b"x." + PAGE_END),
+    "a.xml.gz": lambda: gzip.compress(PAGE_HEAD + b"x." + PAGE_END),
+    "a.csv.gz": lambda: gzip.compress(b"title,text\nT,x.\n"),
+    "a.jsonl.gz": lambda: gzip.compress(b'{"title": "T", "text": "x."}'),
+    "a.warc.gz": lambda: gzip.compress(warc("x.")),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the memory of a process")
+@pytest.mark.parametrize("name", LARGE)
+def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(tmp_path: Path, name: str) -> None:
+    file, make, kind = LARGE[name]
+    small, large = tmp_path / "small" / file, tmp_path / "large" / file
+    for path, data in ((small, SMALL.get(file, lambda: WRITERS[file]("x."))()), (large, make())):
+        path.parent.mkdir()
+        path.write_bytes(data)
+    assert large.stat().st_size < 8 * MIB
+    command = [sys.executable, "-c", PEAK, str(BOUND), str(small), str(large)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak, *kinds = done.stdout.split()
+    assert kinds[-1] == kind
+    assert int(peak) < BOUND + CODE
+
+
+def test_a_document_whose_passages_would_repeat_too_much_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("realmops.corpus.snapshot_writer._REPEATED", 1000)
+    title, more = "a" * 20, "b" * 20  # with {"more":""} 51 characters; of 19 passages 969, of 20 one more than allowed
+    lines = [{"title": title, "text": f"{'a' * 26}. " * count, "more": more} for count in (19, 20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = snapshot(tmp_path / "a.jsonl", tmp_path, broken_share=0.5)
+    [rejected] = rejects(found.folder)
+    assert (rejected["place"], len(found)) == (f"{tmp_path / 'a.jsonl'}:2", 19)
+    assert "each of its 20 passages repeats" in rejected["problem"]

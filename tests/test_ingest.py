@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +50,17 @@ def test_batches_go_over_files_and_start_where_they_are_told(tmp_path: Path, mon
     assert list(batches(found, source=3)) == []
     monkeypatch.setattr("realmops.corpus.ingest._BATCH_CHARACTERS", 1)
     assert len(list(batches(found))) == 5
+
+
+def test_empty_values_count_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.corpus.ingest._BATCH_CHARACTERS", 100)
+    names = [f"c{n}" for n in range(60)]
+    (tmp_path / "a.csv").write_text(
+        "\n".join(map(",".join, [["title", "text", *names], *[["T", "x", *[""] * 60]] * 4]))
+    )
+    assert [len(batch.runs[0][1]) for batch in batches(sources(tmp_path / "a.csv", "auto"))] == [2, 2]
+    pq.write_table(pa.table({"title": ["T"] * 4, "text": ["x"] * 4, "l": [[0] * 60] * 4}), tmp_path / "a.parquet")
+    assert [len(batch.runs[0][1]) for batch in batches(sources(tmp_path / "a.parquet", "auto"))] == [2, 2]
 
 
 @pytest.mark.parametrize("zipped", [False, True])

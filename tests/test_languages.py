@@ -1,6 +1,7 @@
 """Languages: detection, words of scripts without blanks, a corpus of several languages, and BM25 over it."""
 
 import json
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,17 @@ def test_a_name_alone_may_be_in_either_of_two_languages() -> None:
         ("서울에서 KBS를", ["서울", "울에", "에서", "kbs", "를"]),
         ("東京タワーへ", ["東京", "京タ", "タワ", "ワー", "ーへ"]),
         ("हिन्दी भाषा", ["हिन्दी", "भाषा"]),
+        ("माँ दो क", ["माँ", "दो"]),  # a vowel sign is a letter, a nasal none
+        ("क़ क्", []),
+        ("e\u0301 e\u0301a \u0301", ["éa"]),
+        ("لَ خَب بّ", ["خَب"]),  # harakat
+        ("שָׁ שָׁל", ["שָׁל"]),  # niqqud
+        ("ภาษา", ["ภา", "าษ", "ษา"]),
+        ("ก ก่ ปี 9", ["ปี"]),  # a tone mark is no letter
+        ("ที่นี่", ["ที่นี่"]),
+        ("ក្រុង ក្", ["ក្រុ", "រុង"]),
+        ("か\u3099ん", ["がん"]),
+        ("\u1109\u1165\u110b\u116e\u11af", ["서울"]),
     ],
 )
 def test_words_are_those_of_the_script(text: str, words: list[str]) -> None:
@@ -93,6 +105,7 @@ def test_words_are_those_of_the_script(text: str, words: list[str]) -> None:
     assert [word for word, _, _ in found] == words
     for word, start, end in found:
         assert lexical.split_words(text[start:end], "de") == [word]
+        assert len(text[start:end]) >= len(word) or not unicodedata.is_normalized("NFC", text)
 
 
 def test_sentences_are_cut_by_the_rules_of_the_language() -> None:
@@ -199,6 +212,13 @@ def test_highlights_are_in_the_language_of_the_query() -> None:
     assert marked(TEXTS["de"], "Wo stehen die alten Häuser der Stadt?", "de") == ["Häuser", "Stadt", "alten", "Häusern"]
     assert marked(TEXTS["zh"], "老房子建于哪年", "zh") == ["建于", "老房子"]
     assert marked(TEXTS["de"], "houses Haus", "en", "de") == ["Häuser", "Häusern"]
+
+
+def test_highlights_are_places_of_the_text_whatever_its_spelling() -> None:
+    text = "Der Komponist Dvor\u030ca\u0301k, I\u0307stanbul und Dvořák"
+    for spoken in ("en", "de"):
+        marked = highlights(text, stems_of("Dvořák in İstanbul", (spoken,)))
+        assert [text[start:end] for start, end in marked] == ["Dvor\u030ca\u0301k", "I\u0307stanbul", "Dvořák"]
 
 
 def test_documents_in_another_language_than_the_one_that_is_set_are_told_of(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """BM25: its scores by hand and against bm25s', its search, its files."""
 
 import shutil
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from four_passages import TEXTS
+from hypothesis import given
+from hypothesis import strategies as st
 from small_world import World, build_snapshot, write_texts
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.index import lexical
-from realmops.index.lexical import Bm25, rank, titled_texts, top
+from realmops.index.lexical import Bm25, placed_words, rank, split_words, titled_texts, top
 from realmops.index.lexical_writer import write_bm25
 
 QUERIES = ("Which ferry crosses lakes?", "Where was Anna Berg born?", "Jon Vik and Jon Vik in Bergen", "Zebra Oslo")
@@ -125,12 +128,55 @@ def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[st
 
 
 def test_words_of_every_script_are_found(tmp_path: Path) -> None:
-    texts = ["Große Straßen in Köln.", "Москва и Łódź, ΑΘΗΝΑ.", "東京 の 天気", "naïve café_2 \U0001d54f x", "İstanbul"]
+    texts = ["Große Straßen in Köln.", "Москва и Łódź, ΑΘΗΝΑ.", "東京 の 天気", "naïve café_2 \U0001d54f x", "Istanbul"]
     index = indexed(tmp_path, texts)
     theirs = Theirs([f" {text}" for text in texts])
-    for query in ("GROSSE", "große köln", "москва", "αθηνα łódź", "東京", "NAÏVE", "café_2 X", "istanbul", "İstanbul"):
+    for query in ("GROSSE", "große köln", "москва", "αθηνα łódź", "東京", "NAÏVE", "café_2 X", "istanbul"):
         assert index.scores(query).tolist() == theirs.scores(query).tolist(), query
     assert index.search(["МОСКВА", "天気"], 1)[1].tolist() == [[1], [2]]
+
+
+SPELLINGS = {  # of one word, and its form in the index
+    "dvořák": ("Dvořák", "Dvor\u030ca\u0301k", "DVOŘÁK"),
+    "istanbul": ("İstanbul", "I\u0307stanbul", "i\u0307stanbul", "Istanbul", "İSTANBUL"),
+    "한국어": ("한국어", "\u1112\u1161\u11ab\u1100\u116e\u11a8\u110b\u1165"),
+}
+
+
+@pytest.mark.parametrize("word", SPELLINGS)
+def test_composed_and_decomposed_spellings_are_one_word(tmp_path: Path, word: str) -> None:
+    index = indexed(tmp_path, [*SPELLINGS[word], "Anything else."])
+    for query in SPELLINGS[word]:
+        assert split_words(f"Who saw {query}?") == ["who", "saw", word]
+        found = index.scores(query).tolist()
+        assert found == [found[0]] * len(SPELLINGS[word]) + [0.0]
+        assert found[0] > 0
+
+
+@pytest.mark.parametrize("language", ["en", "cs"])
+def test_words_are_placed_in_the_text_as_it_is(language: str) -> None:
+    text = "A\u0301 Dvor\u030ca\u0301k, I\u0307stanbul İzmir; i\u0307ki Dvořák"
+    placed = [
+        (text.index(part), part) for part in ("Dvor\u030ca\u0301k", "I\u0307stanbul", "İzmir", "i\u0307ki", "Dvořák")
+    ]
+    words = ["dvořák", "istanbul", "izmir", "iki", "dvořák"]
+    assert [(start, text[start:end]) for _, start, end in placed_words(text, language)] == placed
+    assert [word for word, _, _ in placed_words(text, language)] == split_words(text, language) == words
+
+
+PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " ", "\n", "\u0958", "\u0344", "\u212b",
+          "\u1112", "\u1161", "\u11ab", "か", "\u3099", "老", "9", "Σ", "\u05c1", "ש", "ी", "ก", "้", "-"]  # fmt: skip
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=9))
+def test_any_spelling_has_the_same_words_and_places_inside_the_text(language: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    words = split_words(text, language)
+    assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD"))
+    found = list(placed_words(text, language))
+    assert [word for word, _, _ in found] == words
+    assert all(0 <= start < end <= len(text) for _, start, end in found)
 
 
 def test_a_word_that_stands_in_a_passage_a_thousand_times_is_counted(tmp_path: Path) -> None:

@@ -27,6 +27,14 @@ def test_titles_in_texts_are_links_in_both_directions(world: World) -> None:
     assert links.of(11).tolist() == [3], 'Rain: "It rains in Bergen"; rains is another word'
 
 
+def test_a_title_is_found_in_another_spelling(tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [
+        {"title": "Dvořák", "text": "A composer."},
+        {"title": "B", "text": "This is by Dvor\u030ca\u0301k, they say."},
+    ]
+    assert Links(linked_corpus(tmp_path, records)).of(0).tolist() == [1]
+
+
 def test_links_that_documents_carry_come_before_titles(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [
         {"title": "A", "text": "Nothing about it.", "links": ["C (film)", "Unknown"]},

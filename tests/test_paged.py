@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paged_files import PASSWORD, docx, pdf, pptx, xlsx
+from paged_files import PASSWORD, docx, drawn_forms, pdf, pptx, xlsx
 from small_project import Quiet, cli, stage, write_project
 from small_world import build_snapshot
 from yaml import safe_load
@@ -20,8 +20,9 @@ from realmops.answering.record import cited, short
 from realmops.artifacts import sha256_file
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import sources
-from realmops.corpus.formats.paged import boxes
-from realmops.corpus.ingest import batches, convert
+from realmops.corpus.formats.paged import boxes, convert
+from realmops.corpus.ingest import batches
+from realmops.corpus.ingest import convert as convert_records
 from realmops.corpus.snapshot import REJECTS, SOURCES, rejects
 from realmops.serve.page import _passages
 
@@ -247,11 +248,38 @@ def test_an_office_file_that_is_none_is_named(tmp_path: Path, name: str) -> None
     assert refused(written(tmp_path / name, old + "EncryptedPackage".encode("utf-16-le")))[0] == "encrypted"
 
 
-def test_a_sheet_of_empty_cells_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.corpus.formats.paged._CELL_LIMIT", 1000)
-    rows = "".join(f'<row r="{n}"><c r="XFD{n}"><v>1</v></c></row>' for n in range(3, 9))
-    data = edited(xlsx({"A": [["x"]]}), "xl/worksheets/sheet1.xml", "</sheetData>", f"{rows}</sheetData>")
-    assert refused(written(tmp_path / "a.xlsx", data))[0] == "too_large"
+def kind_here(path: Path) -> str:
+    """What becomes of a file that this process reads: a limit of a test does not reach the child process."""
+    outcome = convert(path.suffix[1:], Raw(str(path), path, 0))
+    return outcome.kind if isinstance(outcome, Rejected) else type(outcome).__name__
+
+
+def test_cells_are_counted_over_all_rows_and_sheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.paged._CELL_LIMIT", 20)  # a row is as much as a cell
+    for rows, kind in ((5, "Document"), (6, "too_large")):
+        one = written(tmp_path / "one.xlsx", xlsx({"A": [["x", None, "y"]] * rows}))
+        two = written(tmp_path / "two.xlsx", xlsx({"A": [["x", None, "y"]] * 3, "B": [["x", None, "y"]] * (rows - 3)}))
+        assert kind_here(one) == kind_here(two) == kind
+    for last, kind in ((18, "Document"), (19, "too_large")):  # rows that are left out are empty: 1, those, and 2
+        row = f'<row r="{last + 1}"><c r="A{last + 1}"><v>1</v></c></row>'
+        data = edited(xlsx({"A": [[]]}), "xl/worksheets/sheet1.xml", "</sheetData>", f"{row}</sheetData>")
+        assert kind_here(written(tmp_path / "gap.xlsx", data)) == kind
+
+
+def test_characters_are_counted_over_all_pages_and_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.corpus.formats.paged.LINE_LIMIT", 10)
+    for last, kind in (("fghij", "Document"), ("fghijk", "too_large")):
+        assert kind_here(written(tmp_path / "a.pdf", pdf("abcde", "", last))) == kind
+    rows = [["ab", "cd"], ["ef"]]  # "A", 6 characters and 5 between them are more than 10, half of them are not
+    for sheet, kind in ((rows[1:], "Document"), (rows, "too_large")):
+        assert kind_here(written(tmp_path / "a.xlsx", xlsx({"A": sheet}))) == kind
+
+
+def test_a_file_that_ends_its_reader_costs_no_other(tmp_path: Path) -> None:
+    good, bad = written(tmp_path / "a.pdf", pdf("x")), written(tmp_path / "b.pdf", drawn_forms(10, 6))
+    assert [type(read(path)).__name__ for path in (good, bad, good)] == ["Document", "Rejected", "Document"]
+    assert refused(bad) == ("broken_pdf", read(bad).problem)
+    assert "takes more than 2 GiB of memory" in read(bad).problem
 
 
 @pytest.mark.parametrize(("name", "module"), [("a.pdf", "pypdfium2"), ("a.docx", "docx"), ("a.rst", "docutils")])
@@ -359,6 +387,8 @@ def test_many_broken_files_are_no_broken_records(tmp_path: Path) -> None:
         written(folder / f"{number}.pdf", b"%PDF-1.4")
     written(folder / "9.pdf", pdf(*WORDS))
     found = sources(folder, "pdf")
-    outcomes = [one for batch in batches(found) for one in convert([("pdf", records) for _, records in batch.runs])]
+    outcomes = [
+        one for batch in batches(found) for one in convert_records([("pdf", records) for _, records in batch.runs])
+    ]
     assert [one.kind for one in outcomes if isinstance(one, Rejected)] == ["broken_pdf"] * 9
     assert build_snapshot(tmp_path, folder, block_wordpieces=40).manifest["unread"] == {"broken_pdf": 9}

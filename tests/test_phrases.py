@@ -70,6 +70,29 @@ def test_without_capitals_runs_that_recur_and_hold_together_count(
     assert ("서울 대학교", PHRASE) in found(snapshot, 0)
 
 
+@pytest.mark.parametrize(("longer", "is_phrase"), [(3, True), (4, False)])
+def test_a_part_of_a_run_that_is_nearly_as_frequent_is_no_phrase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longer: int, is_phrase: bool
+) -> None:
+    """甲乙 is in five passages, before 丙 in some of them: where these are fewer than 0.8 of five, it is a phrase."""
+    monkeypatch.setattr("realmops.corpus.phrases.TOGETHER", 1.0)
+    others = ["子丑寅", "卯辰巳", "午未申", "酉戌亥", "天地人"]
+    texts = [f"{text[0]}甲乙{'丙' if n < longer else text[1]}{text[2]}。" for n, text in enumerate(others)]
+    snapshot = corpus(tmp_path / "zh", [*texts, "春夏秋冬东西南北风花雪月山川河海。"], "zh")
+    assert ("甲乙丙", PHRASE) in found(snapshot, 0)
+    assert (("甲乙", PHRASE) in found(snapshot, 4)) == is_phrase
+
+
+def test_a_character_with_its_marks_is_no_word(tmp_path: Path) -> None:
+    texts = ["ขน กี้ 5 ไป", "ตบ กี้ 7 ดู", "มด กี้ 9 นอน", "นก"]
+    snapshot = corpus(tmp_path / "th", texts, "th")
+    assert "กี้" not in {word for row in range(4) for word, _ in found(snapshot, row)}
+
+
+def test_no_mark_is_parted_from_its_character() -> None:
+    assert clause("กินที่", "น้ำดี", "th") == (["กิน", "ที่"], ["น้ำ", "ดี"])
+
+
 def test_dates_come_first_and_what_touches_one_is_left_out(tmp_path: Path) -> None:
     snapshot = corpus(tmp_path / "de", GERMAN, "de")
     text = snapshot.text(2)

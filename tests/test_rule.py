@@ -29,6 +29,11 @@ def test_the_nearest_name_or_number(question: str, answer: str) -> None:
     assert found(question, BRIDGE) == answer
 
 
+def test_a_decomposed_name_is_one_word_with_its_places() -> None:
+    assert found("Who wept?", "They saw Dvor\u030ca\u0301k and wept.") == "Dvor\u030ca\u0301k"
+    assert found("What did Dvořák see?", "There Dvor\u030ca\u0301k saw Oslo.") == "Oslo"
+
+
 def test_small_words_join_names_and_full_stops_only_initials() -> None:
     assert found("Who came?", "There came J. Moor of Tor. Berg left.") == "J. Moor of Tor"
     assert found("Who came?", "There came Anna-Maria Moor of late.") == "Anna-Maria Moor"

@@ -20,6 +20,13 @@ def test_tf_idf_is_drqas_formula() -> None:
     assert found.tolist() == pytest.approx([sail, 0.0, twice + pair, 0.0, 0.0], rel=1e-5)
 
 
+def test_composed_and_decomposed_spellings_are_one_word() -> None:
+    texts = ["Dvor\u030ca\u0301k rests", "İstanbul rests", "nothing", "else", "here"]
+    for query, passage in (("Dvořák", 0), ("DVOR\u030cA\u0301K", 0), ("istanbul", 1), ("I\u0307stanbul", 1)):
+        assert rank(TfIdf(texts), [query], 1).tolist() == [[passage]]
+        assert TfIdf(texts).scores(query)[passage] > 0
+
+
 @pytest.mark.parametrize("query", ["", "the", "zebra quagga"])
 def test_a_query_without_known_words_ranks_nothing_above_anything(query: str) -> None:
     retriever = TfIdf(TEXTS)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from realmops.corpus.languages import composed
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.lexical import Bm25, Scores, top
 
@@ -72,7 +73,7 @@ def _row(table: Any, row: int) -> NDArray[np.int64]:
 
 
 def _words(text: str) -> Words:
-    return tuple(_WORD.findall(text))
+    return tuple(_WORD.findall(composed(text)))
 
 
 def _runs(words: Sequence[str], longest: int) -> Iterator[Words]:

@@ -4,9 +4,10 @@ Of a passage it takes the capitalised or numeric span that is nearest to the wor
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from realmops.corpus.languages import Placed, composed, placed
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.index.lexical import STOP_WORDS, stems
@@ -47,9 +48,9 @@ def nearest_span(question: str, passage: str) -> tuple[int, int] | None:
     to the span, ``FARTHEST`` at most; of equally near spans the first is taken. A question for a number ("when", "how
     many") takes numbers and one for a name ("who", "where") names, if there are any.
     """
-    words = [(match.group(), *match.span()) for match in _WORD.finditer(passage)]
+    words = [*placed(_words, passage)]
     stem = stems([word.lower() for word, _, _ in words])
-    asked = set(stems([w for w in map(str.lower, _WORD.findall(question)) if w not in _EMPTY]))
+    asked = set(stems([w for w in map(str.lower, _WORD.findall(composed(question))) if w not in _EMPTY]))
     places: dict[str, list[int]] = {}
     for place, word in enumerate(stem):
         if word in asked:
@@ -64,6 +65,10 @@ def nearest_span(question: str, passage: str) -> tuple[int, int] | None:
         if found is None or rank < best:
             best, found = rank, (words[first][1], words[end - 1][2])
     return found
+
+
+def _words(text: str) -> Iterator[Placed]:
+    return ((match[0], *match.span()) for match in _WORD.finditer(text))
 
 
 def _spans(words: list[tuple[str, int, int]], text: str) -> list[tuple[int, int, str]]:

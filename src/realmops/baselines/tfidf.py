@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from realmops.corpus.languages import composed
 from realmops.index.lexical import Scores
 
 BUCKETS = 1 << 24  # of hashed words and pairs of words
@@ -20,7 +21,12 @@ class TfIdf:
             raise ValueError("TF-IDF needs the package scikit-learn; pip install 'realmops[baselines]'") from None
 
         self._vectorizer = HashingVectorizer(
-            stop_words="english", ngram_range=(1, 2), n_features=BUCKETS, norm=None, alternate_sign=False
+            stop_words="english",
+            ngram_range=(1, 2),
+            n_features=BUCKETS,
+            norm=None,
+            alternate_sign=False,
+            preprocessor=lambda text: composed(text).lower(),
         )
         counts: Any = self._vectorizer.transform(texts)
         buckets, n = np.unique(counts.indices, return_counts=True)

@@ -118,7 +118,8 @@ def _other_expressions() -> tuple[Any, Any]:
 
     letter = rf"[\w--[{NO_BLANKS}\p{{Hangul}}]]"
     number = rf"(?<!{letter}|[.,-])\d+(?:[.,]\d+)*(?!{letter}|-)"
-    return regex.compile(number, regex.V1), regex.compile(rf"[{NO_BLANKS}]{{1,2}}|[^\s{NO_BLANKS}]+", regex.V1)
+    two = rf"(?:[[{NO_BLANKS}]--\p{{M}}]\p{{M}}*){{1,2}}"  # no mark is parted from its character
+    return regex.compile(number, regex.V1), regex.compile(rf"{two}|[^\s{NO_BLANKS}]+", regex.V1)
 
 
 def as_question(words: Sequence[str], language: str) -> str:

@@ -143,6 +143,8 @@ def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
 def document_of(record: dict[str, Any], place: str) -> Document:
     """The document of a JSON object; ValueError that begins with ``place`` when it is none."""
     title, text = (check_text(require(record, key, place), key, place) for key in ("title", "text"))
+    if len(text) > LINE_LIMIT:
+        raise ValueError(f"{place}: 'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
     given, spans = record.get("id"), record.get("spans", [])
     identifier = None if given is None else check_id(given, place)
     if not isinstance(spans, list):

@@ -74,9 +74,19 @@ def _weight(item: Raw | Rejected) -> int:
         return len(item.problem)
     if isinstance(item.data, Path):
         return item.position
-    if isinstance(item.data, dict):
-        return sum(len(value) for value in item.data.values() if isinstance(value, str | bytes))
-    return len(item.data)
+    return _values(item.data)
+
+
+def _values(value: Any) -> int:
+    """Characters or bytes of strings, and how many other values there are: an empty one takes memory, too."""
+    match value:
+        case str() | bytes():
+            return 1 + len(value)
+        case dict():
+            return 1 + sum(map(_values, value.values()))
+        case list():
+            return 1 + sum(map(_values, value))
+    return 1
 
 
 class Progress:

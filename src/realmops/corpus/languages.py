@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 ENGLISH, AUTO = "en", "auto"
 NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"  # scripts without, between words
 UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # in Korean particles hang on the word
+_UNIT = rf"[[{UNSPACED}]--\p{{M}}]\p{{M}}*"  # a character of them with its marks
+LETTERS = r"\p{L}\p{N}_\p{InSC=Vowel_Dependent}"  # what makes a word; other marks do not
+_LETTER = rf"[[{LETTERS}]--[{UNSPACED}]]"
 SURE = 0.9  # of a language, from this probability on
 _LOOKED_AT = 2000  # characters of a text
+Placed = tuple[str, int, int]  # a word, with its start and end characters
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,14 @@ class Language:
     of: frozenset[str] = frozenset()
     in_years: frozenset[str] = frozenset()
     before_nouns: frozenset[str] = frozenset()
+    also_words: frozenset[str] = frozenset()
 
 
 @cache
 def languages() -> dict[str, Language]:
     """All languages by their code."""
     found = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), yaml.CSafeLoader)
-    lists = ("stop", "articles", "of", "in_years", "before_nouns")
+    lists = ("stop", "articles", "of", "in_years", "before_nouns", "also_words")
     for known in found.values():
         known |= {key: frozenset(known[key].split()) for key in lists if key in known}
     return {code: Language(**known) for code, known in found.items()}
@@ -81,23 +86,94 @@ def _model() -> LanguageIdentifier:
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
-def word_spans(text: str) -> Iterator[tuple[str, int, int]]:
-    """Words of any language in lower case and NFC, with their characters: two letters, digits or underscores at least.
+def composed(text: str) -> str:
+    """Return the text in NFC, with I and i instead of those letters with a dot above.
 
-    Where a script has no blanks they are pairs of neighbouring characters, or a character that stands alone.
+    The lower case of the Turkish capital letter is two characters, i and U+0307: without the dot, "İstanbul",
+    "i̇stanbul" and "istanbul" are one word.
     """
+    if text.isascii():
+        return text
+    if "\u0130" in text or "\u0307" in text:
+        decomposed = unicodedata.normalize("NFD", text)
+        text = _marked_i().sub(lambda match: match[0].replace("\u0307", ""), decomposed)
+    return unicodedata.normalize("NFC", text)
+
+
+def placed(find: Callable[[str], Iterator[Placed]], text: str) -> Iterator[Placed]:
+    """Return what ``find`` yields of the composed text, (word, start, end), with the characters of ``text`` itself."""
+    if unicodedata.is_normalized("NFC", text) and "\u0307" not in text:
+        return find(composed(text))
+    clusters = [(composed(match[0]), *match.span()) for match in _cluster().finditer(text)]
+    starts = [start for part, start, _ in clusters for _ in part]
+    ends = [end for part, _, end in clusters for _ in part]
+    whole = "".join(part for part, _, _ in clusters)
+    return ((word, starts[start], ends[end - 1]) for word, start, end in find(whole))
+
+
+def word_spans(text: str) -> Iterator[Placed]:
+    """Words of any language, composed and in lower case, with their characters in the text.
+
+    A word has two letters, digits or underscores at least: marks (accents, harakat, niqqud, tones) are none, but the
+    vowel signs of Indic scripts are. Where a script has no blanks, words are pairs of neighbouring characters with
+    their marks, or a character that is alone; of scripts with an alphabet (Thai, Lao, Khmer, Myanmar) one character is
+    a word only with a vowel sign.
+    """
+    return placed(_composed_words, text)
+
+
+def _composed_words(text: str) -> Iterator[Placed]:
     for match in _word().finditer(text):
-        start, end = match.span()
+        word, (start, end) = match[0], match.span()
         if match["run"] is None:
-            yield unicodedata.normalize("NFC", match[0].lower()), start, end
+            if word.isalnum() or any(map(str.isalnum, word[1:])) or _two_letters().match(word):
+                yield unicodedata.normalize("NFC", word.lower()), start, end
             continue
-        for first in range(start, max(end - 1, start + 1)):
-            pair = text[first : min(first + 2, end)]
-            yield unicodedata.normalize("NFC", pair.lower()), first, first + len(pair)
+        # each character without marks, which is usual, is its own
+        begins = range(start, end) if word.isalpha() else [start + one.start() for one in _unit().finditer(word)]
+        if len(begins) > 1 or not _no_word().fullmatch(word):
+            for first, stop in zip(begins, [*begins[2:], end], strict=False):
+                yield unicodedata.normalize("NFC", text[first:stop].lower()), first, stop
+
+
+@cache
+def _marked_i() -> Any:
+    import regex
+
+    return regex.compile(r"[Ii]\p{M}+")
+
+
+@cache
+def _cluster() -> Any:
+    import regex
+
+    return regex.compile(r"\X")
 
 
 @cache
 def _word() -> Any:
     import regex
 
-    return regex.compile(rf"(?P<run>[{UNSPACED}]+)|[[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]{{2,}}", regex.V1)
+    return regex.compile(rf"(?P<run>(?:{_UNIT})+)|{_LETTER}[[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]+", regex.V1)
+
+
+@cache
+def _two_letters() -> Any:
+    import regex
+
+    return regex.compile(rf"(?:{_LETTER}\p{{M}}*){{2}}", regex.V1)
+
+
+@cache
+def _unit() -> Any:
+    import regex
+
+    return regex.compile(_UNIT, regex.V1)
+
+
+@cache
+def _no_word() -> Any:
+    """A character of an alphabet without blanks, without a vowel sign."""
+    import regex
+
+    return regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}--\p{InSC=Vowel_Dependent}]+", regex.V1)

@@ -3,7 +3,8 @@
 Found are days with a month, months with a year, days in digits, years 1000 to 2100 and ranges of them, years with an
 era, centuries, and in Chinese, Japanese and Korean numbers before the signs for year, month and day. A bare number of
 four digits is a year behind a word as "im" or "seit", before a mark, and between words that stand everywhere; but not
-where a thing that may be counted follows.
+where a thing that may be counted follows. A day with a month whose name is another word, too (``also_words``), is a
+date with a year, or with a full stop behind which the sentence goes on.
 """
 
 import re
@@ -15,16 +16,25 @@ _DAY, _YEAR, _ROMAN = r"(?:3[01]|[12]\d|0?[1-9])", r"(?:1\d{3}|20\d{2}|2100)", r
 _FREE, _WHOLE = r"(?<![\w.,:/\\$€£¥#+=@'’-])", r"(?![\w%°€$£])(?![.,:/-]\d)(?!-\w)"
 _SIGNS = {"zh": ("年", "月", "[日号號]"), "ja": ("年", "月", "日"), "ko": ("년", "월", "일")}
 _IN_WORDS = "一二三四五六七八九十"
-_NEEDS_YEAR = {"ro": {"mai"}}  # months whose name is also another word
 _BEFORE, _AFTER = re.compile(r"(\w+)[ \u00a0]$"), re.compile(r"[ \u00a0](\w+)")
 _WINDOW = 32
 
 
 def find_local_dates(text: str, language: str) -> list[tuple[int, int]]:
     """(start, end) characters of the dates in a text of a language, in order, without overlap."""
-    return [
-        match.span() for match in _pattern(language).finditer(text) if not match["bare"] or _is_year(match, language)
-    ]
+    return [match.span() for match in _pattern(language).finditer(text) if _is_date(match, language)]
+
+
+def _is_date(match: re.Match[str], language: str) -> bool:
+    if match.lastgroup == "bare":
+        return _is_year(match, language)
+    return match.lastgroup != "word" or _is_short(match)
+
+
+def _is_short(match: re.Match[str]) -> bool:
+    """Whether the name of a month is cut by a full stop that does not end the sentence."""
+    after = match.string[match.end() : match.end() + _WINDOW].lstrip()
+    return match[0].endswith(".") and bool(after) and not after[0].isupper()
 
 
 def _is_year(match: re.Match[str], language: str) -> bool:
@@ -44,7 +54,7 @@ def _pattern(language: str) -> re.Pattern[str]:
     of = rf"(?:(?:{_any(known.of)})\s)?" if known.of else ""
     day = rf"{_DAY}(?:\.º|[.ºª°]|er\b)?"
     days = rf"{day}(?:\s?[-–—/]\s?{day}|\s\w{{1,3}}\s{day})?"
-    alone = f"(?i:{_any(names - _NEEDS_YEAR.get(language, set()))})\\b"
+    alone = f"(?i:(?P<word>{_any(known.also_words) or '(?!)'})|{_any(names)})\\b"
     one, century = rf"\d{{1,2}}(?:\.º|[.ºª°]|er?|ème|-?й)?|{_ROMAN}(?:e|ème)?", f"(?i:{known.century})\\b"
     patterns = [
         rf"{_FREE}{_YEAR}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])(?!\d|-\w|\.\d)",

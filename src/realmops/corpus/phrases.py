@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from realmops.corpus.languages import NO_BLANKS, languages
+from realmops.corpus.languages import LETTERS, NO_BLANKS, languages, placed
 from realmops.corpus.masking import MOST_PASSAGES
 from realmops.corpus.snapshot import Snapshot
 
@@ -88,7 +88,11 @@ class Phrases:
 
 
 def _units(text: str) -> list[Unit]:
-    return [(match[0], *match.span()) for match in _unit().finditer(text)]
+    return [*placed(_composed_units, text)]
+
+
+def _composed_units(text: str) -> Iterator[Unit]:
+    return ((match[0], *match.span()) for match in _unit().finditer(text))
 
 
 @cache
@@ -99,6 +103,18 @@ def _unit() -> Any:
         rf"\d+(?:[.,]\d+)*|[{NO_BLANKS}]\p{{M}}*|[[\p{{L}}\p{{M}}]--[{NO_BLANKS}]][[\p{{L}}\p{{M}}\p{{N}}'’-]--[{NO_BLANKS}]]*",
         regex.V1,
     )
+
+
+def _is_word(unit: str) -> bool:
+    """Whether a unit has two letters, as words have; marks make none of a character of a script without blanks."""
+    return _two_letters().match(unit) is not None
+
+
+@cache
+def _two_letters() -> Any:
+    import regex
+
+    return regex.compile(rf"(?:[[{LETTERS}]--[{NO_BLANKS}]][\p{{M}}'’.,-]*){{2}}", regex.V1)
 
 
 def _beside(text: str, left: Unit, right: Unit) -> bool:
@@ -200,7 +216,7 @@ def _phrases(some: Sequence[tuple[str, list[Unit]]], stop: frozenset[str]) -> di
         ends = units[0][0], units[-1][0]
         usable = within[one] <= most and not stop & {*ends} and not any(map(_is_kana, ends))
         usable = usable and len(units) <= LONGEST_CHARACTERS
-        alone = len(units) == 1 and len(one) > 1  # a word
+        alone = len(units) == 1 and _is_word(one)
         if usable and (together >= TOGETHER or alone):
             cohesion[one] = together
     return {one: value for one, value in cohesion.items() if longer[one] < 0.8 * seen[one]}
@@ -217,7 +233,7 @@ def _reach(text: str, units: Sequence[Unit]) -> list[int]:
         if _beside(text, units[first], units[first + 1]):
             reach[first] += reach[first + 1]
     for first, (word, _, _) in enumerate(units):
-        reach[first] = 0 if word[0].isdecimal() else min(reach[first], LONGEST + 1) if len(word) > 1 else reach[first]
+        reach[first] = 0 if word[0].isdecimal() else min(reach[first], LONGEST + 1) if _is_word(word) else reach[first]
     return reach
 
 

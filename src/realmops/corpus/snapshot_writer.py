@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 import time
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -76,6 +77,7 @@ _CHECKPOINT = "checkpoint.json"
 _CHECKPOINT_SECONDS = 30.0
 _RECORDS_BETWEEN_CHECKS = 1000
 _REJECTS_SHOWN = 10
+_REPEATED = 64 << 20  # characters of title and other columns in all passages of a document
 _DATABASE_KIB = 64 << 10
 _PLACE = "place"  # of documents with an id of their own; needed as long as documents come in
 File = TypeVar("File", bound=GrowingFile)
@@ -178,11 +180,11 @@ class _Cutter:
             outcomes = [self._try(outcome) for outcome in outcomes]
             documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
             batch = self._cut(documents)
-        used = [documents[index] for index in batch.documents()]
-        if len(used) < len(documents):
-            empty = {id(document) for document in documents} - {id(document) for document in used}
-            outcomes = [Dropped(one.place, "no_wordpieces") if id(one) in empty else one for one in outcomes]
-            batch = self._cut(used)
+        passages = Counter(passage.document for passage in batch.passages)
+        lost = {id(one): _lost(one, passages[number]) for number, one in enumerate(documents)}
+        if any(lost.values()):
+            outcomes = [lost.get(id(one)) or one for one in outcomes]
+            batch = self._cut([outcome for outcome in outcomes if isinstance(outcome, Document)])
         return outcomes, batch
 
     def _cut(self, documents: Sequence[Document]) -> PassageBatch:
@@ -207,6 +209,16 @@ class _Cutter:
         if self._drop_titles and isinstance(outcome, Document) and is_navigation_title(outcome.title):
             return Dropped(outcome.place, "navigation_title")
         return outcome
+
+
+def _lost(document: Document, passages: int) -> Dropped | Rejected | None:
+    """What becomes of a document that has no passages, or whose passages would repeat too much; else None."""
+    if passages == 0:
+        return Dropped(document.place, "no_wordpieces")
+    if passages * (len(document.title) + len(document.extra)) > _REPEATED:
+        problem = f"its title and other columns, which each of its {passages:,} passages repeats, are longer than "
+        return Rejected(document.place, f"{problem}{_REPEATED >> 20} Mi characters in all; shorten them")
+    return None
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from realmops.artifacts import read_manifest
 from realmops.corpus.flat import load_flat
-from realmops.corpus.languages import ENGLISH, detect, languages, word_spans
+from realmops.corpus.languages import ENGLISH, composed, detect, languages, placed, word_spans
 from realmops.corpus.snapshot import Snapshot
 
 Rows = NDArray[np.int64]
@@ -83,13 +83,17 @@ def titled_texts(snapshot: Snapshot) -> list[str]:
 
 
 def split_words(text: str, language: str = ENGLISH) -> list[str]:
-    """The words of a text in lower case: two letters, digits or underscores at least (``languages.word_spans``)."""
-    return WORD.findall(text.lower()) if language == ENGLISH else [word for word, _, _ in word_spans(text)]
+    """The words of a composed text in lower case: two letters, digits or underscores at least (``word_spans``)."""
+    return WORD.findall(composed(text).lower()) if language == ENGLISH else [word for word, _, _ in word_spans(text)]
 
 
 def placed_words(text: str, language: str = ENGLISH) -> Iterator[tuple[str, int, int]]:
-    """The same words with their characters."""
-    return ((m[0].lower(), *m.span()) for m in WORD.finditer(text)) if language == ENGLISH else word_spans(text)
+    """The same words with their characters in the text."""
+    return placed(_english_words, text) if language == ENGLISH else word_spans(text)
+
+
+def _english_words(text: str) -> Iterator[tuple[str, int, int]]:
+    return ((match[0], *match.span()) for match in WORD.finditer(text.lower()))
 
 
 def stop_words(language: str = ENGLISH) -> frozenset[str]:

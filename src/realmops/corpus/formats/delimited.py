@@ -2,7 +2,6 @@
 
 import csv
 from collections.abc import Iterator
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -15,7 +14,7 @@ _DELIMITERS = (",", "\t", ";")  # the last is what Excel writes where the comma 
 
 def _records(path: Path) -> Iterator[Raw | Rejected]:
     csv.field_size_limit(LINE_LIMIT)  # for all of this process; the default is 128 KiB
-    line = 0
+    line = size = 0
     with open_compressed(path) as (file, position):
         text = TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         try:
@@ -31,10 +30,18 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                     ends_file=True,
                 )
                 return
-            lines = iter(partial(text.readline, LINE_LIMIT), "")
-            rows = csv.reader(lines, delimiter=_DELIMITERS[heads.index(columns)], strict=True)
+
+            def lines() -> Iterator[str]:
+                nonlocal size
+                while part := text.readline(LINE_LIMIT):
+                    size += len(part)
+                    if size > LINE_LIMIT:
+                        raise csv.Error(f"the row is longer than {LINE_LIMIT >> 20} Mi characters")
+                    yield part
+
+            rows = csv.reader(lines(), delimiter=_DELIMITERS[heads.index(columns)], strict=True)
             for row in rows:
-                place, line = f"{path}:{line + 2}", rows.line_num
+                place, line, size = f"{path}:{line + 2}", rows.line_num, 0
                 if len(row) == len(columns):
                     yield Raw(place, dict(zip(columns, row, strict=True)), position())
                 elif row:

@@ -11,6 +11,9 @@ from realmops.corpus.documents import Dropped, Outcome, Rejected, document_or_dr
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl itself cuts at 1 MiB
 TAG_LIMIT = 50_000  # the extractor does some 20,000 a second
+ATTRIBUTE_LIMIT = 10_000  # of a tag; the parser compares each with all others
+_LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{2 * ATTRIBUTE_LIMIT},}}")
+_VALUE, _ATTRIBUTE = re.compile(r"""=\s*(?:"[^"]*"|'[^']*')"""), re.compile(r"[^\s/]+")
 _WIDE = {b"\xff\xfe": "utf_16", b"\xfe\xff": "utf_16", b"<\0": "utf_16_le", b"\0<": "utf_16_be"}  # by first bytes
 _UNDECLARED = ("cp1252", "latin_1", "ascii")  # what servers and editors write of pages that nobody looked at
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
@@ -52,7 +55,7 @@ def page_outcome(page: str, place: str, *, title: str = "", url: str | None = No
 
     ``extra`` holds url and date where they are known, the page's own date before the given one.
     """
-    if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT:
+    if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT or any(map(_has_many_attributes, _LONG_TAG.findall(page))):
         return Dropped(place, "too_long")
     _trafilatura()  # one that cannot be imported is no fault of the page
     try:
@@ -66,6 +69,10 @@ def page_outcome(page: str, place: str, *, title: str = "", url: str | None = No
     extra = {key: value for key, value in known.items() if value}
     record = {"title": own_title or title, "text": text, **extra}
     return document_or_dropped(record, place)
+
+
+def _has_many_attributes(tag: str) -> bool:
+    return len(_ATTRIBUTE.findall(_VALUE.sub("", tag))) > ATTRIBUTE_LIMIT
 
 
 def _main_text(page: str, url: str | None) -> tuple[str, str, str | None]:

@@ -4,13 +4,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
-from xml.etree.ElementTree import Element, ParseError, iterparse
+
+from lxml.etree import LxmlError, iterparse
 
 from realmops.corpus.compressed import DAMAGE, damage, open_compressed
-from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
+from realmops.corpus.documents import LINE_LIMIT, Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
 from realmops.corpus.formats.wikitext import plain_text
 
 PAGE_LIMIT = 2 << 20  # characters; MediaWiki itself allows as many bytes
+_NAMESPACES = 1000
 _HIDDEN = ("-2", "6", "14")  # media, files and categories: links to them show no text
 _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 
@@ -24,7 +26,7 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                 yield Raw(f"{path}:page {page['id']} ({page['title']})", page, position())
         except DAMAGE as error:
             yield Rejected(f"{path}:after page {number}", damage(error, path), ends_file=True)
-        except (ParseError, ValueError) as error:
+        except (LxmlError, ValueError) as error:
             yield Rejected(
                 f"{path}:after page {number}",
                 f"no valid MediaWiki XML ({error}), so that the rest of the file cannot be read; copy or download it "
@@ -33,33 +35,60 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
             )
 
 
+class _Metered:
+    """A file that ends with an error where more than ``LINE_LIMIT`` bytes are read before ``size`` is set to 0."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = 0
+
+    def read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self.size += len(data)
+        if self.size > LINE_LIMIT:
+            raise ValueError(f"a revision takes more than {LINE_LIMIT >> 20} MiB")
+        return data
+
+
 def _pages(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Each page with the wikitext of its last revision; what else stands in a dump is passed over."""
-    events = iterparse(file, ("start", "end"))
+    """Each page with the wikitext of its last revision; what else stands in a dump is passed over.
+
+    Entities of the file itself are not resolved, and the parser refuses texts and names without end.
+    """
+    metered = _Metered(file)
+    events = iterparse(metered, ("start", "end"), resolve_entities=False, remove_comments=True, remove_pis=True)
     _, root = next(events)
     if _name(root) != "mediawiki":
         raise ValueError(f"found <{_name(root)}>, wanted <mediawiki>")
     namespaces: dict[str, str] = {}  # number by name
-    page = root
+    depth = 0  # below the root
     for event, element in events:
-        name = _name(element)
+        depth += 1 if event == "start" else -1
         if event == "start":
-            page = element if name == "page" else page
-        elif name == "namespace":
+            continue
+        name = _name(element)
+        if name == "namespace":
             namespaces[element.text or ""] = element.get("key", "0")
-        elif name == "revision":
-            for older in page.findall(element.tag)[:-1]:  # a dump of all revisions would not fit into memory
-                page.remove(older)
-        elif name == "page":
-            yield _page(element, namespaces)
-            root.clear()  # else the tree keeps an empty element of every page
+            if len(namespaces) > _NAMESPACES:
+                raise ValueError(f"there are more than {_NAMESPACES:,} namespaces")
+        elif name == "revision" and depth == 1:
+            metered.size = 0
+            for older in element.itersiblings(element.tag, preceding=True):  # all of them would not fit into memory
+                element.getparent().remove(older)
+        elif depth == 0:
+            if name == "page":
+                yield _page(element, namespaces)
+            metered.size = 0
+            element.clear()
+            for earlier in element.itersiblings(preceding=True):  # empty, but each takes memory
+                root.remove(earlier)
 
 
-def _name(element: Element) -> str:
-    return element.tag.rpartition("}")[2]
+def _name(element: Any) -> str:
+    return str(element.tag).rpartition("}")[2]
 
 
-def _page(page: Element, namespaces: dict[str, str]) -> dict[str, Any]:
+def _page(page: Any, namespaces: dict[str, str]) -> dict[str, Any]:
     title = page.findtext("{*}title")
     prefix, colon, _ = (title or "").partition(":")
     namespace = (page.findtext("{*}ns") or (namespaces.get(prefix, "0") if colon else "0")).strip()

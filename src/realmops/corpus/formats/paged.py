@@ -1,7 +1,8 @@
 """Files that are one document with pages each: PDF (by pypdfium2), Word, PowerPoint and Excel.
 
 Slides and sheets are pages too. A file goes to a worker as its path, so that many large ones are not in memory at
-once. Nothing is unpacked to the disk, and no part of a file can name another file to read.
+once, and is read in a child process with a memory limit (``limited``). Nothing is unpacked to the disk, and no part of
+a file can name another file to read.
 """
 
 import os
@@ -19,6 +20,7 @@ from zipfile import BadZipFile, ZipFile
 
 from realmops.corpus.compressed import open_plain
 from realmops.corpus.documents import LINE_LIMIT, Document, Format, Outcome, Raw, Rejected, document_or_dropped, shown
+from realmops.corpus.formats.limited import convert_in_child
 
 PDF = "pdf"  # the name of the format
 _FILE_LIMIT = 512 << 20
@@ -56,13 +58,14 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
     yield Raw(str(path), path, size)
 
 
-def _convert(name: str, read: Callable[[bytes], Pages], raw: Raw) -> Outcome:
+def convert(name: str, raw: Raw) -> Outcome:
+    """Return the document of a file in a format of ``PAGED``; Rejected with the kind of what cannot be read."""
     try:
         with open_plain(raw.data) as file:
             data = file.read(_FILE_LIMIT + 1)
         if len(data) > _FILE_LIMIT:
             raise _Unread("too_large", f"the file is longer than {_FILE_LIMIT >> 20} MiB; split it")
-        title, pages = read(data)
+        title, pages = _READERS[name](data)
         title = " ".join(title.split())
         if title.lower() in _NO_TITLES:
             title = shown(raw.data.stem).replace("_", " ")
@@ -84,14 +87,19 @@ def _document(title: str, pages: Iterable[str], place: str) -> Outcome:
     for page in pages:
         texts.append(page.strip())
         room -= len(page)
-        if room < 0:
-            raise _Unread("too_large", f"the text is longer than {LINE_LIMIT >> 20} Mi characters; split the file")
+        _check_room(room)
     if not any(texts):
         raise _Unread("no_text", "no page holds text; of scanned pages make text first (OCR)")
     parts = [text and text + _PARAGRAPH for text in texts]
     outcome = document_or_dropped({"title": title, "text": "".join(parts).strip()}, place)
     starts = accumulate(map(len, parts[:-1]), initial=0)
     return replace(outcome, pages=tuple(starts)) if isinstance(outcome, Document) else outcome
+
+
+def _check_room(room: int) -> None:
+    """Raise ``_Unread`` where less than no characters are left of ``LINE_LIMIT``."""
+    if room < 0:
+        raise _Unread("too_large", f"the text is longer than {LINE_LIMIT >> 20} Mi characters; split the file")
 
 
 def _pdf(data: bytes) -> Pages:
@@ -145,7 +153,7 @@ def boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
 
 
 def _checked(data: bytes) -> BytesIO:
-    """An Office file that is a ZIP of bearable size: Python unpacks of each part as much as is declared, never more."""
+    """An Office file that is a ZIP of bearable size by what it declares; if it holds more, the memory limit ends it."""
     if data.startswith(_OLD_OFFICE) and _PASSWORD in data:
         raise _Unread("encrypted", "the file needs a password; save it without one")
     try:
@@ -210,8 +218,11 @@ def _xlsx(data: bytes) -> Pages:
 
 
 def _sheets(book: Any) -> Iterator[str]:
-    """Each sheet: its name, then its rows as cells between tabs."""
-    cells = 0
+    """Each sheet: its name, then its rows as cells between tabs.
+
+    Many cells may share one string: characters are counted before a row is joined.
+    """
+    cells, room = 0, LINE_LIMIT
     for sheet in book.worksheets:
         sheet.reset_dimensions()  # what a file says of its size may be anything
         rows = []
@@ -219,7 +230,10 @@ def _sheets(book: Any) -> Iterator[str]:
             cells += 1 + len(row)
             if cells > _CELL_LIMIT:
                 raise _Unread("too_large", f"the workbook has more than {_CELL_LIMIT:,} cells; split it")
-            if line := "\t".join(map(_cell, row)).strip():
+            texts = [*map(_cell, row)]
+            room -= sum(map(len, texts))
+            _check_room(room)
+            if line := "\t".join(texts).strip():
                 rows.append(line)
         yield _PARAGRAPH.join([sheet.title, *rows]) if rows else ""
 
@@ -237,8 +251,9 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-_READERS = {"pypdfium2": (PDF, _pdf), "docx": ("docx", _docx), "pptx": ("pptx", _pptx), "openpyxl": ("xlsx", _xlsx)}
+_READERS: dict[str, Callable[[bytes], Pages]] = {PDF: _pdf, "docx": _docx, "pptx": _pptx, "xlsx": _xlsx}
+_PACKAGES = {PDF: "pypdfium2", "docx": "docx", "pptx": "pptx", "xlsx": "openpyxl"}
 PAGED = tuple(
-    Format(name, _records, partial(_convert, name, read), is_document=True, needs=module)
-    for module, (name, read) in _READERS.items()
+    Format(name, _records, partial(convert_in_child, __name__, name), is_document=True, needs=_PACKAGES[name])
+    for name in _READERS
 )

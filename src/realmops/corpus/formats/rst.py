@@ -1,7 +1,9 @@
 """reStructuredText by docutils, which opens no other file; what only Sphinx knows is read as plain text."""
 
 import re
+from functools import cache, partial
 from pathlib import PurePath
+from typing import Any
 
 from realmops.corpus.documents import Format, Outcome, Raw, Rejected, document_or_dropped
 from realmops.corpus.formats.text import decode, whole_file
@@ -23,6 +25,10 @@ _SETTINGS = {
 }
 
 
+class _TooLongError(ValueError):
+    """The text that a document makes of itself is too long."""
+
+
 def _convert(raw: Raw) -> Outcome:
     try:
         source = decode(raw.data["bytes"], is_page=False)
@@ -37,6 +43,8 @@ def _convert(raw: Raw) -> Outcome:
         )
     try:
         title, text = _read(source)
+    except _TooLongError as error:
+        return Rejected(raw.place, str(error))
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         return Rejected(raw.place, f"docutils cannot read it ({type(error).__name__}); correct the file")
     title = title or PurePath(raw.data["name"]).stem.replace("_", " ")
@@ -55,7 +63,7 @@ def _read(source: str) -> tuple[str, str]:
         return found[0] if name in en.directives or name == "toctree" else f"{indent}{argument.strip()}\n"
 
     source = _DIRECTIVE.sub(plain, _ROLE.sub(r"\1", source))
-    tree = publish_doctree(source, settings_overrides=_SETTINGS)
+    tree = publish_doctree(source, reader=_reader()(), settings_overrides=_SETTINGS)
     left_out = nodes.Invisible, nodes.docinfo, nodes.field_list, nodes.raw, nodes.system_message
     for node in [node for node in tree.findall() if isinstance(node, left_out) and not isinstance(node, nodes.target)]:
         node.parent.remove(node)
@@ -63,6 +71,43 @@ def _read(source: str) -> tuple[str, str]:
     title = next((node for node in blocks if isinstance(node, nodes.title)), None)
     text = "\n\n".join(filter(None, (node.astext().strip() for node in blocks if node is not title)))
     return " ".join(title.astext().split()) if title else "", text
+
+
+@cache
+def _reader() -> Any:
+    """The class of docutils' reader that counts what substitutions make, which may hold others, as it is made."""
+    from docutils import nodes
+    from docutils.readers.standalone import Reader
+    from docutils.transforms import Transform, parts, references
+
+    class Bounded(Transform):  # type: ignore[misc]  # docutils has no types
+        default_priority = 200  # before all that copies
+
+        def apply(self) -> None:
+            room = _LIMIT
+
+            def copied(definition: Any) -> Any:
+                nonlocal room
+                room -= len(definition.astext()) + 1
+                if room < 0:
+                    raise _TooLongError(f"its substitutions make more than {_LIMIT >> 10} Ki characters; split it")
+                return nodes.substitution_definition.deepcopy(definition)
+
+            for definition in self.document.substitution_defs.values():
+                definition.deepcopy = partial(copied, definition)
+            left, seen = [], set()
+            for transform in self.document.transformer.transforms:  # each of these goes over the whole document
+                if transform[1] not in seen:
+                    left.append(transform)
+                if transform[1] in (parts.Contents, parts.SectNum, references.TargetNotes):
+                    seen.add(transform[1])
+            self.document.transformer.transforms = left
+
+    class BoundedReader(Reader):  # type: ignore[misc]
+        def get_transforms(self) -> list[Any]:
+            return [*super().get_transforms(), Bounded]
+
+    return BoundedReader
 
 
 RST = Format("rst", whole_file, _convert, is_document=True, needs="docutils")
