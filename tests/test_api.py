@@ -136,6 +136,8 @@ def test_the_example_that_asks_a_server(root: Path, capsys: pytest.CaptureFixtur
 async def tools_and_calls(client: Client) -> tuple[list[str], dict[str, Any]]:
     async with client:
         listed = await client.list_tools()
+        [schema] = [tool.input_schema for tool in listed.tools if tool.name == "search"]
+        assert {"minimum": 1, "maximum": 20}.items() <= schema["properties"]["k"].items()
         found = await client.call_tool("search", {"query": QUESTION, "k": 2})
         refused = await client.call_tool("search", {"query": QUESTION, "filters": {"nobody": 1}})
         assert refused.is_error

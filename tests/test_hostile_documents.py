@@ -432,11 +432,6 @@ def answer(fields: str, size: int) -> bytes:
 PAGE_HEAD, PAGE_END = b"<mediawiki><page><title>A</title><revision><text>", b"</text></revision></page></mediawiki>"
 ENTITY = b"<!DOCTYPE m [<!ENTITY a '%b'>]>" % (b"x" * 9000)
 LISTS = b'{"title": "T", "text": "x.", "m": ['
-NESTED = [
-    b".. |a| replace:: " + b"x" * 9000,
-    b".. |b| replace:: " + b"|a| " * 2000,
-    b".. |c| replace:: " + b"|b| " * 999,
-]
 LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {  # the file, what is in it, and what becomes of it
     "cells that share a string": ("a.xlsx", lambda: shared_string(MIB, 16_000), "too_large"),
     "elements": (
@@ -457,7 +452,6 @@ LARGE: dict[str, tuple[str, Callable[[], bytes], str]] = {  # the file, what is 
     "a row without end": ("a.csv.gz", lambda: repeated(b"title,text\n", b'"a\nb",', 320 * MIB, b"x"), "ends"),
     "a line without end": ("a.jsonl.gz", lambda: repeated(b'{"title": "', b"a", 3 << 30, b'"}'), "Rejected"),
     "objects": ("a.jsonl.gz", lambda: repeated(LISTS, b'{"":0},', 15 * MIB, b"0]}"), "Document"),
-    "nested substitutions": ("a.rst", lambda: b"\n".join([*NESTED[::-1], b"", b"|c| |c|"]), "Rejected"),
     "tables of contents": (
         "a.rst",
         lambda: b"".join(b"T%d\n====\n\n" % n for n in range(5000)) + b".. contents::\n\n" * 5000,
