@@ -393,6 +393,14 @@ def test_parquet_rows_keep_their_columns_but_bytes(tmp_path: Path) -> None:
     assert json.loads(first.extra) == {"score": None, "when": "2020-01-02 00:00:00.000000"}
 
 
+def test_rows_of_a_batch_count_as_read_together(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"title": ["T"] * 512, "text": ["x"] * 512}), path)
+    size = path.stat().st_size
+    positions = [raw.position for raw in FORMATS["parquet"].records(path) if isinstance(raw, Raw)]
+    assert positions == [size // 2] * 256 + [size] * 256
+
+
 def test_parquet_without_the_columns_or_broken_is_rejected_once(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a"], "title": ["A"]}), path)
@@ -506,6 +514,11 @@ def test_text_files_take_their_title_from_heading_page_or_name(tmp_path: Path) -
         ("a b", "One line.\nTwo."), ("The title", "Some bold link & code here.\n\nitem"), ("Front", "Head\n\ntext"),
         ("Page", "Short."), ("f", "Only a piece"),
     ]  # fmt: skip
+
+
+def test_a_paragraph_like_the_title_stays_unless_it_is_the_first(tmp_path: Path) -> None:
+    write(tmp_path / "a.md", "---\ntitle: Oslo\n---\n# Oslo\n\nA city.\n\nOslo\n\nEnd.")
+    assert kept(read(tmp_path / "a.md")) == [("Oslo", "A city.\n\nOslo\n\nEnd.")]
 
 
 def test_text_files_that_hold_no_text(tmp_path: Path) -> None:
@@ -868,6 +881,12 @@ def test_a_damaged_warc_member_costs_one_record(tmp_path: Path) -> None:
     assert kinds(read(path)) == expected
     path.write_bytes(b"".join(members)[:-30])
     assert kinds(read(path)) == [*WARC_KINDS[:-1], "rejected"]
+
+
+def test_zeros_between_warc_members_are_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(bytes(600).join(gzip.compress(one) for one in WARC) + bytes(600))
+    assert kinds(read(path)) == WARC_KINDS
 
 
 @pytest.mark.parametrize(

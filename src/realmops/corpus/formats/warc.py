@@ -43,7 +43,8 @@ def _plain_blocks(raw: BinaryIO) -> Iterator[bytes | None]:
     while data:
         if decoder is None:
             start = data.find(_GZIP)
-            if start and not lost and data.strip(b"\0"):
+            before = data[:start] if start >= 0 else data
+            if not lost and before.strip(b"\0"):  # zeros may fill a block
                 lost = True
                 yield None
             if start < 0:
