@@ -66,6 +66,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
+def unlistable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders named "closed" cannot be listed; root may list any, so that no mode of a folder would do."""
+    scandir = os.scandir
+
+    def listed(folder: str) -> Iterator[os.DirEntry[str]]:
+        if Path(folder).name == "closed":
+            raise PermissionError(13, "Permission denied", folder)
+        return scandir(folder)
+
+    monkeypatch.setattr("os.scandir", listed)
+
+
+@pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """All numbers in double precision, also where they are made fp32."""
     import torch

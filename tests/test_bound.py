@@ -24,6 +24,8 @@ from realmops.corpus.spans import Spans
 from realmops.index.embeddings import INDEX, embeddings_in, load_index, save_index
 from realmops.index.lexical import FOLDER, Bm25
 from realmops.serve.generations import RunFolder
+from realmops.stages import STAGES
+from realmops.stages.runner import inputs_of
 
 VALUES = toy_values()
 Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact
@@ -122,6 +124,13 @@ def test_an_update_of_another_corpus_under_the_same_weights_does_not_serve(copy:
     reverse_documents(copy)
     stage("snapshot", VALUES, copy, root)
     assert newest_state(root) == of_pipeline(root)
+
+
+def test_a_manifest_of_somebody_else_next_to_questions_is_no_binding(trained: Path, tmp_path: Path) -> None:
+    project = Path(shutil.copytree(trained, tmp_path / "project"))
+    for content in ("{ // of a web app\n", "[1]", '{"kind": "questions"}'):
+        (project / "manifest.json").write_text(content)
+        assert "questions.dev" in inputs_of(STAGES["pretrain"], VALUES, project, project / "root")
 
 
 def test_a_search_before_fine_tuning_embeds_another_corpus_again(trained: Path, tmp_path: Path) -> None:

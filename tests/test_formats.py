@@ -10,7 +10,7 @@ import socket
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -196,17 +196,10 @@ def test_a_broken_link_ends_the_stage_where_its_format_is_named(tmp_path: Path, 
         read(tmp_path, name)
 
 
-def test_a_folder_that_cannot_be_listed_is_counted_as_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("unlistable")
+def test_a_folder_that_cannot_be_listed_is_counted_as_unread(tmp_path: Path) -> None:
     for name in ("a.jsonl", "closed/b.jsonl"):
         write(tmp_path / name, '{"title": "A", "text": "a"}')
-    scandir = os.scandir
-
-    def listed(folder: str) -> Iterator[os.DirEntry[str]]:
-        if Path(folder).name == "closed":
-            raise PermissionError(13, "Permission denied", folder)
-        return scandir(folder)
-
-    monkeypatch.setattr("os.scandir", listed)
     for format in ("auto", "jsonl"):
         document, closed = read(tmp_path, format)
         assert isinstance(document, Document)

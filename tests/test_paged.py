@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from io import BytesIO
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +24,7 @@ from yaml import safe_load
 from realmops.answering.record import cited, short
 from realmops.artifacts import sha256_file
 from realmops.corpus.documents import Document, Raw, Rejected
-from realmops.corpus.formats import sources
+from realmops.corpus.formats import limited, sources
 from realmops.corpus.formats.paged import boxes, convert
 from realmops.corpus.ingest import batches
 from realmops.corpus.ingest import convert as convert_records
@@ -38,6 +43,32 @@ def read(path: Path) -> Any:
     [raw] = source.format.records(path)
     assert isinstance(raw, Raw)
     return source.format.convert(raw)
+
+
+def test_threads_that_read_at_once_get_each_their_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is held up between its request and its reply, until the second one has had time for both."""
+    paths = [written(tmp_path / f"{n}.docx", docx(f"Text of number {n}.")) for n in range(2)]
+    assert [read(path).text for path in paths] == ["Text of number 0.", "Text of number 1."]
+    child = limited._child("realmops.corpus.formats.paged", os.getpid())
+    asked = Event()
+
+    class Held:
+        def write(self, data: bytes) -> None:
+            child.stdin.write(data)
+
+        def flush(self) -> None:
+            child.stdin.flush()
+            if not asked.is_set():
+                asked.set()
+                time.sleep(1)
+
+    held = SimpleNamespace(stdin=Held(), stdout=child.stdout)
+    monkeypatch.setattr(limited, "_child", lambda *_: held)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(read, paths[0])
+        assert asked.wait(60)
+        second = threads.submit(read, paths[1])
+        assert [first.result().text, second.result().text] == ["Text of number 0.", "Text of number 1."]
 
 
 def written(path: Path, data: bytes) -> Path:

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +48,7 @@ def test_a_link_to_a_hidden_folder_is_followed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["2.txt", "sub/1.txt"]
 
 
+@pytest.mark.usefixtures("unlistable")
 def test_what_cannot_be_opened_is_among_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "file", tmp_path / "closed" / "file")
     (tmp_path / "link").symlink_to("nowhere")
@@ -56,12 +56,4 @@ def test_what_cannot_be_opened_is_among_the_files(tmp_path: Path, monkeypatch: p
     with socket.socket(socket.AF_UNIX) as bound:
         monkeypatch.chdir(tmp_path)
         bound.bind("socket")
-    scandir = os.scandir
-
-    def listed(folder: str) -> Iterator[os.DirEntry[str]]:
-        if Path(folder).name == "closed":
-            raise PermissionError(13, "Permission denied", folder)
-        return scandir(folder)
-
-    monkeypatch.setattr("os.scandir", listed)
     assert names(tmp_path) == ["file", "link", "pipe", "socket", "closed"]

@@ -32,7 +32,7 @@ def _is_date(match: re.Match[str], language: str) -> bool:
 
 
 def _is_short(match: re.Match[str]) -> bool:
-    """Whether the name of a month is cut by a full stop that does not end the sentence."""
+    """Return whether the name of a month is cut by a full stop that does not end the sentence."""
     after = match.string[match.end() : match.end() + _WINDOW].lstrip()
     return match[0].endswith(".") and bool(after) and not after[0].isupper()
 

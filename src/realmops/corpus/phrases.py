@@ -106,7 +106,7 @@ def _unit() -> Any:
 
 
 def _is_word(unit: str) -> bool:
-    """Whether a unit has two letters, as words have; marks make none of a character of a script without blanks."""
+    """Return whether a unit has two letters, as words have; combining marks are no letters."""
     return _two_letters().match(unit) is not None
 
 

@@ -212,7 +212,7 @@ class _Cutter:
 
 
 def _lost(document: Document, passages: int) -> Dropped | Rejected | None:
-    """What becomes of a document that has no passages, or whose passages would repeat too much; else None."""
+    """Return the outcome of a document without passages, or whose passages would repeat too much; else None."""
     if passages == 0:
         return Dropped(document.place, "no_wordpieces")
     if passages * (len(document.title) + len(document.extra)) > _REPEATED:

@@ -100,7 +100,7 @@ def _with_interval(row: Row, name: str, form: str) -> str:
 
 
 def _seeds(row: Row) -> str:
-    """How many, of how many the differences are, and whether the intervals are over questions alone."""
+    """Return the number of seeds, that of paired ones, and a note where intervals are over questions alone."""
     seeds, paired = row["seeds"], row["paired_seeds"]
     text = f"{seeds}" if paired == seeds else f"{seeds}, of differences {paired}"
     return f"{text}: interval over questions alone" if paired == 1 else text

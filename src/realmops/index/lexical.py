@@ -88,7 +88,7 @@ def split_words(text: str, language: str = ENGLISH) -> list[str]:
 
 
 def placed_words(text: str, language: str = ENGLISH) -> Iterator[tuple[str, int, int]]:
-    """The same words with their characters in the text."""
+    """Yield the words of ``split_words`` with their start and end characters in the text."""
     return placed(_english_words, text) if language == ENGLISH else word_spans(text)
 
 

@@ -72,7 +72,7 @@ class AnswerService:
             raise HTTPException(404, f"the model here is {self.name!r}: name that one")
 
     def state(self) -> Record:
-        """What serves, and why a newer generation does not; of files only their names."""
+        """Return the model that serves, and why a newer one was refused; files are named without their folders."""
         refused = self.watcher.refused
         return {
             "model": self.answerer.generation.about,

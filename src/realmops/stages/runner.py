@@ -197,7 +197,10 @@ def _check_made_questions(inputs: Mapping[str, Path]) -> None:
     for key, path in inputs.items():
         if not key.startswith("questions.") or not (path.parent / artifacts.MANIFEST).is_file():
             continue
-        manifest = artifacts.read_json(path.parent / artifacts.MANIFEST)
+        try:
+            manifest = artifacts.read_json(path.parent / artifacts.MANIFEST)
+        except ValueError:
+            continue  # a user's own file of that name
         made_from = manifest.get("corpus_hash") if isinstance(manifest, dict) and manifest.get("kind") == KIND else None
         corpus_hash = artifacts.read_json(inputs["snapshot"] / CORPUS / artifacts.MANIFEST)["corpus_hash"]
         if made_from not in (None, corpus_hash):

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from realmops.corpus.documents import Document, Dropped, Outcome, Raw, Rejected
 MEMORY_LIMIT = 2 << 30  # bytes of data, beyond those of a child that has read nothing
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
 _OUT_OF_MEMORY = 3  # exit status
+_ONE_AT_A_TIME = threading.Lock()  # else a thread would read the reply to another one's request
 
 
 def convert_in_child(module: str, name: str, raw: Raw) -> Outcome:
@@ -28,7 +30,12 @@ def convert_in_child(module: str, name: str, raw: Raw) -> Outcome:
     Args:
         raw: a record whose data is the path of the file.
     """
-    child = _child(module)
+    with _ONE_AT_A_TIME:
+        return _converted(module, name, raw)
+
+
+def _converted(module: str, name: str, raw: Raw) -> Outcome:
+    child = _child(module, os.getpid())
     assert child.stdin is not None
     assert child.stdout is not None
     try:
@@ -58,8 +65,8 @@ def convert_in_child(module: str, name: str, raw: Raw) -> Outcome:
 
 
 @cache
-def _child(module: str) -> "subprocess.Popen[bytes]":
-    """The child of this process; it ends when this process does, since its input ends then."""
+def _child(module: str, parent: int) -> "subprocess.Popen[bytes]":
+    """Start the child of this process (not that of a process it was forked from), which ends when its input does."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import convert; from {__name__} import serve; serve"
     return subprocess.Popen([sys.executable, "-c", f"{code}(convert)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 

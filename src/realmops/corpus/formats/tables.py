@@ -205,7 +205,7 @@ def _plain_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | Exception]:
 
 
 def _sizes(column: pa.Array) -> Sizes:
-    """How many characters or bytes, and other values, each row holds; a text that rows share counts for each."""
+    """Return the characters or bytes, and other values, of each row [R]; a text that rows share counts for each."""
     kind = column.type
     sizes: Sizes = np.ones(len(column), np.int64)
     if pa.types.is_dictionary(kind):
