@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from realmops.encoders.bert import Bert, MaskedWordHead, export_state
+from realmops.model.encoder import Bert, MaskedWordHead, export_state
 
 
 def save_bert(folder: Path, bert: Bert, head: MaskedWordHead | None = None) -> None:

@@ -69,7 +69,7 @@ def encode(encoder: Path, documents: list[Path], questions: Path, wordpieces: in
     import torch.nn.functional as F
     from safetensors.torch import save_file
 
-    from realmops.encoders.devices import resolve_precision
+    from realmops.devices import resolve_precision
     from realmops.index.start import principal_components
 
     against.one_thread()

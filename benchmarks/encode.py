@@ -63,7 +63,7 @@ def random_model(folder: Path, shape: str) -> None:
     from bert_files import save_bert
 
     from realmops.corpus.vocabulary import vocabulary_bytes
-    from realmops.encoders.bert import Bert
+    from realmops.model.encoder import Bert
 
     torch.manual_seed(0)
     bert = Bert(generated.SHAPES[shape])
@@ -96,8 +96,8 @@ class Ours:
 
         from realmops.corpus.pretrained import read_encoder_tokenizer
         from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
-        from realmops.encoders.architectures import load_encoder
-        from realmops.encoders.devices import passage_products
+        from realmops.model.encoder import load_encoder
+        from realmops.devices import passage_products
         from realmops.index.graph import graph_of
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
@@ -217,7 +217,7 @@ def compare(
     import generated
     import torch
 
-    from realmops.encoders.devices import DTYPES, PRECISIONS, multiplies_bf16, multiplies_int8, resolve_precision
+    from realmops.devices import DTYPES, PRECISIONS, multiplies_bf16, multiplies_int8, resolve_precision
 
     dtype = resolve_precision(arguments.precision, torch.device("cpu"))
     precision, multiplied = PRECISIONS[dtype], torch.bfloat16 if dtype == torch.int8 else dtype
@@ -287,7 +287,7 @@ def compare(
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     """The rows of every model."""
-    from realmops.encoders.devices import tune_process
+    from realmops.devices import tune_process
 
     against.one_thread()
     against.quiet_transformers()

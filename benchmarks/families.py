@@ -68,7 +68,7 @@ def random_model(folder: Path, family: str, shape: str) -> None:
 
 def compare(name: str, folder: Path, documents: list[str], precision: str, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one model in one precision."""
-    from realmops.encoders.devices import DTYPES
+    from realmops.devices import DTYPES
 
     dtype, device = DTYPES[precision], arguments.device
     mine = encode.Ours(folder, dtype, device)

@@ -87,8 +87,8 @@ class Untrained:
         from realmops.answering.openqa import OpenQa
         from realmops.commands.answers import Generation
         from realmops.corpus.snapshot import Snapshot
-        from realmops.encoders.bert import Bert, MaskedWordHead
-        from realmops.encoders.devices import device_and_dtype, freeze_products
+        from realmops.model.encoder import Bert, MaskedWordHead
+        from realmops.devices import device_and_dtype, freeze_products
         from realmops.index.lexical import Bm25
         from realmops.index.mips import exact
         from realmops.model.reader import Reader, SpanHead

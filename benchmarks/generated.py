@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from realmops.corpus.sample import build_world
 from realmops.corpus.vocabulary import bert_words, build_tokenizer, learn_pieces
-from realmops.encoders.bert import BertConfig
+from realmops.model.encoder import BertConfig
 
 VOCABULARY = 30_522
 LEARNED = 3_000  # pieces that the invented text has a use for

@@ -66,7 +66,7 @@ def tower(shape: str = "BERT-base") -> Any:
     """The tower of passages: BERT-base as REALM has it, MiniLM as a sentence encoder."""
     import generated
 
-    from realmops.encoders.bert import Bert
+    from realmops.model.encoder import Bert
     from realmops.model.retriever import Embedder
 
     encoder = Bert(generated.SHAPES[shape])

@@ -108,7 +108,7 @@ def chain(root: Path) -> dict[str, float]:
 
     from realmops.corpus.questions import read_questions
     from realmops.corpus.snapshot import Snapshot
-    from realmops.encoders.devices import resolve_precision
+    from realmops.devices import resolve_precision
     from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule
     from realmops.index.embeddings import embed_corpus
     from realmops.index.mips import Exact, search

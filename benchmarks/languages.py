@@ -29,7 +29,7 @@ from realmops.corpus.questions import Question, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, train_vocabulary
-from realmops.encoders.devices import resolve_precision
+from realmops.devices import resolve_precision
 from realmops.index import lexical
 from realmops.index.embed import embed, embed_documents, query_sequences, text_queries
 from realmops.index.hybrid import Hybrid

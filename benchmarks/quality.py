@@ -136,7 +136,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
 def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
     from realmops.corpus.questions import read_questions
-    from realmops.encoders.devices import tune_process
+    from realmops.devices import tune_process
     from realmops.stages import STAGES, check_files
     from realmops.stages.runner import run_stage
 

@@ -56,7 +56,7 @@ class Step:
         import torch
 
         from realmops import config
-        from realmops.encoders.devices import keep_freed_memory
+        from realmops.devices import keep_freed_memory
         from realmops.train.optimiser import BertAdamW, Group, Schedule
         from realmops.train.realm import Realm
 
@@ -153,8 +153,8 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
     """The peer's weights where it has saved some, else fresh ones."""
     import generated
 
-    from realmops.encoders.bert import Bert, MaskedWordHead
-    from realmops.encoders.folders import read_config, read_weights
+    from realmops.model.encoder import Bert, MaskedWordHead
+    from realmops.hub import read_config, read_weights
     from realmops.model.published import Published, pretrained_models
     from realmops.model.reader import Reader
     from realmops.model.retriever import Embedder, Retriever
@@ -306,7 +306,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     """Ours at its best against fp32, and bf16 against bf16 where the processor multiplies it."""
     import torch
 
-    from realmops.encoders.devices import resolve_precision
+    from realmops.devices import resolve_precision
 
     against.one_thread()
     best = "bf16" if resolve_precision("auto", torch.device("cpu")) == torch.bfloat16 else "fp32"

@@ -29,7 +29,7 @@ def make_tagger() -> Any:
     import generated
     import torch
 
-    from realmops.encoders.bert import Bert
+    from realmops.model.encoder import Bert
     from realmops.train.tagger import Tagger
 
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
     from realmops import config
     from realmops.corpus.conll import TaggedSentence
-    from realmops.encoders.devices import resolve_precision
+    from realmops.devices import resolve_precision
     from realmops.train.tagger import predict_words
 
     known = generated.sentences()[: 2 * arguments.sentences]

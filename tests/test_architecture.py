@@ -33,7 +33,7 @@ IN_ONE_MODULE = ("mlflow", "faiss", "kfp", "kubernetes")
 MODEL_CODE = (
     "realmops.commands.pyfunc"  # imported by nothing: MLflow copies it into the registered model and runs the copy
 )
-RESTRICTED_LOADER = "realmops.encoders.folders"  # reads the .bin files of others, with weights_only
+RESTRICTED_LOADER = "realmops.hub"  # reads the .bin files of others, with weights_only
 PICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
 

@@ -12,7 +12,7 @@ from bert_files import save_bert
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from realmops.encoders.bert import (
+from realmops.model.encoder import (
     Bert,
     BertConfig,
     MaskedWordHead,
@@ -21,7 +21,7 @@ from realmops.encoders.bert import (
     import_state,
     initialise_small,
 )
-from realmops.encoders.devices import (
+from realmops.devices import (
     autocast,
     freeze_products,
     multiplies_bf16,
@@ -29,8 +29,8 @@ from realmops.encoders.devices import (
     resolve_device,
     resolve_precision,
 )
-from realmops.encoders.folders import read_weights
-from realmops.encoders.packed import Packed, even_rows
+from realmops.hub import read_weights
+from realmops.model.packed import Packed, even_rows
 from realmops.model.reader import SpanHead
 
 SHAPE = {
@@ -122,8 +122,8 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
     assert all(batch.in_place for batch in singles)
     apart_TD, apart = gradients(singles)
     torch.testing.assert_close(whole_TD, apart_TD, rtol=0, atol=1e-5)
-    monkeypatch.setattr("realmops.encoders.packed._SCORES_TOGETHER", 60)
-    monkeypatch.setattr("realmops.encoders.packed._SCORES_OF_GROUP", 150)
+    monkeypatch.setattr("realmops.model.packed._SCORES_TOGETHER", 60)
+    monkeypatch.setattr("realmops.model.packed._SCORES_OF_GROUP", 150)
     groups = Packed(tokens, segments)
     assert 1 < len(groups.groups) < len(tokens)
     grouped_TD, grouped = gradients([groups])
@@ -139,8 +139,8 @@ def test_a_packed_batch_is_its_sequences_one_by_one(
 
 
 def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.encoders.packed._SCORES_TOGETHER", 1)
-    monkeypatch.setattr("realmops.encoders.packed._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
+    monkeypatch.setattr("realmops.model.packed._SCORES_TOGETHER", 1)
+    monkeypatch.setattr("realmops.model.packed._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
     batch = Packed([np.arange(length) for length in (5, 2, 1, 2)])
     found = [(g.first, g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
     assert found == [(0, 2, 8, True), (16, 1, 2, False), (18, 1, 5, False)]
@@ -179,7 +179,7 @@ def test_rows_that_are_added_in_bf16_change_nothing(monkeypatch: pytest.MonkeyPa
         return [hidden_TD.detach().float(), score_S.detach(), *(p.grad for p in parameters)]
 
     even = values()
-    monkeypatch.setattr("realmops.encoders.bert.even_rows", lambda x: x)
+    monkeypatch.setattr("realmops.model.encoder.even_rows", lambda x: x)
     monkeypatch.setattr("realmops.model.reader.even_rows", lambda x: x)
     for one, other in zip(even, values(), strict=True):
         # bf16 keeps eight bits, and the order of a sum may differ with the number of rows

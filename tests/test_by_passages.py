@@ -25,7 +25,7 @@ from torch import Tensor
 
 from realmops.config import Finetune
 from realmops.corpus.questions import Question
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.index.embed import document_sequences, embed
 from realmops.index.source import Index
 from realmops.model.retriever import Retriever

@@ -45,8 +45,8 @@ from realmops.corpus.formats import sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.encoders.bert import BertConfig
-from realmops.encoders.folders import T5, encoder_files
+from realmops.model.encoder import BertConfig
+from realmops.hub import T5, encoder_files
 from realmops.train.finetune import finetune_steps
 from realmops.train.loop import TENSORS
 

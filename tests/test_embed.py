@@ -13,9 +13,9 @@ from small_encoders import around, byte_bpe
 from small_world import World, at_once, tiny_models
 
 from realmops.encoders import packed
-from realmops.encoders.bert import Bert
-from realmops.encoders.devices import evaluating, multiplies_bf16, multiply_by, product
-from realmops.encoders.foreign import Foreign
+from realmops.model.encoder import Bert
+from realmops.devices import evaluating, multiplies_bf16, multiply_by, product
+from realmops.model.encoder import Foreign
 from realmops.index import embed as embedding
 from realmops.index.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
 from realmops.model.retriever import Embedder

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from realmops.config import Pretrain
 from realmops.corpus.vocabulary import vocabulary_bytes
-from realmops.encoders.architectures import ARCHITECTURES, described_encoder
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.folders import read_config, read_weights
-from realmops.encoders.packed import Packed
+from realmops.model.encoder import ARCHITECTURES, described_encoder
+from realmops.model.encoder import Encoder
+from realmops.hub import read_config, read_weights
+from realmops.model.packed import Packed
 from realmops.index.embed import document_sequences, embed
 from realmops.model.files import (
     add_spans,

@@ -22,8 +22,8 @@ from realmops.commands import run
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
-from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead
-from realmops.encoders.folders import (
+from realmops.model.encoder import Bert, BertConfig, MaskedWordHead
+from realmops.hub import (
     BERT,
     T5,
     Family,

@@ -22,7 +22,7 @@ from realmops import artifacts
 from realmops.answering.openqa import OpenQa
 from realmops.commands.answers import Generation, generation_of_run
 from realmops.commands.export import INPUTS, export
-from realmops.encoders.devices import freeze_products
+from realmops.devices import freeze_products
 from realmops.encoders.modernbert import ModernBert, ModernConfig
 from realmops.index.embed import embed, embed_documents
 from realmops.index.lexical import Bm25

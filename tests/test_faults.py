@@ -486,7 +486,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
     import torch
 
     from realmops.corpus.snapshot import Snapshot
-    from realmops.encoders.folders import read_weights
+    from realmops.hub import read_weights
     from realmops.evaluate.predictions import read_predictions
     from realmops.index.builder_process import Follower
     from realmops.index.embeddings import load_index

@@ -16,7 +16,7 @@ from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune
 from realmops.corpus.answers import normal_form
 from realmops.corpus.questions import Question
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.index.embed import document_sequences, embed
 from realmops.index.mips import Exact
 from realmops.model.files import add_spans

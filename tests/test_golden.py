@@ -24,7 +24,7 @@ from small_world import PAPERS_READER, section, tiny_context, tiny_optimiser
 from realmops.artifacts import digest_of, seed_for
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.index.mips import Exact
 from realmops.index.source import Index
 from realmops.model import reader as reader_module

@@ -27,7 +27,7 @@ from realmops.baselines.t5 import ClosedBook
 from realmops.config import ClosedBookOptions
 from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.questions import Question
-from realmops.encoders.bert import BertConfig
+from realmops.model.encoder import BertConfig
 from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex
 from realmops.model.files import add_spans, build_encoder

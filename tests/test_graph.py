@@ -16,9 +16,9 @@ from torch import Tensor
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders import devices, packed
-from realmops.encoders.bert import Bert, BertConfig
-from realmops.encoders.devices import multiplies_bf16, resolve_precision
-from realmops.encoders.encoder import Encoder
+from realmops.model.encoder import Bert, BertConfig
+from realmops.devices import multiplies_bf16, resolve_precision
+from realmops.model.encoder import Encoder
 from realmops.encoders.modernbert import ModernBert, ModernConfig
 from realmops.index import embed as embedding
 from realmops.index import embeddings, graph

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Ict, defaults, laid, preset_path
-from realmops.encoders.bert import Bert
-from realmops.encoders.packed import Packed
+from realmops.model.encoder import Bert
+from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.train import ict
 from realmops.train.ict import (

@@ -11,7 +11,7 @@ from small_world import World, section, tiny_context, tiny_models, tiny_optimise
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.forms import Form, form_of, forms_of
 from realmops.corpus.questions import Question
-from realmops.encoders.packed import FORM_STEP, Packed
+from realmops.model.packed import FORM_STEP, Packed
 from realmops.index.start import start_matches
 from realmops.model.files import add_spans, load_models, save_models
 from realmops.model.matches import SIZES, UNITS, Matches

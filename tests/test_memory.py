@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
     from safetensors.torch import save
     from small_world import section
 
-    from realmops.encoders.devices import keep_freed_memory
+    from realmops.devices import keep_freed_memory
     from realmops.index.builder import Builder, BuilderWork
     from realmops.index.builder_process import merge
     from realmops.index.embeddings import EMBEDDINGS
@@ -112,7 +112,7 @@ def two_stages() -> None:
     """What stays of 64 MiB in tensors that a stage made, of those it freed: while it works, and as the next begins."""
     import torch
 
-    from realmops.encoders.devices import tune_process
+    from realmops.devices import tune_process
 
     tune_process(1)
     before = anonymous()

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, export_state
-from realmops.encoders.packed import BATCH_WORDPIECES, Packed
+from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, export_state
+from realmops.model.packed import BATCH_WORDPIECES, Packed
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.model.files import (
     add_spans,

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, import_state
-from realmops.encoders.packed import Packed
+from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, import_state
+from realmops.model.packed import Packed
 from realmops.model import likelihood
 from realmops.model.reader import Bodies, Reader, SpanHead, enumerate_spans
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from realmops.artifacts import read_json, read_manifest
 from realmops.commands.published import import_published
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.index.embeddings import embed_corpus, load_index
 from realmops.index.mips import search
 from realmops.model.files import load_models

@@ -25,8 +25,8 @@ from small_world import (
 from torch import Tensor
 
 from realmops.config import Pretrain
-from realmops.encoders.bert import Bert
-from realmops.encoders.packed import Packed
+from realmops.model.encoder import Bert
+from realmops.model.packed import Packed
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.mips import Exact
 from realmops.index.source import Index, generation_in_use

@@ -17,7 +17,7 @@ from small_world import MemoryJournal, OneIndex, World, build_world, section, ti
 from torch import Tensor
 
 from realmops.config import Pretrain
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.model import likelihood
 from realmops.model.reader import READERS as CLASSES
 from realmops.model.reader import Masked, Reader

@@ -12,9 +12,9 @@ from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
 from realmops.encoders import devices
-from realmops.encoders.bert import Bert, BertConfig, initialise_small
-from realmops.encoders.devices import autocast, multiplies_bf16
-from realmops.encoders.packed import Packed
+from realmops.model.encoder import Bert, BertConfig, initialise_small
+from realmops.devices import autocast, multiplies_bf16
+from realmops.model.packed import Packed
 from realmops.index.embed import document_sequences, embed, embed_documents
 from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
 from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection, means

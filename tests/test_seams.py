@@ -22,7 +22,7 @@ from realmops.answering.answer import Answer, Found, Read, Span
 from realmops.answering.record import record_of, sentence
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.questions import Question
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.evaluate import tuned
 from realmops.index import approximate
 from realmops.index.approximate import Approximate

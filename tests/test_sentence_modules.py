@@ -18,7 +18,7 @@ from small_project import QUESTIONS, stage, toy_values, write_project
 from realmops.config import parse_section
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.folders import encoder_files, sentence_prompts
+from realmops.hub import encoder_files, sentence_prompts
 from realmops.index.embed import document_sequences, embed, embed_documents, query_sequences, text_queries
 from realmops.model.files import build_models, retriever_files, retriever_from_files
 from realmops.model.portable import write_retriever

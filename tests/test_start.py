@@ -10,7 +10,7 @@ import torch
 from scipy.sparse import csr_matrix
 from small_world import DOCUMENTS, World, section, tiny_models
 
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.index import start
 from realmops.index.embed import document_sequences, embed, query_sequences
 from realmops.index.start import (

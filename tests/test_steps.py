@@ -21,8 +21,8 @@ from small_world import World, build_world, section, tiny_context, tiny_models, 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.questions import Question
 from realmops.encoders import packed
-from realmops.encoders.devices import bring, send
-from realmops.encoders.packed import Packed
+from realmops.devices import bring, send
+from realmops.model.packed import Packed
 from realmops.index.embed import document_sequences, embed, embed_documents, embed_there, query_sequences
 from realmops.index.hybrid import Hybrid
 from realmops.index.lexical import Bm25

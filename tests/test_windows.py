@@ -23,7 +23,7 @@ from small_world import (
 from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune
 from realmops.corpus.questions import Question
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 from realmops.model.files import add_spans
 from realmops.model.retriever import Mixture
 from realmops.model.sequences import join_reader

@@ -25,8 +25,7 @@ from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.special import blank_before
-from realmops.encoders.devices import autocast, send
-from realmops.encoders.packed import Packed
+from realmops.devices import autocast, send
 from realmops.index.embed import Progress, embed, no_progress, query_sequences
 from realmops.index.embeddings import save_passages
 from realmops.index.hybrid import Hits, Hybrid
@@ -34,6 +33,7 @@ from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex
 from realmops.model.files import save_models
 from realmops.model.likelihood import log_prior
+from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_query
@@ -145,7 +145,7 @@ class RetrieveAndRead(Answering):
 
     def save(self, folder: Path) -> None:
         """Both models, what the ranker has learned, and the index."""
-        save_models(folder, self.retriever, self.reader, self.snapshot.vocabulary_hash)
+        save_models(folder, self.retriever, self.reader, self.snapshot.vocabulary_hash, self.snapshot.tokenizer)
         if isinstance(self.ranker, Ranker):
             self.ranker.save(folder)
         if self.passages is not None:

@@ -24,13 +24,12 @@ from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.architectures import described_encoder
-from realmops.encoders.devices import autocast
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.packed import Packed
+from realmops.devices import autocast
 from realmops.index.lexical import Bm25, Rows, rank, top
+from realmops.model.encoder import Encoder, described_encoder
 from realmops.model.files import cpu_state
 from realmops.model.likelihood import marginal_span_loss
+from realmops.model.packed import Packed
 from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.train.finetune import finetune_steps
 from realmops.train.loop import Context, epoch_rows, fit
@@ -89,7 +88,7 @@ class PathRetriever:
     def load(
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
     ) -> Self:
-        scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text()), str(folder / SHAPE)))
+        scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text()))[0])
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)
 

@@ -25,9 +25,8 @@ from realmops.artifacts import read_json, seed_for, write_json
 from realmops.config import ClosedBookOptions, Optimiser
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.bert import BertConfig
-from realmops.encoders.devices import autocast
-from realmops.encoders.folders import CONFIG, T5, TOKENIZER, encoder_folder, read_config
+from realmops.devices import autocast
+from realmops.hub import CONFIG, T5, TOKENIZER, encoder_folder, read_config
 from realmops.model.sequences import SpecialTokens
 from realmops.train.finetune import finetune_steps
 from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
@@ -60,7 +59,7 @@ class ClosedBook(Answering):
         self.tokenizer.no_padding()
 
     @classmethod
-    def build(cls, options: ClosedBookOptions, snapshot: Snapshot, shape: BertConfig, seed: int) -> Self:
+    def build(cls, options: ClosedBookOptions, snapshot: Snapshot, shape: Any, seed: int) -> Self:
         """The model that ``init`` names: ``small`` has the reader's shape in encoder and decoder each."""
         if options.init == "small":
             tokenizer = _tokenizer_of(snapshot)
@@ -307,16 +306,16 @@ def _tokenizer_of(snapshot: Snapshot) -> Tokenizer:
     return tokenizer
 
 
-def _small(tokenizer: Tokenizer, shape: BertConfig, seed: int) -> Any:
-    """A T5 with the encoder's shape twice, and T5's own start values."""
+def _small(tokenizer: Tokenizer, shape: Any, seed: int) -> Any:
+    """Return a T5 with the shape of an encoder's configuration twice, and T5's own start values."""
     transformers, special = _transformers(), SpecialTokens.of(tokenizer)
     config = transformers.T5Config(
         vocab_size=tokenizer.get_vocab_size(),
-        d_model=shape.width,
-        d_kv=shape.width // shape.heads,
-        d_ff=shape.intermediate,
-        num_layers=shape.layers,
-        num_heads=shape.heads,
+        d_model=shape.hidden_size,
+        d_kv=shape.hidden_size // shape.num_attention_heads,
+        d_ff=getattr(shape, "intermediate_size", 4 * shape.hidden_size),
+        num_layers=shape.num_hidden_layers,
+        num_heads=shape.num_attention_heads,
         dropout_rate=0.0,
         pad_token_id=special.padding,
         eos_token_id=special.sep,

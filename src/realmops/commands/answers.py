@@ -18,7 +18,7 @@ from realmops.commands.update import CorpusState, newest_state, of_pipeline
 from realmops.config import Finetune, RunOptions
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, pack_products, tune_process
+from realmops.devices import device_and_dtype, tune_process, with_packed_linears
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.tuned import open_tuned
 from realmops.index.embeddings import INDEX
@@ -95,10 +95,11 @@ class Generation:
 
         In place, before anybody asks; answers stay what they are.
         """
-        if self.model.passages is not None:
-            self.model.passages = searched_often(self.model.passages)
-            pack_products(self.model.retriever.query)
-        pack_products(self.model.reader)
+        model = self.model
+        if model.passages is not None:
+            model.passages = searched_often(model.passages)
+            model.retriever.query = with_packed_linears(model.retriever.query, model.dtype)
+        model.reader = with_packed_linears(model.reader, model.dtype)
 
     @property
     def searching(self) -> Search:

@@ -51,7 +51,7 @@ def _version(name: str) -> str:
 def _device() -> Iterator[str]:
     import torch
 
-    from realmops.encoders.devices import resolve_device, resolve_precision
+    from realmops.devices import resolve_device, resolve_precision
 
     device = resolve_device("auto")
     name = f"CPU with {torch.get_num_threads()} threads"

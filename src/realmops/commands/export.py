@@ -21,12 +21,12 @@ from realmops import __version__, artifacts
 from realmops.commands.answers import Generation
 from realmops.commands.card import CARD, card, reader_card
 from realmops.corpus.snapshot import ROWS_PER_BATCH, TEXT_COLUMNS
-from realmops.encoders.folders import TOKENIZER
 from realmops.evaluate.confidence import FILE as CONFIDENCE
+from realmops.hub import TOKENIZER
 from realmops.index.embed import embed_documents
 from realmops.index.mapped import release
 from realmops.index.mips import PassageIndex
-from realmops.model.files import MODEL, READER, load_models
+from realmops.model.files import copy_models, load_models
 from realmops.model.portable import ROUTES, inputs_of, joining, similarity, write_retriever
 from realmops.model.retriever import Embedder, Retriever
 
@@ -88,8 +88,8 @@ def _export_reader(folder: Path, generation: Generation, root: Path | None) -> s
             "finetune trains it here: there is no reader to export"
         )
     with artifacts.atomic_folder(folder) as out:
-        for name in (MODEL, READER, CONFIDENCE):
-            shutil.copyfile(generation.folder / name, out / name)
+        copy_models(generation.folder, out, "reader")
+        shutil.copyfile(generation.folder / CONFIDENCE, out / CONFIDENCE)
         model.snapshot.tokenizer.save(str(out / TOKENIZER))
         (out / CARD).write_text(reader_card(generation, generation.confidence, root), encoding="utf-8")
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **generation.about)

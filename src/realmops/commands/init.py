@@ -22,7 +22,7 @@ from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.languages import AUTO, ENGLISH, detect, languages
 from realmops.corpus.questions import json_line, parts_of, read_questions
-from realmops.encoders.folders import CONFIG, is_sentence_encoder, read_optional
+from realmops.hub import CONFIG, is_sentence_encoder, read_optional
 from realmops.resources import resource
 from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
 

@@ -16,7 +16,7 @@ from realmops.artifacts import read_json
 from realmops.commands.trained import options_of
 from realmops.commands.update import CorpusState
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, tune_process
+from realmops.devices import device_and_dtype, tune_process
 from realmops.index.embed import embed, query_sequences
 from realmops.index.embeddings import INDEX, embed_corpus, load_index
 from realmops.index.lexical import Bm25

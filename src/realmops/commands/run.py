@@ -12,8 +12,7 @@ from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
 from realmops.corpus.pretrained import read_encoder_tokenizer
 from realmops.corpus.questions import read_questions
-from realmops.encoders.families import PACKED
-from realmops.encoders.folders import CONFIG, T5, encoder_files, encoder_folder, read_config
+from realmops.hub import T5, encoder_files, encoder_folder
 from realmops.index.process import end_with
 from realmops.stages import CLOZE, STAGES, Report, check_files, external_files, in_use, named_below
 from realmops.stages.runner import run_stage
@@ -63,27 +62,8 @@ def _look_ahead(names: Sequence[str], values: Values, project: Path, root: Path,
     }
     for key, path in files.items():  # each once
         look_at(key, path, values)
-    look_at_encoders(names, values)
-    for note in notes(names, values):
+    for note in (*check_encoders(names, values), *notes(names, values)):
         report.warn(note)
-    if any("bert" in STAGES[name].sections for name in names) and (init := values["bert"]["init"]) != "small":
-        for note in encoder_notes(encoder_folder(init)):
-            report.warn(note)
-
-
-def encoder_notes(folder: Path) -> Iterator[str]:
-    """What is worth knowing of an encoder before it begins; ValueError where it cannot work here."""
-    config = read_config(folder)
-    kind = config.get("model_type", "bert")
-    if kind in PACKED:
-        return
-    from realmops.encoders.foreign import refuse
-
-    refuse(config, str(folder / CONFIG))
-    yield (
-        f"bert.init is a {kind}, which transformers computes: batches are padded, and it is slower than a BERT, "
-        "RoBERTa, XLM-R, MPNet, DistilBERT, ELECTRA or ModernBERT of its size"
-    )
 
 
 def look_at(key: str, path: Path, values: Values) -> None:
@@ -100,14 +80,38 @@ def look_at(key: str, path: Path, values: Values) -> None:
         read_conll(path)
 
 
-def look_at_encoders(names: Collection[str], values: Values) -> None:
-    """Open the pre-trained encoder that one of these stages wants, as ``ict`` does, and find T5's files."""
-    init = values["bert"]["init"]
+def check_encoders(names: Collection[str], values: Values) -> list[str]:
+    """Open the pre-trained encoder that one of these stages requires, as ``ict`` does, and find T5's files.
+
+    Returns:
+        What is worth knowing of the encoder before a stage begins.
+
+    Raises:
+        ValueError: the encoder cannot work here, or not with these options.
+    """
+    init, about = values["bert"]["init"], []
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
+        from realmops.model.encoder import USUAL
         from realmops.model.files import build_models
 
-        words, *_ = read_encoder_tokenizer(encoder_folder(init))
+        folder = encoder_folder(init)
+        words, *_ = read_encoder_tokenizer(folder)
         bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
-        build_models(bert, retriever, reader, len(words), seed=0)
+        encoder = build_models(bert, retriever, reader, len(words), seed=0)[1].encoder
+        kind = encoder.model.config.model_type
+        steps = {"ict": "ict.reader_steps", "pretrain": "pretrain.steps"}
+        for stage, key in steps.items():
+            section, _, name = key.partition(".")
+            if not encoder.predicts and stage in names and values[section][name]:
+                raise ValueError(
+                    f"{folder}: a {kind} continues texts and sees no word after a mask, so it predicts no masked "
+                    f"words and may retrieve alone; set {key}=0, or choose an encoder, for example {USUAL}"
+                )
+        if not encoder.packs:
+            about.append(
+                f"bert.init is a {kind}, whose batches are padded: it is slower than a family of transformers that "
+                "supports its attention interface, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
+            )
     if "finetune" in names and values["finetune"]["reader"] in CLOSED_BOOK:
         encoder_files(values["closed_book"]["init"], T5)
+    return about

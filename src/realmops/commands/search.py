@@ -17,11 +17,11 @@ from realmops.commands.answers import ClosedBookModel, generation_of_run, search
 from realmops.commands.trained import sections_of
 from realmops.config import RunOptions, defaults, parse_section
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, freeze_products, tune_process
+from realmops.devices import device_and_dtype, freeze_products, tune_process
 from realmops.index.embeddings import embed_corpus, load_passages, save_passages
 from realmops.index.lexical import Bm25
 from realmops.index.mips import exact
-from realmops.model.files import RETRIEVER, load_models
+from realmops.model.files import load_models, weight_files
 from realmops.model.retriever import Retriever
 from realmops.stages import STAGES, Report
 
@@ -71,7 +71,9 @@ def _embedded(
     retriever, _ = load_models(folder, snapshot.vocabulary_hash)
     freeze_products(retriever.eval(), dtype)
     retriever = retriever.to(device)
-    key = artifacts.digest_of([manifest["files"][RETRIEVER]["sha256"], snapshot.corpus_hash, str(dtype)])[:16]
+    weights = [path.relative_to(folder).as_posix() for path in weight_files(folder, "retriever")]
+    digests = [manifest["files"][name]["sha256"] for name in weights]
+    key = artifacts.digest_of([*digests, snapshot.corpus_hash, str(dtype)])[:16]
     kept = root / WORK / FOLDER / key
     if not kept.is_dir():
         bar = report.progress("passages embedded", len(snapshot))

@@ -21,14 +21,14 @@ from realmops.corpus.formats import sources
 from realmops.corpus.questions import in_languages, read_questions, text_key
 from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.encoders.devices import device_and_dtype, tune_process
+from realmops.devices import device_and_dtype, tune_process
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.evaluate.report import FigureTable, as_text
 from realmops.index import lexical
 from realmops.index.embeddings import INDEX, embed_changed, load_index, save_index
 from realmops.index.lexical_writer import write_bm25
 from realmops.journal import Journal
-from realmops.model.files import READER, RETRIEVER, load_models
+from realmops.model.files import load_models, weight_files
 from realmops.stages import (
     CORPUS,
     JOURNAL,
@@ -187,9 +187,9 @@ def _model(pipeline: CorpusState) -> str:
 
     A closed-book model has no such weights, and is never updated.
     """
-    weights = [pipeline.finetune / name for name in (RETRIEVER, READER)]
+    weights = weight_files(pipeline.finetune, "retriever", "reader")
     corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"{CORPUS}/{artifacts.MANIFEST}"]
-    return artifacts.digest_of([*(artifacts.sha256_file(path) for path in weights if path.is_file()), corpus])
+    return artifacts.digest_of([*(artifacts.sha256_file(path) for path in weights), corpus])
 
 
 def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
@@ -281,7 +281,9 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     model = of_pipeline(task.root).finetune  # an earlier update may have an old calibration
     for path in (model / name for name in artifacts.read_manifest(model, "finetune")["files"]):
         if path.name not in (INDEX, artifacts.MANIFEST):
-            artifacts.link_or_copy(path, folder / path.name)
+            copied = folder / path.relative_to(model)
+            copied.parent.mkdir(exist_ok=True)
+            artifacts.link_or_copy(path, copied)
     row = new.places_in(old)
     unknown = np.flatnonzero(row < 0)
     documents = set(old.column("document_id"))

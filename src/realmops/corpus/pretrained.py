@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from realmops.corpus.special import prompted
 from realmops.corpus.vocabulary import UNCASED, Casing, build_tokenizer, open_tokenizer, pieces_of, read_vocabulary
-from realmops.encoders.folders import (
+from realmops.hub import (
     SPECIAL_TOKENS_MAP,
     TOKENIZER,
     TOKENIZER_CONFIG,

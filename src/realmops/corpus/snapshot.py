@@ -32,7 +32,7 @@ from realmops.corpus.vocabulary import (
     read_vocabulary,
     written_pieces,
 )
-from realmops.encoders.folders import TOKENIZER, VOCABULARY
+from realmops.hub import TOKENIZER, VOCABULARY
 
 # Shape legend: P passages, T wordpieces of all bodies, S sentences; t and s those of one passage.
 
@@ -252,7 +252,7 @@ class Snapshot:
 
     def written(self, index: int) -> NDArray[np.int64]:
         """[t] the wordpieces of the passage's text, each with the form of its word, as ``Packed`` takes them."""
-        from realmops.encoders.packed import FORM_STEP
+        from realmops.model.packed import FORM_STEP
 
         return self.body(index) + FORM_STEP * self._forms(index)
 

@@ -69,7 +69,7 @@ from realmops.corpus.vocabulary import (
     vocabulary_bytes,
     vocabulary_hash,
 )
-from realmops.encoders.folders import TOKENIZER, VOCABULARY
+from realmops.hub import TOKENIZER, VOCABULARY
 
 _TEXTS = "passages.arrows"  # the rows of passages.arrow while they grow: an Arrow IPC stream
 _IDS = "ids.sqlite"

@@ -12,7 +12,7 @@ from realmops.baselines.path import PathRetriever
 from realmops.baselines.rankers import ranker_of
 from realmops.config import Finetune
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import freeze_products
+from realmops.devices import freeze_products
 from realmops.index.embeddings import load_passages
 from realmops.index.lexical import Bm25
 from realmops.model.files import load_models

@@ -15,7 +15,7 @@ from typing import Any
 
 from realmops.artifacts import digest_of, write_json
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import resolve_device, resolve_precision, tune_process
+from realmops.devices import resolve_device, resolve_precision, tune_process
 from realmops.index.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
 from realmops.index.embed import no_progress
 from realmops.index.embeddings import EMBEDDINGS, embedding, embeddings_in, index_header

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.special import blank_before
-from realmops.encoders.devices import autocast, evaluating, passage_products, send
-from realmops.encoders.packed import Packed, length_batches
+from realmops.devices import autocast, evaluating, send, with_packed_linears
 from realmops.index.graph import MANY, Graph, graph_of
+from realmops.model.packed import Packed, length_batches
 from realmops.model.retriever import Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens, join_query, join_text
 
@@ -63,8 +63,7 @@ def embed_passages(
             if bool(made_NE.isfinite().all()):
                 return made_NE
             progress = no_progress  # has been told
-        with passage_products(tower, dtype):
-            return embed(tower, sequences, dtype, progress, vectors)
+        return embed(with_packed_linears(tower, dtype), sequences, dtype, progress, vectors)
 
 
 def _in_fp16(tower: Tower) -> Tower | None:
@@ -106,9 +105,8 @@ def _embedded(
                 with lock:
                     progress(len(rows))
 
-    alone = tower.device.type != "cpu" or not all(getattr(part, "reentrant", True) for part in tower.modules())
     with _STARTING:
-        threads = 1 if alone else torch.get_num_threads()
+        threads = torch.get_num_threads() if tower.device.type == "cpu" else 1
     with evaluating(tower):
         if threads > 1 and len(batches) >= _BATCHES_OF_A_THREAD * threads:
             _side_by_side(work, threads, left)

@@ -11,10 +11,11 @@ G groups of a row.
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Sequence
 from threading import Lock
 from typing import Any, cast
 
@@ -23,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.encoders.devices import Product, evaluating, full_precision, multiplies_bf16, multiply_by
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.packed import Packed, Padded
+from realmops.devices import evaluating, full_precision, multiplies_bf16, with_linears
+from realmops.model.encoder import Encoder
+from realmops.model.packed import Packed, Padded
 from realmops.model.retriever import Embedder, Tower
 
 MANY = 512  # passages, from which on making a graph takes less time than it saves
@@ -57,12 +58,12 @@ class Graph:
             evaluating(tower),
             torch.no_grad(),
             full_precision(tower.device),  # autocast adds rows by a number that tracing would keep
-            _rounded(tower.bert),
             _TRACING,
             warnings.catch_warnings(action="ignore"),  # that sizes become part of the graph: none of those matters
         ):
             try:
-                model = openvino.convert_model(_Pooled(tower), example_input=tuple(map(torch.from_numpy, example)))
+                inputs = tuple(map(torch.from_numpy, example))
+                model = openvino.convert_model(_Pooled(_in_int8(tower.bert)), example_input=inputs)
                 self._compiled = openvino.Core().compile_model(model, "CPU", settings)
             finally:
                 torch._C._jit_clear_class_registry()  # else a copy of all weights stays with each tracing, for ever
@@ -88,68 +89,71 @@ class Graph:
 
 
 def graph_of(tower: Tower, vectors: int) -> Graph | None:
-    """One of a network of ours; numbers that are none must stay so, and int8 has none: None then."""
-    ours = isinstance(tower, Embedder) and tower.bert.reentrant and tower.device.type == "cpu"
-    if not ours or not all(bool(part.isfinite().all()) for part in tower.parameters()):
+    """Return one of a network that packs; None where a number is not finite, which int8 cannot hold, and elsewhere."""
+    able = isinstance(tower, Embedder) and tower.bert.packs and tower.device.type == "cpu"
+    if not able or not all(bool(part.isfinite().all()) for part in tower.parameters()):
         return None
     return Graph(cast(Embedder, tower), vectors)
 
 
 class _Pooled(nn.Module):
-    """A tower up to its pooling, of padded sequences."""
+    """An encoder and the pooling after it, of padded sequences."""
 
-    def __init__(self, tower: Embedder) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.encoder = tower.bert
+        self.encoder = encoder
 
     def forward(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor, share_BML: Tensor) -> Tensor:
-        """Vectors B x M x D."""
+        """Return vectors B x M x D."""
         hidden_TD: Tensor = self.encoder(Padded(tokens_BL, segments_BL, lengths_B))
         return share_BML @ hidden_TD.view(*tokens_BL.shape, -1)
 
 
-@contextmanager
-def _rounded(encoder: Encoder) -> Iterator[None]:
-    """Within it the encoder multiplies by weights in int8, as OpenVINO finds them in a graph."""
+def _in_int8(encoder: Encoder) -> Encoder:
+    """Return a copy whose linear layers have weights in int8, in the form that OpenVINO recognises in a graph."""
     most: dict[nn.Linear, Tensor] = {}
 
-    def look(layer: nn.Linear) -> Product:
-        def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-            most[layer] = x_TD.abs().amax(0)
-            return _product(x_TD, layer.weight.float(), bias, gelu)
-
-        return multiply
-
-    def hold(layer: nn.Linear) -> Product:
-        return _held_in_int8(layer.weight.float(), most[layer])
+    def observe(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        most[cast(nn.Linear, layer)] = inputs[0].flatten(0, -2).abs().amax(0)
 
     sequences, longest = _SEEN
     rng = np.random.default_rng(0)
     seen = rng.integers(0, encoder.vocabulary, (sequences, min(longest, encoder.positions)))
-    with multiply_by(encoder, look):
-        encoder(Packed(list(seen)))
-    with multiply_by(encoder, hold):
-        yield
+    observed = with_linears(encoder, _observed)
+    hooks = [part.register_forward_pre_hook(observe) for part in observed.modules() if isinstance(part, nn.Linear)]
+    observed(Packed(list(seen)))
+    for hook in hooks:
+        hook.remove()
+    largest = {id(layer.weight): most_D for layer, most_D in most.items()}
+    return with_linears(encoder, lambda layer: _Int8Linear(layer, largest[id(layer.weight)]))
 
 
-def _held_in_int8(weight_ND: Tensor, most_D: Tensor) -> Product:
-    """A product by whole numbers and their scales; ``most_D`` is the largest number that is multiplied, by column."""
-    smooth_D = (weight_ND.abs().amax(0).clamp(min=_LEAST) / most_D.clamp(min=_LEAST)).sqrt()
-    smooth_D = smooth_D / smooth_D.mean()
-    size = _GROUP if weight_ND.shape[1] % _GROUP == 0 else weight_ND.shape[1]
-    weight_NGD = (weight_ND / smooth_D).view(len(weight_ND), -1, size)
-    scale_NG1 = weight_NGD.abs().amax(2, keepdim=True).clamp(min=_LEAST) / 127
-    whole_NGD = (weight_NGD / scale_NG1).round().to(torch.int8)
-
-    def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-        return _product(x_TD * smooth_D, (whole_NGD.float() * scale_NG1).view(weight_ND.shape), bias, gelu)
-
-    return multiply
+def _observed(layer: nn.Linear) -> nn.Linear:
+    """Return a linear layer with the same parameters, which can be given hooks."""
+    other = copy.copy(layer)
+    other._forward_pre_hooks = OrderedDict()
+    return other
 
 
-def _product(x_TD: Tensor, weight_ND: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-    found = F.linear(x_TD, weight_ND, None if bias is None else bias.float())  # which a frozen layer has in bf16
-    return found if gelu is None else F.gelu(found, approximate=gelu)
+class _Int8Linear(nn.Module):
+    """A product by whole numbers and their scales; ``most_D`` is the largest input of each column."""
+
+    def __init__(self, layer: nn.Linear, most_D: Tensor) -> None:
+        super().__init__()
+        weight_ND = layer.weight.detach().float()  # a frozen layer has it in bf16
+        smooth_D = (weight_ND.abs().amax(0).clamp(min=_LEAST) / most_D.clamp(min=_LEAST)).sqrt()
+        self.smooth_D = smooth_D / smooth_D.mean()
+        size = _GROUP if weight_ND.shape[1] % _GROUP == 0 else weight_ND.shape[1]
+        weight_NGD = (weight_ND / self.smooth_D).view(len(weight_ND), -1, size)
+        self.scale_NG1 = weight_NGD.abs().amax(2, keepdim=True).clamp(min=_LEAST) / 127
+        self.whole_NGD = (weight_NGD / self.scale_NG1).round().to(torch.int8)
+        bias: Tensor | None = layer.bias
+        self.bias = None if bias is None else bias.detach().float()
+        self.shape = weight_ND.shape
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        weight_ND = (self.whole_NGD.float() * self.scale_NG1).view(self.shape)
+        return F.linear(x_TD * self.smooth_D, weight_ND, self.bias)
 
 
 def _openvino() -> Any:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from realmops.encoders.devices import bring, send
+from realmops.devices import bring, send
 from realmops.index.lexical import Bm25
 from realmops.index.mips import PassageIndex
 from realmops.model.likelihood import log_sum_correct

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realmops.encoders.devices import multiplies_bf16, multiplies_int8
+from realmops.devices import multiplies_bf16, multiplies_int8
 from realmops.index.mapped import release
 
 GROUP = 256

@@ -22,7 +22,7 @@ import torch
 
 from realmops.artifacts import digest_of, write_json
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import DTYPES, PRECISIONS, resolve_device
+from realmops.devices import DTYPES, PRECISIONS, resolve_device
 from realmops.index.embed import Progress, no_progress
 from realmops.index.exchange import Exchange, part_name, ranges
 from realmops.index.lease import claimed_if_free

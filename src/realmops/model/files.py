@@ -2,7 +2,8 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,16 +12,15 @@ from typing import Any
 import torch
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
 from realmops.config import BertOptions, ReaderOptions, RetrieverOptions, check_vectors, check_width
-from realmops.encoders.architectures import described_encoder, load_encoder
-from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, import_pooler, initialise_small
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.folders import (
+from realmops.hub import (
     MODULES,
     POOLING,
+    SAFETENSORS,
     encoder_folder,
     is_sentence_encoder,
     read_layer,
@@ -29,6 +29,16 @@ from realmops.encoders.folders import (
     sentence_pooling,
     unused_modules,
 )
+from realmops.model.encoder import (
+    Encoder,
+    MaskedWordHead,
+    described_encoder,
+    load_encoder,
+    open_encoder,
+    save_encoder,
+    small_encoder,
+)
+from realmops.model.portable import tokenizer_files
 from realmops.model.reader import READERS, Reader, SpanHead, initialise_spans
 from realmops.model.retriever import (
     ACTIVATIONS,
@@ -45,12 +55,14 @@ from realmops.model.retriever import (
 MODEL = "model.json"
 RETRIEVER = "retriever.safetensors"
 READER = "reader.safetensors"
+ENCODERS = {"query": "query_encoder", "document": "document_encoder", "reader": "reader_encoder"}
+WEIGHTS = SAFETENSORS[0]  # of each of these folders
 SPARE_WORDPIECES = 128  # at most, that an encoder has beside its tokenizer's: matrices are padded to round numbers
 
 
 def build_encoder(
     options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
-) -> tuple[Encoder, nn.Module]:
+) -> tuple[Encoder, MaskedWordHead | None]:
     """The encoder that ``bert.init`` names, with a masked word head; ``warn`` is told when that starts fresh."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
@@ -58,12 +70,7 @@ def build_encoder(
             raise ValueError(
                 f"bert.width {options.width} is no multiple of bert.heads {options.heads}; choose such a width"
             )
-        shape = asdict(options) | {"vocabulary": vocabulary}
-        del shape["init"]
-        config = BertConfig(**shape)
-        bert, small_head = Bert(config), MaskedWordHead(config)
-        initialise_small(bert, small_head, generator)
-        return bert, small_head
+        return small_encoder(options, vocabulary, generator)
     folder = encoder_folder(options.init)
     encoder, head, found = load_encoder(folder, options.dropout)
     if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
@@ -76,9 +83,9 @@ def build_encoder(
             f"{folder}: the encoder has {encoder.positions} positions, bert.positions is {options.positions}; "
             f"set bert.positions={encoder.positions}"
         )
-    if not found and warn is not None:
+    if head is not None and not found and warn is not None:
         warn(
-            f"{folder} has no masked word head (cls.predictions): the reader's starts fresh, over the word "
+            f"{folder} has no masked word head: the reader's starts fresh, over the word "
             "embeddings; give it more ict.reader_steps than a BERT with its head needs"
         )
     return encoder, head
@@ -173,8 +180,16 @@ def _build_embedder(
         layer.load_state_dict(state)
     initialise_projection(tower, generator)
     if tower.pooler is not None and folder is not None:
-        import_pooler(tower.pooler, read_weights(folder), str(folder))
+        load_pooler(tower.pooler, read_weights(folder))
     return tower
+
+
+def load_pooler(pooler: nn.Linear, state: Mapping[str, Tensor]) -> bool:
+    """Fill the layer over [CLS] that BERT's second task trained; returns whether the weights have one."""
+    found = {kind: t for kind in ("weight", "bias") for n, t in state.items() if n.endswith(f"pooler.dense.{kind}")}
+    if found:
+        pooler.load_state_dict({kind: tensor.float() for kind, tensor in found.items()})
+    return bool(found)
 
 
 def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
@@ -235,57 +250,97 @@ def _describe_tower(tower: Tower) -> dict[str, Any]:
     }
 
 
-def _described_tower(description: Mapping[str, Any]) -> Tower:
-    """The inverse of :func:`_describe_tower`, without the weights."""
+def _described_tower(description: Mapping[str, Any], encoder: Encoder | None = None) -> Tower:
+    """The inverse of :func:`_describe_tower`, without the weights; ``encoder`` is the network where it is there."""
     if description["tower"] == "bag":
         return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
-    encoder = described_encoder(description["bert"], MODEL)
+    if encoder is None:
+        encoder, _ = described_encoder(description["bert"])
     kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
     dense = [DenseShape(**shape) for shape in description.get("dense", ())]
     return Embedder(encoder, description["embedding_width"], description["head"], dense=dense, **kind)
 
 
-def _retriever_bytes(retriever: Retriever) -> bytes:
-    """The parameters of a retriever; a shared tower is stored once, as the query tower."""
-    if not retriever.shared:
-        return save_tensors(cpu_state(retriever))
-    return save_tensors({f"query.{name}": tensor for name, tensor in cpu_state(retriever.query).items()})
+def _own_state(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a tower, a retriever or a reader beside those of transformers' models in it."""
+    theirs = [f"{name}." for name, part in module.named_modules() if isinstance(part, Encoder | MaskedWordHead)]
+    return {name: tensor for name, tensor in cpu_state(module).items() if not name.startswith(tuple(theirs))}
 
 
 def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, bytes]:
-    """A retriever as files for the exchange."""
+    """Return a retriever as files for the exchange, a shared tower once."""
     description = json.dumps(describe(retriever, None, vocabulary_hash), sort_keys=True)
-    return {MODEL: description.encode(), RETRIEVER: _retriever_bytes(retriever)}
+    towers = _towers(retriever)
+    state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in cpu_state(tower).items()}
+    return {MODEL: description.encode(), RETRIEVER: save_tensors(state)}
 
 
 def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
     """The inverse of :func:`retriever_files`."""
-    return _retriever(json.loads(files[MODEL]), load_tensors(files[RETRIEVER]))
-
-
-def _retriever(description: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Retriever:
+    description = json.loads(files[MODEL])
     towers = [_described_tower(description) for _ in range(1 if description["share_embedders"] else 2)]
-    vectors = description.get("document_vectors", 1)  # earlier versions knew one alone
-    retriever = Retriever(towers[0], towers[-1], vectors)
+    return _assembled(description, towers, load_tensors(files[RETRIEVER]))
+
+
+def _towers(retriever: Retriever) -> dict[str, Tower]:
+    """The towers by name, a shared one once."""
+    return {"query": retriever.query} | ({} if retriever.shared else {"document": retriever.document})
+
+
+def _assembled(description: Mapping[str, Any], towers: Sequence[Tower], state: Mapping[str, Tensor]) -> Retriever:
+    """Join towers to a retriever and fill them with tensors under the names of :func:`_towers`."""
+    retriever = Retriever(towers[0], towers[-1], description["document_vectors"])
     retriever.mixture = Mixture(**description["mixture"])
-    if retriever.shared:
-        retriever.query.load_state_dict({name.removeprefix("query."): t for name, t in tensors.items()})
-    else:
-        retriever.load_state_dict(dict(tensors))
+    for name, tower in _towers(retriever).items():
+        _fill(tower, {k.removeprefix(f"{name}."): t for k, t in state.items() if k.startswith(f"{name}.")})
     return retriever
 
 
-def save_models(folder: Path, retriever: Retriever, reader: Reader, vocabulary_hash: str) -> None:
+def _fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load parameters; those that transformers' models have already may be missing."""
+    missing, unexpected = module.load_state_dict(dict(state), strict=False)
+    lacking = [name for name in missing if name in _own_state(module)] + unexpected
+    if lacking:
+        raise RuntimeError(f"{lacking[0]} is missing or not known")
+
+
+def save_models(
+    folder: Path, retriever: Retriever, reader: Reader, vocabulary_hash: str, tokenizer: Tokenizer | None = None
+) -> None:
+    """Write both models into a folder.
+
+    Each encoder is a folder of transformers below it, the reader's with its masked word head; what is not
+    transformers' lies beside them as safetensors.
+    """
     description = json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True)
     (folder / MODEL).write_text(description + "\n")
-    (folder / RETRIEVER).write_bytes(_retriever_bytes(retriever))
-    (folder / READER).write_bytes(save_tensors(cpu_state(reader)))
+    towers = _towers(retriever)
+    state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in _own_state(tower).items()}
+    (folder / RETRIEVER).write_bytes(save_tensors(state))
+    (folder / READER).write_bytes(save_tensors(_own_state(reader)))
+    for name, tower in towers.items():
+        if isinstance(tower, Embedder):
+            _save_encoder(folder / ENCODERS[name], tower.encoder, None, tokenizer)
+    _save_encoder(folder / ENCODERS["reader"], reader.encoder, reader.masked_words, tokenizer)
+
+
+def _save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None, tokenizer: Tokenizer | None) -> None:
+    save_encoder(folder, encoder, head)
+    if tokenizer is not None:
+        for name, content in tokenizer_files(tokenizer, encoder, encoder.positions).items():
+            (folder / name).write_bytes(content)
 
 
 def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
     """Read both models; ValueError when they were trained with another vocabulary or by another version."""
     with _described(folder, vocabulary_hash, "run the stages since ict again") as description:
-        return _retriever(description, load_tensors((folder / RETRIEVER).read_bytes())), _reader(folder, description)
+        state, towers = load_tensors((folder / RETRIEVER).read_bytes()), []
+        for name in ("query",) if description["share_embedders"] else ("query", "document"):
+            encoder = None
+            if description["tower"] == "bert":
+                encoder, _ = open_encoder(folder / ENCODERS[name], description["bert"]["packs"])
+            towers.append(_described_tower(description, encoder))
+        return _assembled(description, towers, state), _reader(folder, description)
 
 
 def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
@@ -293,6 +348,30 @@ def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
     remedy = "set bert.init to the encoder that this reader began with (README.md there names it)"
     with _described(folder, vocabulary_hash, remedy) as description:
         return _reader(folder, description)
+
+
+def copy_models(source: Path, target: Path, *parts: str) -> None:
+    """Copy the files of models, "retriever" and "reader" as :func:`weight_files` knows them; both if none is named."""
+    for path in weight_files(source, *parts or ("retriever", "reader")):
+        if path.parent == source:
+            shutil.copyfile(path, target / path.name)
+        else:
+            shutil.copytree(path.parent, target / path.parent.name)
+    shutil.copyfile(source / MODEL, target / MODEL)
+
+
+def weight_files(folder: Path, *parts: str) -> list[Path]:
+    """Return the files with the weights of a folder's models, in a fixed order.
+
+    Args:
+        parts: "retriever" and "reader", or one of them.
+    """
+    files = []
+    if "retriever" in parts:
+        files += [folder / RETRIEVER, *(folder / ENCODERS[name] / WEIGHTS for name in ("query", "document"))]
+    if "reader" in parts:
+        files += [folder / READER, folder / ENCODERS["reader"] / WEIGHTS]
+    return [path for path in files if path.is_file()]
 
 
 @contextmanager
@@ -314,21 +393,16 @@ def _described(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict
         ) from None
 
 
-def _reader_class(folder: Path, description: Mapping[str, Any]) -> type[Reader]:
-    name = description.get("reader_class") or ("apart" if description["apart"] else "together")  # as 0.1.0 says it
+def _reader(folder: Path, description: Mapping[str, Any]) -> Reader:
+    name = description["reader_class"]
     if name not in READERS:
         raise ValueError(
             f"{folder / MODEL}: reader_class is {name!r}, this version has {', '.join(READERS)}; open it with the "
             "version that trained it"
         )
-    return READERS[name]
-
-
-def _reader(folder: Path, description: Mapping[str, Any]) -> Reader:
-    encoder = described_encoder(description["reader"], str(folder / MODEL))
-    kind = {name: description[name] for name in ("copies", "matches")}
-    reader = _reader_class(folder, description)(encoder, encoder.masked_word_head(), **kind)
+    encoder, head = open_encoder(folder / ENCODERS["reader"], description["reader"]["packs"], predicts=True)
+    reader = READERS[name](encoder, head, copies=description["copies"], matches=description["matches"])
     if description["span_width"] is not None:
         reader.spans = SpanHead(encoder.width, description["span_width"], description["span_layer_norm_eps"])
-    reader.load_state_dict(load_tensors((folder / READER).read_bytes()))
+    _fill(reader, load_tensors((folder / READER).read_bytes()))
     return reader

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realmops.corpus.forms import Form
-from realmops.encoders.packed import Packed
+from realmops.model.packed import Packed
 
 UNITS = 16  # of weight in one nat of idf
 RARITIES = 5  # classes of idf

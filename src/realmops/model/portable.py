@@ -5,8 +5,10 @@ StaticEmbedding and Normalize. Two towers become the routes ``query`` and ``docu
 pair (title, text), which the tokenizer joins as ``join_document`` does.
 """
 
+import inspect
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,9 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from realmops.corpus.special import around
-from realmops.encoders.bert import Bert
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.folders import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from realmops.hub import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
+from realmops.model.encoder import Encoder, save_encoder
 from realmops.model.retriever import Bag, Dense, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
 
@@ -46,8 +47,6 @@ def write_retriever(folder: Path, retriever: Retriever, tokenizer: Tokenizer, li
     Args:
         tokenizer: the snapshot's.
         limits: the most wordpieces of a query and of a passage.
-
-    Raises ValueError for an encoder that has no form in the library.
     """
     if retriever.shared:
         modules = _modules(retriever.query, tokenizer, max(limits))
@@ -131,34 +130,34 @@ def _modules(tower: Tower, tokenizer: Tokenizer, limit: int) -> list[_Module]:
 
 def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
     encoder = tower.encoder
-    published = encoder.published()
-    if published is None:
-        raise ValueError(
-            f"the encoder is {encoder.words}, which sentence-transformers does not know: take its embeddings by "
-            "--format parquet, or train with a BERT (bert.init)"
-        )
-    config, weights = published
-    limit, special = min(limit, encoder.positions), SpecialTokens.of(tokenizer)
+    limit = min(limit, encoder.positions)
+    about: dict[str, Any] = {"max_seq_length": limit, "do_lower_case": False}
+    if "add_pooling_layer" in inspect.signature(type(encoder.model).__init__).parameters:
+        about["model_args"] = {"add_pooling_layer": False}
+    files = tokenizer_files(tokenizer, encoder, limit, tower.segments)
+    files["sentence_bert_config.json"] = _json(about)
+    with tempfile.TemporaryDirectory() as folder:
+        save_encoder(Path(folder), encoder)
+        files |= {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+    values = json.loads(files[CONFIG])
+    values |= {"pad_token_id": values.get("pad_token_id", SpecialTokens.of(tokenizer).padding)}
+    return _Module("Transformer", files | {CONFIG: _json(values)})
+
+
+def tokenizer_files(tokenizer: Tokenizer, encoder: Encoder, limit: int, segments: str = "two") -> dict[str, bytes]:
+    """Return a tokenizer as files that transformers opens; it joins a pair as ``join_document`` does."""
+    special = SpecialTokens.of(tokenizer)
     names = {"cls_token": special.cls, "sep_token": special.sep, "unk_token": special.unknown}
     names |= {"pad_token": special.padding}
     names |= {} if special.mask_if_any is None else {"mask_token": special.mask}
-    about_tokenizer = {name: tokenizer.id_to_token(number) for name, number in names.items()} | {
+    about = {name: tokenizer.id_to_token(number) for name, number in names.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": limit,
         "model_input_names": inputs_of(encoder),
         "split_special_tokens": True,  # "[MASK]" in a text is three words
     }
-    about: dict[str, Any] = {"max_seq_length": limit, "do_lower_case": False}
-    if isinstance(encoder, Bert) and encoder.config.family.pools:
-        about["model_args"] = {"add_pooling_layer": False}
-    files = {
-        CONFIG: _json({"pad_token_id": special.padding} | config),
-        SAFETENSORS[0]: _tensors(weights),
-        "sentence_bert_config.json": _json(about),
-        TOKENIZER: joining(tokenizer, tower.segments, told=False).to_str().encode(),
-        TOKENIZER_CONFIG: _json(about_tokenizer),
-    }
-    return _Module("Transformer", files)
+    tokens = joining(tokenizer, segments, told=False).to_str().encode()
+    return {TOKENIZER: tokens, TOKENIZER_CONFIG: _json(about)}
 
 
 def inputs_of(encoder: Encoder) -> list[str]:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from realmops.corpus.pretrained import read_encoder_vocabulary
 from realmops.corpus.vocabulary import vocabulary_hash
-from realmops.encoders.bert import Bert, BertConfig, MaskedWordHead, import_pooler, import_state
-from realmops.encoders.folders import CONFIG, read_config, read_weights
+from realmops.hub import CONFIG, read_config, read_weights
+from realmops.model.encoder import Encoder, MaskedWordHead, open_model, without_pooler
+from realmops.model.files import load_pooler
 from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
 
 BLOCK_EMBEDDINGS = "block_emb"
+_BERT_NAMES = ("realm.", "cls.predictions.")
 _KINDS = "embedder, scorer, encoder, reader and openqa checkpoints"
 Part = TypeVar("Part")
 
@@ -42,13 +44,12 @@ class Published:
         if projection is None:
             return None
         state, source = self._under(prefix), str(self.folder)
-        bert = Bert(BertConfig.from_json(self.config, source))
-        import_state(bert, state, source)
-        tower = Embedder(bert, projection.shape[0], "release")
+        encoder, _ = _bert(self.config, state, source)
+        tower = Embedder(encoder, projection.shape[0], "release")
         assert tower.pooler is not None
         assert tower.projection is not None
         assert tower.norm is not None
-        if not import_pooler(tower.pooler, state, source):
+        if not load_pooler(tower.pooler, state):
             raise ValueError(f"{source}: its embedder has no pooler (realm.pooler.dense); fetch it again")
         _fill(tower.projection, state, "cls.dense", source)
         _fill(tower.norm, state, "cls.LayerNorm", source)
@@ -91,11 +92,10 @@ class Published:
 
     def _reader(self, state: Mapping[str, Tensor]) -> Reader:
         source = str(self.folder)
-        config = BertConfig.from_json(self.config, source)
-        bert, head = Bert(config), MaskedWordHead(config)
-        reader = Reader(bert, head)
-        if not import_state(bert, state, source, head):
+        encoder, head = _bert(self.config, state, source)
+        if head is None:
             raise ValueError(f"{source}: its reader has no masked word head (cls.predictions); fetch it again")
+        reader = Reader(encoder, head)
         if "qa_outputs.dense_intermediate.weight" in state:
             reader.spans = _span_head(state, float(self.config.get("reader_layer_norm_eps", 1e-3)), source)
         return reader
@@ -158,6 +158,19 @@ def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead
     _fill(head.norm, state, "qa_outputs.layer_normalization", source)
     _fill(head.score, state, "qa_outputs.dense_output", source)
     return head
+
+
+def _bert(config: Mapping[str, Any], state: Mapping[str, Tensor], source: str) -> tuple[Encoder, MaskedWordHead | None]:
+    """Return a BERT, and its masked word head if the weights have one; REALM's own names say ``realm`` for ``bert``."""
+    theirs = {name.replace("realm.", "bert.", 1): t for name, t in state.items() if name.startswith(_BERT_NAMES)}
+    values = {**config, "model_type": "bert"}
+    model, missing = open_model(theirs, values, source, predicts=True)
+    if absent := [name for name in missing if name.startswith("bert.") and "pooler" not in name]:
+        name = absent[0].replace("bert.", "realm.", 1)
+        raise ValueError(f"{source}: the parameter {name} is missing; fetch it again")
+    encoder = Encoder(without_pooler(model.base_model), packs=True)
+    head = MaskedWordHead(model)
+    return encoder, None if any(name.startswith("cls.") for name in missing) else head
 
 
 def _fill(module: nn.Module, state: Mapping[str, Tensor], name: str, source: str) -> None:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import send
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.packed import Packed, even_rows
+from realmops.devices import send
+from realmops.model.encoder import Encoder, MaskedWordHead
 from realmops.model.matches import Matches
+from realmops.model.packed import Packed, even_rows
 from realmops.model.sequences import SpecialTokens, join_alone, join_reader
 
 SPAN_NORM_EPS = 1e-5  # of our own span heads; published ones have 1e-3
@@ -159,7 +159,9 @@ class Reader(nn.Module):
 
     apart = False  # whether what was read for one sentence can be tried for all others
 
-    def __init__(self, encoder: Encoder, head: nn.Module, *, copies: bool = False, matches: bool = False) -> None:
+    def __init__(
+        self, encoder: Encoder, head: MaskedWordHead | None, *, copies: bool = False, matches: bool = False
+    ) -> None:
         super().__init__()
         self.bert, self.masked_words = encoder, head
         self.copy = CopyHead(encoder.width) if copies else None
@@ -248,6 +250,7 @@ class Reader(nn.Module):
 
     def _log_vocabulary(self, hidden_MD: Tensor, targets_M: Tensor | None) -> Tensor:
         """log p of the targets by the masked word head, M x 1; without targets of all wordpieces, M x V."""
+        assert self.masked_words is not None, "a decoder predicts no masked words"
         logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word_vectors)
         if targets_M is None:
             return logits_MV.float().log_softmax(-1)
@@ -262,7 +265,9 @@ class ReaderApart(Reader):
 
     apart = True
 
-    def __init__(self, encoder: Encoder, head: nn.Module, *, copies: bool = True, matches: bool = False) -> None:
+    def __init__(
+        self, encoder: Encoder, head: MaskedWordHead | None, *, copies: bool = True, matches: bool = False
+    ) -> None:
         assert copies, "only the copy head joins what is read apart"
         super().__init__(encoder, head, copies=copies, matches=matches)
 

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.encoders.devices import full_precision, send
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.packed import Packed
+from realmops.devices import full_precision, send
+from realmops.model.encoder import Encoder
+from realmops.model.packed import Packed
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {  # of a dense layer, as sentence-transformers names them
     "torch.nn.modules.linear.Identity": nn.Identity,

@@ -16,7 +16,7 @@ from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question, in_languages, read_questions
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
-from realmops.encoders.devices import device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.index.approximate import QUERIES, approximate, passage_index
 from realmops.index.embed import embed, query_sequences, text_queries
 from realmops.index.mips import PassageIndex, over_vectors

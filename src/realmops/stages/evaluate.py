@@ -17,7 +17,7 @@ from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, defau
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.evaluate.ceilings import ceilings
 from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import Score, closed_book_floor, em_rules, score_predictions

@@ -11,8 +11,7 @@ from realmops.baselines import t5
 from realmops.config import ENCODER, ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.bert import BertConfig
-from realmops.encoders.devices import device_and_dtype, keep_freed_memory
+from realmops.devices import device_and_dtype, keep_freed_memory
 from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.openqa import is_right, score_predictions
 from realmops.evaluate.retrieval import RECALL_AT
@@ -137,8 +136,7 @@ def _closed_book(
     job = trainings.job
     options, seed = job.section(ClosedBookOptions), job.section(RunOptions).seed
     reader = load_models(job.inputs.get("ict", job.inputs["pretrain"]), snapshot.vocabulary_hash)[1]
-    shape = BertConfig.from_json(reader.encoder.describe(), "the reader")
-    model = t5.ClosedBook.build(options, snapshot, shape, seed)
+    model = t5.ClosedBook.build(options, snapshot, reader.encoder.model.config, seed)
     usable, optimiser = t5.answered_in_words(questions), job.section(Optimiser)
     corruption = trainings.context("span_corruption", options.steps, "span corruption", "corrupted_")
     trainings.end = t5.pretrain(corruption, model, snapshot, options, optimiser)

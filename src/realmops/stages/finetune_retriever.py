@@ -16,7 +16,7 @@ from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.index.approximate import index_type
 from realmops.index.embeddings import INDEX, load_index
 from realmops.index.lexical import Bm25

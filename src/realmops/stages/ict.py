@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
-from realmops.encoders.devices import device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.index.start import start_from_passages, start_matches
 from realmops.journal import JournalValues
 from realmops.model.files import build_models, save_models
@@ -59,7 +59,7 @@ def run(job: Job) -> dict[str, Any]:
         return {}
     if wanted.task == "crop" and options.steps and not crops_helped(job):
         retriever = started()[0]
-    save_models(job.out, retriever, reader, corpus.vocabulary_hash)
+    save_models(job.out, retriever, reader, corpus.vocabulary_hash, corpus.tokenizer)
     names = ("accuracy_removed", "accuracy_kept", "reader_loss")
     logged = JournalValues(job.journal)
     return {name: logged.mean(name, last=20) for name in names}

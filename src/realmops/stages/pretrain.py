@@ -1,6 +1,5 @@
 """Stage ``pretrain``: REALM, with the index builder beside it over the exchange."""
 
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from realmops.index.mips import PassageIndex, exact
 from realmops.index.source import ExchangeSource, Index, Refresh
 from realmops.index.trainer import Policy
 from realmops.journal import JournalValues
-from realmops.model.files import MODEL, READER, RETRIEVER, load_models, save_models
+from realmops.model.files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
 from realmops.stages import Job
 from realmops.stages.common import (
@@ -52,8 +51,7 @@ def run(job: Job) -> dict[str, Any]:
     options, run_options = job.section(Pretrain), job.section(RunOptions)
     if not options.steps:
         if team().leads:
-            for name in (MODEL, RETRIEVER, READER):
-                shutil.copyfile(job.inputs["ict"] / name, job.out / name)
+            copy_models(job.inputs["ict"], job.out)
         return {}
     snapshot = open_snapshot(job)
     rows, masked = _held_out(job, snapshot)
@@ -99,7 +97,7 @@ def run(job: Job) -> dict[str, Any]:
         retriever, reader = best.models()
         realm = Realm(retriever.to(device), reader.to(device), snapshot, options, dtype, words)
         final, after = _final_index(job, retriever, snapshot, best.step), best.figures
-    save_models(job.out, retriever, reader, snapshot.vocabulary_hash)
+    save_models(job.out, retriever, reader, snapshot.vocabulary_hash, snapshot.tokenizer)
     assert source.own is not None
     metrics = _metrics(job, after, source.own) | {"best_step": best.step}
     if masked:

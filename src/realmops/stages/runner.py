@@ -15,7 +15,7 @@ from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK, Values
 from realmops.corpus.cloze import KIND
-from realmops.encoders.folders import T5, encoder_files
+from realmops.hub import T5, encoder_files
 from realmops.journal import Journal
 from realmops.stages import (
     CORPUS,
@@ -61,7 +61,7 @@ def run_stage(
     processes, the first one runs the stage and the others help it to train.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from realmops.encoders.devices import resolve_device
+        from realmops.devices import resolve_device
         from realmops.train.parallel import join, team
 
         join(resolve_device(values["run"]["device"]))
@@ -166,7 +166,7 @@ def _help(stage: Stage, values: Values, project: Path, root: Path, force: bool) 
 
 def _worked(stage: Stage, values: Values, job: Job) -> dict[str, Any]:
     if "run" in stage.sections:
-        from realmops.encoders.devices import tune_process
+        from realmops.devices import tune_process
 
         tune_process(values["run"]["threads"])
     return stage.run(job)

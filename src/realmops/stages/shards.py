@@ -6,7 +6,7 @@ from torch import Tensor
 
 from realmops.config import RunOptions
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import device_and_dtype, keep_freed_memory
+from realmops.devices import device_and_dtype, keep_freed_memory
 from realmops.index.embeddings import embedding, joined
 from realmops.index.shards import ShardSettings, Work, in_shards
 from realmops.model.files import retriever_files

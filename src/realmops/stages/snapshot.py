@@ -16,7 +16,7 @@ from realmops.corpus.pretrained import read_encoder_tokenizer
 from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
-from realmops.encoders.folders import encoder_folder
+from realmops.hub import encoder_folder
 from realmops.index import lexical
 from realmops.index.lexical_writer import write_bm25
 from realmops.stages import STAGES, Job, Report

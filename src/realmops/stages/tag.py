@@ -12,7 +12,7 @@ from realmops.config import BertOptions, Optimiser, RunOptions, Tag
 from realmops.corpus.conll import entity_scores, read_conll
 from realmops.corpus.snapshot import GIVEN_SPANS, Snapshot
 from realmops.corpus.spans import Spans, SpansWriter
-from realmops.encoders.devices import device_and_dtype
+from realmops.devices import device_and_dtype
 from realmops.model.files import build_encoder
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot

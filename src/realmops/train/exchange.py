@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import PRECISIONS
+from realmops.devices import PRECISIONS
 from realmops.index.builder import MISCONFIGURED
 from realmops.index.builder_process import builder_command, identity
 from realmops.index.embeddings import EMBEDDINGS

@@ -14,7 +14,7 @@ from torch import Tensor
 from realmops.answering.openqa import OpenQa
 from realmops.config import ClosedBookOptions, Finetune, Optimiser
 from realmops.corpus.questions import Question
-from realmops.encoders.devices import send
+from realmops.devices import send
 from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
 from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
 from realmops.train.optimiser import Group

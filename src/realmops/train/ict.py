@@ -18,12 +18,12 @@ from torch import Tensor
 from realmops.config import Ict, Optimiser
 from realmops.corpus.snapshot import Snapshot
 from realmops.corpus.spans import Spans
-from realmops.encoders.devices import autocast, send
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.packed import Packed
+from realmops.devices import autocast, send
 from realmops.index.lexical import Bm25
 from realmops.index.lexical_writer import write_bm25
+from realmops.model.encoder import Encoder
 from realmops.model.likelihood import in_batch_loss
+from realmops.model.packed import Packed
 from realmops.model.reader import Masked, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query

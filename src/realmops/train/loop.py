@@ -16,7 +16,7 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Optimiser
-from realmops.encoders.devices import bring, keep_freed_memory
+from realmops.devices import bring, keep_freed_memory
 from realmops.journal import Journal
 from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import ALONE, Team

@@ -24,11 +24,11 @@ from realmops.config import Finetune, Optimiser
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import autocast, send
-from realmops.encoders.packed import Packed
+from realmops.devices import autocast, send
 from realmops.index.embed import document_sequences, embed, query_sequences, text_queries
 from realmops.index.source import Index, IndexSource
 from realmops.model.likelihood import in_batch_loss
+from realmops.model.packed import Packed
 from realmops.model.retriever import Retriever
 from realmops.train.loop import Context, DeferredMetrics, fit
 from realmops.train.optimiser import Group

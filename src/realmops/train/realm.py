@@ -15,13 +15,13 @@ from torch import Tensor
 
 from realmops.config import Pretrain
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.devices import autocast, send
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.packed import Packed
+from realmops.devices import autocast, send
 from realmops.index.embed import document_sequences
 from realmops.index.hybrid import words_share
 from realmops.index.lexical import Bm25
 from realmops.model import likelihood
+from realmops.model.encoder import Encoder
+from realmops.model.packed import Packed
 from realmops.model.reader import Masked, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query

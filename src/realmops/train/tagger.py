@@ -23,13 +23,12 @@ from realmops.corpus.conll import TaggedSentence
 from realmops.corpus.dates import find_dates
 from realmops.corpus.phrases import Phrases
 from realmops.corpus.snapshot import Snapshot
-from realmops.encoders.architectures import described_encoder
-from realmops.encoders.devices import autocast
-from realmops.encoders.encoder import Encoder
-from realmops.encoders.packed import Packed, length_batches
+from realmops.devices import autocast
 from realmops.index.embed import Progress
 from realmops.index.shards import MakeShard
+from realmops.model.encoder import Encoder, described_encoder
 from realmops.model.files import cpu_state
+from realmops.model.packed import Packed, length_batches
 from realmops.model.sequences import SpecialTokens
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
@@ -160,7 +159,7 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
     """
     known, tagger = json.loads(files[TAGGER]), None
     if WEIGHTS in files:
-        tagger = Tagger(described_encoder(known["bert"], TAGGER), known["tags"])
+        tagger = Tagger(described_encoder(known["bert"])[0], known["tags"])
         tagger.load_state_dict(load_tensors(files[WEIGHTS]))
         tagger.to(device)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from contextvars import ContextVar
 from importlib.util import find_spec
 from threading import Lock
-from types import MappingProxyType
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realmops.config import RunOptions
@@ -21,10 +20,6 @@ from realmops.config import RunOptions
 # By the names that run.precision has. With int8 many passages are embedded so, and all else is computed as with auto.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
-_TRIAL = 16  # rows
-Product = Callable[[Tensor, Tensor | None, str | None], Tensor]
-"""x T x D, a bias and the name of a GELU to T x N."""
-_PRODUCTS: ContextVar[Mapping[nn.Linear, Product]] = ContextVar("products", default=MappingProxyType({}))
 _EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before the first
 _MODES = Lock()  # of what is evaluated
 _PREPARED = "128"  # products that oneDNN keeps prepared, each of one shape; its 1,024 take 200 MB and as long
@@ -97,41 +92,62 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 def freeze_products(module: nn.Module, dtype: torch.dtype) -> None:
-    """Keep weights of matrix products in the numbers that :func:`autocast` multiplies, in a module that learns no more.
+    """Keep weights of linear layers in the dtype that :func:`autocast` multiplies in, in a module that learns no more.
 
-    The results are the same; without this each batch copies all of these weights, which for one question takes longer
-    than the products.  In place.
+    The results are equal; without it each batch casts all of these weights, which for one question takes longer than
+    the products. In place.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):
             part.requires_grad_(False).to(_multiplied(dtype))
 
 
-def pack_products(module: nn.Module) -> None:
-    """Of frozen weights in bf16 on a CPU, hold a copy as oneDNN multiplies it, which a product else makes each time.
+class PackedLinear(nn.Module):
+    """A linear layer in bf16 on a CPU, without gradients, with its weight in the layout that oneDNN multiplies.
 
-    For one question that is a third of its embedding's time. Nothing is copied where a trial gives another result, or
-    where torch has no such product. In place.
+    Args:
+        layer: the linear layer; its weight is copied, its bias shared.
+
+    Raises:
+        AttributeError, RuntimeError: where this build of torch has no such product.
     """
-    for part in module.modules():
-        if isinstance(part, nn.Linear) and part.weight.dtype == torch.bfloat16 and part.weight.device.type == "cpu":
-            trial = torch.linspace(-1, 1, _TRIAL * part.in_features).view(_TRIAL, -1).bfloat16()
-            bias = torch.linspace(-1, 1, part.out_features).bfloat16()
-            try:
-                packed = torch.ops.mkldnn._reorder_linear_weight(part.weight.detach(), None)
-                same = torch.equal(_linear(trial, packed, bias), F.linear(trial, part.weight.detach(), bias))
-            except (AttributeError, RuntimeError):
-                same = False
-            if same:
-                part.packed = packed
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach().bfloat16(), None)
+        bias: Tensor | None = layer.bias
+        self.bias = None if bias is None else bias.detach().bfloat16()
+        self(torch.zeros(1, layer.in_features))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return x W + b, T x N, in bf16."""
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), self.packed, self.bias, "none", [], "")
+        return out
 
 
-def _linear(x_TD: Tensor, packed: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
-    """x times a packed weight, and a bias, in bf16; then GELU."""
-    name, how = ("none", "") if gelu is None else ("gelu", gelu)
-    half = None if bias is None else bias.bfloat16()
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x_TD.bfloat16(), packed, half, name, [], how)
-    return out
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def with_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
+    """Return a copy of a module with each linear layer replaced by ``make`` of it; the copy shares all else."""
+    other = copy.copy(module)
+    other._modules = {
+        name: make(part) if type(part) is nn.Linear else part if part is None else with_linears(part, make)
+        for name, part in module._modules.items()
+    }
+    return other
+
+
+def with_packed_linears(module: Module, dtype: torch.dtype) -> Module:
+    """Return a copy for inference that multiplies faster in bf16, on a CPU that does so in hardware; else the module.
+
+    Without it oneDNN brings each weight into its layout for each batch, a third of the time that one question takes.
+    """
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    if on_cpu and _multiplied(dtype) == torch.bfloat16 and multiplies_bf16():
+        with suppress(AttributeError, RuntimeError):
+            return with_linears(module, PackedLinear)
+    return module
 
 
 @contextmanager
@@ -151,71 +167,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
                 _EVALUATING[module] = callers - 1, was_training
             elif was_training:
                 module.train()
-
-
-@contextmanager
-def passage_products(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within it :func:`product` multiplies many rows faster, in packed bf16, on a CPU that multiplies it.
-
-    Without gradients, and for this caller alone, as :func:`multiply_by`.
-    """
-    if _multiplied(dtype) == torch.bfloat16 and multiplies_bf16():
-        with multiply_by(module, _in_bf16):
-            yield
-    else:
-        yield
-
-
-@contextmanager
-def multiply_by(module: nn.Module, make: Callable[[nn.Linear], Product | None]) -> Iterator[None]:
-    """Within it :func:`product` is what ``make`` makes of a layer, if anything, on a CPU.
-
-    For this thread and those that run in a copy of its context; nothing changes for other callers.
-    """
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear) and part.weight.device.type == "cpu"]
-    made = {layer: multiply for layer in layers if (multiply := make(layer)) is not None}
-    before = _PRODUCTS.set({**_PRODUCTS.get(), **made})
-    try:
-        yield
-    finally:
-        _PRODUCTS.reset(before)
-
-
-def _in_bf16(layer: nn.Linear) -> Product | None:
-    """By a copy of its weight as oneDNN multiplies it, with GELU in the same pass; None where torch has no such."""
-
-    def multiply(x_TD: Tensor, bias: Tensor | None, gelu: str | None) -> Tensor:
-        return _linear(x_TD, packed, bias, gelu)
-
-    weight_ND = layer.weight.detach()
-    trial = torch.linspace(-1, 1, _TRIAL * weight_ND.shape[1]).view(_TRIAL, -1)
-    plain = F.gelu(F.linear(trial.bfloat16(), weight_ND.bfloat16())).float()
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight_ND.bfloat16(), None)
-        found = multiply(trial, None, "none").float()
-    except (AttributeError, RuntimeError):
-        return None
-    return multiply if torch.allclose(found, plain, rtol=0.02, atol=0.02 * float(plain.abs().max())) else None
-
-
-def product(layer: nn.Linear, x_TD: Tensor, bias: Tensor | None, gelu: str | None = None) -> Tensor:
-    """x times the layer's weight, and a bias; then GELU where it is named by torch's approximation.
-
-    As :func:`multiply_by` says, else by the copy of :func:`pack_products` where there is one.
-    """
-    if (multiply := _PRODUCTS.get().get(layer)) is not None:
-        return multiply(x_TD, bias, gelu)
-    together = getattr(torch, "_addmm_activation", None)
-    if gelu is not None and bias is not None and together and x_TD.is_cuda and x_TD.dtype == torch.float16:
-        # Within Encoder.in_fp16. cuBLAS has GELU by tanh, 5e-4 from the other at most: what fp16 rounds from 1 on.
-        activated: Tensor = together(bias, x_TD, layer.weight.T, use_gelu=True)
-        return activated
-    packed = layer.__dict__.get("packed")
-    if packed is None or torch.is_grad_enabled():
-        found = F.linear(x_TD, layer.weight, bias)
-    else:
-        found = _linear(x_TD, packed, bias)
-    return found if gelu is None else F.gelu(found, approximate=gelu)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realmops.encoders.devices import moved
+from realmops.devices import moved
 
 BATCH_WORDPIECES = {"cpu": 1024, "cuda": 65_536}
 FORM_STEP = 1 << 32  # a wordpiece may come with its word's form: its id plus the form times this

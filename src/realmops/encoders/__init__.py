@@ -1,1 +1,0 @@
-"""Encoders: packed sequences, networks that read them, and the folders of published ones."""
