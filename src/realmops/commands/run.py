@@ -8,15 +8,15 @@ from typing import Any
 from realmops import artifacts
 from realmops.commands.questions import make_cloze
 from realmops.config import CLOSED_BOOK, Values, notes, parse_section
-from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
-from realmops.corpus.pretrained import read_encoder_tokenizer
-from realmops.corpus.questions import read_questions
+from realmops.corpus.question_sets import read_questions
 from realmops.encoders.families import PACKED
 from realmops.encoders.folders import CONFIG, T5, encoder_files, encoder_folder, read_config
-from realmops.index.process import end_with
+from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE, STAGES, Report, check_files, external_files, in_use, named_below
 from realmops.stages.runner import run_stage
+from realmops.text.conll import read_conll
+from realmops.text.pretrained import read_encoder_tokenizer
 
 
 def run_stages(
@@ -104,7 +104,7 @@ def look_at_encoders(names: Collection[str], values: Values) -> None:
     """Open the pre-trained encoder that one of these stages wants, as ``ict`` does, and find T5's files."""
     init = values["bert"]["init"]
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
-        from realmops.model.files import build_models
+        from realmops.model.checkpoint_files import build_models
 
         words, *_ = read_encoder_tokenizer(encoder_folder(init))
         bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))

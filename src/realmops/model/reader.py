@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.encoders.devices import send
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.packed import Packed, even_rows
-from realmops.model.matches import Matches
+from realmops.model.lexical_features import Matches
 from realmops.model.sequences import SpecialTokens, join_alone, join_reader
 
 SPAN_NORM_EPS = 1e-5  # of our own span heads; published ones have 1e-3

@@ -19,18 +19,17 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.config import Optimiser, Tag
-from realmops.corpus.conll import TaggedSentence
-from realmops.corpus.dates import find_dates
 from realmops.corpus.phrases import Phrases
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.encoders.architectures import described_encoder
 from realmops.encoders.devices import autocast
 from realmops.encoders.encoder import Encoder
 from realmops.encoders.packed import Packed, length_batches
-from realmops.index.embed import Progress
-from realmops.index.shards import MakeShard
-from realmops.model.files import cpu_state
+from realmops.model.checkpoint_files import cpu_state
 from realmops.model.sequences import SpecialTokens
+from realmops.search.embed import MakeShard, Progress
+from realmops.text.conll import TaggedSentence
+from realmops.text.dates import find_dates
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 
