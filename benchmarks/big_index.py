@@ -70,7 +70,7 @@ def encode(encoder: Path, documents: list[Path], questions: Path, wordpieces: in
     from safetensors.torch import save_file
 
     from realmops.devices import resolve_precision
-    from realmops.index.start import principal_components
+    from realmops.search.corpus_statistics import principal_components
 
     against.one_thread()
     encoders.LIMIT = wordpieces
@@ -91,7 +91,7 @@ def write(path: Path, size: int, base_PE: Any) -> None:
     """The file of a generation: rows of the base, then the same again with noise; block by block."""
     import torch
 
-    from realmops.index.embeddings import index_header
+    from realmops.search.embeddings import index_header
 
     width = base_PE.shape[1]
     some = torch.randperm(len(base_PE), generator=torch.Generator().manual_seed(1))[:500]
@@ -149,9 +149,9 @@ def ours(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str, 
     import torch
 
     from realmops.config import IndexOptions
-    from realmops.index.approximate import Approximate, passage_index
-    from realmops.index.embeddings import embeddings_in
-    from realmops.index.mapped import mapped
+    from realmops.search.approximate import Approximate, passage_index
+    from realmops.search.embeddings import embeddings_in
+    from realmops.search.mapped import mapped
 
     with open(path, "rb") as file:
         embedding_PE = embeddings_in(mapped(file))
@@ -179,8 +179,8 @@ def flat(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str, 
     import faiss
     import torch
 
-    from realmops.index.embeddings import embeddings_in
-    from realmops.index.mapped import mapped, release
+    from realmops.search.embeddings import embeddings_in
+    from realmops.search.mapped import mapped, release
 
     with open(path, "rb") as file:
         embedding_PE = embeddings_in(mapped(file))
@@ -201,9 +201,9 @@ def graph(path: Path, query_QE: Any, arguments: argparse.Namespace) -> dict[str,
     import torch
     from usearch.index import Index
 
-    from realmops.index.embeddings import embeddings_in
-    from realmops.index.mapped import mapped
-    from realmops.index.mips import search
+    from realmops.search.embeddings import embeddings_in
+    from realmops.search.exact import search
+    from realmops.search.mapped import mapped
 
     with open(path, "rb") as file:
         embedding_PE = embeddings_in(mapped(file))

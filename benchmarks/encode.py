@@ -62,8 +62,8 @@ def random_model(folder: Path, shape: str) -> None:
     import torch
     from bert_files import save_bert
 
-    from realmops.corpus.vocabulary import vocabulary_bytes
     from realmops.model.encoder import Bert
+    from realmops.text.vocabulary import vocabulary_bytes
 
     torch.manual_seed(0)
     bert = Bert(generated.SHAPES[shape])
@@ -94,13 +94,13 @@ class Ours:
     def __init__(self, folder: Path, dtype: Any, device: str = "cpu") -> None:
         import torch
 
-        from realmops.corpus.pretrained import read_encoder_tokenizer
-        from realmops.corpus.vocabulary import build_tokenizer, open_tokenizer
         from realmops.model.encoder import load_encoder
         from realmops.devices import passage_products
-        from realmops.index.graph import graph_of
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
+        from realmops.search.openvino import graph_of
+        from realmops.text.pretrained import read_encoder_tokenizer
+        from realmops.text.vocabulary import build_tokenizer, open_tokenizer
 
         self.bert: Any = load_encoder(folder, 0.0)[0].eval().to(device)
         how = {"pooling": "mean", "projection": "identity", "segments": "one"}
@@ -116,15 +116,15 @@ class Ours:
         """[CLS] text [SEP] of each, cut as the peer cuts."""
         import numpy as np
 
-        from realmops.index.embed import query_sequences
         from realmops.model.sequences import join_query
+        from realmops.search.embed import query_sequences
 
         encoded = self.tokenizer.encode_batch(documents, add_special_tokens=False)
         return query_sequences([join_query(np.array(e.ids, dtype=np.int64), self.special, LIMIT) for e in encoded])
 
     def __call__(self, documents: list[str]) -> Any:
         """Unit vectors, documents x width."""
-        from realmops.index.embed import embed
+        from realmops.search.embed import embed
 
         return embed(self.tower, self.sequences(documents), self.dtype, graph=self.graph)
 

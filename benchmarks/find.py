@@ -69,7 +69,7 @@ def prepare(root: Path, files: Sequence[Path], size: int) -> None:
 
 @dataclass(frozen=True)
 class Untrained:
-    """The generation whose weights are random (``serve.generations.Origin``)."""
+    """The generation whose weights are random (``serve.served_models.Origin``)."""
 
     root: Path
     name: str = "untrained"
@@ -86,13 +86,13 @@ class Untrained:
         from realmops import config
         from realmops.answering.openqa import OpenQa
         from realmops.commands.answers import Generation
-        from realmops.corpus.snapshot import Snapshot
+        from realmops.corpus.snapshot_reader import Snapshot
         from realmops.model.encoder import Bert, MaskedWordHead
         from realmops.devices import device_and_dtype, freeze_products
-        from realmops.index.lexical import Bm25
-        from realmops.index.mips import exact
         from realmops.model.reader import Reader, SpanHead
         from realmops.model.retriever import Embedder, Mixture, Retriever
+        from realmops.search.bm25 import Bm25
+        from realmops.search.exact import exact
         from realmops.stages import STAGES
 
         torch.manual_seed(0)

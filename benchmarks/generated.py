@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from realmops.corpus.sample import build_world
-from realmops.corpus.vocabulary import bert_words, build_tokenizer, learn_pieces
+from realmops.corpus.sample_corpus import build_world
 from realmops.model.encoder import BertConfig
+from realmops.text.vocabulary import bert_words, build_tokenizer, learn_pieces
 
 VOCABULARY = 30_522
 LEARNED = 3_000  # pieces that the invented text has a use for

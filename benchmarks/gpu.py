@@ -81,7 +81,7 @@ def embedding(arguments: argparse.Namespace) -> list[Row]:
     import numpy as np
     import torch
 
-    from realmops.index.embed import embed_passages
+    from realmops.search.embed import embed_passages
 
     rng, documents = np.random.default_rng(0), arguments.documents
     lengths = generated.lognormal_lengths(documents, rng)
@@ -103,9 +103,8 @@ def refresh(arguments: argparse.Namespace) -> list[Row]:
     import torch
     from step import snapshot_of
 
-    from realmops.index.embed import document_embedding, document_sequences, embed_passages, no_progress
-    from realmops.index.shards import SHARD_ROWS
     from realmops.model.retriever import Retriever
+    from realmops.search.embed import SHARD_ROWS, document_embedding, document_sequences, embed_passages, no_progress
 
     passages, rows = PARTS * SHARD_ROWS, []
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +170,7 @@ def searching(arguments: argparse.Namespace) -> list[Row]:
     import torch
 
     from realmops.config import IndexOptions
-    from realmops.index.approximate import passage_index
+    from realmops.search.approximate import passage_index
 
     passage_PE, query_QE = vectors(arguments.passages)
     options, device = IndexOptions(type="exact", target_recall=1.0), torch.device("cuda")

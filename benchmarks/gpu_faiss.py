@@ -48,7 +48,7 @@ def compare(kind: str, passage_PE: Tensor, query_QE: Tensor, repeats: int) -> No
     import faiss
 
     from realmops.config import IndexOptions
-    from realmops.index.approximate import Approximate, passage_index
+    from realmops.search.approximate import Approximate, passage_index
 
     options = IndexOptions(type=kind, target_recall=TARGET)
     built: dict[str, Approximate] = {}
@@ -96,7 +96,7 @@ def main() -> None:
         sys.exit("gpu_faiss: nothing is run: torch finds no GPU")
     import faiss
 
-    from realmops.index import faiss_gpu
+    from realmops.search import faiss_gpu
 
     card = torch.device("cuda")
     for kind in ("ivf", "pq"):

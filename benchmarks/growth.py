@@ -106,13 +106,13 @@ def chain(root: Path) -> dict[str, float]:
     """Everything between the snapshot and the trainer: seconds of each part."""
     import torch
 
-    from realmops.corpus.questions import read_questions
-    from realmops.corpus.snapshot import Snapshot
+    from realmops.corpus.question_sets import read_questions
+    from realmops.corpus.snapshot_reader import Snapshot
     from realmops.devices import resolve_precision
-    from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule
-    from realmops.index.embeddings import embed_corpus
-    from realmops.index.mips import Exact, search
-    from realmops.model.files import load_models
+    from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule
+    from realmops.model.checkpoint_files import load_models
+    from realmops.search.embeddings import embed_corpus
+    from realmops.search.exact import Exact, search
     from realmops.stages.common import question_queries, rank
 
     found = {}
@@ -139,8 +139,8 @@ def trainer(root: Path) -> dict[str, float]:
     """The stage pretrain: seconds of a step, MiB of this process."""
     import torch
 
-    from realmops.corpus.snapshot import Snapshot
-    from realmops.index.mips import Exact
+    from realmops.corpus.snapshot_reader import Snapshot
+    from realmops.search.exact import Exact
 
     stage("pretrain", root)
     lines = map(json.loads, (root / "models" / "pretrain" / "metrics.jsonl").read_text().splitlines())
@@ -164,7 +164,7 @@ def served(root: Path) -> dict[str, float]:
     """What a server does with a fine-tuned model: seconds of each part, MiB of this process."""
     from realmops.commands.answers import Asked, generation_of_run
     from realmops.commands.update import update
-    from realmops.corpus.questions import read_questions
+    from realmops.corpus.question_sets import read_questions
 
     def opened() -> Any:
         generation = generation_of_run(root)

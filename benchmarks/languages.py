@@ -23,21 +23,22 @@ import torch
 
 from realmops.config import defaults, merge, parse_section
 from realmops.corpus.formats import sources
-from realmops.corpus.languages import AUTO, languages
-from realmops.corpus.pretrained import read_encoder_tokenizer
-from realmops.corpus.questions import Question, read_questions
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question, read_questions
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.vocabulary import UNCASED, train_vocabulary
+from realmops.corpus.word_counts import train_vocabulary
 from realmops.devices import resolve_precision
-from realmops.index import lexical
-from realmops.index.embed import embed, embed_documents, query_sequences, text_queries
-from realmops.index.hybrid import Hybrid
-from realmops.index.lexical import Bm25, rank, split_words, titled_texts
-from realmops.index.lexical_writer import write_bm25
-from realmops.index.mips import exact
-from realmops.model.files import build_models
+from realmops.model.checkpoint_files import build_models
 from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Retriever
+from realmops.search import bm25
+from realmops.search.bm25 import Bm25, rank, split_words, titled_texts
+from realmops.search.bm25_writer import write_bm25
+from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
+from realmops.search.exact import exact
+from realmops.search.hybrid import Hybrid
+from realmops.text.languages import AUTO, languages
+from realmops.text.pretrained import read_encoder_tokenizer
+from realmops.text.vocabulary import UNCASED
 
 AT = (1, 5, 20)
 QUERY = 64  # wordpieces at most
@@ -55,7 +56,7 @@ def snapshot_of(folder: Path, files: Sequence[Path], language: str, encoder: Pat
         block_wordpieces=288, whole_documents=True, language=language,
     )  # fmt: skip
     snapshot = Snapshot.open(folder / "snapshot")
-    write_bm25(folder / lexical.FOLDER, snapshot)
+    write_bm25(folder / bm25.FOLDER, snapshot)
     return snapshot
 
 

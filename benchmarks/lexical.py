@@ -62,7 +62,7 @@ def write_corpus(folder: Path, size: int) -> None:
     import pyarrow as pa
 
     from realmops.artifacts import digest_of, write_manifest
-    from realmops.corpus.snapshot import KIND, TEXT_COLUMNS, TEXTS
+    from realmops.corpus.snapshot_reader import KIND, TEXT_COLUMNS, TEXTS
 
     corpus = folder / "corpus"
     corpus.mkdir(parents=True)
@@ -93,9 +93,9 @@ def write_corpus(folder: Path, size: int) -> None:
 
 def our_build(folder: Path) -> dict[str, Any]:
     """The index beside the snapshot."""
-    from realmops.corpus.snapshot import Snapshot
-    from realmops.index.lexical import FOLDER
-    from realmops.index.lexical_writer import write_bm25
+    from realmops.corpus.snapshot_reader import Snapshot
+    from realmops.search.bm25 import FOLDER
+    from realmops.search.bm25_writer import write_bm25
 
     snapshot = Snapshot.open(folder / "corpus", verify=False)
     seconds = against.processor_seconds(lambda: write_bm25(folder / FOLDER, snapshot))
@@ -105,7 +105,7 @@ def our_build(folder: Path) -> dict[str, Any]:
 
 def our_search(folder: Path) -> dict[str, Any]:
     """The best of each query."""
-    from realmops.index.lexical import FOLDER, Bm25
+    from realmops.search.bm25 import FOLDER, Bm25
 
     index = Bm25.open(folder / FOLDER, verify=False)
     return searched(folder, lambda query: index.search([query], BEST)[0][0])
@@ -125,7 +125,7 @@ def their_build(folder: Path) -> dict[str, Any]:
     """bm25s's index, saved."""
     import bm25s
 
-    from realmops.corpus.snapshot import map_texts
+    from realmops.corpus.snapshot_reader import map_texts
 
     def build() -> None:
         table = map_texts(folder / "corpus")

@@ -105,9 +105,9 @@ def reached(looks: Sequence[Look], level: float) -> Seconds | None:
 @contextmanager
 def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look], say: Callable[[str], None]) -> Any:
     """Let fine-tuning stop some times to answer the questions."""
-    from realmops.evaluate.openqa import is_right
+    from realmops.evaluate.exact_match import is_right
     from realmops.stages import finetune as stage
-    from realmops.train.finetune import finetune_steps
+    from realmops.train.fine_tuning import finetune_steps
 
     def seen(train: Callable[..., Any]) -> Callable[..., Any]:
         def with_looks(context: Any, model: Any, lessons: Sequence[Any], options: Any, optimiser: Any) -> Any:
@@ -135,7 +135,7 @@ def looking(watch: Watch, questions: Sequence[Any], count: int, found: list[Look
 
 def run(values: Mapping[str, Any], project: Path, root: Path, looks: int, say: Callable[[str], None]) -> dict[str, Any]:
     """All stages from nothing: seconds of each with those of its parts, the looks, and the end's dev figures."""
-    from realmops.corpus.questions import read_questions
+    from realmops.corpus.question_sets import read_questions
     from realmops.devices import tune_process
     from realmops.stages import STAGES, check_files
     from realmops.stages.runner import run_stage

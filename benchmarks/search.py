@@ -1,4 +1,4 @@
-"""Exact search for the best eight passages: realmops.index.mips against faiss Flat and against torch's topk.
+"""Exact search for the best eight passages: realmops.search.exact against faiss Flat and against torch's topk.
 
     python benchmarks/search.py --sizes 20000 200000 --queries 256
 
@@ -48,7 +48,7 @@ def compare(size: int, queries: int, repeats: int) -> list[Row]:
     import faiss
     import torch
 
-    from realmops.index.mips import Exact
+    from realmops.search.exact import Exact
 
     passage_PE, query_QE = vectors(size, queries)
     ours = Exact(passage_PE)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from realmops.commands.ablate import Ablation, ablate, folder_of
 from realmops.console import Console
 from realmops.evaluate.compare import correct, read_paired
-from realmops.evaluate.openqa import interval_over_seeds
+from realmops.evaluate.exact_match import interval_over_seeds
 
 
 def collect(seed: int, realm: Path, orqa: Path) -> dict[str, Any]:

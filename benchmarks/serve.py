@@ -181,7 +181,7 @@ def ask(server: Server, questions: list[str], callers: int, *, seconds: float = 
 
 def alone(model: Any, questions: list[str], seconds: float) -> Turn:
     """The model in this process, one question after another."""
-    from realmops.corpus.questions import Question
+    from realmops.corpus.question_sets import Question
 
     latency: list[float] = []
     begin, processor = time.perf_counter(), time.process_time()
@@ -259,7 +259,7 @@ def compare(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one run."""
     from realmops.commands.answers import open_run
     from realmops.commands.update import newest_state
-    from realmops.corpus.questions import read_questions
+    from realmops.corpus.question_sets import read_questions
 
     model = open_run(root, newest_state(root))
     file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"

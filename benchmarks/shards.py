@@ -35,7 +35,7 @@ def corpus(folder: Path, passages: int) -> Any:
 
     from realmops.artifacts import atomic_folder
     from realmops.corpus.formats import sources
-    from realmops.corpus.snapshot import Snapshot
+    from realmops.corpus.snapshot_reader import Snapshot
     from realmops.corpus.snapshot_writer import write_snapshot
 
     rng = np.random.default_rng(0)
@@ -54,7 +54,7 @@ def models(snapshot: Any) -> dict[str, Mapping[str, bytes]]:
     """By work, the files of a model with random weights."""
     from realmops import config
     from realmops.config import parse_section
-    from realmops.model.files import build_encoder, build_models, retriever_files
+    from realmops.model.checkpoint_files import build_encoder, build_models, retriever_files
     from realmops.train.tagger import Tagger, tagger_files
 
     values = config.load(PARAMS)
@@ -71,8 +71,8 @@ def seconds(name: str, snapshot: Any, model: Mapping[str, bytes], helpers: int) 
     import torch
 
     from realmops.artifacts import read_json
-    from realmops.index.shards import ShardSettings, in_shards
-    from realmops.stages.shards import WORKS
+    from realmops.refresh.shards import ShardSettings, in_shards
+    from realmops.stages.sharded_work import WORKS
 
     with tempfile.TemporaryDirectory() as place:
         offer, alive = Path(place) / "offer", [Path(place) / f"alive-{n}" for n in range(helpers)]

@@ -99,8 +99,8 @@ class Step:
 
     def _sequences(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Queries, documents and joined pairs, each as wordpieces and segments."""
-        from realmops.index.embed import document_sequences, query_sequences
         from realmops.model.sequences import join_reader
+        from realmops.search.embed import document_sequences, query_sequences
 
         snapshot, special = self.realm.snapshot, self.realm.special
         documents = document_sequences(snapshot, [p for row in self.candidates for p in row])
@@ -155,8 +155,8 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
 
     from realmops.model.encoder import Bert, MaskedWordHead
     from realmops.hub import read_config, read_weights
-    from realmops.model.published import Published, pretrained_models
     from realmops.model.reader import Reader
+    from realmops.model.realm_checkpoints import Published, pretrained_models
     from realmops.model.retriever import Embedder, Retriever
 
     parts = [folder / "scorer", folder / "encoder"]
@@ -174,7 +174,7 @@ def snapshot_of(folder: Path, count: int, sentences: list[int]) -> Any:
 
     from realmops.artifacts import atomic_folder
     from realmops.corpus.formats import sources
-    from realmops.corpus.snapshot import Snapshot
+    from realmops.corpus.snapshot_reader import Snapshot
     from realmops.corpus.snapshot_writer import write_snapshot
 
     rng = np.random.default_rng(0)

@@ -49,7 +49,7 @@ def make_pipeline(tagger: Any, folder: Path) -> Any:
     from safetensors.torch import save_file
     from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast, pipeline
 
-    from realmops.corpus.vocabulary import vocabulary_bytes
+    from realmops.text.vocabulary import vocabulary_bytes
 
     state = export_state(tagger.bert)
     state |= {f"classifier.{kind}": getattr(tagger.output, kind).detach() for kind in ("weight", "bias")}
@@ -71,8 +71,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     import torch
 
     from realmops import config
-    from realmops.corpus.conll import TaggedSentence
     from realmops.devices import resolve_precision
+    from realmops.text.conll import TaggedSentence
     from realmops.train.tagger import predict_words
 
     known = generated.sentences()[: 2 * arguments.sentences]

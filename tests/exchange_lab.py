@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realmops.index.builder import Builder, BuilderWork, run_builder
-from realmops.index.exchange import Exchange
-from realmops.index.files import Clock, Files
-from realmops.index.mapped import SPARE_ROOM
-from realmops.index.process import end_with
-from realmops.index.trainer import Policy, Trainer
-from realmops.index.versions import Version
+from realmops.refresh.builder import Builder, BuilderWork, run_builder
+from realmops.refresh.child_processes import end_with
+from realmops.refresh.exchange import Exchange
+from realmops.refresh.shared_files import Clock, Files
+from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.versions import Version
+from realmops.search.mapped import SPARE_ROOM
 
 IDENTITY = {"corpus": "c0ffee", "vocabulary": "beef", "dimensions": 4}
 ROWS, PART_ROWS = 5, 3  # two parts

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from exchange_lab import IDENTITY, WORK, Dying, Plan, forked, life, sound, undisturbed
 
-from realmops.index.builder import run_builder
-from realmops.index.exchange import Exchange, Fenced
-from realmops.index.files import Clock, Files
-from realmops.index.trainer import Policy
+from realmops.refresh.builder import run_builder
+from realmops.refresh.exchange import Exchange, Fenced
+from realmops.refresh.shared_files import Clock, Files
+from realmops.refresh.trainer import Policy
 
 KILLS_IN_A_RUN = 12
 LONGEST = 600.0  # seconds of a run; it takes one or two on a free machine

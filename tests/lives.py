@@ -25,7 +25,7 @@ from exchange_lab import end_of, forked
 from small_project import Quiet, Values
 
 from realmops.config import load
-from realmops.index.builder_process import run_index_builder
+from realmops.refresh.builder_process import run_index_builder
 from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag
 from realmops.stages.runner import run_stage
 

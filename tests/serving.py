@@ -21,9 +21,9 @@ from realmops.commands.answers import Generation
 from realmops.config import merge
 from realmops.serve.app import make_app
 from realmops.serve.batching import Answerer
-from realmops.serve.generations import GenerationWatcher, RunFolder
 from realmops.serve.guard import Limits
 from realmops.serve.metrics import Metrics
+from realmops.serve.served_models import GenerationWatcher, RunFolder
 
 LIMITED = """
 import json, sys

@@ -26,13 +26,13 @@ from exchange_lab import forked
 from lives import die_at
 from small_world import DOCUMENTS, World, build_world, section, tiny_models
 
-from realmops.corpus.snapshot import Snapshot
-from realmops.index import lease, shards
-from realmops.index.builder_process import run_index_builder
-from realmops.index.embed import Progress
-from realmops.index.shards import MakeShard, ShardSettings, Work, in_shards
-from realmops.model.files import build_encoder, retriever_files
-from realmops.stages.shards import WORKS
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import build_encoder, retriever_files
+from realmops.refresh import lease, shards
+from realmops.refresh.builder_process import run_index_builder
+from realmops.refresh.shards import MakeShard, ShardSettings, Work, in_shards
+from realmops.search.embed import Progress
+from realmops.stages.sharded_work import WORKS
 from realmops.train.tagger import Tagger, tagger_files
 
 ROWS = 3

@@ -23,9 +23,9 @@ from realmops.cli import main
 from realmops.commands.run import run_stages
 from realmops.config import defaults, merge
 from realmops.evaluate.predictions import read_predictions, write_predictions
-from realmops.index.source import ExchangeSource
 from realmops.stages import chain
 from realmops.stages.runner import run_stage
+from realmops.train.index_source import ExchangeSource
 
 QUESTIONS = {
     "train": (

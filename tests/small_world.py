@@ -16,19 +16,19 @@ import torch
 from realmops.artifacts import atomic_folder
 from realmops.config import SECTIONS, BertOptions, Optimiser, ReaderOptions, RetrieverOptions, defaults, parse_section
 from realmops.corpus.formats import sources
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.spans import Spans
-from realmops.corpus.vocabulary import train_vocabulary
-from realmops.index import lexical
-from realmops.index.embed import embed_documents
-from realmops.index.lexical_writer import write_bm25
-from realmops.index.mips import exact
-from realmops.index.source import Index
-from realmops.model.files import build_models
+from realmops.corpus.word_counts import train_vocabulary
+from realmops.model.checkpoint_files import build_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens
+from realmops.search import bm25
+from realmops.search.bm25_writer import write_bm25
+from realmops.search.embed import embed_documents
+from realmops.search.exact import exact
+from realmops.text.spans import Spans
+from realmops.train.index_source import Index
 from realmops.train.loop import Context
 
 # One document is one passage. Passage 3 repeats the second sentence of passage 2 between two others; passage
@@ -95,7 +95,7 @@ def build_world(
     folder: Path, documents: tuple[tuple[str, str, tuple[str, ...]], ...] = DOCUMENTS, block_wordpieces: int = 48
 ) -> World:
     snapshot = build_snapshot(folder, write_documents(folder / "documents.jsonl", documents), block_wordpieces)
-    write_bm25(folder / lexical.FOLDER, snapshot)
+    write_bm25(folder / bm25.FOLDER, snapshot)
     spans = snapshot.given_spans()
     assert spans is not None
     return World(folder, snapshot, spans)

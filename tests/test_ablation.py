@@ -37,8 +37,8 @@ from realmops.evaluate.ablation import (
     utility_chart,
 )
 from realmops.evaluate.predictions import read_predictions, write_predictions
-from realmops.index import lease
 from realmops.journal import Series
+from realmops.refresh import lease
 from realmops.stages import STAGES, Stage
 from realmops.tracking.client import default_uri, mlflow_client
 from realmops.tracking.mlflow_views import experiment_tags

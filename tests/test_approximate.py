@@ -16,8 +16,8 @@ from small_world import section
 from torch import Tensor
 
 from realmops.config import IndexOptions, RunOptions
-from realmops.index import approximate, faiss_gpu
-from realmops.index.approximate import (
+from realmops.search import approximate, faiss_gpu
+from realmops.search.approximate import (
     EXACT_PASSAGES,
     Approximate,
     Faiss,
@@ -27,7 +27,7 @@ from realmops.index.approximate import (
     memory_of,
     passage_index,
 )
-from realmops.index.mips import Exact, PassageIndex, search
+from realmops.search.exact import Exact, PassageIndex, search
 from realmops.stages import Silent, common
 
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from generated import encoder_flops, vocabulary
 from seeds import difference
 from small_project import cli, write_project
 
-from realmops.corpus.vocabulary import vocabulary_bytes
 from realmops.model.encoder import Bert, BertConfig
+from realmops.text.vocabulary import vocabulary_bytes
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 ROW = Row("embedding", "another", "docs/s", (10.0, 20.0, 60.0), (5.0, 5.0, 10.0), Goal(4))  # ratios 2, 4 and 6

@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 from small_world import Killed, World, section, tiny_models
 
 from realmops.artifacts import seed_for
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import Spans
-from realmops.index.embed import embed_documents
-from realmops.index.mips import Exact
-from realmops.index.source import Index
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.retriever import Mixture
+from realmops.search.embed import embed_documents
+from realmops.search.exact import Exact
 from realmops.stages import ict as stages_ict
+from realmops.text.spans import Spans
 from realmops.train import held_out as module
 from realmops.train.examples import Example, Examples
 from realmops.train.held_out import BestModels, held_out_rows
+from realmops.train.index_source import Index
 from realmops.train.realm import Realm
 
 # ---- the best so far

@@ -19,13 +19,13 @@ from realmops.artifacts import WORK, read_json
 from realmops.commands.answers import generation_of_run
 from realmops.commands.promote import read_run
 from realmops.commands.update import newest_state, of_pipeline
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import Spans
-from realmops.index.embeddings import INDEX, embeddings_in, load_index, save_index
-from realmops.index.lexical import FOLDER, Bm25
-from realmops.serve.generations import RunFolder
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search.bm25 import FOLDER, Bm25
+from realmops.search.embeddings import INDEX, embeddings_in, load_index, save_index
+from realmops.serve.served_models import RunFolder
 from realmops.stages import STAGES
 from realmops.stages.runner import inputs_of
+from realmops.text.spans import Spans
 
 VALUES = toy_values()
 Refusal = tuple[str, Callable[[Path, Path], object]]  # what the message names, and what opens the artifact

@@ -32,14 +32,14 @@ from exchange_lab import (
 from safetensors.torch import save
 from small_project import wait_for
 
-from realmops.index import process
-from realmops.index.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
-from realmops.index.builder_process import Follower, assign, builder_name, merge
-from realmops.index.embeddings import EMBEDDINGS, embeddings_in
-from realmops.index.exchange import CARD, Exchange, part_name, ranges
-from realmops.index.files import Files
-from realmops.index.trainer import Policy, Trainer
-from realmops.index.versions import Version, version_name
+from realmops.refresh import child_processes as process
+from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
+from realmops.refresh.builder_process import Follower, assign, builder_name, merge
+from realmops.refresh.exchange import CARD, Exchange, part_name, ranges
+from realmops.refresh.shared_files import Files
+from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.versions import Version, version_name
+from realmops.search.embeddings import EMBEDDINGS, embeddings_in
 
 
 def counting(embedded: list[tuple[int, int]]) -> BuilderWork:

@@ -40,14 +40,14 @@ from realmops.baselines.t5 import (
     span_corruption,
 )
 from realmops.config import ClosedBookOptions
-from realmops.corpus.answers import normal_form
 from realmops.corpus.formats import sources
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.model.encoder import BertConfig
 from realmops.hub import T5, encoder_files
-from realmops.train.finetune import finetune_steps
+from realmops.text.answer_matching import normal_form
+from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import TENSORS
 
 ASKED = [Question(str(n), question, (answer,)) for n, (question, answer) in enumerate(QUESTIONS["train"])]

@@ -9,20 +9,20 @@ import pytest
 import torch
 from small_project import Quiet, cli, stage, toy_values, write_json_lines, write_project
 from small_world import World, build_world
-from test_finetune import open_qa
+from test_fine_tuning import open_qa
 
 from realmops.artifacts import SEAL, read_manifest, write_manifest
 from realmops.commands.questions import make_cloze
 from realmops.commands.report import how_to_ask
 from realmops.corpus.cloze import Sources, clause, cloze_questions, noisy, numbers, question_word, split
 from realmops.corpus.masking import passages_with
-from realmops.corpus.questions import Question, json_line, read_questions
+from realmops.corpus.question_sets import Question, json_line, read_questions
 from realmops.evaluate.predictions import read_results
 from realmops.model.retriever import Mixture
 from realmops.stages.evaluate import _rankings
-from realmops.train.finetune import question_loss
-from realmops.train.ict import SentencesWithSpans
-from realmops.train.mixture import fit_to_questions
+from realmops.train.fine_tuning import question_loss
+from realmops.train.fusion_weights import fit_to_questions
+from realmops.train.inverse_cloze import SentencesWithSpans
 from realmops.train.windows import lessons_of
 
 # All that can be asked of the twelve documents: words of the sentence without the span, the span, and the passages with
@@ -225,7 +225,7 @@ def test_weights_are_fitted_without_the_own_passage(world: World, monkeypatch: p
     def fit_mixture(dense: object, words: object, there: torch.Tensor, correct: torch.Tensor) -> None:
         seen["there"], seen["correct"] = int(there.sum()), int(correct.sum())
 
-    monkeypatch.setattr("realmops.train.mixture.fit_mixture", fit_mixture)
+    monkeypatch.setattr("realmops.train.fusion_weights.fit_mixture", fit_mixture)
     model = open_qa(world)
     assert isinstance(fit_to_questions(model, [BORN]), Mixture)
     assert seen == {"there": 12, "correct": 4}

@@ -19,11 +19,11 @@ from cluster_lab import DEPLOYMENT, Lab, Output
 from realmops import artifacts
 from realmops.cluster import builders, kube, tasks
 from realmops.config import load
-from realmops.index import shards
-from realmops.index.builder_process import assign
-from realmops.index.exchange import Fenced
-from realmops.index.lease import claimed
-from realmops.index.shards import Shards
+from realmops.refresh import shards
+from realmops.refresh.builder_process import assign
+from realmops.refresh.exchange import Fenced
+from realmops.refresh.lease import claimed
+from realmops.refresh.shards import Shards
 from realmops.stages import STAGES
 from realmops.stages.runner import offer_of
 

@@ -10,7 +10,7 @@ from small_project import cli
 from test_predictions import PREDICTION
 
 from realmops.evaluate.compare import compare, read_paired, sentence
-from realmops.evaluate.openqa import paired_bootstrap
+from realmops.evaluate.exact_match import paired_bootstrap
 from realmops.evaluate.predictions import write_predictions
 
 

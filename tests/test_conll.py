@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from realmops.corpus.conll import TaggedSentence, entity_scores, read_conll
+from realmops.text.conll import TaggedSentence, entity_scores, read_conll
 
 
 def write(path: Path, text: str) -> Path:

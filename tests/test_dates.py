@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realmops.corpus.dates import find_dates
-from realmops.corpus.languages import languages
+from realmops.text.dates import find_dates
+from realmops.text.languages import languages
 
 
 def dates(text: str) -> list[str]:

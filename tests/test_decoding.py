@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 from small_world import World
-from test_finetune import BORN, NEVER, PORT, cut, open_qa
+from test_fine_tuning import BORN, NEVER, PORT, cut, open_qa
 
 from realmops.answering.decoding import CANDIDATES, minimum_risk
-from realmops.corpus.answers import exact_match, token_f1
-from realmops.corpus.questions import Question
+from realmops.corpus.question_sets import Question
+from realmops.text.answer_matching import exact_match, token_f1
 
 WORDS = ("the port", "of", "Bergen", "1992", "May", "in")
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from small_project import cli, stage, stopped_at
 
-from realmops.index.exchange import Exchange
+from realmops.refresh.exchange import Exchange
 from realmops.stages import STAGES
 
 

@@ -16,10 +16,10 @@ from realmops.encoders import packed
 from realmops.model.encoder import Bert
 from realmops.devices import evaluating, multiplies_bf16, multiply_by, product
 from realmops.model.encoder import Foreign
-from realmops.index import embed as embedding
-from realmops.index.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
 from realmops.model.retriever import Embedder
 from realmops.model.sequences import SpecialTokens, join_document
+from realmops.search import embed as embedding
+from realmops.search.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
 
 PRECISIONS = [torch.float32, *([torch.bfloat16] if multiplies_bf16() else [])]
 
@@ -144,7 +144,7 @@ def test_an_encoder_that_does_not_promise_it_is_called_by_one_thread(
 ) -> None:
     assert not Foreign.reentrant
     monkeypatch.setattr(Bert, "reentrant", False)
-    monkeypatch.setattr("realmops.index.embed._side_by_side", None)
+    monkeypatch.setattr("realmops.search.embed._side_by_side", None)
     rows = list(range(len(world.snapshot))) * 3
     assert len(embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32)) == len(rows)
 

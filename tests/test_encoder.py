@@ -16,13 +16,11 @@ from small_world import PAPERS_READER, World, section
 from torch import Tensor, nn
 
 from realmops.config import Pretrain
-from realmops.corpus.vocabulary import vocabulary_bytes
 from realmops.model.encoder import ARCHITECTURES, described_encoder
 from realmops.model.encoder import Encoder
 from realmops.hub import read_config, read_weights
 from realmops.model.packed import Packed
-from realmops.index.embed import document_sequences, embed
-from realmops.model.files import (
+from realmops.model.checkpoint_files import (
     add_spans,
     build_encoder,
     build_models,
@@ -33,6 +31,8 @@ from realmops.model.files import (
 )
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
+from realmops.search.embed import document_sequences, embed
+from realmops.text.vocabulary import vocabulary_bytes
 from realmops.train.examples import Examples
 from realmops.train.realm import Realm
 from realmops.train.tagger import Tagger

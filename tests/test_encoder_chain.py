@@ -20,7 +20,7 @@ from small_encoders import FAMILIES, write_encoder
 from small_project import QUESTIONS, cli, stage, stopped_at, toy_values, write_project
 
 from realmops.commands.answers import generation_of_run
-from realmops.index.embed import embed, query_sequences, text_queries
+from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.serve.guard import Limits
 from realmops.train import loop
 

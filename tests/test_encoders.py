@@ -19,9 +19,7 @@ from small_world import section
 from transformers import BertTokenizerFast
 
 from realmops.commands import run
-from realmops.corpus.pretrained import read_encoder_vocabulary
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.encoder import Bert, BertConfig, MaskedWordHead
 from realmops.hub import (
     BERT,
@@ -33,8 +31,10 @@ from realmops.hub import (
     sentence_pooling,
     unused_modules,
 )
-from realmops.model.files import build_models
+from realmops.model.checkpoint_files import build_models
 from realmops.model.retriever import Embedder
+from realmops.text.pretrained import read_encoder_vocabulary
+from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
 
 CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a", "in", "is", "##n", ".", "B", "b"]
 

@@ -34,11 +34,11 @@ from exchange_lab import (
 )  # fmt: skip
 from faults import times
 
-from realmops.index import versions
-from realmops.index.builder import DONE, MISCONFIGURED, Builder, run_builder
-from realmops.index.exchange import Exchange, Fenced
-from realmops.index.trainer import Policy, Trainer
-from realmops.index.versions import Damaged, version_name
+from realmops.refresh import versions
+from realmops.refresh.builder import DONE, MISCONFIGURED, Builder, run_builder
+from realmops.refresh.exchange import Exchange, Fenced
+from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.versions import Damaged, version_name
 
 PLAN = Plan()
 LONGEST = 500.0  # seconds of a town's time; it takes 10

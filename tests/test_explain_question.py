@@ -16,10 +16,10 @@ from realmops.commands.answers import Asked, generation_of_run, open_run
 from realmops.commands.explain import sorted_out
 from realmops.commands.masked import explain_sentence
 from realmops.commands.update import CorpusState, before_and_after, of_pipeline
-from realmops.corpus.answers import normal_form
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_results
+from realmops.text.answer_matching import normal_form
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from realmops.artifacts import write_manifest
 from realmops.commands.explain import _of_sentence
 from realmops.commands.masked import explain_sentence
 from realmops.commands.update import of_pipeline
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 
 SENTENCE = "Anna Berg was born in [MASK]."
 

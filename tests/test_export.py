@@ -24,11 +24,11 @@ from realmops.commands.answers import Generation, generation_of_run
 from realmops.commands.export import INPUTS, export
 from realmops.devices import freeze_products
 from realmops.encoders.modernbert import ModernBert, ModernConfig
-from realmops.index.embed import embed, embed_documents
-from realmops.index.lexical import Bm25
-from realmops.index.mips import exact
-from realmops.model.files import add_spans, save_models
+from realmops.model.checkpoint_files import add_spans, save_models
 from realmops.model.retriever import Embedder, Mixture, Retriever
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import embed, embed_documents
+from realmops.search.exact import exact
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
 FIRST, FP32 = 10, torch.float32

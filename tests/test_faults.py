@@ -37,11 +37,11 @@ from exchange_lab import (
 from faults import CAMPAIGN, ERRORS, FailingDisk, found_by, may_mount, small_disk, times
 
 from realmops.artifacts import atomic_folder, read_manifest, write_manifest
-from realmops.index.builder import Builder
-from realmops.index.exchange import Exchange, inspect
-from realmops.index.files import Files
-from realmops.index.trainer import Policy, Trainer
-from realmops.index.versions import Damaged, version_name
+from realmops.refresh.builder import Builder
+from realmops.refresh.exchange import Exchange, inspect
+from realmops.refresh.shared_files import Files
+from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.versions import Damaged, version_name
 
 pytestmark = pytest.mark.faults
 PLAN = Plan(steps=4)
@@ -167,7 +167,7 @@ def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: s
 
     from realmops.corpus.formats import sources
     from realmops.corpus.snapshot_writer import write_snapshot
-    from realmops.corpus.vocabulary import train_vocabulary
+    from realmops.corpus.word_counts import train_vocabulary
 
     corpus = sources(write_documents(tmp_path / "documents.jsonl"), "auto")
     pieces = train_vocabulary(corpus, size=150, min_count=1)
@@ -205,8 +205,8 @@ def test_an_error_of_the_disk_at_any_write_of_a_snapshot(tmp_path: Path, kind: s
 def test_an_error_of_the_disk_at_any_write_of_the_index_of_words(
     world: Any, tmp_path: Path, kind: str, told: Told
 ) -> None:
-    from realmops.index.lexical import Bm25
-    from realmops.index.lexical_writer import write_bm25
+    from realmops.search.bm25 import Bm25
+    from realmops.search.bm25_writer import write_bm25
 
     def read(folder: Path) -> dict[str, bytes]:
         Bm25.open(folder)
@@ -379,8 +379,8 @@ def test_damage_to_a_version_in_the_exchange(tmp_path: Path, kind: str, told: To
 
 
 def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path, told: Told) -> None:
-    from realmops.index.builder_process import Follower, assign
     from realmops.journal import read_journal
+    from realmops.refresh.builder_process import Follower, assign
 
     exchange = exchange_with_everything(tmp_path / "e")
     for role, holder in (("trainer", "trainer"), ("builder", "builder-0")):
@@ -405,7 +405,7 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path, to
     ],
 )  # fmt: skip
 def test_an_assignment_that_nobody_of_ours_wrote_is_passed_over(tmp_path: Path, content: bytes) -> None:
-    from realmops.index.builder_process import Follower
+    from realmops.refresh.builder_process import Follower
 
     (tmp_path / "assignment.json").write_bytes(content)
     follower = Follower(tmp_path / "assignment.json", None)
@@ -422,7 +422,7 @@ def stage_folders(world: Any, tmp_path: Path) -> dict[str, Path]:
     """What stages hand over, one folder of each kind of file."""
     from small_world import tiny_models
 
-    from realmops.model.files import save_models
+    from realmops.model.checkpoint_files import save_models
     from realmops.train.checkpoints import FolderCheckpoints
 
     models = tmp_path / "models"
@@ -485,12 +485,12 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
     import numpy as np
     import torch
 
-    from realmops.corpus.snapshot import Snapshot
+    from realmops.corpus.snapshot_reader import Snapshot
     from realmops.hub import read_weights
     from realmops.evaluate.predictions import read_predictions
-    from realmops.index.builder_process import Follower
-    from realmops.index.embeddings import load_index
-    from realmops.model.files import load_models, retriever_from_files
+    from realmops.model.checkpoint_files import load_models, retriever_from_files
+    from realmops.refresh.builder_process import Follower
+    from realmops.search.embeddings import load_index
     from realmops.train.checkpoints import FolderCheckpoints
     from realmops.train.loop import STATE, TENSORS, _restore
 
@@ -573,7 +573,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
 
 
 def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Told) -> None:
-    from realmops.index import exchange as module
+    from realmops.refresh import exchange as module
 
     root = exchange_with_everything(tmp_path / "e").root
     sign = root / "alive" / "builder" / "builder-0.json"
@@ -594,7 +594,7 @@ def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytes
         ),
         "builder-0 is realmops 0.0.9, this is": lambda: rewrite(sign, realmops="0.0.9"),
         "builder-0: its sign of life cannot be read": lambda: sign.write_bytes(b"{"),
-        "written by another version of realmops": lambda: monkeypatch.setattr("realmops.index.versions.SCHEMA", 0),
+        "written by another version of realmops": lambda: monkeypatch.setattr("realmops.refresh.versions.SCHEMA", 0),
         "MB are free and the largest version here wants": lambda: monkeypatch.setattr(
             module, "free_bytes", lambda folder: 9
         ),

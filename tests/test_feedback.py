@@ -17,12 +17,12 @@ from small_project import cli, wait_for
 
 from realmops.answering import feedback as kept
 from realmops.answering.feedback import Feedback, Full, feedback_file, keep, questions_of, read_feedback
-from realmops.corpus.questions import read_questions
+from realmops.corpus.question_sets import read_questions
 from realmops.serve.app import make_app
 from realmops.serve.guard import COOKIE, Limits, Token
 from realmops.serve.metrics import Metrics
 from realmops.serve.page import feedback_address
-from realmops.tracking import feedback as sending
+from realmops.tracking import feedback_log as sending
 
 RIGHT = {"question": "Where was Anna Berg born?", "answer": "Oslo", "right": True, "passage_id": "p1"}
 WRONG = {"question": "Who built The Star?", "answer": "Karl Lund", "right": False, "correct_answer": "Jon Vik"}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from realmops.corpus import snapshot_writer
-from realmops.corpus.flat import GrowingFile, load_flat
-from realmops.corpus.spans import SpansWriter
+from realmops.text.flat import GrowingFile, load_flat
+from realmops.text.spans import SpansWriter
 
 
 def test_a_disk_without_room_for_the_last_bytes_keeps_no_file_open(tmp_path: Path) -> None:

@@ -22,16 +22,16 @@ from small_project import stage, toy_values, write_params
 from small_world import PAPERS_READER, section, tiny_context, tiny_optimiser
 
 from realmops.artifacts import digest_of, seed_for
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import Spans
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.packed import Packed
-from realmops.index.mips import Exact
-from realmops.index.source import Index
 from realmops.model import reader as reader_module
-from realmops.model.files import build_models
-from realmops.train import ict
+from realmops.model.checkpoint_files import build_models
+from realmops.search.exact import Exact
+from realmops.text.spans import Spans
+from realmops.train import inverse_cloze
 from realmops.train.examples import Examples
-from realmops.train.pretrain import pretrain
+from realmops.train.index_source import Index
+from realmops.train.pretraining import pretrain
 from realmops.train.realm import Realm
 
 GOLDEN = Path(__file__).parent / "fixtures" / "golden.json"
@@ -109,14 +109,14 @@ def first_batches(snapshot: Snapshot, spans: Spans) -> dict[str, Any]:
     for name in ("ict", "warm_start"):
         seen, context = Seen(snapshot), tiny_context(stream=name, seed=SEED)
         with (
-            mock.patch.object(ict, "Packed", seen.packed),
+            mock.patch.object(inverse_cloze, "Packed", seen.packed),
             mock.patch.object(reader_module, "Packed", seen.packed),
-            mock.patch.object(ict, "Neighbours", NoNeighbours),
+            mock.patch.object(inverse_cloze, "Neighbours", NoNeighbours),
         ):
             if name == "ict":
-                ict.train_retriever(context, retriever, snapshot, section("ict", **ICT), tiny_optimiser())
+                inverse_cloze.train_retriever(context, retriever, snapshot, section("ict", **ICT), tiny_optimiser())
             else:
-                ict.train_reader(context, reader, snapshot, spans, section("ict", **ICT), tiny_optimiser())
+                inverse_cloze.train_reader(context, reader, snapshot, spans, section("ict", **ICT), tiny_optimiser())
         found[name] = seen.summary()
     seen = Seen(snapshot)
     embedding = torch.zeros(len(snapshot), 4)

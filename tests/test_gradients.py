@@ -25,18 +25,19 @@ from realmops.baselines import t5 as closed_book
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.t5 import ClosedBook
 from realmops.config import ClosedBookOptions
-from realmops.corpus.conll import TaggedSentence
-from realmops.corpus.questions import Question
+from realmops.corpus.question_sets import Question
 from realmops.model.encoder import BertConfig
-from realmops.index.lexical import Bm25
-from realmops.index.mips import PassageIndex
-from realmops.model.files import add_spans, build_encoder
+from realmops.model.checkpoint_files import add_spans, build_encoder
 from realmops.model.retriever import HEADS, HYBRID_START, Retriever
-from realmops.train import finetune, ict, passages, pretrain, tagger, windows
+from realmops.search.bm25 import Bm25
+from realmops.search.exact import PassageIndex
+from realmops.text.conll import TaggedSentence
+from realmops.train import fine_tuning, passage_batches, pretraining, tagger, windows
+from realmops.train import inverse_cloze as ict
 from realmops.train.examples import Examples
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import BertAdamW, Group
-from realmops.train.passages import Positives
+from realmops.train.passage_batches import Positives
 from realmops.train.realm import Realm
 from realmops.train.tagger import Tagger, tag_names, train_tagger
 
@@ -100,7 +101,7 @@ def realm(
     words = Bm25.of(world.snapshot) if hybrid else None
     joined = Realm(retriever, reader, world.snapshot, chosen, torch.float32, words)
     rest: dict[str, Any] = {"evaluate": lambda index: {}, "warn": print}
-    pretrain.pretrain(tiny_context(), joined, examples, tiny_optimiser(), OneIndex(world), **rest)
+    pretraining.pretrain(tiny_context(), joined, examples, tiny_optimiser(), OneIndex(world), **rest)
 
 
 def answers(
@@ -117,7 +118,7 @@ def answers(
         retriever.mixture = HYBRID_START
     words = Bm25.of(world.snapshot) if hybrid else None
     asked = OpenQa(retriever, reader, world.snapshot, index, chosen, FP32, ranker, words)
-    finetune.finetune(tiny_context(), asked, QUESTIONS, chosen, tiny_optimiser())
+    fine_tuning.finetune(tiny_context(), asked, QUESTIONS, chosen, tiny_optimiser())
 
 
 def by_passages(world: World, **model: Any) -> None:
@@ -126,7 +127,7 @@ def by_passages(world: World, **model: Any) -> None:
     chosen = section("finetune", retriever_batch_size=3, **LENGTHS)
     positives = Positives.of([0, 3, 8])
     arguments = retriever, world.snapshot, QUESTIONS, positives, chosen, tiny_optimiser()
-    passages.train_by_passages(tiny_context(), *arguments)
+    passage_batches.train_by_passages(tiny_context(), *arguments)
 
 
 def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, **model: Any) -> None:
@@ -191,12 +192,12 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
     "ict: reader that copies": (ict, masked_words, {"copying": COPIES}),
     "ict: reader apart": (ict, masked_words, {"copying": APART}),
     **{
-        f"pretrain: {marginal}, {name}": (pretrain, realm, {"marginal": marginal, **towers})
+        f"pretrain: {marginal}, {name}": (pretraining, realm, {"marginal": marginal, **towers})
         for marginal in ("joint", "per_token")
         for name, towers in TOWERS.items()
     },
     **{
-        f"pretrain: {name}": (pretrain, realm, options)
+        f"pretrain: {name}": (pretraining, realm, options)
         for name, options in {
             "copies": {"copying": COPIES}, "copies, per_token": {"copying": COPIES, "marginal": "per_token"},
             "apart": {"copying": APART}, "apart, per_token": {"copying": APART, "marginal": "per_token"},
@@ -206,19 +207,19 @@ TRAININGS: dict[str, tuple[ModuleType, Callable[..., None], dict[str, Any]]] = {
             "apart, vectors, crops": {"copying": APART, "crop_weight": 0.5, **VECTORS}, "hybrid": {"hybrid": True},
         }.items()
     },
-    **{f"finetune: {name}": (finetune, answers, towers) for name, towers in TOWERS.items()},
-    "finetune: a reader that copies": (finetune, answers, {"copying": COPIES}),
-    "finetune: bag, hybrid": (finetune, answers, {"hybrid": True, **BAG}),
-    "finetune: vectors, hybrid": (finetune, answers, {"hybrid": True, **VECTORS}),
-    **{f"passages: {name}": (passages, by_passages, towers) for name, towers in TOWERS.items()},
-    "passages: bag": (passages, by_passages, BAG),
-    "passages: vectors": (passages, by_passages, VECTORS),
+    **{f"finetune: {name}": (fine_tuning, answers, towers) for name, towers in TOWERS.items()},
+    "finetune: a reader that copies": (fine_tuning, answers, {"copying": COPIES}),
+    "finetune: bag, hybrid": (fine_tuning, answers, {"hybrid": True, **BAG}),
+    "finetune: vectors, hybrid": (fine_tuning, answers, {"hybrid": True, **VECTORS}),
+    **{f"passages: {name}": (passage_batches, by_passages, towers) for name, towers in TOWERS.items()},
+    "passages: bag": (passage_batches, by_passages, BAG),
+    "passages: vectors": (passage_batches, by_passages, VECTORS),
     "windows": (windows, in_windows, {}),
     "windows: no negatives": (windows, in_windows, {"share": 2.0}),
     "windows: a reader apart": (windows, in_windows, {"copying": APART}),
     "windows: frozen words": (windows, in_windows, {"freeze_words": True}),
-    **{f"finetune: {name}": (finetune, answers, {"span_loss": name}) for name in ("hard_em", "per_passage")},
-    "finetune: passages given": (finetune, answers, {"given": True}),
+    **{f"finetune: {name}": (fine_tuning, answers, {"span_loss": name}) for name in ("hard_em", "per_passage")},
+    "finetune: passages given": (fine_tuning, answers, {"given": True}),
     "tagger": (tagger, tags, {}),
     "path": (path, paths, {}),
     "closed_book: pretrain": (closed_book, t5, {"train": closed_book.pretrain}),
@@ -249,8 +250,8 @@ def test_the_loss_sees_every_number_that_is_trained(
     gradients = dict(zip(optimiser.names, (parameter.grad for parameter in optimiser.parameters), strict=True))
     untouched = [name for name, gradient in gradients.items() if gradient is None]
     guesses = ("reader.masked_words.", "reader.copy.")  # what answers are not found with
-    assert all(module in (finetune, windows) and name.startswith(guesses) for name in untouched), untouched
-    assert (module in (finetune, windows)) == bool(untouched)
+    assert all(module in (fine_tuning, windows) and name.startswith(guesses) for name in untouched), untouched
+    assert (module in (fine_tuning, windows)) == bool(untouched)
     sizes = {name: gradient.abs() for name, gradient in gradients.items() if gradient is not None}
     assert len(sizes) > 10 or options.get("tower") == "bag"
     largest = max(float(size.max()) for size in sizes.values())

@@ -27,9 +27,9 @@ from realmops.corpus.documents import Document, Rejected
 from realmops.corpus.formats import FORMATS, sources
 from realmops.corpus.ingest import batches, convert
 from realmops.corpus.passages import split_sentences
-from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
+from realmops.corpus.snapshot_reader import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.vocabulary import SPECIAL_TOKENS
+from realmops.text.vocabulary import SPECIAL_TOKENS
 
 VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.", *(f"##{c}" for c in "abcdefghijklmnopqrstuvwxyz")]
 BLANKS = [chr(c) for c in range(sys.maxunicode + 1) if chr(c).isspace()]

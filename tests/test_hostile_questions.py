@@ -14,10 +14,10 @@ from four_passages import QUESTIONS, TEXTS
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from realmops.corpus.questions import Question, json_line, read_questions
+from realmops.corpus.question_sets import Question, json_line, read_questions
 from realmops.evaluate.ceilings import answered_in_corpus
-from realmops.evaluate.openqa import closed_book_floor, score_predictions
-from realmops.evaluate.retrieval import hit_ranks_by_rule, padded
+from realmops.evaluate.exact_match import closed_book_floor, score_predictions
+from realmops.evaluate.recall import hit_ranks_by_rule, padded
 
 Record = tuple[Any, Any, Any]  # id, question, answers
 

@@ -9,13 +9,13 @@ import torch
 from small_world import World, section, tiny_models
 from torch import Tensor
 
-from realmops.index.hybrid import LEAST, Hybrid, fit_mixture, words_share
-from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact, exact
-from realmops.index.source import Index
 from realmops.model.retriever import EMBEDDINGS_ALONE, HYBRID_START, Mixture
+from realmops.search.bm25 import Bm25
+from realmops.search.exact import Exact, exact
+from realmops.search.hybrid import LEAST, Hybrid, fit_mixture, words_share
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Examples
+from realmops.train.index_source import Index
 
 CPU = torch.device("cpu")
 

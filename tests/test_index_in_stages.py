@@ -12,9 +12,9 @@ import torch
 from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
 from realmops.commands.answers import Asked, generation_of_run
-from realmops.corpus.snapshot import Snapshot
-from realmops.index.approximate import approximate
-from realmops.index.embeddings import INDEX, RECIPE, load_passages
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search.approximate import approximate
+from realmops.search.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.

@@ -17,12 +17,13 @@ from yaml import safe_load
 
 from realmops.artifacts import atomic_folder
 from realmops.console import Console
-from realmops.corpus import ingest, vocabulary
+from realmops.corpus import ingest, word_counts
 from realmops.corpus.formats import sources
 from realmops.corpus.ingest import Progress, batches
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, count_words
+from realmops.corpus.word_counts import count_words
+from realmops.text.vocabulary import SPECIAL_TOKENS
 
 EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "100"))
 PIECES = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.,", *(f"##{c}" for c in "abcdefgh")]
@@ -96,7 +97,7 @@ def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
     found = sources(corpus(tmp_path / "c", a=["a"] * 2000, b=["b"] * 2000), "auto")
     whole = sum(source.size for source in found)
     assert count_words(found, 1000) == {"T": 4000, "a": 2000, "b": 2000}
-    monkeypatch.setattr(vocabulary, "_SAMPLE_BYTES", whole // 4)
+    monkeypatch.setattr(word_counts, "_SAMPLE_BYTES", whole // 4)
     drawn = count_words(found, 1000)
     assert 850 < drawn["T"] < 1150  # 1000 wanted, 27 is one standard deviation
     assert abs(drawn["a"] - drawn["b"]) < 170

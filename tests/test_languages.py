@@ -12,17 +12,17 @@ from small_project import Quiet, stage, toy_values, write_json_lines
 from small_world import World
 
 from realmops import config
-from realmops.answering.search import highlights, stems_of
+from realmops.answering.passage_search import highlights, stems_of
 from realmops.artifacts import atomic_folder, read_manifest
 from realmops.corpus.formats import sources
-from realmops.corpus.languages import AUTO, ENGLISH, check_language, detect, languages, word_spans
 from realmops.corpus.passages import split_sentences
-from realmops.corpus.snapshot import LANGUAGES, Snapshot
+from realmops.corpus.snapshot_reader import LANGUAGES, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.vocabulary import train_vocabulary
-from realmops.index import lexical
-from realmops.index.lexical import Bm25, query_stems, rank
-from realmops.index.lexical_writer import write_bm25
+from realmops.corpus.word_counts import train_vocabulary
+from realmops.search import bm25
+from realmops.search.bm25 import Bm25, query_stems, rank
+from realmops.search.bm25_writer import write_bm25
+from realmops.text.languages import AUTO, ENGLISH, check_language, detect, languages, word_spans
 
 TEXTS = {
     "de": "Die Häuser der Stadt wurden 1902 gebaut. Dr. Anna Berg zog z. B. aus Köln zu den alten Häusern.",
@@ -44,7 +44,7 @@ def corpus(folder: Path, texts: Sequence[str], language: str, workers: int = 1) 
     with atomic_folder(folder / "snapshot") as stage:
         write_snapshot(found, stage, work=folder / "work", vocabulary=vocabulary, **options)
     snapshot = Snapshot.open(folder / "snapshot")
-    write_bm25(folder / lexical.FOLDER, snapshot)
+    write_bm25(folder / bm25.FOLDER, snapshot)
     return snapshot
 
 
@@ -104,7 +104,7 @@ def test_words_are_those_of_the_script(text: str, words: list[str]) -> None:
     found = list(word_spans(text))
     assert [word for word, _, _ in found] == words
     for word, start, end in found:
-        assert lexical.split_words(text[start:end], "de") == [word]
+        assert bm25.split_words(text[start:end], "de") == [word]
         assert len(text[start:end]) >= len(word) or not unicodedata.is_normalized("NFC", text)
 
 
@@ -136,7 +136,7 @@ def test_one_language_that_is_named_needs_no_file(tmp_path: Path, world: World) 
     assert german.language_of(1) == "de"
     assert LANGUAGES not in german.manifest["files"]
     assert Bm25.of(german).manifest["languages"] == ["de"]
-    assert "languages" not in read_manifest(world.folder / lexical.FOLDER, lexical.KIND)
+    assert "languages" not in read_manifest(world.folder / bm25.FOLDER, bm25.KIND)
 
 
 def test_english_makes_the_keys_of_before_and_another_language_others() -> None:
@@ -188,7 +188,7 @@ def test_an_update_has_the_bytes_of_a_new_index(mixed: Snapshot, tmp_path: Path)
     write_bm25(tmp_path / "updated", new, earlier=mixed)
     files = [
         {path.name: path.read_bytes() for path in folder.iterdir()}
-        for folder in (tmp_path / "updated", tmp_path / "new" / lexical.FOLDER)
+        for folder in (tmp_path / "updated", tmp_path / "new" / bm25.FOLDER)
     ]
     assert files[0] == files[1]
     assert "groups.npy" in files[0]
@@ -200,7 +200,7 @@ def test_passages_in_another_language_than_before_are_counted_again(tmp_path: Pa
     write_bm25(tmp_path / "updated", now, earlier=before)
     files = [
         {path.name: path.read_bytes() for path in folder.iterdir()}
-        for folder in (tmp_path / "updated", tmp_path / "de" / lexical.FOLDER)
+        for folder in (tmp_path / "updated", tmp_path / "de" / bm25.FOLDER)
     ]
     assert files[0] == files[1]
 

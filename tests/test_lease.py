@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from small_project import wait_for
 
-from realmops.index import lease
-from realmops.index.files import Clock
-from realmops.index.lease import claimed, claimed_if_free
-from realmops.index.signs import Ages
+from realmops.refresh import lease
+from realmops.refresh.heartbeat import Ages
+from realmops.refresh.lease import claimed, claimed_if_free
+from realmops.refresh.shared_files import Clock
 
 # Adds one to a number in a file, slowly: two at once would lose one of the additions.
 ADD = """
 import sys, time
 from pathlib import Path
-from realmops.index.files import Clock
-from realmops.index.lease import claimed
+from realmops.refresh.shared_files import Clock
+from realmops.refresh.lease import claimed
 with claimed(Path(sys.argv[1]), print):
     file = Path(sys.argv[2])
     number = int(file.read_text())

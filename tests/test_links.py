@@ -7,8 +7,8 @@ import pytest
 from small_world import World, build_snapshot
 
 from realmops.baselines.links import LINKED_SHARE, Graph, Links
-from realmops.corpus.snapshot import Snapshot
-from realmops.index.lexical import Bm25
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search.bm25 import Bm25
 
 
 def linked_corpus(folder: Path, records: list[dict[str, object]], block_wordpieces: int = 48) -> Snapshot:

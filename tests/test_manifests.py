@@ -35,7 +35,7 @@ from manifests import (
 from small_project import cli
 
 from realmops.cli import main
-from realmops.cluster import IMAGE, server
+from realmops.cluster import IMAGE, kfp_client
 from realmops.serve.server import DRAIN_SECONDS
 
 ROOT = K8S.parent
@@ -182,7 +182,7 @@ def test_who_submits_may_use_kubeflow_pipelines_with_profiles(rendered: dict[str
     assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("ClusterRole", "kubeflow-pipelines-edit")
     spec = find(rendered[FULL], "Job/realmops-retrain")["spec"]["template"]["spec"]
     assert [subject["name"] for subject in binding["subjects"]] == [spec["serviceAccountName"]]
-    assert server.TOKEN_FILE in [one["name"] for one in spec["containers"][0]["env"]]
+    assert kfp_client.TOKEN_FILE in [one["name"] for one in spec["containers"][0]["env"]]
 
 
 @pytest.mark.parametrize("case", [FULL, "on-base", "on-local-ros", "on-standalone-ros"])

@@ -14,9 +14,9 @@ import pytest
 import torch
 from small_world import at_once
 
-from realmops.index import mapped
-from realmops.index.approximate import Faiss, Recipe
-from realmops.index.mapped import blocks, matrix, read_only, release, scratch
+from realmops.search import mapped
+from realmops.search.approximate import Faiss, Recipe
+from realmops.search.mapped import blocks, matrix, read_only, release, scratch
 
 CPU = torch.device("cpu")
 THREADS, MAPS = 8, 150
@@ -103,8 +103,8 @@ def test_numbers_are_read_where_they_lie() -> None:
 
 ANONYMOUS = """
 import torch
-from realmops.index import mapped
-from realmops.index.approximate import Faiss, Recipe
+from realmops.search import mapped
+from realmops.search.approximate import Faiss, Recipe
 def held():
     lines = [line.split() for line in open("/proc/self/status")]
     return [int(line[1]) / 1024 for line in lines if line[0] in ("RssAnon:", "RssFile:")]

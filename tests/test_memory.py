@@ -67,15 +67,15 @@ def main(folder: Path) -> None:
     from small_world import section
 
     from realmops.devices import keep_freed_memory
-    from realmops.index.builder import Builder, BuilderWork
-    from realmops.index.builder_process import merge
-    from realmops.index.embeddings import EMBEDDINGS
-    from realmops.index.exchange import Exchange
-    from realmops.index.mips import Exact
-    from realmops.index.source import ExchangeSource, Refresh
-    from realmops.index.trainer import Policy, Trainer
-    from realmops.model.files import build_models, retriever_files
-    from realmops.train.exchange import SharedSource
+    from realmops.model.checkpoint_files import build_models, retriever_files
+    from realmops.refresh.builder import Builder, BuilderWork
+    from realmops.refresh.builder_process import merge
+    from realmops.refresh.exchange import Exchange
+    from realmops.refresh.trainer import Policy, Trainer
+    from realmops.search.embeddings import EMBEDDINGS
+    from realmops.search.exact import Exact
+    from realmops.train.index_refresh import SharedSource
+    from realmops.train.index_source import ExchangeSource, Refresh
     from realmops.train.parallel import ALONE
 
     keep_freed_memory()

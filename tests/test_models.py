@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, export_state
 from realmops.model.packed import BATCH_WORDPIECES, Packed
-from realmops.index.embed import document_sequences, embed, query_sequences
-from realmops.model.files import (
+from realmops.model.checkpoint_files import (
     add_spans,
     build_models,
     load_models,
@@ -25,6 +24,7 @@ from realmops.model.files import (
 )
 from realmops.model.reader import SpanHead
 from realmops.model.retriever import Embedder, Mixture
+from realmops.search.embed import document_sequences, embed, query_sequences
 
 FP32 = torch.float32
 

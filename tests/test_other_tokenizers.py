@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 
 from realmops.artifacts import atomic_folder
 from realmops.corpus.formats import sources
-from realmops.corpus.pretrained import read_encoder_tokenizer
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.tokenizer import WholeTokenizer, inside_words
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, open_tokenizer, written_pieces
 from realmops.model.sequences import SpecialTokens
+from realmops.text.pretrained import read_encoder_tokenizer
+from realmops.text.tokenizer import WholeTokenizer, inside_words
+from realmops.text.vocabulary import SPECIAL_TOKENS, open_tokenizer, written_pieces
 
 KINDS = {"wordpiece": wordpiece, "bpe": byte_bpe, "unigram": unigram}
 ODD = "Oslo  is\n\n in Norway. \u4e2d\u6587 caf\u00e9, \u00bd cafe\u0301! <mask> [MASK] \U0001f600 x"

@@ -26,9 +26,9 @@ from realmops import artifacts
 from realmops.answering.feedback import feedback_file, read_feedback
 from realmops.evaluate.confidence import HOLDS_ALL, Confidence
 from realmops.evaluate.predictions import read_results, write_predictions
-from realmops.serve.generations import RunFolder
 from realmops.serve.guard import COOKIE, Limits, Token
 from realmops.serve.page import percent, source_link
+from realmops.serve.served_models import RunFolder
 
 EVIL = '<script>window.owned=1</script><img src=x onerror="window.owned=1">'
 TOKEN = "s3cret"
@@ -72,8 +72,8 @@ def held_back(project: Path, threshold: float) -> Iterator[Any]:
 
     from realmops.serve.app import make_app
     from realmops.serve.batching import Answerer
-    from realmops.serve.generations import GenerationWatcher, RunFolder
     from realmops.serve.metrics import Metrics
+    from realmops.serve.served_models import GenerationWatcher, RunFolder
 
     origin = RunFolder(project / "root")
     answerer = Answerer(replace(origin.open(), confidence=Confidence(1.0, 0.0, threshold, 0.8, 2)))

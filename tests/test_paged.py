@@ -28,7 +28,7 @@ from realmops.corpus.formats import limited, sources
 from realmops.corpus.formats.paged import boxes, convert
 from realmops.corpus.ingest import batches
 from realmops.corpus.ingest import convert as convert_records
-from realmops.corpus.snapshot import REJECTS, SOURCES, rejects
+from realmops.corpus.snapshot_reader import REJECTS, SOURCES, rejects
 from realmops.serve.page import _passages
 
 WORDS = (

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from realmops import config
 from realmops.cluster import tasks
-from realmops.index.mips import Exact
-from realmops.index.source import IndexGeneration
 from realmops.journal import Journal
 from realmops.model.retriever import Retriever
+from realmops.search.exact import Exact
 from realmops.stages import JOURNAL, STAGES, Job, common, finetune_retriever, parse_sections, tag
 from realmops.stages import finetune as stages_finetune
 from realmops.stages.runner import inputs_of
-from realmops.train.exchange import SharedSource
+from realmops.train.index_refresh import SharedSource
+from realmops.train.index_source import IndexGeneration
 from realmops.train.parallel import Team, join
 
 TOGETHER: dict[str, dict[str, Any]] = {

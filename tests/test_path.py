@@ -22,8 +22,8 @@ from small_world import (
 from realmops.baselines import path as paths
 from realmops.baselines.path import PathLesson, PathRetriever, train_paths
 from realmops.config import Finetune
-from realmops.corpus.questions import Question
-from realmops.index.lexical import top
+from realmops.corpus.question_sets import Question
+from realmops.search.bm25 import top
 
 FP32 = torch.float32
 # The Star names Jon Vik; that he built ships in Bergen stands in his own passage.

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from realmops.artifacts import read_json, read_manifest
 from realmops.commands.published import import_published
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.packed import Packed
-from realmops.index.embeddings import embed_corpus, load_index
-from realmops.index.mips import search
-from realmops.model.files import load_models
+from realmops.model.checkpoint_files import load_models
 from realmops.model.reader import enumerate_spans
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
+from realmops.search.embeddings import embed_corpus, load_index
+from realmops.search.exact import search
 
 PEER = Path(__file__).parent / "fixtures" / "peer_published"
 ANSWERS: dict[str, str] = json.loads((PEER / "expected.json").read_text())

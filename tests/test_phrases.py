@@ -9,14 +9,14 @@ from small_world import section
 from test_languages import corpus
 
 from realmops.corpus.cloze import as_question, clause, cloze_questions, numbers, question_word
-from realmops.corpus.conll import read_conll
-from realmops.corpus.languages import languages
 from realmops.corpus.phrases import NAME, NUMBER, PHRASE, Phrases
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import token_spans
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer, continuing_pieces
-from realmops.index.start import start_matches
-from realmops.model.files import build_models
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import build_models
+from realmops.search.corpus_statistics import start_matches
+from realmops.text.conll import read_conll
+from realmops.text.languages import languages
+from realmops.text.spans import token_spans
+from realmops.text.vocabulary import SPECIAL_TOKENS, build_tokenizer, continuing_pieces
 from realmops.train.tagger import DATE, _encode, _runs, phrases_and_dates, tag_names
 
 GERMAN = [

@@ -40,19 +40,20 @@ from realmops.baselines.links import Graph, Links
 from realmops.baselines.tfidf import TfIdf
 from realmops.config import load
 from realmops.corpus.formats import sources
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.vocabulary import train_vocabulary, vocabulary_bytes
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.word_counts import train_vocabulary
 from realmops.evaluate.predictions import read_predictions
-from realmops.evaluate.retrieval import first_hit_ranks
-from realmops.index.builder_process import assign, run_index_builder
-from realmops.index.embed import embed, query_sequences
-from realmops.index.embeddings import embed_corpus, load_index
-from realmops.index.lexical import Bm25, rank, titled_texts
-from realmops.model.files import load_models
+from realmops.evaluate.recall import first_hit_ranks
+from realmops.model.checkpoint_files import load_models
+from realmops.refresh.builder_process import assign, run_index_builder
+from realmops.search.bm25 import Bm25, rank, titled_texts
+from realmops.search.embed import embed, query_sequences
+from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import STAGES, Job, ict
 from realmops.stages.common import question_queries
 from realmops.stages.runner import run_stage
+from realmops.text.vocabulary import vocabulary_bytes
 
 HERE = Path(__file__).parent
 EXCHANGED = ("models/pretrain/retriever.safetensors", "models/pretrain/reader.safetensors")

@@ -12,7 +12,7 @@ from manifests import K8S, Object, find, render
 from pods import Podman
 from small_project import Values, wait_for
 
-from realmops.index.exchange import Exchange, weights_of
+from realmops.refresh.exchange import Exchange, weights_of
 from realmops.stages import STAGES
 
 pytestmark = [pytest.mark.pods, pytest.mark.timeout(900)]

@@ -15,9 +15,9 @@ from small_project import QUESTIONS
 from small_world import World
 from test_retriever import embedder
 
-from realmops.index.embed import embed, embed_documents, query_sequences, text_queries
 from realmops.model.portable import write_retriever
 from realmops.model.retriever import Bag, Retriever, Tower
+from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
 
 FP32 = torch.float32
 QUERY_LIMIT = 24

@@ -22,14 +22,14 @@ import realmops
 from realmops import artifacts
 from realmops.corpus import ingest, snapshot_writer
 from realmops.corpus.formats import sources
-from realmops.corpus.snapshot import GIVEN_SPANS
-from realmops.corpus.spans import SpansWriter
-from realmops.corpus.vocabulary import SPECIAL_TOKENS
-from realmops.index.exchange import Exchange
-from realmops.index.files import Files
-from realmops.index.trainer import Policy, Trainer
-from realmops.index.versions import MOST_BAD, Damaged, Version, Versions
+from realmops.corpus.snapshot_reader import GIVEN_SPANS
 from realmops.journal import Journal
+from realmops.refresh.exchange import Exchange
+from realmops.refresh.shared_files import Files
+from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.versions import MOST_BAD, Damaged, Version, Versions
+from realmops.text.spans import SpansWriter
+from realmops.text.vocabulary import SPECIAL_TOKENS
 from realmops.train.checkpoints import FolderCheckpoints
 
 # The recorder
@@ -297,7 +297,7 @@ def test_renames_are_made_in_few_places() -> None:
     """A new module that commits by a rename of its own wants a test here."""
     top = Path(realmops.__file__).parent
     # ablate: links that may be lost; sender: a ticket that is taken away, whose journal stays
-    known = {"artifacts.py", "index/files.py", "commands/ablate.py", "tracking/sender.py"}
+    known = {"artifacts.py", "refresh/shared_files.py", "commands/ablate.py", "tracking/sender.py"}
     found = set()
     for path in sorted(top.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -309,4 +309,4 @@ def test_renames_are_made_in_few_places() -> None:
                 of_path = node.func.attr in ("rename", "replace") and len(node.args) == 1 and not node.keywords
                 if (of, node.func.attr) in calls or (of_path and of not in ("self", "files")):
                     found.add(path.relative_to(top).as_posix())
-    assert found - {"index/versions.py", "index/signs.py"} == known, "these two ask index/files.py"
+    assert found - {"refresh/versions.py", "refresh/heartbeat.py"} == known, "these two ask refresh/shared_files.py"

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from small_project import cli
-from test_openqa import QUESTIONS
+from test_exact_match import QUESTIONS
 
 from realmops.answering.answer import Answer
-from realmops.evaluate.openqa import score_predictions
+from realmops.evaluate.exact_match import score_predictions
 from realmops.evaluate.predictions import (
     FAILED_AT,
     Prediction,

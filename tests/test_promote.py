@@ -481,7 +481,7 @@ def test_the_champion_is_served_with_its_version(
 ) -> None:
     from realmops.commands.answers import Asked
     from realmops.commands.export import export
-    from realmops.serve.generations import Champion
+    from realmops.serve.served_models import Champion
 
     name = f"served-{copy}"
     assert promote(project, name, *(["--copy"] if copy else [])).exit_code == 0
@@ -530,9 +530,9 @@ def test_every_route_of_a_promoted_model_answers(
     from serving import QUESTION, client_of, every_call, tuned
 
     from realmops import Answerer, Searcher
-    from realmops.serve.generations import Champion
     from realmops.serve.guard import Limits
     from realmops.serve.mcp import server_of
+    from realmops.serve.served_models import Champion
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     trained = request.getfixturevalue("trained" if kind == "plain" else kind)
@@ -579,7 +579,7 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
     from serving import watching
 
     from realmops.commands.answers import Asked, Generation
-    from realmops.serve.generations import Champion
+    from realmops.serve.served_models import Champion
 
     with pytest.raises(ValueError, match="no version of moves is its champion: run 'realmops promote --name moves'"):
         Champion("models:/moves@champion", project / "root").mark()

@@ -25,8 +25,8 @@ from realmops.model.retriever import Retriever
 from realmops.model.sequences import join_document, join_query, join_reader
 from realmops.train.candidates import Candidates
 from realmops.train.examples import NULL, Example, Examples
-from realmops.train.ict import train_reader
-from realmops.train.pretrain import pretrain
+from realmops.train.inverse_cloze import train_reader
+from realmops.train.pretraining import pretrain
 from realmops.train.realm import Realm
 
 LIMIT = 60

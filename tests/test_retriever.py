@@ -15,10 +15,10 @@ from realmops.encoders import devices
 from realmops.model.encoder import Bert, BertConfig, initialise_small
 from realmops.devices import autocast, multiplies_bf16
 from realmops.model.packed import Packed
-from realmops.index.embed import document_sequences, embed, embed_documents
-from realmops.model.files import build_models, describe, retriever_files, retriever_from_files
+from realmops.model.checkpoint_files import build_models, describe, retriever_files, retriever_from_files
 from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection, means
 from realmops.model.sequences import join_document
+from realmops.search.embed import document_sequences, embed, embed_documents
 
 FP32 = torch.float32
 SHAPE = BertConfig(150, 16, 2, 2, 32, 64, 0.0)

@@ -15,23 +15,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_world import World, section, tiny_models
-from test_finetune import options
+from test_fine_tuning import options
 from torch import Tensor, nn
 
 from realmops.answering.answer import Answer, Found, Read, Span
 from realmops.answering.record import record_of, sentence
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.corpus.questions import Question
+from realmops.corpus.question_sets import Question
 from realmops.model.packed import Packed
 from realmops.evaluate import tuned
-from realmops.index import approximate
-from realmops.index.approximate import Approximate
-from realmops.index.embeddings import embed_corpus, load_passages, save_passages
-from realmops.index.mips import exact
 from realmops.model import reader as readers
-from realmops.model.files import load_models, save_models
+from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.sequences import join_reader
+from realmops.search import approximate
+from realmops.search.approximate import Approximate
+from realmops.search.embeddings import embed_corpus, load_passages, save_passages
+from realmops.search.exact import exact
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 

@@ -32,7 +32,7 @@ from updates_killed import TEXTS
 
 from realmops.artifacts import read_json, sha256_file, write_manifest
 from realmops.commands.answers import Asked
-from realmops.serve.generations import RunFolder
+from realmops.serve.served_models import RunFolder
 
 pytestmark = pytest.mark.faults
 LONG = pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")

@@ -209,7 +209,7 @@ def test_who_hung_up_is_not_answered(answering: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("retriever", ["bm25", "tfidf"])
 def test_what_a_server_remembers_is_bounded(answering: Path, retriever: str) -> None:
     from realmops.baselines.rankers import ranker_of
-    from realmops.corpus.snapshot import Snapshot
+    from realmops.corpus.snapshot_reader import Snapshot
 
     ranker: Any = ranker_of(retriever, Snapshot.open(answering / "root/data/snapshot/corpus"), remembered=3)
     for number in range(10):

@@ -15,18 +15,18 @@ from small_project import Quiet, command, stage, toy_values, wait_for, write_pro
 from small_world import DOCUMENTS, World, build_world, section, tiny_models
 
 from realmops.artifacts import read_json
-from realmops.corpus.snapshot import Snapshot
-from realmops.index import shards
-from realmops.index.builder import DONE, MISCONFIGURED
-from realmops.index.builder_process import run_index_builder
-from realmops.index.embed import Progress
-from realmops.index.embeddings import embed_corpus, embedding, joined
-from realmops.index.exchange import Exchange, inspect, part_name
-from realmops.index.process import Child
-from realmops.index.shards import MODEL, Shards, ShardSettings, in_shards
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.refresh import shards
+from realmops.refresh.builder import DONE, MISCONFIGURED
+from realmops.refresh.builder_process import run_index_builder
+from realmops.refresh.child_processes import Child
+from realmops.refresh.exchange import Exchange, inspect, part_name
+from realmops.refresh.shards import MODEL, Shards, ShardSettings, in_shards
+from realmops.search.embed import Progress
+from realmops.search.embeddings import embed_corpus, embedding, joined
 from realmops.stages import STAGES
 from realmops.stages.runner import offer_of
-from realmops.stages.shards import WORKS
+from realmops.stages.sharded_work import WORKS
 from realmops.train.tagger import DATE, find_entities, spans_in, tagger_files, tagging
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -74,7 +74,7 @@ def exchange_in(folder: Path) -> Path:
 def test_the_embeddings_are_those_of_the_whole_corpus(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from realmops.index import embeddings
+    from realmops.search import embeddings
 
     monkeypatch.setattr(embeddings, "SHARD_ROWS", ROWS)
     retriever = tiny_models(world)[0]

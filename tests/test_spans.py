@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from small_world import labels_of
 
-from realmops.corpus.spans import Spans, SpansWriter, token_spans
+from realmops.text.spans import Spans, SpansWriter, token_spans
 
 # "Ann Lee sang. Bob heard." as wordpieces ann lee sang . bob heard .
 CHARS = np.array([[0, 3], [4, 7], [8, 12], [12, 13], [14, 17], [18, 23], [23, 24]], np.int32)

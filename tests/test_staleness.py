@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from realmops.index import source as module
-from realmops.index.embeddings import EMBEDDINGS
-from realmops.index.source import ExchangeSource, Refresh, generation_in_use, top_k_change
-from realmops.index.trainer import Policy
+from realmops.refresh.trainer import Policy
+from realmops.search.embeddings import EMBEDDINGS
+from realmops.train import index_source as module
+from realmops.train.index_source import ExchangeSource, Refresh, generation_in_use, top_k_change
 
 
 @pytest.mark.parametrize(

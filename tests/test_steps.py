@@ -19,20 +19,20 @@ from elsewhere import ELSEWHERE, Counts, recorded
 from small_world import World, build_world, section, tiny_context, tiny_models, tiny_optimiser
 
 from realmops.answering.openqa import OpenQa
-from realmops.corpus.questions import Question
+from realmops.corpus.question_sets import Question
 from realmops.encoders import packed
 from realmops.devices import bring, send
 from realmops.model.packed import Packed
-from realmops.index.embed import document_sequences, embed, embed_documents, embed_there, query_sequences
-from realmops.index.hybrid import Hybrid
-from realmops.index.lexical import Bm25
-from realmops.index.mips import Exact, PassageIndex, exact
-from realmops.index.source import Index
-from realmops.model.files import add_spans
+from realmops.model.checkpoint_files import add_spans
 from realmops.model.retriever import HYBRID_START, Mixture, Retriever
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import document_sequences, embed, embed_documents, embed_there, query_sequences
+from realmops.search.exact import Exact, PassageIndex, exact
+from realmops.search.hybrid import Hybrid
 from realmops.train.examples import Examples
-from realmops.train.finetune import finetune
-from realmops.train.pretrain import pretrain
+from realmops.train.fine_tuning import finetune
+from realmops.train.index_source import Index
+from realmops.train.pretraining import pretrain
 from realmops.train.realm import Realm
 
 STEPS = 3

@@ -25,10 +25,11 @@ from kfp_lab import KfpLab, RefusedError, argo_nodes
 from manifests import OLDEST
 from test_key import key
 
-from realmops.cluster import IMAGE, server, submit, tasks
+from realmops.cluster import IMAGE, submit, tasks
+from realmops.cluster import kfp_client as server
+from realmops.cluster.kfp_client import Server
 from realmops.cluster.options import packed, unpacked
 from realmops.cluster.place import place_of
-from realmops.cluster.server import Server
 from realmops.cluster.submit import Pipeline
 from realmops.config import PACKAGE, load
 

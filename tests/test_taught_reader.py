@@ -14,7 +14,7 @@ from test_init import made, with_documents
 from realmops import artifacts, config
 from realmops.evaluate.confidence import FILE as CONFIDENCE
 from realmops.evaluate.confidence import HOLDS_ALL
-from realmops.model.files import MODEL, READER
+from realmops.model.checkpoint_files import MODEL, READER
 
 
 @pytest.fixture(scope="module")

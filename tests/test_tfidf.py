@@ -6,7 +6,7 @@ import pytest
 from four_passages import TEXTS
 
 from realmops.baselines.tfidf import TfIdf
-from realmops.index.lexical import rank
+from realmops.search.bm25 import rank
 
 
 def test_tf_idf_is_drqas_formula() -> None:

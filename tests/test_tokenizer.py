@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realmops.corpus.tokenizer import CachedTokenizer
-from realmops.corpus.vocabulary import SPECIAL_TOKENS, build_tokenizer
+from realmops.text.tokenizer import CachedTokenizer
+from realmops.text.vocabulary import SPECIAL_TOKENS, build_tokenizer
 
 EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "200"))
 PLAIN = build_tokenizer(
@@ -60,7 +60,7 @@ def test_odd_characters_at_every_border(character: str) -> None:
 
 
 def test_forgetting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.corpus.tokenizer._CHUNKS_IN_MEMORY", 3)
+    monkeypatch.setattr("realmops.text.tokenizer._CHUNKS_IN_MEMORY", 3)
     cached = CachedTokenizer(PLAIN)
     for texts in (["the thing", "a b c d"], ["b c"], ["e"], ["the"], ["a" * 101 + " b"]):
         check(cached, texts)

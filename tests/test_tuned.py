@@ -18,17 +18,18 @@ from realmops.answering.answer import Answer
 from realmops.answering.openqa import OpenQa
 from realmops.commands.masked import _example, explain_sentence, pretrained
 from realmops.commands.update import of_pipeline
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
-from realmops.index import embeddings, shards
-from realmops.index.embeddings import embed_corpus, load_index
-from realmops.index.lexical import Bm25
-from realmops.index.versions import Versions
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.journal import Journal
-from realmops.model.files import load_models
+from realmops.model.checkpoint_files import load_models
+from realmops.refresh import shards
+from realmops.refresh.versions import Versions
+from realmops.search import embeddings
+from realmops.search.bm25 import Bm25
+from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import Job
 from realmops.stages import finetune as stage
-from realmops.train.mixture import READING_OF_MADE
+from realmops.train.fusion_weights import READING_OF_MADE
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "bert": {"dropout": 0.1},

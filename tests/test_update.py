@@ -25,12 +25,12 @@ from realmops.commands.update import (
     changes_table,
     newest_state,
 )
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import Prediction
-from realmops.index import embed, embeddings
-from realmops.index.embed import document_sequences
-from realmops.index.embeddings import embed_changed, embed_corpus
-from realmops.index.lexical import Bm25
+from realmops.search import embed, embeddings
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import document_sequences
+from realmops.search.embeddings import embed_changed, embed_corpus
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 

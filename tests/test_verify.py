@@ -19,7 +19,7 @@ from small_world import build_snapshot
 
 from realmops.answering.record import cited
 from realmops.commands.verify import verify
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "verify_quotes.py"
 # Accents of their own, characters beyond 16 bits, blanks around and inside: what moves characters.

@@ -19,9 +19,18 @@ import pytest
 from exchange_lab import FAULTS, Fault, Inode, Killed, MemoryFiles, StillClock
 
 from realmops.artifacts import canonical_json, digest_of
-from realmops.index import mapped
-from realmops.index.files import Files
-from realmops.index.versions import MANIFEST, STALE_SECONDS, Damaged, Version, Versions, fence_of, step_of, version_name
+from realmops.refresh.shared_files import Files
+from realmops.refresh.versions import (
+    MANIFEST,
+    STALE_SECONDS,
+    Damaged,
+    Version,
+    Versions,
+    fence_of,
+    step_of,
+    version_name,
+)
+from realmops.search import mapped
 
 RUN = {"corpus": "c0ffee", "dimensions": 4}
 OLD, NEW = version_name(1, 10), version_name(1, 20)

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from realmops.corpus.formats import sources
-from realmops.corpus.vocabulary import (
+from realmops.corpus.word_counts import count_words
+from realmops.text.vocabulary import (
     SPECIAL_TOKENS,
     bert_words,
     build_tokenizer,
     continuing_pieces,
-    count_words,
     learn_pieces,
     read_vocabulary,
     vocabulary_bytes,

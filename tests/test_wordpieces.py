@@ -1,6 +1,6 @@
 import numpy as np
 
-from realmops.corpus.wordpieces import contains
+from realmops.text.wordpieces import contains
 
 
 def test_contains_equals_the_obvious_search() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from realmops.answering.search import Search
+    from realmops.answering.passage_search import Search
     from realmops.commands.answers import Generation
 
 By = Literal["run", "embeddings", "words"]

@@ -200,7 +200,7 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
 
 def _run_apart(names: Sequence[str], **given: Any) -> None:
     """Each stage in a process of its own, but where torchrun has started several that have met."""
-    from realmops.index.process import apart, end_with
+    from realmops.refresh.child_processes import apart, end_with
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _run(names, **given)
@@ -643,7 +643,7 @@ def index_builder(
     With --follow a file names the run that needs a builder, on a cluster one of the shared volume; after one run the
     builder waits for the next. With --follow .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate.
     """
-    from realmops.index.builder_process import Follower, run_index_builder
+    from realmops.refresh.builder_process import Follower, run_index_builder
 
     if follow is not None:
         if exchange or snapshot:
@@ -651,7 +651,7 @@ def index_builder(
         Follower(follow, alive).run()
     if exchange is None or snapshot is None:
         raise ValueError("name --exchange and --snapshot, or with --follow the file that holds both")
-    from realmops.stages.shards import WORKS
+    from realmops.stages.sharded_work import WORKS
 
     sys.exit(run_index_builder(exchange, snapshot, works=WORKS, **given))
 
@@ -704,7 +704,7 @@ def submit(
     and the arguments that decide the result: the image does, memory does not. With --once no second run of a key is
     started, unless the first one failed. The exit code is 2 for a mistake, and 1 when the server is away.
     """
-    from realmops.cluster.server import Server
+    from realmops.cluster.kfp_client import Server
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
 
     compiled = Pipeline.named(pipeline)

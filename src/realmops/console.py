@@ -71,7 +71,7 @@ def explained_errors() -> Iterator[None]:
     except (ValueError, TimeoutError) as error:
         _end(f" {error}", 2 if isinstance(error, ValueError) else 1)
     except RuntimeError as error:
-        from realmops.index.exchange import ExchangeError
+        from realmops.refresh.exchange import ExchangeError
 
         if not isinstance(error, ExchangeError):
             raise

@@ -7,7 +7,7 @@ p(y, z|x) the part of it that lies in z, and p(z|x, y) that part's share (paper,
 import math
 from dataclasses import dataclass, field
 
-from realmops.corpus.questions import Question
+from realmops.corpus.question_sets import Question
 
 
 class InvalidRequest(ValueError):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.corpus.answers import normal_form, words_f1
-from realmops.corpus.languages import ENGLISH
+from realmops.text.answer_matching import normal_form, words_f1
+from realmops.text.languages import ENGLISH
 
 CANDIDATES = 20  # spans of one question that are compared, those with the highest scores
 

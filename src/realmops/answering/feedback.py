@@ -11,7 +11,7 @@ from typing import Any
 
 from realmops.artifacts import WORK, digest_of, make_folder, sync_folder
 from realmops.corpus.documents import read_json_lines
-from realmops.corpus.questions import Question, text_key
+from realmops.corpus.question_sets import Question, text_key
 
 FILE = "feedback.jsonl"
 LINE_LIMIT = 1 << 15  # bytes of one judgement

@@ -17,13 +17,13 @@ from torch import Tensor
 from realmops.answering.answer import Answer, Found, Read, Span
 from realmops.answering.decoding import CANDIDATES, minimum_risk
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.corpus.answers import answer_token_spans, same_form
-from realmops.corpus.questions import Question
+from realmops.corpus.question_sets import Question
 from realmops.devices import autocast, send
 from realmops.model.likelihood import log_sum_correct
 from realmops.model.packed import Packed
 from realmops.model.reader import enumerate_spans
 from realmops.model.sequences import join_reader
+from realmops.text.answer_matching import answer_token_spans, same_form
 
 
 class OpenQa(RetrieveAndRead):

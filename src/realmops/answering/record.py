@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from realmops.answering.answer import Answer, Found, Span
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 
 Record = dict[str, Any]
 _AROUND = 60  # characters shown on either side of a quotation

@@ -20,23 +20,23 @@ from torch import Tensor
 
 from realmops.answering.answer import Answer, Found, InvalidRequest
 from realmops.config import Finetune
-from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.special import blank_before
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, send
-from realmops.index.embed import Progress, embed, no_progress, query_sequences
-from realmops.index.embeddings import save_passages
-from realmops.index.hybrid import Hits, Hybrid
-from realmops.index.lexical import Bm25
-from realmops.index.mips import PassageIndex
-from realmops.model.files import save_models
+from realmops.model.checkpoint_files import save_models
 from realmops.model.likelihood import log_prior
 from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_query
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import Progress, embed, no_progress, query_sequences
+from realmops.search.embeddings import save_passages
+from realmops.search.exact import PassageIndex
+from realmops.search.hybrid import Hits, Hybrid
+from realmops.text.answer_matching import contains_answer
+from realmops.text.special import blank_before
 
 HYBRID_DEPTH = 100  # passages that embeddings and words find each, of which the best are taken
 _QUESTIONS_IN_MEMORY = 1024

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.corpus.languages import composed
-from realmops.corpus.snapshot import Snapshot
-from realmops.index.lexical import Bm25, Scores, top
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search.bm25 import Bm25, Scores, top
+from realmops.text.languages import composed
 
 SEEDS = 20  # passages whose links are followed
 LINKED_SHARE = 0.5  # of a seed's score, for what it is linked with

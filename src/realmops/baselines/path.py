@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from realmops.artifacts import seed_for
 from realmops.baselines.links import Links
 from realmops.config import Finetune, Optimiser
-from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
-from realmops.index.lexical import Bm25, Rows, rank, top
+from realmops.model.checkpoint_files import cpu_state
 from realmops.model.encoder import Encoder, described_encoder
-from realmops.model.files import cpu_state
 from realmops.model.likelihood import marginal_span_loss
 from realmops.model.packed import Packed
 from realmops.model.sequences import SpecialTokens, join_reader
-from realmops.train.finetune import finetune_steps
+from realmops.search.bm25 import Bm25, Rows, rank, top
+from realmops.text.answer_matching import contains_answer
+from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import Context, epoch_rows, fit
 from realmops.train.optimiser import Group
 

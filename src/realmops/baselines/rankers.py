@@ -6,8 +6,8 @@ from realmops.answering.retrieval import Ranker
 from realmops.baselines.links import Graph, Links
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.tfidf import TfIdf
-from realmops.corpus.snapshot import Snapshot
-from realmops.index.lexical import Bm25, Lexical, rank, titled_texts
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search.bm25 import Bm25, Lexical, rank, titled_texts
 
 DENSE = ("pretrain", "ict")
 

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from realmops.corpus.languages import Placed, composed, placed
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
-from realmops.index.lexical import STOP_WORDS, stems
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search.bm25 import STOP_WORDS, stems
+from realmops.text.languages import Placed, composed, placed
 
 FARTHEST = 20  # words: a word of the question that is farther away than that, or not there, counts so
 _WORD = re.compile(r"\d+(?:[.,:]\d+)*\w*|[^\W\d_]+(?:['’.-]?[^\W_]+)*")

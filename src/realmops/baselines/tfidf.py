@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from realmops.corpus.languages import composed
-from realmops.index.lexical import Scores
+from realmops.search.bm25 import Scores
+from realmops.text.languages import composed
 
 BUCKETS = 1 << 24  # of hashed words and pairs of words
 

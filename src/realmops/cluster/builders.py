@@ -81,7 +81,7 @@ def raised_builders(
     While they are another run's, its end is waited for, or that its signs of life cease. Without a Deployment there is
     nothing to raise. Raises TimeoutError that says what can be done, after ``wait_seconds``.
     """
-    from realmops.index.lease import claimed
+    from realmops.refresh.lease import claimed
     from realmops.stages import STAGES, fingerprint
     from realmops.stages.runner import finished, inputs_of
 
@@ -126,8 +126,8 @@ def raise_builders(
 
     Raises TimeoutError that says what was awaited, for how long, and what shows more.
     """
-    from realmops.index.builder_process import SIGNS, assign
-    from realmops.index.lease import claimed
+    from realmops.refresh.builder_process import SIGNS, assign
+    from realmops.refresh.lease import claimed
     from realmops.stages import STAGES
 
     assignment = assignment_of(root)
@@ -193,7 +193,7 @@ def _lend(
     held: bool,
 ) -> None:
     """Raise and lower builders as a stage offers shards, until it has ended."""
-    from realmops.index.lease import claimed
+    from realmops.refresh.lease import claimed
     from realmops.stages.runner import offer_of
 
     offer, assignment, said = offer_of(root, stage), assignment_of(root), ""
@@ -219,8 +219,8 @@ def _serve(
     offer: Path, assignment: Path, deployment: str, builders: int, owner: str, report: Report, ended: threading.Event
 ) -> None:
     """Keep builders while there is an offer, and let them work on it."""
-    from realmops.index.builder_process import assign
-    from realmops.index.lease import claimed
+    from realmops.refresh.builder_process import assign
+    from realmops.refresh.lease import claimed
 
     served = b""
     try:
@@ -247,7 +247,7 @@ def _content(offer: Path) -> bytes:
 
 def _lower(deployment: str, assignment: Path, owner: str, seconds: float, say: Say) -> bool:
     """Give back the builders that ``owner`` has raised; False where they are another run's by now."""
-    from realmops.index.lease import claimed
+    from realmops.refresh.lease import claimed
 
     with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
         if read_json(assignment).get("owner") != owner:

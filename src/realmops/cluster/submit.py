@@ -19,10 +19,10 @@ from typing import Any, Self
 import yaml
 
 from realmops.cluster.key import digests_of_files, image_note, key_of
+from realmops.cluster.kfp_client import Server
 from realmops.cluster.kube import looked
 from realmops.cluster.options import packed
 from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
-from realmops.cluster.server import Server
 from realmops.cluster.waiting import Say, awaited
 from realmops.config import Values
 from realmops.resources import resource

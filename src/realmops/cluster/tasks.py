@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from realmops import artifacts
 from realmops.cluster.builders import give_back, helped, raised_builders
+from realmops.cluster.kfp_client import Server
 from realmops.cluster.options import unpacked
-from realmops.cluster.server import Server
 from realmops.cluster.submit import older_run
 from realmops.config import Values
 from realmops.console import CHIEF, Console, end_on_sigterm, explained_errors
@@ -140,7 +140,7 @@ def evaluate(
         summary: the tables that a run on one machine ends with, in Markdown.
     """
     from realmops.commands.report import metrics_under, page_under
-    from realmops.evaluate.report import figure_tables
+    from realmops.evaluate.run_report import figure_tables
 
     with helped(Path(root), "evaluate", deployment, shard_pods, owner, Console()):
         _run("evaluate", unpacked(options), Path(root), manifest, metrics, processes=1)
@@ -191,7 +191,7 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
             "into the ConfigMap that the pipeline's parameter settings names, or leave model empty"
         )
     from realmops.commands.promote import promote
-    from realmops.index.lease import claimed
+    from realmops.refresh.lease import claimed
     from realmops.tracking.runs import headline
 
     with claimed(place.parent / artifacts.WORK / "promote", report.say):  # MLflow itself takes any of two at once

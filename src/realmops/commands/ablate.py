@@ -24,17 +24,17 @@ from realmops import artifacts, config
 from realmops.artifacts import WORK
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, Values, preset_path
-from realmops.corpus.languages import ENGLISH
 from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
-from realmops.evaluate.retrieval import ZERO_SHOT
-from realmops.index.files import Files
-from realmops.index.lease import claimed
-from realmops.index.process import Apart, fate, run_command
+from realmops.evaluate.recall import ZERO_SHOT
 from realmops.journal import read_journal, series_of
+from realmops.refresh.child_processes import Apart, fate, run_command
+from realmops.refresh.lease import claimed
+from realmops.refresh.shared_files import Files
 from realmops.stages import JOURNAL, METRICS, STAGES, Report, Stage, external_files, fingerprint
 from realmops.stages.runner import inputs_of
+from realmops.text.languages import ENGLISH
 from realmops.tracking import runs
 from realmops.tracking.mlflow_views import view_address
 from realmops.tracking.sender import sync

@@ -8,22 +8,22 @@ from threading import Lock
 from typing import Any
 
 from realmops.answering.answer import Found, InvalidRequest
+from realmops.answering.passage_search import Search
 from realmops.answering.record import Record, record_of, sources_of
 from realmops.answering.retrieval import RetrieveAndRead
-from realmops.answering.search import Search
 from realmops.artifacts import MANIFEST, digest_of, read_json, read_manifest
 from realmops.commands.trained import options_of, tuned_steps
 from realmops.commands.update import FOLDER as UPDATES
 from realmops.commands.update import CorpusState, newest_state, of_pipeline
 from realmops.config import Finetune, RunOptions
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, tune_process, with_packed_linears
 from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.tuned import open_tuned
-from realmops.index.embeddings import INDEX
-from realmops.index.lexical import Bm25
-from realmops.index.mips import searched_often
+from realmops.search.bm25 import Bm25
+from realmops.search.embeddings import INDEX
+from realmops.search.exact import searched_often
 from realmops.stages import JOURNAL, METRICS, STAGES
 
 SPANS_TOGETHER = 64 << 20  # bytes of the spans of a batch in the reader's last layer; more are slower

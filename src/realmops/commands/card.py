@@ -11,11 +11,11 @@ from realmops import __version__
 from realmops.commands.answers import Generation
 from realmops.commands.report import metrics_under
 from realmops.commands.trained import sections_of
-from realmops.corpus.special import blank_before
 from realmops.evaluate.confidence import Confidence
-from realmops.evaluate.report import headline_rows
+from realmops.evaluate.run_report import headline_rows
 from realmops.model.portable import inputs_of, similarity
 from realmops.model.retriever import Embedder, Retriever
+from realmops.text.special import blank_before
 
 CARD = "README.md"
 _ONNX = {"input_ids": "ids", "attention_mask": "attention_mask", "token_type_ids": "type_ids"}

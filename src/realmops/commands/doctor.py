@@ -8,7 +8,7 @@ from pathlib import Path
 
 from realmops import __version__, artifacts
 from realmops.artifacts import WORK
-from realmops.index.exchange import inspect
+from realmops.refresh.exchange import inspect
 from realmops.stages import METRICS, STAGES
 from realmops.stages.runner import is_running
 from realmops.tracking.runs import tracking_folder

@@ -15,8 +15,8 @@ from realmops.artifacts import write_bytes
 from realmops.commands.answers import Asked, generation_of_run
 from realmops.commands.masked import explain_sentence
 from realmops.commands.update import CorpusState, before_and_after, of_pipeline
-from realmops.evaluate.page import page_of, table_of
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
+from realmops.evaluate.report_page import page_of, table_of
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from realmops import __version__, artifacts
 from realmops.commands.answers import Generation
 from realmops.commands.card import CARD, card, reader_card
-from realmops.corpus.snapshot import ROWS_PER_BATCH, TEXT_COLUMNS
+from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
 from realmops.evaluate.confidence import FILE as CONFIDENCE
 from realmops.hub import TOKENIZER
-from realmops.index.embed import embed_documents
-from realmops.index.mapped import release
-from realmops.index.mips import PassageIndex
-from realmops.model.files import copy_models, load_models
+from realmops.model.checkpoint_files import copy_models, load_models
 from realmops.model.portable import ROUTES, inputs_of, joining, similarity, write_retriever
 from realmops.model.retriever import Embedder, Retriever
+from realmops.search.embed import embed_documents
+from realmops.search.exact import PassageIndex
+from realmops.search.mapped import release
 
 KIND = "export"
 PASSAGES = "passages.parquet"

@@ -20,11 +20,11 @@ from realmops.commands.public_data import bring
 from realmops.config import PACKAGE, Values
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
-from realmops.corpus.languages import AUTO, ENGLISH, detect, languages
-from realmops.corpus.questions import json_line, parts_of, read_questions
+from realmops.corpus.question_sets import json_line, parts_of, read_questions
 from realmops.hub import CONFIG, is_sentence_encoder, read_optional
 from realmops.resources import resource
 from realmops.stages import CLOZE, HUB, STAGES, chain, in_use, named_below
+from realmops.text.languages import AUTO, ENGLISH, detect, languages
 
 STARTER = PACKAGE / "starter"
 BASES = f"realmops-{__version__}"  # the folder of the manifests below k8s

@@ -15,19 +15,19 @@ from torch import Tensor
 from realmops.artifacts import read_json
 from realmops.commands.trained import options_of
 from realmops.commands.update import CorpusState
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, tune_process
-from realmops.index.embed import embed, query_sequences
-from realmops.index.embeddings import INDEX, embed_corpus, load_index
-from realmops.index.lexical import Bm25
-from realmops.index.mips import exact
-from realmops.index.source import Index
 from realmops.model import likelihood
-from realmops.model.files import load_models
+from realmops.model.checkpoint_files import load_models
 from realmops.model.retriever import Retriever
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import embed, query_sequences
+from realmops.search.embeddings import INDEX, embed_corpus, load_index
+from realmops.search.exact import exact
 from realmops.stages import METRICS, STAGES
 from realmops.train.candidates import Candidates
 from realmops.train.examples import NULL, Example
+from realmops.train.index_source import Index
 from realmops.train.realm import Realm
 
 MASK = "[MASK]"

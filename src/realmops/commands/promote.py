@@ -16,16 +16,16 @@ from realmops.artifacts import WORK
 from realmops.commands.answers import Generation, open_reading
 from realmops.commands.trained import tuned_steps
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
-from realmops.corpus.languages import ENGLISH
-from realmops.corpus.questions import EXPRESSIONS, in_languages, read_questions
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import EXPRESSIONS, in_languages, read_questions
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import compare, sentence
 from realmops.evaluate.confidence import Confidence
-from realmops.evaluate.openqa import em_rules
+from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
-from realmops.index import lexical
+from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import alone, inputs_of
+from realmops.text.languages import ENGLISH
 from realmops.tracking.registry import ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import sent_run
@@ -195,7 +195,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         raise ValueError(f"{results}: finetune.reader is {reader}, which has no evidence; promote a model that reads")
     questions = read_questions([inputs["questions.test"]], format=sections["questions"]["format"])
     corpus, tuned = (artifacts.read_json(inputs[name] / artifacts.MANIFEST)["files"] for name in ("snapshot", FINETUNE))
-    read = (CORPUS, lexical.FOLDER)  # every model is searched by words, too
+    read = (CORPUS, bm25.FOLDER)  # every model is searched by words, too
     entries = {name: (inputs["snapshot"] / name, e) for name, e in corpus.items() if name.split("/")[0] in read}
     entries |= {
         f"{FINETUNE}/{name}": (inputs[FINETUNE] / name, entry)
@@ -222,7 +222,7 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         results=results,
         files={name: path for name, (path, _) in entries.items()},
         digest=digest(entries),
-        digest_without_words=digest(name for name in entries if not name.startswith(f"{lexical.FOLDER}/")),
+        digest_without_words=digest(name for name in entries if not name.startswith(f"{bm25.FOLDER}/")),
         predictions=manifest["files"][PREDICTIONS]["sha256"],
         evaluation=artifacts.digest_of({"questions": asked, "rules": [rule, questions[0].match_rule]}),
         rule=rule,
@@ -272,7 +272,7 @@ def _registered(registry: Registry, wanted: Mapping[str, str], copy: bool) -> Mo
 
 def _register(run: FinishedRun, registry: Registry, root: Path, folder: Path, copy: bool) -> ModelVersion:
     copied = [artifacts.MANIFEST, PREDICTIONS]
-    copied += [name for name in (CORPUS, lexical.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
+    copied += [name for name in (CORPUS, bm25.FOLDER, FINETUNE) if copy and (folder / name).is_dir()]
     return registry.register(
         Path(__file__).with_name("pyfunc.py"),
         {name: folder / name for name in copied},

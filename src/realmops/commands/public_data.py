@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from realmops.artifacts import write_bytes
-from realmops.corpus.compressed import DAMAGE, open_compressed
 from realmops.corpus.walk import files_below
+from realmops.text.compressed import DAMAGE, open_compressed
 from realmops.tracking.client import redacted
 
 LIMIT = 100_000_000  # bytes of a file, unpacked

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.corpus.blocks import convert_blocks
-from realmops.index.embeddings import INDEX, save_index
-from realmops.model.files import save_models
-from realmops.model.published import Published, finetuned_models, pretrained_models, read_published
+from realmops.corpus.tfrecord import convert_blocks
+from realmops.model.checkpoint_files import save_models
 from realmops.model.reader import Reader
+from realmops.model.realm_checkpoints import Published, finetuned_models, pretrained_models, read_published
 from realmops.model.retriever import Retriever
+from realmops.search.embeddings import INDEX, save_index
 from realmops.stages import METRICS, PUBLISHED, STAGES, Report
 
 KIND = "published"  # of the manifest of imported passages

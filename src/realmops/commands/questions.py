@@ -7,17 +7,17 @@ from typing import Any
 from realmops import artifacts
 from realmops.answering.feedback import feedback_file, questions_of, read_feedback
 from realmops.config import Finetune
-from realmops.corpus.answers import REGEX_RULES, WORD_RULES, expression
 from realmops.corpus.cloze import KIND, cloze_questions, split
-from realmops.corpus.languages import ENGLISH
-from realmops.corpus.questions import Question, in_orqa_dev, json_line, read_questions
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import Spans
+from realmops.corpus.question_sets import Question, in_orqa_dev, json_line, read_questions
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.ceilings import answer_fits_reader, answered_in_corpus, reader_can_answer
-from realmops.evaluate.retrieval import RECALL_AT, hit_ranks_by_rule, hits_at
-from realmops.index.lexical import Bm25, rank
+from realmops.evaluate.recall import RECALL_AT, hit_ranks_by_rule, hits_at
+from realmops.search.bm25 import Bm25, rank
 from realmops.stages import CLOZE, STAGES
-from realmops.train.ict import SentencesWithSpans
+from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, expression
+from realmops.text.languages import ENGLISH
+from realmops.text.spans import Spans
+from realmops.train.inverse_cloze import SentencesWithSpans
 
 CLOZE_LIMIT = 20_000
 

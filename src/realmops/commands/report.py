@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from realmops import artifacts
 from realmops.evaluate.predictions import read_results, results_file
-from realmops.evaluate.report import FigureTable, figure_tables
+from realmops.evaluate.run_report import FigureTable, figure_tables
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.client import default_uri
 from realmops.tracking.mlflow_views import view_address

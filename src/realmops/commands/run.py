@@ -8,14 +8,14 @@ from typing import Any
 from realmops import artifacts
 from realmops.commands.questions import make_cloze
 from realmops.config import CLOSED_BOOK, Values, notes, parse_section
-from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
-from realmops.corpus.pretrained import read_encoder_tokenizer
-from realmops.corpus.questions import read_questions
+from realmops.corpus.question_sets import read_questions
 from realmops.hub import T5, encoder_files, encoder_folder
-from realmops.index.process import end_with
+from realmops.refresh.child_processes import end_with
 from realmops.stages import CLOZE, STAGES, Report, check_files, external_files, in_use, named_below
 from realmops.stages.runner import run_stage
+from realmops.text.conll import read_conll
+from realmops.text.pretrained import read_encoder_tokenizer
 
 
 def run_stages(
@@ -91,8 +91,8 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
     """
     init, about = values["bert"]["init"], []
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
+        from realmops.model.checkpoint_files import build_models
         from realmops.model.encoder import USUAL
-        from realmops.model.files import build_models
 
         folder = encoder_folder(init)
         words, *_ = read_encoder_tokenizer(folder)

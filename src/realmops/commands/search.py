@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from realmops import artifacts
-from realmops.answering.search import ID, Search, Where
+from realmops.answering.passage_search import ID, Search, Where
 from realmops.artifacts import MANIFEST, WORK
 from realmops.commands.answers import ClosedBookModel, generation_of_run, search_of
 from realmops.commands.trained import sections_of
 from realmops.config import RunOptions, defaults, parse_section
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, freeze_products, tune_process
-from realmops.index.embeddings import embed_corpus, load_passages, save_passages
-from realmops.index.lexical import Bm25
-from realmops.index.mips import exact
-from realmops.model.files import load_models, weight_files
+from realmops.model.checkpoint_files import load_models, weight_files
 from realmops.model.retriever import Retriever
+from realmops.search.bm25 import Bm25
+from realmops.search.embeddings import embed_corpus, load_passages, save_passages
+from realmops.search.exact import exact
 from realmops.stages import STAGES, Report
 
 FOLDER = "search"  # below the work folder: embeddings of a retriever that is not fine-tuned yet

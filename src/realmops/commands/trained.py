@@ -7,7 +7,7 @@ from typing import Any
 from realmops import artifacts
 from realmops.config import parse_section
 from realmops.stages import METRICS, STAGES
-from realmops.train.finetune import finetune_steps
+from realmops.train.fine_tuning import finetune_steps
 
 
 def options_of(root: Path, stages: Sequence[str], names: Sequence[str]) -> list[Any]:

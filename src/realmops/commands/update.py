@@ -18,17 +18,17 @@ from realmops import artifacts
 from realmops.artifacts import WORK
 from realmops.config import CLOSED_BOOK, SnapshotOptions, Values, parse_section
 from realmops.corpus.formats import sources
-from realmops.corpus.questions import in_languages, read_questions, text_key
-from realmops.corpus.snapshot import PLACES, REJECTS, TEXTS, Snapshot
+from realmops.corpus.question_sets import in_languages, read_questions, text_key
+from realmops.corpus.snapshot_reader import PLACES, REJECTS, TEXTS, Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.devices import device_and_dtype, tune_process
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
-from realmops.evaluate.report import FigureTable, as_text
-from realmops.index import lexical
-from realmops.index.embeddings import INDEX, embed_changed, load_index, save_index
-from realmops.index.lexical_writer import write_bm25
+from realmops.evaluate.run_report import FigureTable, as_text
 from realmops.journal import Journal
-from realmops.model.files import load_models, weight_files
+from realmops.model.checkpoint_files import load_models, weight_files
+from realmops.search import bm25
+from realmops.search.bm25_writer import write_bm25
+from realmops.search.embeddings import INDEX, embed_changed, load_index, save_index
 from realmops.stages import (
     CORPUS,
     JOURNAL,
@@ -256,18 +256,18 @@ def _read_corpus(task: _Task, documents: Path) -> Snapshot:
 def _index_words(task: _Task, new: Snapshot) -> None:
     """Write the BM25 index beside the new snapshot: only the words of new passages are counted."""
     with suppress(ValueError):  # not there, or killed while it was being removed
-        lexical.Bm25.of(new, verify=True)
+        bm25.Bm25.of(new, verify=True)
         return
     options: SnapshotOptions = parse_section("snapshot", task.values["snapshot"])
     write_bm25(
-        new.folder.with_name(lexical.FOLDER),
+        new.folder.with_name(bm25.FOLDER),
         new,
         task.report.progress("words of passages", len(new)),
-        work=task.work / lexical.FOLDER,
+        work=task.work / bm25.FOLDER,
         workers=options.workers,
         earlier=task.old,
     )
-    shutil.rmtree(task.work / lexical.FOLDER)
+    shutil.rmtree(task.work / bm25.FOLDER)
 
 
 def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:

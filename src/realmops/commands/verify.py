@@ -12,7 +12,7 @@ from realmops.corpus.formats import sources
 from realmops.corpus.formats.paged import PDF
 from realmops.corpus.formats.paged import boxes as boxes_of
 from realmops.corpus.ingest import batches, convert
-from realmops.corpus.snapshot import document_name
+from realmops.corpus.snapshot_reader import document_name
 
 Progress = Callable[[int], None]
 

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import seed_for
-from realmops.corpus.languages import ENGLISH, NO_BLANKS, languages
 from realmops.corpus.masking import MOST_PASSAGES, passages_with
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import token_spans
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.text.languages import ENGLISH, NO_BLANKS, languages
+from realmops.text.spans import token_spans
 
 DATE, NUMBER = "DATE", "NUMBER"  # labels: of dates by expression, and one that only stands here
 WORDS = {"PER": "who", "PERSON": "who", "LOC": "where", "GPE": "where", DATE: "when", NUMBER: "how many"}  # else: what

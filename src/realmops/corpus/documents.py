@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from realmops.artifacts import canonical_json
-from realmops.corpus.compressed import DAMAGE, damage, open_compressed
+from realmops.text.compressed import DAMAGE, damage, open_compressed
 
 LINE_LIMIT = 16 << 20
 _BOM = b"\xef\xbb\xbf"

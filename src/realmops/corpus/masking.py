@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 
 MASKED_SHARE = 0.15
 SPAN_CONTINUES = 0.8  # a random span ends after each word with probability 0.2

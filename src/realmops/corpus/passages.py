@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from realmops.artifacts import canonical_json
 from realmops.corpus.documents import Document
-from realmops.corpus.languages import AUTO, ENGLISH, detect
-from realmops.corpus.tokenizer import CachedTokenizer, WholeTokenizer
+from realmops.text.languages import AUTO, ENGLISH, detect
+from realmops.text.tokenizer import CachedTokenizer, WholeTokenizer
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 

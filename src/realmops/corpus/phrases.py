@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from realmops.corpus.languages import LETTERS, NO_BLANKS, languages, placed
 from realmops.corpus.masking import MOST_PASSAGES
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.text.languages import LETTERS, NO_BLANKS, languages, placed
 
 NAME, PHRASE, NUMBER = "NAME", "PHRASE", "NUMBER"
 LONGEST, LONGEST_CHARACTERS = 4, 8  # words, and characters of scripts without blanks, of a phrase

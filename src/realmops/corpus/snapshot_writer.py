@@ -37,13 +37,11 @@ from realmops.artifacts import (
     write_manifest,
 )
 from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejected, shown
-from realmops.corpus.earlier import Earlier
-from realmops.corpus.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.corpus.formats import Source
+from realmops.corpus.incremental import Earlier
 from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
-from realmops.corpus.languages import AUTO, ENGLISH, check_language
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
-from realmops.corpus.snapshot import (
+from realmops.corpus.snapshot_reader import (
     CONTINUES,
     DOCUMENTS,
     GIVEN_SPANS,
@@ -58,10 +56,13 @@ from realmops.corpus.snapshot import (
     document_name,
     rejects,
 )
-from realmops.corpus.spans import SpansWriter
-from realmops.corpus.special import SpecialTokens
-from realmops.corpus.tokenizer import inside_words, texts_tokenizer
-from realmops.corpus.vocabulary import (
+from realmops.hub import TOKENIZER, VOCABULARY
+from realmops.text.flat import FlatArray, FlatOffsets, GrowingFile
+from realmops.text.languages import AUTO, ENGLISH, check_language
+from realmops.text.spans import SpansWriter
+from realmops.text.special import SpecialTokens
+from realmops.text.tokenizer import inside_words, texts_tokenizer
+from realmops.text.vocabulary import (
     UNCASED,
     Casing,
     build_tokenizer,
@@ -69,7 +70,6 @@ from realmops.corpus.vocabulary import (
     vocabulary_bytes,
     vocabulary_hash,
 )
-from realmops.hub import TOKENIZER, VOCABULARY
 
 _TEXTS = "passages.arrows"  # the rows of passages.arrow while they grow: an Arrow IPC stream
 _IDS = "ids.sqlite"

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.evaluate.charts import line_chart
-from realmops.evaluate.openqa import interval_over_seeds
-from realmops.evaluate.page import page_of
-from realmops.evaluate.report import FigureTable
+from realmops.evaluate.exact_match import interval_over_seeds
+from realmops.evaluate.report_page import page_of
+from realmops.evaluate.run_report import FigureTable
 from realmops.journal import Series
 
 REFERENCE = "realm"

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from realmops.corpus.answers import BETWEEN, answer_token_spans, contains_answer, expression, token_bytes
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.retrieval import Rows, hits_at
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.evaluate.recall import Rows, hits_at
+from realmops.text.answer_matching import BETWEEN, answer_token_spans, contains_answer, expression, token_bytes
 
 # Where these stand in an expression, a match in a passage may be none among other passages.
 _LOOKS_AROUND = re.compile(r"\\[AZBGK]|\(\?(?!:)|[*+?}]\+")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from realmops.evaluate.openqa import Difference, paired_bootstrap
+from realmops.evaluate.exact_match import Difference, paired_bootstrap
 from realmops.evaluate.predictions import Prediction, read_results
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.artifacts import read_json, seed_for, write_json
-from realmops.evaluate.openqa import RESAMPLES, bootstrap_interval
+from realmops.evaluate.exact_match import RESAMPLES, bootstrap_interval
 
 if TYPE_CHECKING:
     from realmops.answering.answer import Answer

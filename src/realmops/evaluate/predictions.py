@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from realmops.artifacts import atomic_file
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.confidence import Confidence
-from realmops.evaluate.openqa import Score
+from realmops.evaluate.exact_match import Score
 
 if TYPE_CHECKING:
     from realmops.answering.answer import Answer

@@ -11,11 +11,11 @@ from realmops.baselines import t5
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.rankers import ranker_of
 from realmops.config import Finetune
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import freeze_products
-from realmops.index.embeddings import load_passages
-from realmops.index.lexical import Bm25
-from realmops.model.files import load_models
+from realmops.model.checkpoint_files import load_models
+from realmops.search.bm25 import Bm25
+from realmops.search.embeddings import load_passages
 
 KIND = "reader.json"  # in a stage folder; says which class can open it
 READERS: dict[str, type[Answering]] = {"pretrain": OpenQa, "ict": OpenQa, "t5": t5.ClosedBook}  # by finetune.reader

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realmops.devices import moved
+from realmops.text.word_shape import FORM_STEP
 
 BATCH_WORDPIECES = {"cpu": 1024, "cuda": 65_536}
-FORM_STEP = 1 << 32  # a wordpiece may come with its word's form: its id plus the form times this
 _SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in groups of
 _SCORES_OF_GROUP = 1 << 18
 _ROWS = 16  # of a matrix in bf16 on a CPU: a multiple of it

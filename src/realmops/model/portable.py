@@ -19,11 +19,11 @@ from safetensors.torch import save as save_tensors
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from realmops.corpus.special import around
 from realmops.hub import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from realmops.model.encoder import Encoder, save_encoder
 from realmops.model.retriever import Bag, Dense, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
+from realmops.text.special import around
 
 ROUTES = ("query", "document")
 LAYER_NORM_EPS = 1e-5  # of the library's LayerNorm, which takes no other

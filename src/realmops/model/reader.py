@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import send
 from realmops.model.encoder import Encoder, MaskedWordHead
-from realmops.model.matches import Matches
+from realmops.model.lexical_features import Matches
 from realmops.model.packed import Packed, even_rows
 from realmops.model.sequences import SpecialTokens, join_alone, join_reader
 

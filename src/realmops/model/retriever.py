@@ -343,7 +343,7 @@ def initialise_projection(embedder: Embedder, generator: torch.Generator) -> Non
 
     An orthogonal projection: inner products of embeddings start as those of the pooled vectors, in part where E < D.
     A random one is Gaussian of variance 1/E, which keeps them in the mean. That of ``pca`` comes from the passages
-    (``index.start``) and is orthogonal until then.
+    (``search.corpus_statistics``) and is orthogonal until then.
     """
     with torch.no_grad():
         if embedder.projection is not None and embedder.start == "random":

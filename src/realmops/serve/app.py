@@ -19,11 +19,11 @@ from realmops import __version__
 from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record
 from realmops.commands.answers import Asked, Generation
-from realmops.serve import feedback, inference, page, reference, search
+from realmops.serve import feedback_routes, inference, page, reference, search_routes
 from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
-from realmops.serve.generations import GenerationWatcher
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
 from realmops.serve.metrics import Metrics
+from realmops.serve.served_models import GenerationWatcher
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 _FOLDERS = re.compile(r"[^\s'\"(]*/")
@@ -136,7 +136,7 @@ def make_app(
     )
     service = app.state.service = AnswerService(answerer, watcher)
     app.state.token = None if token is None else Token(token)
-    app.state.feedback = feedback.FeedbackKeeper(watcher.origin.root)
+    app.state.feedback = feedback_routes.FeedbackKeeper(watcher.origin.root)
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
     async def answer(question: AnswerRequest) -> Response:
@@ -170,8 +170,8 @@ def make_app(
         return HTMLResponse(reference.page(app.openapi()))
 
     app.include_router(page.router)
-    app.include_router(search.router)
-    app.include_router(feedback.router)
+    app.include_router(search_routes.router)
+    app.include_router(feedback_routes.router)
     app.include_router(inference.router)
     _explain_errors(app)
     app.add_middleware(Guard, token=app.state.token, metrics=metrics, limits=limits)

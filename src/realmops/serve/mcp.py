@@ -9,8 +9,8 @@ from pydantic import Field
 
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
+from realmops.answering.passage_search import Search
 from realmops.answering.record import Record
-from realmops.answering.search import Search
 from realmops.artifacts import MANIFEST
 from realmops.commands.answers import Asked, ClosedBookModel, Generation, search_of
 from realmops.commands.search import search_of_run

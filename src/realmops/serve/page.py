@@ -20,13 +20,13 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from realmops.answering.passage_search import Wanted, highlights, stems_of
 from realmops.answering.record import Record, holds_all
-from realmops.answering.search import Wanted, highlights, stems_of
 from realmops.commands.answers import Asked
-from realmops.corpus.languages import detect
-from realmops.evaluate.page import STYLE
+from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import PendingAnswer
 from realmops.serve.guard import COOKIE, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token
+from realmops.text.languages import detect
 
 _LOG = logging.getLogger(__name__)
 FIELDS = 16  # of the form to sign in with

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
-from realmops.evaluate.page import page_of, table_of
+from realmops.evaluate.report_page import page_of, table_of
 
 
 def page(openapi: Mapping[str, Any]) -> str:

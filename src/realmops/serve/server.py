@@ -14,9 +14,9 @@ from realmops.answering.answer import InvalidRequest
 from realmops.answering.record import Record
 from realmops.artifacts import canonical_json
 from realmops.commands.answers import Asked
-from realmops.corpus.questions import in_languages, read_questions
-from realmops.evaluate.openqa import is_right
-from realmops.serve.generations import Champion, Origin, RunFolder
+from realmops.corpus.question_sets import in_languages, read_questions
+from realmops.evaluate.exact_match import is_right
+from realmops.serve.served_models import Champion, Origin, RunFolder
 
 if TYPE_CHECKING:
     from realmops.serve.guard import Limits
@@ -68,9 +68,9 @@ def serve(
     from realmops.serve.app import make_app
     from realmops.serve.batching import Answerer
     from realmops.serve.connections import connection_class
-    from realmops.serve.generations import GenerationWatcher
     from realmops.serve.guard import Limits, is_loopback
     from realmops.serve.metrics import Metrics
+    from realmops.serve.served_models import GenerationWatcher
 
     limits = limits or Limits()
     with _bound(host, port) as bound:

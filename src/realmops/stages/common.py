@@ -11,17 +11,17 @@ from torch import Tensor
 
 from realmops import artifacts
 from realmops.config import IndexOptions, QuestionFiles, RunOptions
-from realmops.corpus.answers import MATCH_SECONDS, expression
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question, in_languages, read_questions
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import Spans
+from realmops.corpus.question_sets import Question, in_languages, read_questions
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
-from realmops.index.approximate import QUERIES, approximate, passage_index
-from realmops.index.embed import embed, query_sequences, text_queries
-from realmops.index.mips import PassageIndex, over_vectors
 from realmops.model.retriever import Retriever, Tower
+from realmops.search.approximate import QUERIES, approximate, passage_index
+from realmops.search.embed import embed, query_sequences, text_queries
+from realmops.search.exact import PassageIndex, over_vectors
 from realmops.stages import Job
+from realmops.text.answer_matching import MATCH_SECONDS, expression
+from realmops.text.spans import Spans
 from realmops.train.checkpoints import FolderCheckpoints
 from realmops.train.loop import Context
 from realmops.train.parallel import team

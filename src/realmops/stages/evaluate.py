@@ -15,12 +15,12 @@ from realmops.baselines.rankers import ranker_of
 from realmops.baselines.rule import answers_by_rule
 from realmops.config import Evaluate, Finetune, QuestionFiles, RunOptions, defaults
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
 from realmops.evaluate.ceilings import ceilings
 from realmops.evaluate.confidence import Confidence, confidence_figures
-from realmops.evaluate.openqa import Score, closed_book_floor, em_rules, score_predictions
+from realmops.evaluate.exact_match import Score, closed_book_floor, em_rules, score_predictions
 from realmops.evaluate.predictions import (
     FIRST_HITS,
     PREDICTIONS,
@@ -29,8 +29,7 @@ from realmops.evaluate.predictions import (
     write_first_hits,
     write_predictions,
 )
-from realmops.evaluate.report import write_report
-from realmops.evaluate.retrieval import (
+from realmops.evaluate.recall import (
     RECALL_AT,
     ZERO_SHOT,
     Rows,
@@ -39,18 +38,19 @@ from realmops.evaluate.retrieval import (
     recall_intervals,
     recall_metrics,
 )
+from realmops.evaluate.run_report import write_report
 from realmops.evaluate.tuned import open_tuned
-from realmops.index.approximate import Approximate, approximate
-from realmops.index.embed import embed, query_sequences
-from realmops.index.embeddings import INDEX, load_index
-from realmops.index.hybrid import Hybrid
-from realmops.index.lexical import Bm25
-from realmops.index.mips import PassageIndex, exact
-from realmops.model.files import cpu_state, load_models
+from realmops.model.checkpoint_files import cpu_state, load_models
 from realmops.model.retriever import Retriever
+from realmops.search.approximate import Approximate, approximate
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import embed, query_sequences
+from realmops.search.embeddings import INDEX, load_index
+from realmops.search.exact import PassageIndex, exact
+from realmops.search.hybrid import Hybrid
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts
-from realmops.stages.shards import embeddings_of
+from realmops.stages.sharded_work import embeddings_of
 
 TRAINED = ("ict", "pretrain", "finetune")
 HYBRID = "hybrid_"  # behind that, where words count beside embeddings

@@ -9,17 +9,17 @@ from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import Answering, RetrieveAndRead
 from realmops.baselines import t5
 from realmops.config import ENCODER, ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, keep_freed_memory
 from realmops.evaluate.confidence import Confidence, confidence_figures
-from realmops.evaluate.openqa import is_right, score_predictions
-from realmops.evaluate.retrieval import RECALL_AT
+from realmops.evaluate.exact_match import is_right, score_predictions
+from realmops.evaluate.recall import RECALL_AT
 from realmops.evaluate.tuned import save_tuned
-from realmops.index.approximate import Approximate, approximate
-from realmops.index.embed import embed, query_sequences
 from realmops.journal import JournalValues
-from realmops.model.files import add_spans, load_models
+from realmops.model.checkpoint_files import add_spans, load_models
+from realmops.search.approximate import Approximate, approximate
+from realmops.search.embed import embed, query_sequences
 from realmops.stages import Job
 from realmops.stages.common import (
     StageTrainings,
@@ -30,8 +30,8 @@ from realmops.stages.common import (
     warn_of_timeouts,
 )
 from realmops.stages.finetune_retriever import EVIDENCE, ready_to_find, start_models
-from realmops.train.finetune import finetune, finetune_steps
-from realmops.train.mixture import READING_OF_MADE, fit_reading, fit_to_questions
+from realmops.train.fine_tuning import finetune, finetune_steps
+from realmops.train.fusion_weights import READING_OF_MADE, fit_reading, fit_to_questions
 from realmops.train.parallel import team
 from realmops.train.windows import WindowLesson, lessons_of, train_in_windows
 

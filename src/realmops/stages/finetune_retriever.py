@@ -12,29 +12,29 @@ from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE, ranker_of
 from realmops.config import ENCODER, Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
-from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import Question
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.question_sets import Question
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
-from realmops.index.approximate import index_type
-from realmops.index.embeddings import INDEX, load_index
-from realmops.index.lexical import Bm25
-from realmops.index.mips import PassageIndex, exact
-from realmops.index.source import IndexSource, Refresh
-from realmops.index.start import start_matches
-from realmops.index.trainer import Policy
-from realmops.model.files import load_models, load_reader
+from realmops.model.checkpoint_files import load_models, load_reader
 from realmops.model.reader import Reader
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
+from realmops.refresh.trainer import Policy
+from realmops.search.approximate import index_type
+from realmops.search.bm25 import Bm25
+from realmops.search.corpus_statistics import start_matches
+from realmops.search.embeddings import INDEX, load_index
+from realmops.search.exact import PassageIndex, exact
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, question_queries, sampled, searchable
-from realmops.stages.shards import embeddings_of
-from realmops.train.exchange import BuilderSettings, exchange
-from realmops.train.finetune import finetune_steps
+from realmops.stages.sharded_work import embeddings_of
+from realmops.text.answer_matching import contains_answer
+from realmops.train.fine_tuning import finetune_steps
+from realmops.train.index_refresh import BuilderSettings, exchange
+from realmops.train.index_source import IndexSource, Refresh
 from realmops.train.loop import Context
 from realmops.train.parallel import team
-from realmops.train.passages import Positives, passage_steps, train_by_passages
+from realmops.train.passage_batches import Positives, passage_steps, train_by_passages
 
 SHARD_ROWS = 512  # passages that the index builder embeds and commits at a time
 BUILDER_TIMEOUT = 900.0  # seconds to wait for an index

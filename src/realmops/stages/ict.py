@@ -6,15 +6,15 @@ from typing import Any
 
 from realmops.config import BertOptions, Ict, Optimiser, ReaderOptions, RetrieverOptions, RunOptions
 from realmops.devices import device_and_dtype
-from realmops.index.start import start_from_passages, start_matches
 from realmops.journal import JournalValues
-from realmops.model.files import build_models, save_models
+from realmops.model.checkpoint_files import build_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import HYBRID_START, Retriever
+from realmops.search.corpus_statistics import start_from_passages, start_matches
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot, open_spans
 from realmops.train.held_out import held_out_rows
-from realmops.train.ict import steps_over, train_reader, train_retriever
+from realmops.train.inverse_cloze import steps_over, train_reader, train_retriever
 
 ENDS = 10  # steps at the beginning and at the end, which tell what crops brought
 CHANCE = 0.03  # a difference of these shares that means nothing

@@ -11,17 +11,16 @@ from torch import Tensor
 from realmops.artifacts import seed_for
 from realmops.config import IndexOptions, Optimiser, Pretrain, RunOptions
 from realmops.corpus.cloze import Sources
-from realmops.corpus.questions import answers_are_expressions
-from realmops.corpus.snapshot import Snapshot
-from realmops.evaluate.retrieval import first_hit_ranks, hits_at
-from realmops.index.approximate import QUERIES, approximate, index_type
-from realmops.index.lexical import Bm25
-from realmops.index.mips import PassageIndex, exact
-from realmops.index.source import ExchangeSource, Index, Refresh
-from realmops.index.trainer import Policy
+from realmops.corpus.question_sets import answers_are_expressions
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.evaluate.recall import first_hit_ranks, hits_at
 from realmops.journal import JournalValues
-from realmops.model.files import copy_models, load_models, save_models
+from realmops.model.checkpoint_files import copy_models, load_models, save_models
 from realmops.model.retriever import Retriever
+from realmops.refresh.trainer import Policy
+from realmops.search.approximate import QUERIES, approximate, index_type
+from realmops.search.bm25 import Bm25
+from realmops.search.exact import PassageIndex, exact
 from realmops.stages import Job
 from realmops.stages.common import (
     StageTrainings,
@@ -32,14 +31,15 @@ from realmops.stages.common import (
     rank,
     searchable,
 )
-from realmops.stages.shards import embeddings_of
+from realmops.stages.sharded_work import embeddings_of
 from realmops.train import held_out
 from realmops.train.candidates import depth
 from realmops.train.examples import Example, Examples
-from realmops.train.exchange import BuilderSettings, exchange
 from realmops.train.held_out import BestModels
+from realmops.train.index_refresh import BuilderSettings, exchange
+from realmops.train.index_source import ExchangeSource, Index, Refresh
 from realmops.train.parallel import team
-from realmops.train.pretrain import pretrain
+from realmops.train.pretraining import pretrain
 from realmops.train.realm import Realm
 
 

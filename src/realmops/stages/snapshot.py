@@ -11,15 +11,16 @@ import numpy as np
 from realmops.artifacts import write_bytes
 from realmops.config import BertOptions, SnapshotOptions
 from realmops.corpus.formats import Source, sources
-from realmops.corpus.languages import AUTO, check_language, detect, languages
-from realmops.corpus.pretrained import read_encoder_tokenizer
-from realmops.corpus.snapshot import REJECTS, Snapshot, rejects
+from realmops.corpus.snapshot_reader import REJECTS, Snapshot, rejects
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.corpus.vocabulary import UNCASED, Casing, read_vocabulary, train_vocabulary, vocabulary_bytes
+from realmops.corpus.word_counts import train_vocabulary
 from realmops.hub import encoder_folder
-from realmops.index import lexical
-from realmops.index.lexical_writer import write_bm25
+from realmops.search import bm25
+from realmops.search.bm25_writer import write_bm25
 from realmops.stages import STAGES, Job, Report
+from realmops.text.languages import AUTO, check_language, detect, languages
+from realmops.text.pretrained import read_encoder_tokenizer
+from realmops.text.vocabulary import UNCASED, Casing, read_vocabulary, vocabulary_bytes
 
 VOCABULARY = "vocab.txt"
 _LOOKED_AT, _SHORT, _MANY = 50, 100, 30  # passages, characters of one that tells its language, and how many must agree
@@ -79,10 +80,10 @@ def _write(
     corpus = Snapshot.open(job.out / "corpus", verify=False)
     _tell_language(job.report, corpus)
     write_bm25(
-        job.out / lexical.FOLDER,
+        job.out / bm25.FOLDER,
         corpus,
         job.report.progress("words of corpus", len(corpus)),
-        work=job.work / lexical.FOLDER,
+        work=job.work / bm25.FOLDER,
         workers=options.workers,
     )
     return metrics

@@ -9,14 +9,14 @@ import torch
 
 from realmops.artifacts import seed_for
 from realmops.config import BertOptions, Optimiser, RunOptions, Tag
-from realmops.corpus.conll import entity_scores, read_conll
-from realmops.corpus.snapshot import GIVEN_SPANS, Snapshot
-from realmops.corpus.spans import Spans, SpansWriter
+from realmops.corpus.snapshot_reader import GIVEN_SPANS, Snapshot
 from realmops.devices import device_and_dtype
-from realmops.model.files import build_encoder
+from realmops.model.checkpoint_files import build_encoder
 from realmops.stages import Job
 from realmops.stages.common import StageTrainings, open_snapshot
-from realmops.stages.shards import spans_of
+from realmops.stages.sharded_work import spans_of
+from realmops.text.conll import entity_scores, read_conll
+from realmops.text.spans import Spans, SpansWriter
 from realmops.train.parallel import team
 from realmops.train.tagger import (
     Entity,

@@ -17,7 +17,7 @@ from typing import Any, Self
 from realmops.artifacts import MANIFEST, WORK, digest_of, make_folder, read_json, sha256_file, write_json
 from realmops.config import Values, keyed
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
-from realmops.evaluate.retrieval import zero_shot_recall
+from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
 from realmops.tracking.client import first_line
 from realmops.tracking.mlflow_views import as_table

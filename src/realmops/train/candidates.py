@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from realmops.config import Pretrain
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.wordpieces import contains
-from realmops.index.hybrid import Hybrid
-from realmops.index.lexical import Bm25
-from realmops.index.source import Index
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search.bm25 import Bm25
+from realmops.search.hybrid import Hybrid
+from realmops.text.wordpieces import contains
 from realmops.train.examples import NULL, Example
+from realmops.train.index_source import Index
 
 
 def depth(options: Pretrain) -> int:

@@ -6,10 +6,10 @@ import numpy as np
 
 from realmops.config import Pretrain
 from realmops.corpus.masking import mask_positions, recurring
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.spans import Spans
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.sequences import SpecialTokens
-from realmops.train.ict import SentencesWithSpans
+from realmops.text.spans import Spans
+from realmops.train.inverse_cloze import SentencesWithSpans
 
 NULL = -1  # in the place of a passage: the null document, or no passage of the corpus
 

@@ -15,15 +15,15 @@ from torch import nn
 
 from realmops import artifacts
 from realmops.artifacts import seed_for
-from realmops.corpus.snapshot import Snapshot
-from realmops.corpus.wordpieces import places
-from realmops.index.embed import embed, query_sequences
-from realmops.index.source import Index
-from realmops.model.files import load_models, save_models
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
+from realmops.search.embed import embed, query_sequences
+from realmops.text.wordpieces import places
 from realmops.train.candidates import Candidates
 from realmops.train.examples import Example, Examples
+from realmops.train.index_source import Index
 from realmops.train.realm import Realm
 
 FIGURES = "figures.json"

@@ -14,19 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realmops.config import Pretrain
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast, send
-from realmops.index.embed import document_sequences
-from realmops.index.hybrid import words_share
-from realmops.index.lexical import Bm25
 from realmops.model import likelihood
 from realmops.model.encoder import Encoder
 from realmops.model.packed import Packed
 from realmops.model.reader import Masked, Reader
 from realmops.model.retriever import Retriever
 from realmops.model.sequences import SpecialTokens, join_document, join_query
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import document_sequences
+from realmops.search.hybrid import words_share
 from realmops.train.examples import NULL, Example
-from realmops.train.ict import crop_run, dropped_words
+from realmops.train.inverse_cloze import crop_run, dropped_words
 from realmops.train.loop import DeferredMetrics
 from realmops.train.parallel import ALONE, Team
 

@@ -19,17 +19,16 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.config import Optimiser, Tag
-from realmops.corpus.conll import TaggedSentence
-from realmops.corpus.dates import find_dates
 from realmops.corpus.phrases import Phrases
-from realmops.corpus.snapshot import Snapshot
+from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
-from realmops.index.embed import Progress
-from realmops.index.shards import MakeShard
+from realmops.model.checkpoint_files import cpu_state
 from realmops.model.encoder import Encoder, described_encoder
-from realmops.model.files import cpu_state
 from realmops.model.packed import Packed, length_batches
 from realmops.model.sequences import SpecialTokens
+from realmops.search.embed import MakeShard, Progress
+from realmops.text.conll import TaggedSentence
+from realmops.text.dates import find_dates
 from realmops.train.loop import Context, fit
 from realmops.train.optimiser import Group
 

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune, Optimiser
-from realmops.corpus.questions import Question
-from realmops.index.embed import Progress, no_progress
+from realmops.corpus.question_sets import Question
 from realmops.model.likelihood import marginal_span_loss
-from realmops.train.finetune import by_group, finetune_steps
+from realmops.search.embed import Progress, no_progress
+from realmops.train.fine_tuning import by_group, finetune_steps
 from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
 from realmops.train.optimiser import Group
 

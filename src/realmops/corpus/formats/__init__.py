@@ -7,7 +7,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from realmops.artifacts import special_kind
-from realmops.corpus.compressed import DAMAGE, open_compressed, open_plain
 from realmops.corpus.documents import Format, Raw, Rejected, cut_lines, json_object
 from realmops.corpus.formats import tables, text
 from realmops.corpus.formats.delimited import CSV
@@ -19,6 +18,7 @@ from realmops.corpus.formats.tables import DATASET, PARQUET
 from realmops.corpus.formats.text import TEXT
 from realmops.corpus.formats.warc import WARC
 from realmops.corpus.walk import files_below
+from realmops.text.compressed import DAMAGE, open_compressed, open_plain
 
 _FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, DATASET)
 FORMATS: dict[str, Format] = {one.name: one for one in _FORMATS}

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
-from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped
+from realmops.text.compressed import DAMAGE, damage, open_compressed
 
 _REQUIRED = ("title", "text")
 _DELIMITERS = (",", "\t", ";")  # the last is what Excel writes where the comma stands in numbers

@@ -7,9 +7,9 @@ from typing import Any, BinaryIO
 
 from lxml.etree import LxmlError, iterparse
 
-from realmops.corpus.compressed import DAMAGE, damage, open_compressed
 from realmops.corpus.documents import LINE_LIMIT, Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
 from realmops.corpus.formats.wikitext import plain_text
+from realmops.text.compressed import DAMAGE, damage, open_compressed
 
 PAGE_LIMIT = 2 << 20  # characters; MediaWiki itself allows as many bytes
 _NAMESPACES = 1000

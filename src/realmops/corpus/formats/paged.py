@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile, ZipFile
 
-from realmops.corpus.compressed import open_plain
 from realmops.corpus.documents import LINE_LIMIT, Document, Format, Outcome, Raw, Rejected, document_or_dropped, shown
 from realmops.corpus.formats.limited import convert_in_child
+from realmops.text.compressed import open_plain
 
 PDF = "pdf"  # the name of the format
 _FILE_LIMIT = 512 << 20

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
-from realmops.corpus.compressed import open_plain
 from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, shown
 from realmops.corpus.formats.html import decode_page, page_outcome
+from realmops.text.compressed import open_plain
 
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from realmops.corpus.compressed import open_plain
 from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
 from realmops.corpus.formats.html import decode_page, page_outcome
+from realmops.text.compressed import open_plain
 
 RECORD_LIMIT = 16 << 20
 _HEAD_LIMIT = 64 << 10

@@ -1,0 +1,213 @@
+"""Exact match and F1 over questions, and their intervals.
+
+Exact match is the Open-QA measure of the paper's section 4: the share of questions whose prediction equals
+one of the reference answers after normalisation, or matches one of them where they are regular expressions
+(``EM_RULES``; ``text/answer_matching.py`` has the rules). F1 is that of SQuAD: the words that prediction and reference
+share, the best over the references. Regular expressions have no words: there it is exact match, 0 or 1.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from realmops.artifacts import seed_for
+from realmops.corpus.question_sets import Question, answers_are_expressions
+from realmops.text.answer_matching import REGEX_RULES, contains_answer, exact_match, normal_form, token_f1
+from realmops.text.languages import ENGLISH
+
+EM_RULES = ("exact_match", *REGEX_RULES)
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+_DRAWS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def figures(self, name: str) -> dict[str, float]:
+        """The three as metrics: the mean has the name."""
+        return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
+
+
+@dataclass(frozen=True)
+class Difference(Interval):
+    """A mean difference of two runs; ``p_better`` is the confidence that the first is above the second.
+
+    By a bootstrap it is the share of resamples with a difference above 0; one in which both are equal counts as half.
+    """
+
+    p_better: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """Exact match and F1 of one run by one rule, both also of each question, in the order of the questions.
+
+    ``correct`` is bool [questions], ``f1_Q`` float64 [questions].
+    """
+
+    em: Interval
+    correct: npt.NDArray[np.bool_]
+    f1: Interval
+    f1_Q: npt.NDArray[np.float64]
+
+    def figures(self, prefix: str) -> dict[str, float]:
+        """Both as metrics with their intervals."""
+        return self.em.figures(f"{prefix}em") | self.f1.figures(f"{prefix}f1")
+
+
+def em_rules(questions: Sequence[Question]) -> tuple[str, ...]:
+    """The rules for these answers, that of the release first."""
+    return REGEX_RULES if answers_are_expressions(questions) else EM_RULES[:1]
+
+
+def score_predictions(
+    questions: Sequence[Question],
+    said: Sequence[str],
+    *,
+    seed: int,
+    rule: str | None = None,
+    resamples: int = RESAMPLES,
+) -> Score:
+    """Exact match and F1 of an answer to each question by a rule of ``EM_RULES``, without one by the release's."""
+    rule = rule or em_rules(questions)[0]
+    pairs = list(zip(said, questions, strict=True))
+    correct = np.array([is_right(text, question, rule) for text, question in pairs], bool)
+    f1_Q = np.array([f1_of(text, question, rule) for text, question in pairs], np.float64)
+    em, f1 = (bootstrap_interval(values, seed=seed, resamples=resamples) for values in (correct, f1_Q))
+    return Score(em, correct, f1, f1_Q)
+
+
+def f1_of(prediction: str, question: Question, rule: str) -> float:
+    """F1 of one prediction, 0 without one; where answers are expressions 1 for a match by the rule, else 0."""
+    if not prediction:
+        return 0.0
+    if question.is_regex:
+        return float(is_right(prediction, question, rule))
+    return token_f1(prediction, question.answers, question.language or ENGLISH)
+
+
+def is_right(prediction: str, question: Question, rule: str | None = None) -> bool:
+    """Whether one prediction is right by a rule of ``EM_RULES``, without one by the release's."""
+    rule = rule or em_rules([question])[0]
+    if rule == "exact_match":
+        return exact_match(prediction, question.answers, question.language or ENGLISH)
+    return contains_answer(prediction, question.answers, rule)
+
+
+def bootstrap_interval(values: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES) -> Interval:
+    """The mean of one value per question, with the 95 % percentile interval over resampled questions."""
+    sample = np.asarray(values, np.float64)
+    return _interval(sample, _resampled_means(sample, seed, resamples))
+
+
+def paired_bootstrap(
+    ours: npt.ArrayLike, theirs: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES
+) -> Difference:
+    """The mean difference of two runs on the same questions; an interval without 0 shows a difference."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    if ours.shape != theirs.shape:
+        raise ValueError(f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones")
+    sample = ours - theirs
+    return _difference(sample, _resampled_means(sample, seed, resamples))
+
+
+def interval_over_seeds(
+    values: Sequence[npt.ArrayLike], *, shared: bool, seed: int, least: float = -1.0, resamples: int = RESAMPLES
+) -> Difference:
+    """Return the mean over seeds with its 95 % interval for another seed and other questions.
+
+    What is estimated is the expected value of one training, with a new seed, on a new question of the population that
+    the questions were drawn from. The value of seed s at question q is mean + a_s + b_q + e_sq, all three at random.
+
+    Each seed with its own questions: the means of the S seeds are independent, and the interval is Student's t of
+    them, with S - 1 degrees of freedom. All with the same questions (``shared``): b_q is in every seed and its variance
+    is added, by the mean squares of the two-way layout without replication; the quantile is that of Student's t for
+    S - 1 and for Q - 1 degrees of freedom, weighted by the two variances (Cochran and Cox 1957, section 4.14).
+
+    Of one seed it is ``paired_bootstrap`` over the questions, and leaves out how trainings differ. So it is of seeds
+    that agree so well that no variance is left, as two with the same mean by chance.
+
+    Args:
+        values: for each seed the value at each question, of one kind of run or a difference of two (paired by seed and
+            by question). Every seed counts alike.
+        least: the least possible mean, where the greatest is 1.
+    """
+    from scipy.stats import t
+
+    samples = [np.asarray(one, np.float64) for one in values]
+    if len(samples) == 1:
+        return _difference(samples[0], _resampled_means(samples[0], seed, resamples))
+    means_S = np.array([one.mean() for one in samples])
+    mean = float(means_S.mean())
+    variance, freedom = [means_S.var(ddof=1) / len(samples)], [len(samples) - 1]  # of the mean, by a_s and e_sq
+    if shared and samples[0].size > 1:
+        of_SQ = np.stack(samples)
+        means_Q = of_SQ.mean(0)
+        rest_SQ = of_SQ - means_S[:, None] - means_Q + mean
+        freedom.append(len(means_Q) - 1)
+        rest = (rest_SQ**2).sum() / (freedom[0] * freedom[1]) / len(samples)  # what e_sq adds to means_Q
+        variance.append(np.maximum(means_Q.var(ddof=1) - rest, 0.0) / len(means_Q))
+    error = float(np.sum(variance)) ** 0.5
+    if error == 0:
+        return interval_over_seeds([np.concatenate(samples)], shared=False, seed=seed, resamples=resamples)
+    half = error * float(np.average(t.ppf((1 + CONFIDENCE) / 2, freedom), weights=variance))
+    p_better = float(np.average(t.cdf(mean / error, freedom), weights=variance))
+    return Difference(mean, max(mean - half, least), min(mean + half, 1.0), p_better)
+
+
+def _difference(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -> Difference:
+    interval = _interval(sample, means)
+    p_better = float((means > 0).mean() + (means == 0).mean() / 2)
+    return Difference(interval.mean, interval.low, interval.high, p_better)
+
+
+def _interval(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -> Interval:
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Interval(float(sample.mean()), float(low), float(high))
+
+
+def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
+    if sample.ndim != 1 or not sample.size:
+        raise ValueError(f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}")
+    return _drawn_means(sample, np.random.default_rng(seed_for(seed, "bootstrap")), resamples)
+
+
+def _drawn_means(
+    sample: npt.NDArray[np.float64], generator: np.random.Generator, resamples: int
+) -> npt.NDArray[np.float64]:
+    """Of so many draws of the questions with replacement the mean [R]."""
+    means = [np.empty(0)]
+    rows = max(1, _DRAWS_AT_ONCE // sample.size)
+    for start in range(0, resamples, rows):
+        draws = generator.integers(len(sample), size=(min(rows, resamples - start), len(sample)))
+        means.append(sample[draws].mean(axis=1))
+    return np.concatenate(means)
+
+
+def closed_book_floor(training: Sequence[Question], test: Sequence[Question]) -> tuple[str, float]:
+    """The most frequent training answer (by normal form, ties in alphabetical order) and its exact match.
+
+    An answer without a normal form, as A, counts as it is written. Training answers that are regular expressions are
+    no answers to give; ValueError when there is no other.
+    """
+    counts = Counter(
+        answer
+        for question in training
+        if not question.is_regex
+        for answer in sorted({normal_form(one, question.language or ENGLISH) or one for one in question.answers})
+    )
+    if not counts:
+        raise ValueError("the closed-book floor needs at least one training question")
+    answer = min(counts, key=lambda text: (-counts[text], text))
+    rule = em_rules(test)[0]
+    return answer, sum(is_right(answer, question, rule) for question in test) / len(test)

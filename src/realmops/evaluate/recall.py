@@ -1,0 +1,100 @@
+"""Recall@k under each named match rule, with intervals.
+
+Legend: Q questions, K ranked passages a question. Passages are rows of the snapshot, -1 is no passage.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realmops.corpus.question_sets import Question, answers_are_expressions
+from realmops.evaluate.exact_match import bootstrap_interval
+from realmops.text.answer_matching import REGEX_RULES, WORD_RULES, contains_answer
+
+RECALL_AT = (1, 5, 20, 100)
+SHOWN_AT = (1, 5, 20)  # with intervals
+ZERO_SHOT = {"ict": "before_realm_", "pretrain": "zero_shot_"}  # what recall is called of retrievers not fine-tuned
+
+Rows = NDArray[np.integer[Any]]
+
+
+def padded(ranked: Iterable[Sequence[int]], depth: int) -> Rows:
+    """Rankings as rows of one length, -1 where the corpus has fewer passages."""
+    return np.array([[*row] + [-1] * (depth - len(row)) for row in ranked])
+
+
+def first_hit_ranks(
+    questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str], *, rule: str
+) -> NDArray[np.int64]:
+    """Rank (from 0) of the first passage that contains an answer, K where none does.
+
+    Args:
+        ranked_QK: passages of each question, best first.
+        text: the text of a passage.
+        rule: a name of ``text.answer_matching.MATCH_RULES``.
+
+    Returns:
+        int64 [Q].
+    """
+    assert len(ranked_QK) == len(questions), (ranked_QK.shape, len(questions))
+    ranks = np.full(len(questions), ranked_QK.shape[1], np.int64)
+    for index, (question, ranked_K) in enumerate(zip(questions, ranked_QK, strict=True)):
+        for rank, passage in enumerate(ranked_K.tolist()):
+            if passage >= 0 and contains_answer(text(passage), question.answers, rule):
+                ranks[index] = rank
+                break
+    return ranks
+
+
+def hits_at(ranks_Q: NDArray[np.int64], k: int) -> NDArray[np.bool_]:
+    """For each question whether one of its first k passages contains an answer (for the bootstrap)."""
+    return ranks_Q < k
+
+
+def hit_ranks_by_rule(
+    questions: Sequence[Question], ranked_QK: Rows, text: Callable[[int], str]
+) -> dict[str, NDArray[np.int64]]:
+    """``first_hit_ranks`` under each rule for these answers, of rankings deep enough for every recall@k.
+
+    Raises ValueError when some answers are expressions and some are not, and when a question has fewer than 100
+    ranked passages, which only a corpus of fewer allows: such a corpus is ranked whole and padded with -1.
+    """
+    if ranked_QK.shape[1] < max(RECALL_AT):
+        raise ValueError(
+            f"recall@{max(RECALL_AT)} needs as many passages a question, this has {ranked_QK.shape[1]}; "
+            "retrieve more, or pad the ranking of a smaller corpus with -1"
+        )
+    rules = REGEX_RULES if answers_are_expressions(questions) else WORD_RULES
+    return {rule: first_hit_ranks(questions, ranked_QK, text, rule=rule) for rule in rules}
+
+
+def recall_metrics(ranks_Q: Mapping[str, NDArray[np.int64]], *, prefix: str = "") -> dict[str, float]:
+    """``{prefix}recall_at_{k}_{rule}`` for k = 1, 5, 20, 100 and each rule of ``hit_ranks_by_rule``."""
+    return {
+        f"{prefix}recall_at_{k}_{rule}": float(hits_at(ranks, k).mean())
+        for rule, ranks in ranks_Q.items()
+        for k in RECALL_AT
+    }
+
+
+def zero_shot_recall(metrics: Mapping[str, Any], retriever: str) -> float | None:
+    """recall@5 of the retriever that fine-tuning starts from, by the questions' own rule, from ``evaluate``'s metrics.
+
+    One that learns nothing, as BM25, is the same before and after. None where nothing is retrieved.
+    """
+    rule = next((name for name in metrics if name.startswith("recall_at_5_") and name.endswith("_low")), "")
+    found = metrics.get(ZERO_SHOT.get(retriever, "") + rule.removesuffix("_low"))
+    return None if found is None else float(found)
+
+
+def recall_intervals(
+    ranks_Q: NDArray[np.int64], rule: str, *, prefix: str, seed: int, resamples: int
+) -> dict[str, float]:
+    """The figures of ``recall_metrics`` that are shown to people, with their intervals."""
+    found: dict[str, float] = {}
+    for k in SHOWN_AT:
+        interval = bootstrap_interval(hits_at(ranks_Q, k), seed=seed, resamples=resamples)
+        found |= interval.figures(f"{prefix}recall_at_{k}_{rule}")
+    return found

@@ -1,0 +1,408 @@
+"""Build the models of a run, and hand them on as safetensors and JSON."""
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from realmops.artifacts import seed_for
+from realmops.config import BertOptions, ReaderOptions, RetrieverOptions, check_vectors, check_width
+from realmops.hub import (
+    MODULES,
+    POOLING,
+    SAFETENSORS,
+    encoder_folder,
+    is_sentence_encoder,
+    read_layer,
+    read_weights,
+    sentence_layers,
+    sentence_pooling,
+    unused_modules,
+)
+from realmops.model.encoder import (
+    Encoder,
+    MaskedWordHead,
+    described_encoder,
+    load_encoder,
+    open_encoder,
+    save_encoder,
+    small_encoder,
+)
+from realmops.model.portable import tokenizer_files
+from realmops.model.reader import READERS, Reader, SpanHead, initialise_spans
+from realmops.model.retriever import (
+    ACTIVATIONS,
+    Bag,
+    Dense,
+    DenseShape,
+    Embedder,
+    Mixture,
+    Retriever,
+    Tower,
+    initialise_projection,
+)
+
+MODEL = "model.json"
+RETRIEVER = "retriever.safetensors"
+READER = "reader.safetensors"
+ENCODERS = {"query": "query_encoder", "document": "document_encoder", "reader": "reader_encoder"}
+WEIGHTS = SAFETENSORS[0]  # of each of these folders
+SPARE_WORDPIECES = 128  # at most, that an encoder has beside its tokenizer's: matrices are padded to round numbers
+
+
+def build_encoder(
+    options: BertOptions, vocabulary: int, seed: int, warn: Callable[[str], None] | None = None
+) -> tuple[Encoder, MaskedWordHead | None]:
+    """The encoder that ``bert.init`` names, with a masked word head; ``warn`` is told when that starts fresh."""
+    generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
+    if options.init == "small":
+        if options.width % options.heads:
+            raise ValueError(
+                f"bert.width {options.width} is no multiple of bert.heads {options.heads}; choose such a width"
+            )
+        return small_encoder(options, vocabulary, generator)
+    folder = encoder_folder(options.init)
+    encoder, head, found = load_encoder(folder, options.dropout)
+    if not vocabulary <= encoder.vocabulary <= vocabulary + SPARE_WORDPIECES:
+        raise ValueError(
+            f"{folder}: the encoder has {encoder.vocabulary} wordpieces, the snapshot {vocabulary}; "
+            "make the snapshot with this bert.init"
+        )
+    if encoder.positions < options.positions:
+        raise ValueError(
+            f"{folder}: the encoder has {encoder.positions} positions, bert.positions is {options.positions}; "
+            f"set bert.positions={encoder.positions}"
+        )
+    if head is not None and not found and warn is not None:
+        warn(
+            f"{folder} has no masked word head: the reader's starts fresh, over the word "
+            "embeddings; give it more ict.reader_steps than a BERT with its head needs"
+        )
+    return encoder, head
+
+
+def build_models(
+    bert: BertOptions,
+    retriever: RetrieverOptions,
+    reader: ReaderOptions,
+    vocabulary: int,
+    seed: int,
+    warn: Callable[[str], None] | None = None,
+) -> tuple[Retriever, Reader]:
+    """Retriever and reader; all towers and projections start equal, those of a BERT from the reader's encoder.
+
+    A bag, a projection by PCA and what a reader that compares knows of wordpieces are then filled from the passages
+    (``search.corpus_statistics``).
+    """
+    encoder, head = build_encoder(bert, vocabulary, seed, warn)
+    generator = torch.Generator().manual_seed(seed_for(seed, "projection"))
+    query: Tower
+    if retriever.tower == "bag":
+        query = _build_bag(retriever, vocabulary, generator)
+    else:
+        folder = None if bert.init == "small" else encoder_folder(bert.init)
+        query = _build_embedder(folder, retriever, copy.deepcopy(encoder), generator, warn)
+    document = query if retriever.share_embedders else copy.deepcopy(query)
+    reads = READERS["apart" if reader.apart else "together"]
+    return (
+        Retriever(query, document, retriever.document_vectors),
+        reads(encoder, head, copies=reader.copies, matches=reader.matches),
+    )
+
+
+def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> Bag:
+    assert options.head == "cosine", options.head
+    assert options.embedding_width, "config.check_together"
+    if options.embedding_width > vocabulary:
+        raise ValueError(
+            f"retriever.embedding_width is {options.embedding_width}, and a bag has at most one dimension for each of "
+            f"the {vocabulary} wordpieces; set retriever.embedding_width={vocabulary} or less"
+        )
+    bag = Bag(vocabulary, options.embedding_width, options.temperature)
+    with torch.no_grad():
+        bag.word.weight.normal_(0.0, 1.0, generator=generator)
+    return bag
+
+
+def _build_embedder(
+    folder: Path | None,
+    retriever: RetrieverOptions,
+    encoder: Encoder,
+    generator: torch.Generator,
+    warn: Callable[[str], None] | None,
+) -> Embedder:
+    """``folder`` is the encoder's, None for one that starts from scratch."""
+    pooling: str = retriever.pooling
+    segments = retriever.segments
+    if pooling == "auto":
+        own = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
+        pooling = own or "cls"
+        if folder is not None and own and warn is not None and (unused := unused_modules(folder)):
+            warn(
+                f"{folder / MODULES} names {', '.join(unused)} beside the encoder and its pooling ({POOLING}): they "
+                "are not used here, and the retriever starts below what this encoder can do"
+            )
+    check_vectors(retriever.document_vectors, retriever.pooling, pooling)
+    if segments == "auto":
+        one = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
+        segments = "one" if one else "two"
+    if segments == "two" and encoder.segments < 2:
+        raise ValueError(
+            f"retriever.segments is two, and {encoder.words} tells no segments apart; set retriever.segments=auto"
+        )
+    layers = []
+    if folder is not None and is_sentence_encoder(folder) and retriever.head != "release":
+        layers = [_dense_layer(path) for path in sentence_layers(folder)]
+    shapes = [shape for shape, _ in layers]
+    width = shapes[-1].outputs if shapes else encoder.width
+    check_width(retriever.projection, retriever.embedding_width, width)
+    tower = Embedder(
+        encoder,
+        retriever.embedding_width or width,
+        retriever.head,
+        pooling=pooling,
+        projection=retriever.projection,
+        segments=segments,
+        temperature=retriever.temperature,
+        dense=shapes,
+    )
+    for layer, (_, state) in zip(tower.dense, layers, strict=True):
+        layer.load_state_dict(state)
+    initialise_projection(tower, generator)
+    if tower.pooler is not None and folder is not None:
+        load_pooler(tower.pooler, read_weights(folder))
+    return tower
+
+
+def load_pooler(pooler: nn.Linear, state: Mapping[str, Tensor]) -> bool:
+    """Fill the layer over [CLS] that BERT's second task trained; returns whether the weights have one."""
+    found = {kind: t for kind in ("weight", "bias") for n, t in state.items() if n.endswith(f"pooler.dense.{kind}")}
+    if found:
+        pooler.load_state_dict({kind: tensor.float() for kind, tensor in found.items()})
+    return bool(found)
+
+
+def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
+    """A layer of a sentence encoder; ValueError names what it has that is not known here."""
+    about, state = read_layer(folder)
+    activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{folder}: activation_function is {activation!r}; {', '.join(ACTIVATIONS)} are known")
+    if "linear.weight" not in state or state.keys() - {"linear.weight", "linear.bias"}:
+        raise ValueError(f"{folder}: its parameters are {', '.join(sorted(state))}; a linear layer's alone are known")
+    outputs, inputs = state["linear.weight"].shape
+    shape = DenseShape(inputs, outputs, "linear.bias" in state, activation)
+    return shape, {name: tensor.float() for name, tensor in state.items()}
+
+
+def add_spans(reader: Reader, span_width: int, seed: int) -> None:
+    """Give the reader a new span head."""
+    reader.spans = SpanHead(reader.encoder.width, span_width)
+    initialise_spans(reader.spans, torch.Generator().manual_seed(seed_for(seed, "spans")))
+    reader.spans.to(reader.device)
+
+
+def cpu_state(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of a module's parameters on the CPU, each tensor once."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in module.state_dict().items()}
+
+
+def describe(retriever: Retriever, reader: Reader | None, vocabulary_hash: str) -> dict[str, Any]:
+    """The shapes that a loader needs, as JSON."""
+    return {
+        **_describe_tower(retriever.query),
+        "share_embedders": retriever.shared,
+        "document_vectors": retriever.vectors,
+        "mixture": asdict(retriever.mixture),
+        "reader": None if reader is None else reader.encoder.describe(),
+        "reader_class": next((name for name, kind in READERS.items() if kind is type(reader)), None),
+        "copies": reader is not None and reader.copy is not None,
+        "matches": reader is not None and reader.matches is not None,
+        "span_width": None if reader is None or reader.spans is None else reader.spans.start.out_features,
+        "span_layer_norm_eps": None if reader is None or reader.spans is None else reader.spans.norm.eps,
+        "vocabulary_hash": vocabulary_hash,
+    }
+
+
+def _describe_tower(tower: Tower) -> dict[str, Any]:
+    common = {"embedding_width": tower.width, "head": tower.head, "temperature": tower.temperature}
+    if isinstance(tower, Bag):
+        return common | {"tower": "bag", "vocabulary": tower.word.num_embeddings}
+    assert isinstance(tower, Embedder)
+    dense = [asdict(layer.shape) for layer in tower.dense if isinstance(layer, Dense)]
+    return common | {
+        "tower": "bert",
+        "bert": tower.encoder.describe(),
+        "pooling": tower.pooling,
+        "projection": tower.start,
+        "segments": tower.segments,
+        **({"dense": dense} if dense else {}),
+    }
+
+
+def _described_tower(description: Mapping[str, Any], encoder: Encoder | None = None) -> Tower:
+    """The inverse of :func:`_describe_tower`, without the weights; ``encoder`` is the network where it is there."""
+    if description["tower"] == "bag":
+        return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
+    if encoder is None:
+        encoder, _ = described_encoder(description["bert"])
+    kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
+    dense = [DenseShape(**shape) for shape in description.get("dense", ())]
+    return Embedder(encoder, description["embedding_width"], description["head"], dense=dense, **kind)
+
+
+def _own_state(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a tower, a retriever or a reader beside those of transformers' models in it."""
+    theirs = [f"{name}." for name, part in module.named_modules() if isinstance(part, Encoder | MaskedWordHead)]
+    return {name: tensor for name, tensor in cpu_state(module).items() if not name.startswith(tuple(theirs))}
+
+
+def retriever_files(retriever: Retriever, vocabulary_hash: str) -> dict[str, bytes]:
+    """Return a retriever as files for the exchange, a shared tower once."""
+    description = json.dumps(describe(retriever, None, vocabulary_hash), sort_keys=True)
+    towers = _towers(retriever)
+    state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in cpu_state(tower).items()}
+    return {MODEL: description.encode(), RETRIEVER: save_tensors(state)}
+
+
+def retriever_from_files(files: Mapping[str, bytes]) -> Retriever:
+    """The inverse of :func:`retriever_files`."""
+    description = json.loads(files[MODEL])
+    towers = [_described_tower(description) for _ in range(1 if description["share_embedders"] else 2)]
+    return _assembled(description, towers, load_tensors(files[RETRIEVER]))
+
+
+def _towers(retriever: Retriever) -> dict[str, Tower]:
+    """The towers by name, a shared one once."""
+    return {"query": retriever.query} | ({} if retriever.shared else {"document": retriever.document})
+
+
+def _assembled(description: Mapping[str, Any], towers: Sequence[Tower], state: Mapping[str, Tensor]) -> Retriever:
+    """Join towers to a retriever and fill them with tensors under the names of :func:`_towers`."""
+    retriever = Retriever(towers[0], towers[-1], description["document_vectors"])
+    retriever.mixture = Mixture(**description["mixture"])
+    for name, tower in _towers(retriever).items():
+        _fill(tower, {k.removeprefix(f"{name}."): t for k, t in state.items() if k.startswith(f"{name}.")})
+    return retriever
+
+
+def _fill(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load parameters; those that transformers' models have already may be missing."""
+    missing, unexpected = module.load_state_dict(dict(state), strict=False)
+    lacking = [name for name in missing if name in _own_state(module)] + unexpected
+    if lacking:
+        raise RuntimeError(f"{lacking[0]} is missing or not known")
+
+
+def save_models(
+    folder: Path, retriever: Retriever, reader: Reader, vocabulary_hash: str, tokenizer: Tokenizer | None = None
+) -> None:
+    """Write both models into a folder.
+
+    Each encoder is a folder of transformers below it, the reader's with its masked word head; what is not
+    transformers' lies beside them as safetensors.
+    """
+    description = json.dumps(describe(retriever, reader, vocabulary_hash), indent=1, sort_keys=True)
+    (folder / MODEL).write_text(description + "\n")
+    towers = _towers(retriever)
+    state = {f"{name}.{key}": t for name, tower in towers.items() for key, t in _own_state(tower).items()}
+    (folder / RETRIEVER).write_bytes(save_tensors(state))
+    (folder / READER).write_bytes(save_tensors(_own_state(reader)))
+    for name, tower in towers.items():
+        if isinstance(tower, Embedder):
+            _save_encoder(folder / ENCODERS[name], tower.encoder, None, tokenizer)
+    _save_encoder(folder / ENCODERS["reader"], reader.encoder, reader.masked_words, tokenizer)
+
+
+def _save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None, tokenizer: Tokenizer | None) -> None:
+    save_encoder(folder, encoder, head)
+    if tokenizer is not None:
+        for name, content in tokenizer_files(tokenizer, encoder, encoder.positions).items():
+            (folder / name).write_bytes(content)
+
+
+def load_models(folder: Path, vocabulary_hash: str) -> tuple[Retriever, Reader]:
+    """Read both models; ValueError when they were trained with another vocabulary or by another version."""
+    with _described(folder, vocabulary_hash, "run the stages since ict again") as description:
+        state, towers = load_tensors((folder / RETRIEVER).read_bytes()), []
+        for name in ("query",) if description["share_embedders"] else ("query", "document"):
+            encoder = None
+            if description["tower"] == "bert":
+                encoder, _ = open_encoder(folder / ENCODERS[name], description["bert"]["packs"])
+            towers.append(_described_tower(description, encoder))
+        return _assembled(description, towers, state), _reader(folder, description)
+
+
+def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
+    """The reader of an export alone; ValueError as of ``load_models``."""
+    remedy = "set bert.init to the encoder that this reader began with (README.md there names it)"
+    with _described(folder, vocabulary_hash, remedy) as description:
+        return _reader(folder, description)
+
+
+def copy_models(source: Path, target: Path, *parts: str) -> None:
+    """Copy the files of models, "retriever" and "reader" as :func:`weight_files` knows them; both if none is named."""
+    for path in weight_files(source, *parts or ("retriever", "reader")):
+        if path.parent == source:
+            shutil.copyfile(path, target / path.name)
+        else:
+            shutil.copytree(path.parent, target / path.parent.name)
+    shutil.copyfile(source / MODEL, target / MODEL)
+
+
+def weight_files(folder: Path, *parts: str) -> list[Path]:
+    """Return the files with the weights of a folder's models, in a fixed order.
+
+    Args:
+        parts: "retriever" and "reader", or one of them.
+    """
+    files = []
+    if "retriever" in parts:
+        files += [folder / RETRIEVER, *(folder / ENCODERS[name] / WEIGHTS for name in ("query", "document"))]
+    if "reader" in parts:
+        files += [folder / READER, folder / ENCODERS["reader"] / WEIGHTS]
+    return [path for path in files if path.is_file()]
+
+
+@contextmanager
+def _described(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict[str, Any]]:
+    description = json.loads((folder / MODEL).read_text())
+    if description["vocabulary_hash"] != vocabulary_hash:
+        raise ValueError(
+            f"{folder}: trained with the vocabulary {description['vocabulary_hash'][:12]}, the snapshot has "
+            f"{vocabulary_hash[:12]}; {remedy}"
+        )
+    try:
+        yield description
+    except (KeyError, RuntimeError) as error:  # of the description, of load_state_dict
+        said = f"{MODEL} lacks {error}" if isinstance(error, KeyError) else str(error)
+        reason = " ".join(said.split())[:200]
+        raise ValueError(
+            f"{folder}: its parameters are not those of this version ({reason}); run the stages since ict again with "
+            "--force"
+        ) from None
+
+
+def _reader(folder: Path, description: Mapping[str, Any]) -> Reader:
+    name = description["reader_class"]
+    if name not in READERS:
+        raise ValueError(
+            f"{folder / MODEL}: reader_class is {name!r}, this version has {', '.join(READERS)}; open it with the "
+            "version that trained it"
+        )
+    encoder, head = open_encoder(folder / ENCODERS["reader"], description["reader"]["packs"], predicts=True)
+    reader = READERS[name](encoder, head, copies=description["copies"], matches=description["matches"])
+    if description["span_width"] is not None:
+        reader.spans = SpanHead(encoder.width, description["span_width"], description["span_layer_norm_eps"])
+    _fill(reader, load_tensors((folder / READER).read_bytes()))
+    return reader

@@ -1,0 +1,173 @@
+"""The embeddings of a corpus: made, written and read as one safetensors file."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from realmops import artifacts
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import retriever_from_files
+from realmops.model.retriever import Retriever
+from realmops.search.approximate import TYPES, Recipe, approximate
+from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, document_embedding, no_progress
+from realmops.search.exact import PassageIndex, exact, over_vectors
+from realmops.search.mapped import Content, mapped, matrix, read_only, release
+from realmops.search.openvino import MANY
+
+INDEX = "index.safetensors"
+RECIPE = "index.json"
+CORPUS_HASH = "corpus_hash"  # key of the metadata of ``INDEX``
+EMBEDDINGS = "embeddings.safetensors"  # of a part of the corpus, or of all of it
+_ROWS = 1 << 16
+
+
+def embed_corpus(
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, progress: Progress = no_progress
+) -> Tensor:
+    """Embeddings P x E of all passages, the same bytes as in shards."""
+    nothing = torch.empty(0, retriever.width)
+    return embed_changed(retriever, snapshot, dtype, np.full(len(snapshot), -1), nothing, progress)
+
+
+def embed_changed(
+    retriever: Retriever, snapshot: Snapshot, dtype: torch.dtype, row_P: np.ndarray, earlier: Tensor,
+    progress: Progress = no_progress,
+) -> Tensor:  # fmt: skip
+    """Embeddings P x E of all passages, where ``row_P`` >= 0 taken from that row of an earlier index of this model.
+
+    The wordpieces of some new passages at a time are in memory.
+    """
+    new, old = np.flatnonzero(row_P < 0), np.flatnonzero(row_P >= 0)
+    embedding_PE = matrix(len(snapshot), earlier.shape[1])
+    for first in range(0, len(old), _ROWS):
+        rows = old[first : first + _ROWS]
+        embedding_PE[rows] = earlier[row_P[rows]]
+        release(earlier)
+        release(embedding_PE)
+    make = document_embedding(retriever, snapshot, dtype, many=len(new) >= MANY)
+    for first in range(0, len(new), SHARD_ROWS):
+        rows = new[first : first + SHARD_ROWS].tolist()
+        embedding_PE[rows] = make(rows, progress)
+    return embedding_PE
+
+
+def embedding(snapshot: Snapshot, model: Mapping[str, bytes], device: torch.device, dtype: torch.dtype) -> MakeShard:
+    """What embeds a shard of the corpus; the model's files are those of ``model.checkpoint_files.retriever_files``."""
+    retriever = retriever_from_files(model).to(device)
+    embedded = document_embedding(retriever, snapshot, dtype, many=len(snapshot) >= MANY)
+
+    def make(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+        return {EMBEDDINGS: save_tensors({"embeddings": embedded(range(first, end), progress)})}
+
+    return make
+
+
+def joined(parts: Iterable[dict[str, bytes]], passages: int, width: int) -> Tensor:
+    """Embeddings P x E of all passages from those of every part, in order; a part is let go when it has its place."""
+    embedding_PE, first = matrix(passages, width), 0
+    for part in parts:
+        rows_RE = embeddings_in(part.pop(EMBEDDINGS))
+        embedding_PE[first : first + len(rows_RE)] = rows_RE
+        first += len(rows_RE)
+        release(embedding_PE)
+    assert first == passages
+    return embedding_PE
+
+
+def index_header(passages: int, width: int, corpus_hash: str = "") -> bytes:
+    """Return what precedes embeddings P x E (fp32) in a safetensors file.
+
+    Args:
+        corpus_hash: of the snapshot whose passages these are, in their order; empty where it is kept elsewhere (the
+            exchange has it in run.json) or not known.
+    """
+    entry = {"dtype": "F32", "shape": [passages, width], "data_offsets": [0, passages * width * 4]}
+    metadata = {"__metadata__": {CORPUS_HASH: corpus_hash}} if corpus_hash else {}
+    header = json.dumps({**metadata, "embeddings": entry}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header
+
+
+def save_index(path: Path, embedding_PE: Tensor, corpus_hash: str) -> None:
+    """Write embeddings P x E (fp32) as safetensors, some rows at a time: 13 million need no memory of their own.
+
+    Args:
+        corpus_hash: of the snapshot whose passages these are; empty for a published index of unknown passages.
+    """
+    with open(path, "xb") as file:
+        file.write(index_header(len(embedding_PE), embedding_PE.shape[1], corpus_hash))
+        for rows_RE in torch.split(embedding_PE, _ROWS):
+            file.write(rows_RE.detach().float().cpu().contiguous().numpy().data)
+            release(embedding_PE)
+
+
+def embeddings_in(content: Content) -> Tensor:
+    """The embeddings P x E (fp32) in the bytes of such a file, whose memory they share: only to be read.
+
+    A file on the exchange is copied before its digest is compared, into memory or to a local disk, never mapped where
+    it lies: what its digest was compared with is what is used, and where a mapped file stays when it is deleted on a
+    local disk, on NFS it is gone, and the process with it (SIGBUS).
+    """
+    header, start = _header(content)
+    return read_only(content, start).view(header["embeddings"]["shape"])
+
+
+def _header(content: Content) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and where its data begin."""
+    start = 8 + int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8:start])
+    return header, start
+
+
+def load_index(folder: Path, snapshot: Snapshot) -> Tensor:
+    """Map the embeddings P x E of a folder.
+
+    Raises:
+        ValueError: They are of other passages, or of the same ones in another order. The index of a published
+            checkpoint whose passages were not imported with it names no corpus; its number of passages is compared.
+    """
+    with open(folder / INDEX, "rb") as file:
+        content = mapped(file)
+    embedding_PE, corpus_hash = embeddings_in(content), _header(content)[0].get("__metadata__", {}).get(CORPUS_HASH)
+    if corpus_hash is not None and corpus_hash != snapshot.corpus_hash:
+        raise ValueError(
+            f"{folder / INDEX} has the embeddings of corpus {corpus_hash[:12]}, {snapshot.folder} is corpus "
+            f"{snapshot.corpus_hash[:12]}; run 'realmops run finetune' again, or for an imported index 'realmops run "
+            "snapshot' on the passages that were imported with it, with snapshot.whole_documents=true"
+        )
+    if len(embedding_PE) != len(snapshot):
+        raise ValueError(
+            f"{folder / INDEX} has {len(embedding_PE)} embeddings, {snapshot.folder} has {len(snapshot)} passages; an "
+            "imported index needs the passages that it was made from, in their order: run 'realmops run snapshot' on "
+            "them with snapshot.whole_documents=true"
+        )
+    return embedding_PE
+
+
+def save_passages(folder: Path, passages: PassageIndex, corpus_hash: str) -> None:
+    """Write the embeddings and, where the search is approximate, how it was built and what recall it has.
+
+    Args:
+        corpus_hash: of the snapshot whose passages these are.
+    """
+    save_index(folder / INDEX, passages.vectors(slice(None)), corpus_hash)
+    if (found := approximate(passages)) is not None:
+        artifacts.write_json(folder / RECIPE, asdict(found.recipe))
+
+
+def load_passages(folder: Path, snapshot: Snapshot, device: torch.device, vectors: int) -> PassageIndex:
+    """What :func:`save_passages` wrote, of so many vectors a passage; an approximate index is built again from them."""
+    embedding_PE = load_index(folder, snapshot)
+    if (folder / RECIPE).is_file():
+        recipe = Recipe(**artifacts.read_json(folder / RECIPE))
+        if recipe.type not in TYPES:
+            raise ValueError(f"{folder / RECIPE}: type is {recipe.type!r}, this version has {', '.join(TYPES)}")
+        return over_vectors(embedding_PE, vectors, lambda rows: TYPES[recipe.type](rows, recipe, device))
+    return exact(embedding_PE.to(device), vectors)

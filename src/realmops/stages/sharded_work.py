@@ -1,0 +1,40 @@
+"""What stages have made of all passages in shards, by themselves and by index builders that help: spans, embeddings."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from realmops.config import RunOptions
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.devices import device_and_dtype, keep_freed_memory
+from realmops.model.checkpoint_files import retriever_files
+from realmops.model.retriever import Retriever
+from realmops.refresh.shards import ShardSettings, Work, in_shards
+from realmops.search.embeddings import embedding, joined
+from realmops.stages import Job
+from realmops.train.tagger import Entity, spans_in, tagging
+
+EMBEDDING, TAGGING = "embedding", "tagging"
+WORKS: Mapping[str, Work] = {EMBEDDING: embedding, TAGGING: tagging}
+
+
+def spans_of(job: Job, tagger: Mapping[str, bytes], snapshot: Snapshot) -> Iterator[list[Entity]]:
+    """For each passage, in order, what a tagger finds, which is given as files (``train.tagger.tagger_files``)."""
+    for files in _made(job, TAGGING, snapshot, tagger, f"tags of {snapshot.folder.name}"):
+        yield from spans_in(files)
+
+
+def embeddings_of(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
+    """Embeddings P x E of all passages."""
+    keep_freed_memory()  # as a training that came before
+    model = retriever_files(retriever, snapshot.vocabulary_hash)
+    parts = _made(job, EMBEDDING, snapshot, model, "embeddings")
+    return joined(parts, len(snapshot), retriever.width)
+
+
+def _made(
+    job: Job, name: str, snapshot: Snapshot, model: Mapping[str, bytes], label: str
+) -> Iterator[dict[str, bytes]]:
+    run = job.section(RunOptions)
+    place = ShardSettings(job.work / "shards", job.offer, *device_and_dtype(run), run.threads, job.report.say)
+    return in_shards(place, name, WORKS[name], snapshot, model, job.report.progress(label, len(snapshot)))

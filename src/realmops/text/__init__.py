@@ -1,0 +1,1 @@
+"""Languages, tokens and spans: what is known of text without documents."""

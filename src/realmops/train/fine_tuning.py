@@ -1,0 +1,102 @@
+"""Open-domain question answering: fine-tune query tower and reader over frozen passages (paper, section 3.2; ORQA).
+
+Shape suffixes: B questions, P passages, K passages that are read, S answer spans of all sequences,
+W most spans of one question.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realmops.answering.openqa import OpenQa
+from realmops.config import ClosedBookOptions, Finetune, Optimiser
+from realmops.corpus.question_sets import Question
+from realmops.devices import send
+from realmops.model.likelihood import hard_em_span_loss, marginal_span_loss
+from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
+from realmops.train.optimiser import Group
+
+
+def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
+    """The early retriever loss over the top passages plus the span loss over those that are read."""
+    options = model.options
+    depth = options.retriever_candidates if model.ranker is None else max(5, options.reader_candidates)
+    relevance_BP, id_BP = model.evidence(questions, depth)
+    correct_BP = torch.from_numpy(
+        np.stack([model.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
+    )
+    early_B = marginal_span_loss(relevance_BP, send(model.device, correct_BP)[0])
+    read = [[p for p in row if p >= 0] for row in id_BP[:, : options.reader_candidates].tolist()]
+    score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], read)
+    question_S, rank_S = send(model.device, torch.from_numpy(rows[:, :2].T))[0]
+    logit_S = score_S + model.retriever.mixture.reading * relevance_BP[question_S, rank_S]
+    gold_S = torch.from_numpy(model.is_gold(rows, questions, read))
+    span_B, has_gold_B = _span_loss(options.span_loss, logit_S, gold_S, rows, len(questions))
+
+    def metrics(early_B: Tensor, span_B: Tensor, has_gold_B: Tensor) -> dict[str, float]:
+        return {
+            "early_loss": early_B.mean().item(),
+            "span_loss": span_B.mean().item(),
+            "no_correct_passage": float((~correct_BP.any(-1)).float().mean()),
+            "no_correct_span": float((~has_gold_B).float().mean()),
+            "recall_at_5": float(correct_BP[:, :5].any(-1).float().mean()),
+        }
+
+    return (early_B + span_B).mean(), DeferredMetrics((early_B, span_B, has_gold_B), metrics)
+
+
+def _span_loss(kind: str, logit_S: Tensor, is_gold: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+    """The loss of each of ``count`` questions by ``finetune.span_loss``, and whether it has a gold span."""
+    logit_BW, gold_BW = by_group(logit_S, is_gold, rows[:, 0], count)
+    has_gold_B = gold_BW.any(-1)
+    if kind != "per_passage":
+        loss = {"marginal": marginal_span_loss, "hard_em": hard_em_span_loss}[kind]
+        return loss(logit_BW, gold_BW), has_gold_B
+    most = int(rows[:, 1].max()) + 1
+    logit_NW, gold_NW = by_group(logit_S, is_gold, rows[:, 0] * most + rows[:, 1], count * most)
+    has_gold_BK = gold_NW.any(-1).view(count, most)
+    loss_BK = marginal_span_loss(logit_NW, gold_NW).view(count, most)
+    return loss_BK.sum(-1) / has_gold_BK.sum(-1).clamp(min=1), has_gold_B
+
+
+def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+    """Rows of spans by their group (a question, or a passage of it), as count x W with -inf where it has fewer.
+
+    Which are gold is told on the CPU; both results are where the logits are.
+    """
+    sizes = np.bincount(group_S, minlength=count)
+    width = int(sizes.max())
+    first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    place = torch.from_numpy(group_S * width + np.arange(len(group_S)) - first[group_S])
+    gold_BW = gold_S.new_zeros(count * width).index_copy(0, place, gold_S)
+    place, gold_BW = send(logit_S.device, place, gold_BW)
+    logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, place, logit_S)
+    return logit_BW.view(count, width), gold_BW.view(count, width)
+
+
+def finetune_steps(questions: int, options: Finetune | ClosedBookOptions) -> int:
+    """Steps of so many epochs; the last one may be cut short."""
+    return math.ceil(options.epochs * math.ceil(questions / options.batch_size))
+
+
+def finetune(
+    context: Context, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
+) -> None:
+    """Train query tower and reader; every epoch sees the questions in an order of its own."""
+    rows_of = epoch_rows(context, len(questions), options.batch_size)
+
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+        model.retriever.train()
+        model.reader.train()
+        mine, weight = context.team.share([questions[row] for row in rows_of(step)])
+        loss, later = question_loss(model, mine)
+        return weight * loss, later
+
+    groups = [Group("reader", model.reader, options.reader_learning_rate)]
+    if model.ranker is None:
+        groups.insert(0, Group("query", model.retriever.query, options.retriever_learning_rate))
+    steps = finetune_steps(len(questions), options)
+    fit(context, groups, optimiser, step_loss, steps=steps, checkpoint_every=options.checkpoint_every)

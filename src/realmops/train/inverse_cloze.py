@@ -1,0 +1,265 @@
+"""Warm starts: the retriever by the inverse cloze task, the reader by masked words (paper, section 3.4).
+
+Shape suffixes: B passages of a batch (of one process, N those of all), Q queries, E embedding width, M masked
+wordpieces.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realmops.config import Ict, Optimiser
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.devices import autocast, send
+from realmops.model.encoder import Encoder
+from realmops.model.likelihood import in_batch_loss
+from realmops.model.packed import Packed
+from realmops.model.reader import Masked, Reader
+from realmops.model.retriever import Retriever
+from realmops.model.sequences import SpecialTokens, join_document, join_query
+from realmops.search.bm25 import Bm25
+from realmops.search.bm25_writer import write_bm25
+from realmops.text.spans import Spans
+from realmops.train.loop import Context, DeferredMetrics, fit
+from realmops.train.optimiser import Group
+
+CROP_WORDS = (4, 16)  # fewest and most
+CROP_DROPPED = 0.3  # of a crop's words, so that a query is no literal copy
+
+
+def steps_over(passages: int, options: Ict) -> tuple[int, int]:
+    """The steps of retriever and reader, of which neither reads more than ``ict.epochs`` times so many passages."""
+    kinds = (options.steps, min(options.batch_size, passages)), (options.reader_steps, options.reader_batch_size)
+    if not options.epochs:
+        return options.steps, options.reader_steps
+    retriever, reader = (min(steps, math.ceil(options.epochs * passages / size)) for steps, size in kinds)
+    return retriever, reader
+
+
+@dataclass(frozen=True)
+class Cloze:
+    """A passage and the queries that were made of it: a sentence, or crops; ``removed`` where they are taken out."""
+
+    queries: list[np.ndarray]
+    document: tuple[np.ndarray, np.ndarray]
+    removed: bool
+
+
+def draw_cloze(
+    snapshot: Snapshot, passage: int, rng: np.random.Generator, options: Ict, special: SpecialTokens
+) -> Cloze:
+    """The queries of a passage by ``ict.task``; they are taken out of it with probability ``removal``.
+
+    ``cloze`` is the paper's: one uniform sentence, kept in a passage that has no other. ``crop`` are several runs of
+    ``CROP_WORDS`` words, of which each word is dropped with probability ``CROP_DROPPED``; a passage keeps them where
+    nothing else would be left.
+    """
+    body, continues = snapshot.body(passage), snapshot.continues(passage)
+    if options.task == "cloze":
+        sentences = snapshot.sentences(passage)
+        runs = [tuple(sentences[rng.integers(len(sentences))])]
+    else:
+        runs = [crop_run(continues, rng) for _ in range(options.crops)]
+    inside = np.zeros(len(body), dtype=bool)
+    for first, end in runs:
+        inside[first:end] = True
+    removed = bool(rng.random() < options.removal) and not inside.all()
+    queries = [body[first:end] for first, end in runs]
+    if options.task == "crop":
+        cut = zip(queries, runs, strict=True)
+        queries = [dropped_words(query, continues[first:end], rng) for query, (first, end) in cut]
+    rest = body[~inside] if removed else body
+    document = join_document(snapshot.title_tokens(passage), rest, special, snapshot.block_wordpieces)
+    return Cloze([join_query(query, special, options.query_wordpieces) for query in queries], document, removed)
+
+
+def crop_run(continues: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
+    """First and end wordpiece of a uniform run of ``CROP_WORDS`` words, or of all words where there are fewer."""
+    starts = np.append(np.flatnonzero(~continues), len(continues))
+    starts = starts if starts[0] == 0 else np.append(0, starts)  # a passage that begins inside a word
+    words = len(starts) - 1
+    length = min(int(rng.integers(CROP_WORDS[0], CROP_WORDS[1] + 1)), words)
+    first = int(rng.integers(words - length + 1))
+    return int(starts[first]), int(starts[first + length])
+
+
+def dropped_words(query: np.ndarray, continues: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """The query with some of its words left out, never all; ``continues`` says which wordpieces continue one."""
+    word = np.cumsum(~continues)
+    kept = rng.random(int(word.max(initial=0)) + 1)[word] >= CROP_DROPPED
+    return query[kept] if kept.any() else query
+
+
+def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Generator) -> np.ndarray:
+    """Passages of a batch: runs of ``neighbours`` consecutive ones, at random places, without repetition.
+
+    Neighbouring passages come from one article or from articles next to each other: hard negatives.
+    """
+    batch_size = min(batch_size, count)
+    runs = -(-count // neighbours)
+    chosen = rng.permutation(runs)[: -(-batch_size // neighbours) + 1]
+    passages = (chosen[:, None] * neighbours + np.arange(neighbours)).ravel()
+    return passages[passages < count][:batch_size]
+
+
+def train_retriever(
+    context: Context, retriever: Retriever, snapshot: Snapshot, options: Ict, optimiser: Optimiser
+) -> int:
+    """The inverse cloze task: softmax of the own passage among all passages of the batch, those of all processes.
+
+    Logs the accuracy for queries that were removed from their passage and for those that were kept. A batch is made of
+    runs of neighbouring passages (``cloze_batch``). Returns the journal's length at the end.
+    """
+    special, team = SpecialTokens.of(snapshot.tokenizer), context.team
+    if min(options.batch_size, len(snapshot)) < team.size:
+        raise ValueError(
+            f"ict.batch_size is {options.batch_size} and the corpus has {len(snapshot)} passages: {team.size} "
+            "processes cannot share that; start fewer"
+        )
+    for module in retriever.modules():
+        if isinstance(module, Encoder):
+            module.gradient_checkpointing = options.gradient_checkpointing
+
+    def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
+        rng = context.rng("batch", step)
+        passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
+        drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
+        examples, _ = team.share(drawn[: len(drawn) // team.size * team.size])
+        queries = Packed([query for e in examples for query in e.queries])
+        documents = Packed([e.document[0] for e in examples], [e.document[1] for e in examples])
+        with autocast(context.device, context.dtype):
+            query_QE, document_BE = retriever.query(queries), retriever.documents(documents)
+        relevance_QN = retriever.scores(query_QE, team.gather(document_BE))
+        place_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
+        (own_Q,) = send(relevance_QN.device, torch.from_numpy(place_Q) + team.rank * len(examples))
+        removed_Q = np.array([e.removed for e in examples])[place_Q]
+
+        def metrics(hit_Q: Tensor) -> dict[str, float]:
+            parts = (("removed", removed_Q), ("kept", ~removed_Q))
+            return {f"accuracy_{name}": float(hit_Q.numpy()[of_Q].mean()) for name, of_Q in parts if of_Q.any()}
+
+        return in_batch_loss(relevance_QN, own_Q).mean(), DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
+
+    groups, every = [Group("retriever", retriever, options.learning_rate)], options.checkpoint_every
+    return fit(context, groups, optimiser, step_loss, steps=options.steps, checkpoint_every=every)
+
+
+class SentencesWithSpans:
+    """Spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body.
+
+    A row is made when it is asked for, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]``, all of them, takes 40 bytes for
+    each span. ValueError for a folder without any.
+    """
+
+    def __init__(self, snapshot: Snapshot, spans: Spans) -> None:
+        if not len(spans.rows):
+            raise ValueError(
+                f"{spans.folder} holds no salient span: nothing can be masked; see the tag section of params.yaml"
+            )
+        self._spans, self._sentences = spans.rows, snapshot.sentence_rows
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, at: int | slice | np.ndarray) -> np.ndarray:
+        span = self._spans[at]
+        found = np.empty((*span.shape[:-1], 5), np.int64)
+        found[..., 0], found[..., 1:3] = span[..., 0], self._sentences[span[..., 1], 1:]
+        found[..., 3:] = span[..., 2:4]
+        return found
+
+
+Z_SHARES = {"own": 0.3, "neighbour": 0.35, "random": 0.2, "null": 0.15}
+NEAREST = 4
+
+
+class Neighbours:
+    """Passages near to a sentence by words: BM25 over wordpieces, in a file that the first draw writes."""
+
+    def __init__(self, snapshot: Snapshot, folder: Path) -> None:
+        self.snapshot, self.folder = snapshot, folder
+
+    @cached_property
+    def _index(self) -> Bm25:
+        write_bm25(self.folder, self.snapshot, wordpieces=True)
+        return Bm25.open(self.folder, verify=False)
+
+    def draw(self, sentence: np.ndarray, own: int, rng: np.random.Generator) -> int:
+        """One of the four nearest passages, x's own left out; this one where no other has a wordpiece of x."""
+        _, [found] = self._index.search([sentence.astype(np.uint64)], NEAREST + 1)
+        nearest = found[(found >= 0) & (found != own)][:NEAREST]
+        return int(rng.choice(np.sort(nearest))) if len(nearest) else own
+
+
+def train_reader(
+    context: Context,
+    reader: Reader,
+    snapshot: Snapshot,
+    spans: Spans,
+    options: Ict,
+    optimiser: Optimiser,
+    held_out: Sequence[int] = (),
+    work: Path | None = None,
+) -> None:
+    """Masked words over join(x, z), so that the reader starts with a second segment that can be worth reading.
+
+    One salient span of x is masked, and a share of its other wordpieces.  z is x's own passage, a passage
+    near to the unmasked x by words (BM25), any other passage, or nothing (``Z_SHARES``).  No x is the sentence of a
+    span of ``held_out``, but where nothing else is there.  ``work`` is where the index of the neighbours has room.
+    """
+    special = SpecialTokens.of(snapshot.tokenizer)
+    rows = SentencesWithSpans(snapshot, spans)
+    sentence_N = spans.rows[:, 1]
+    held = set(sentence_N[list(held_out)].tolist())
+    if held and np.isin(sentence_N, list(held)).all():
+        held.clear()
+
+    def draw_row(rng: np.random.Generator) -> np.ndarray:
+        while int(sentence_N[row := int(rng.integers(len(rows)))]) in held:
+            pass
+        return rows[row]
+
+    def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """x as it was, which of its wordpieces are masked, and z."""
+        passage, first, end, start, stop = draw_row(rng)
+        body = snapshot.body(int(passage))
+        x = body[first:end][: options.reader_wordpieces - 3]
+        salient = (int(start - first), int(stop - first))
+        masked_x = np.zeros(len(x), dtype=bool)
+        if salient[0] < len(x):
+            masked_x[salient[0] : salient[1]] = True
+        kind = rng.choice(list(Z_SHARES), p=list(Z_SHARES.values()))
+        if kind == "own":
+            z = reader.document(snapshot, int(passage))
+        elif kind == "neighbour":
+            z = reader.document(snapshot, neighbours.draw(body[first:end], int(passage), rng))
+        elif kind == "random":
+            z = reader.document(snapshot, int(rng.integers(len(snapshot))))
+        else:
+            z = body[:0]
+        masked_x |= rng.random(len(x)) < options.reader_random_masks
+        return x, masked_x, z
+
+    def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
+        rng = context.rng("batch", step)
+        drawn = [example(rng) for _ in range(options.reader_batch_size)]
+        examples, weight = context.team.share(drawn, [int(masked.sum()) for _, masked, _ in drawn])
+        sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]
+        at = [np.flatnonzero(masked) for _, masked, _ in examples]
+        targets = [x[masked] for x, masked, _ in examples]
+        hidden = Masked(sentences, at, targets, special, options.reader_wordpieces)
+        with autocast(context.device, context.dtype):
+            log_token_M = reader.log_masked_pairs(hidden, [z for _, _, z in examples])
+        return -weight * log_token_M.mean(), {"masked": float(len(log_token_M))}
+
+    groups, every = [Group("reader", reader, options.reader_learning_rate)], options.checkpoint_every
+    with TemporaryDirectory(prefix="realmops-", dir=work) as folder:
+        neighbours = Neighbours(snapshot, Path(folder) / "neighbours")
+        fit(context, groups, optimiser, step_loss, steps=options.reader_steps, checkpoint_every=every)

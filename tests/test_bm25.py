@@ -1,0 +1,234 @@
+"""BM25: its scores by hand and against bm25s', its search, its files."""
+
+import shutil
+import unicodedata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from four_passages import TEXTS
+from hypothesis import given
+from hypothesis import strategies as st
+from small_world import World, build_snapshot, write_texts
+
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.search import bm25
+from realmops.search.bm25 import Bm25, placed_words, rank, split_words, titled_texts, top
+from realmops.search.bm25_writer import write_bm25
+
+QUERIES = ("Which ferry crosses lakes?", "Where was Anna Berg born?", "Jon Vik and Jon Vik in Bergen", "Zebra Oslo")
+
+
+def indexed(folder: Path, texts: Sequence[str], block_wordpieces: int = 512) -> Bm25:
+    """The index of passages that hold these texts."""
+    snapshot = build_snapshot(folder, write_texts(folder / "documents.jsonl", texts), block_wordpieces)
+    assert snapshot.column("text") == list(texts)
+    write_bm25(folder / bm25.FOLDER, snapshot)
+    return Bm25.of(snapshot)
+
+
+class Theirs:
+    """bm25s over the same texts."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        import bm25s
+
+        self.index = bm25s.BM25(backend="numpy")
+        self.index.index(self.words(texts), show_progress=False)
+
+    def words(self, texts: Sequence[str]) -> list[list[str]]:
+        import bm25s
+        import Stemmer
+
+        stemmer = Stemmer.Stemmer("english")
+        found = bm25s.tokenize(list(texts), stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+        return [list(words) for words in found]
+
+    def scores(self, query: str) -> np.ndarray:
+        [words] = self.words([query])
+        return self.index.get_scores(words)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Bm25:
+    return indexed(tmp_path_factory.mktemp("four"), TEXTS)
+
+
+@pytest.fixture(scope="module")
+def zipf(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bm25, list[str]]:
+    """Passages of frequent and rare words, some of them twice, and their texts."""
+    rng = np.random.default_rng(0)
+    share = 1 / np.arange(2, 202)
+    texts = [
+        " ".join(f"word{n}" for n in rng.choice(200, rng.integers(3, 30), p=share / share.sum())) for _ in range(300)
+    ]
+    return indexed(tmp_path_factory.mktemp("zipf"), [*texts, *texts[:40]]), [*texts, *texts[:40]]
+
+
+def test_bm25_finds_stems_and_pads_a_small_corpus(four: Bm25) -> None:
+    ranking = rank(four, ["Which ferry crosses lakes?", "Where was Vell born?"], 6)
+    assert ranking.shape == (2, 6)
+    assert ranking[:, 0].tolist() == [2, 1]
+    assert ranking[:, 4:].tolist() == [[-1, -1], [-1, -1]]
+    assert sorted(ranking[0, :4].tolist()) == [0, 1, 2, 3]
+
+
+def test_scores_are_those_of_bm25s_to_the_last_bit(world: World, zipf: tuple[Bm25, list[str]]) -> None:
+    for index, texts in ((Bm25.of(world.snapshot), titled_texts(world.snapshot)), zipf):
+        theirs = Theirs(texts)
+        for query in (*QUERIES, *texts[:20]):
+            assert index.scores(query).tolist() == theirs.scores(query).tolist(), query
+
+
+@pytest.mark.parametrize("few", [0, 1 << 17])
+@pytest.mark.parametrize("k", [1, 3, 10, 400])
+def test_a_search_gives_the_best_scores_and_of_equal_ones_the_first(
+    zipf: tuple[Bm25, list[str]], k: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bm25, "_FEW", few)
+    index, texts = zipf
+    queries = [*texts[:60], "word0", "word0 word1 word0", "word199 word0 word1 word2", "zebra", "word150 zebra"]
+    score_QK, id_QK = index.search(queries, k)
+    assert (score_QK.shape, score_QK.dtype, id_QK.dtype) == ((len(queries), k), np.float32, np.int64)
+    for query, score_K, id_K in zip(queries, score_QK, id_QK, strict=True):
+        score_P = index.scores(query)
+        best = np.argsort(-score_P, kind="stable")[:k]
+        best = best[score_P[best] > 0]
+        assert id_K.tolist() == [*best.tolist(), *[-1] * (k - len(best))]
+        assert score_K.tolist() == [*score_P[best].tolist(), *[-np.inf] * (k - len(best))]
+
+
+def test_a_search_leaves_the_postings_of_frequent_words_that_cannot_matter(
+    zipf: tuple[Bm25, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, _ = zipf
+    read: list[int] = []
+    usual = index._weights
+
+    def weights(word: int) -> Any:
+        read.append(index._with_word(word))
+        return usual(word)
+
+    monkeypatch.setattr(index, "_weights", weights)
+    monkeypatch.setattr(bm25, "_FEW", 0)
+    index.search(["word190 word180 word170 word0"], 2)
+    assert read
+    assert max(read) < index._with_word(index._asked("word0")[1][0])
+
+
+def test_chosen_passages_have_the_scores_that_all_have(zipf: tuple[Bm25, list[str]]) -> None:
+    index, texts = zipf
+    ids = np.array([7, -1, 0, 339, 7, 120, -1, 33])
+    for query in (*texts[:20], "zebra", ""):
+        expected = np.where(ids < 0, 0, index.scores(query)[ids])
+        assert index.score_of(query, ids).tolist() == expected.tolist()
+        assert index.score_of(query, ids[:0]).tolist() == []
+
+
+def test_words_of_every_script_are_found(tmp_path: Path) -> None:
+    texts = ["Große Straßen in Köln.", "Москва и Łódź, ΑΘΗΝΑ.", "東京 の 天気", "naïve café_2 \U0001d54f x", "Istanbul"]
+    index = indexed(tmp_path, texts)
+    theirs = Theirs([f" {text}" for text in texts])
+    for query in ("GROSSE", "große köln", "москва", "αθηνα łódź", "東京", "NAÏVE", "café_2 X", "istanbul"):
+        assert index.scores(query).tolist() == theirs.scores(query).tolist(), query
+    assert index.search(["МОСКВА", "天気"], 1)[1].tolist() == [[1], [2]]
+
+
+SPELLINGS = {  # of one word, and its form in the index
+    "dvořák": ("Dvořák", "Dvor\u030ca\u0301k", "DVOŘÁK"),
+    "istanbul": ("İstanbul", "I\u0307stanbul", "i\u0307stanbul", "Istanbul", "İSTANBUL"),
+    "한국어": ("한국어", "\u1112\u1161\u11ab\u1100\u116e\u11a8\u110b\u1165"),
+}
+
+
+@pytest.mark.parametrize("word", SPELLINGS)
+def test_composed_and_decomposed_spellings_are_one_word(tmp_path: Path, word: str) -> None:
+    index = indexed(tmp_path, [*SPELLINGS[word], "Anything else."])
+    for query in SPELLINGS[word]:
+        assert split_words(f"Who saw {query}?") == ["who", "saw", word]
+        found = index.scores(query).tolist()
+        assert found == [found[0]] * len(SPELLINGS[word]) + [0.0]
+        assert found[0] > 0
+
+
+@pytest.mark.parametrize("language", ["en", "cs"])
+def test_words_are_placed_in_the_text_as_it_is(language: str) -> None:
+    text = "A\u0301 Dvor\u030ca\u0301k, I\u0307stanbul İzmir; i\u0307ki Dvořák"
+    placed = [
+        (text.index(part), part) for part in ("Dvor\u030ca\u0301k", "I\u0307stanbul", "İzmir", "i\u0307ki", "Dvořák")
+    ]
+    words = ["dvořák", "istanbul", "izmir", "iki", "dvořák"]
+    assert [(start, text[start:end]) for _, start, end in placed_words(text, language)] == placed
+    assert [word for word, _, _ in placed_words(text, language)] == split_words(text, language) == words
+
+
+PIECES = ["\u0307", "I", "i", "İ", "ı", "\u0301", "\u0323", "e", "é", "_", " ", "\n", "\u0958", "\u0344", "\u212b",
+          "\u1112", "\u1161", "\u11ab", "か", "\u3099", "老", "9", "Σ", "\u05c1", "ש", "ी", "ก", "้", "-"]  # fmt: skip
+
+
+@pytest.mark.parametrize("language", ["en", "de"])
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=9))
+def test_any_spelling_has_the_same_words_and_places_inside_the_text(language: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    words = split_words(text, language)
+    assert all(split_words(unicodedata.normalize(form, text), language) == words for form in ("NFC", "NFD"))
+    found = list(placed_words(text, language))
+    assert [word for word, _, _ in found] == words
+    assert all(0 <= start < end <= len(text) for _, start, end in found)
+
+
+def test_a_word_that_stands_in_a_passage_a_thousand_times_is_counted(tmp_path: Path) -> None:
+    texts = ["sail " * 999 + "sail.", "One sail.", "No boat."]
+    index = indexed(tmp_path, texts, 4000)
+    assert index.count_N.dtype == np.uint16
+    assert index.scores("sail").tolist() == Theirs(texts).scores("sail").tolist()
+
+
+def test_passages_without_words_are_never_found(tmp_path: Path) -> None:
+    index = indexed(tmp_path, ["It is.", "A b c."])
+    assert index.scores("It is a b").tolist() == [0, 0]
+    assert index.search(["it"], 2)[1].tolist() == [[-1, -1]]
+    assert rank(index, ["it"], 2).tolist() == [[0, 1]]
+
+
+def copy_of(world: World, folder: Path) -> Snapshot:
+    for name in ("snapshot", bm25.FOLDER):
+        shutil.copytree(world.folder / name, folder / name)
+    return Snapshot.open(folder / "snapshot")
+
+
+@pytest.mark.parametrize("name", ["words", "posting_offsets", "postings", "counts", "lengths"])
+def test_a_damaged_index_is_refused(world: World, tmp_path: Path, name: str) -> None:
+    snapshot = copy_of(world, tmp_path)
+    path = tmp_path / bm25.FOLDER / f"{name}.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name}\.npy has sha256"):
+        Bm25.of(snapshot, verify=True)
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match=rf"{name}\.npy has {len(content) - 1} bytes"):
+        Bm25.of(snapshot)
+
+
+def test_an_index_of_another_corpus_and_none_are_refused(world: World, four: Bm25, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"made for corpus .* run the snapshot stage again"):
+        Bm25.open(four.folder, corpus_hash=world.snapshot.corpus_hash)
+    snapshot = copy_of(world, tmp_path)
+    shutil.rmtree(tmp_path / bm25.FOLDER)
+    with pytest.raises(ValueError, match=r"lexical holds no manifest\.json.*run the stage that makes it"):
+        Bm25.of(snapshot)
+
+
+@pytest.mark.parametrize("query", ["", "the", "zebra quagga"])
+def test_a_query_without_known_words_ranks_nothing_above_anything(four: Bm25, query: str) -> None:
+    assert four.scores(query).tolist() == [0.0] * 4
+    assert rank(four, [query], 3).tolist() == [[0, 1, 2]]
+
+
+def test_of_equal_scores_the_first_passage_comes_first() -> None:
+    scores = np.array([1, 3, 1, 2, 3, 1], np.float32)
+    assert top(scores, 5).tolist() == [1, 4, 3, 0, 2]
+    assert top(scores, 9).tolist() == [1, 4, 3, 0, 2, 5]

@@ -1,0 +1,193 @@
+"""Where towers start that are made from the passages: LSI and PCA against slow versions, and what they are good for."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csr_matrix
+from small_world import DOCUMENTS, World, section, tiny_models
+
+from realmops.model.packed import Packed
+from realmops.model.checkpoint_files import build_models
+from realmops.model.retriever import Bag, Embedder, Retriever
+from realmops.model.sequences import join_query
+from realmops.search import corpus_statistics
+from realmops.search.corpus_statistics import (
+    inverse_document_frequency,
+    latent_directions,
+    principal_components,
+    start_from_passages,
+)
+from realmops.search.embed import document_sequences, embed, query_sequences
+
+FP32 = torch.float32
+
+
+def no_bar(label: str, total: int) -> Callable[[int], None]:
+    return lambda count: None
+
+
+def bag_of(world: World, seed: int = 0, **changes: Any) -> Retriever:
+    options = section("retriever", **{"tower": "bag", "head": "cosine", "embedding_width": 8, **changes})
+    size = world.snapshot.tokenizer.get_vocab_size()
+    retriever, _ = build_models(section("bert", width=16, heads=2), options, section("reader"), size, seed)
+    start_from_passages(retriever, world.snapshot, FP32, seed, no_bar)
+    return retriever
+
+
+# ---- LSI
+
+
+def test_rare_wordpieces_weigh_more_and_absent_ones_nothing() -> None:
+    """Of 10 passages 1 and 9 have it: log(1 + 9.5 / 1.5) and log(1 + 1.5 / 9.5)."""
+    idf_V = inverse_document_frequency(np.array([1, 9, 0]), 10)
+    assert idf_V.tolist() == pytest.approx([math.log(1 + 9.5 / 1.5), math.log(1 + 1.5 / 9.5), 0.0])
+
+
+def test_directions_are_the_singular_vectors() -> None:
+    """Of a matrix with a clear order, against numpy's whole decomposition."""
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.standard_normal((n, 12)))[0] for n in (60, 40))
+    matrix = (left * 2.0 ** -np.arange(12)) @ right.T
+    found_VE = latent_directions(csr_matrix(matrix.astype(np.float32)), 6, seed=0)
+    theirs_VE = np.linalg.svd(matrix)[2][:6].T
+    assert np.abs((found_VE * theirs_VE).sum(0)) == pytest.approx(np.ones(6), abs=1e-4)
+    assert found_VE.T @ found_VE == pytest.approx(np.eye(6), abs=1e-4)
+    assert (found_VE[np.abs(found_VE).argmax(0), range(6)] > 0).all(), "the sign is fixed"
+
+
+@pytest.mark.parametrize(("passages", "words", "width"), [(3, 40, 8), (60, 9, 9), (1, 5, 5)])
+def test_directions_beyond_the_rank_are_orthogonal_too(passages: int, words: int, width: int) -> None:
+    matrix = np.random.default_rng(0).random((passages, words)).astype(np.float32)
+    found_VE = latent_directions(csr_matrix(matrix), width, seed=0)
+    assert found_VE.T @ found_VE == pytest.approx(np.eye(width), abs=1e-3)
+
+
+def test_a_bag_starts_as_lsi_times_idf(world: World) -> None:
+    """In full width, cosines are those of tf-idf vectors themselves: an orthogonal turn of all dimensions."""
+    size = world.snapshot.tokenizer.get_vocab_size()
+    retriever = bag_of(world, embedding_width=size)
+    sequences = document_sequences(world.snapshot, range(12))
+    special = {world.snapshot.tokenizer.token_to_id(f"[{name}]") for name in ("CLS", "SEP", "MASK", "UNK", "PAD")}
+    count_PV = np.zeros((12, size))
+    for passage, (tokens, _) in enumerate(sequences):
+        for token in tokens:
+            count_PV[passage, token] += token not in special
+    idf_V = inverse_document_frequency((count_PV > 0).sum(0), 12)
+    slow_PV = count_PV * idf_V
+    slow_PV /= np.linalg.norm(slow_PV, axis=1, keepdims=True)
+    embedding_PE = embed(retriever.document, sequences, FP32).numpy()
+    assert embedding_PE @ embedding_PE.T == pytest.approx(slow_PV @ slow_PV.T, abs=1e-3)
+
+
+def test_special_wordpieces_have_no_vector(world: World) -> None:
+    bag = bag_of(world).query
+    assert isinstance(bag, Bag)
+    special = world.special
+    ids = [special.cls, special.sep, special.mask, special.unknown, special.padding]
+    assert not bag.word.weight[ids].any()
+    assert not bag.counts_V[ids].any()
+    assert float(bag.counts_V.sum()) == len(bag.counts_V) - 5
+    masked = join_query(np.array([special.mask, special.unknown]), special, 64)
+    assert not bag(Packed([masked])).any()
+
+
+def test_a_bag_finds_the_passage_of_its_words(world: World) -> None:
+    """Before any training; a query is some words of a passage."""
+    retriever = bag_of(world, embedding_width=64)
+    queries = ["the cold sea novel", "karl lund painter", "fjell town in norway", "maria holm sang 1972"]
+    joined = [join_query(world.wordpieces(text), world.special, 64) for text in queries]
+    query_QE = embed(retriever.query, query_sequences(joined), FP32)
+    document_PE = embed(retriever.document, document_sequences(world.snapshot, range(12)), FP32)
+    best = (query_QE @ document_PE.T).argmax(-1).tolist()
+    assert [DOCUMENTS[p][0] for p in best] == ["The Cold Sea", "Karl Lund", "Fjell", "Maria Holm"]
+
+
+def test_the_start_is_a_function_of_passages_and_seed(world: World) -> None:
+    def weight(seed: int, **changes: Any) -> torch.Tensor:
+        bag = bag_of(world, seed, **changes).document
+        assert isinstance(bag, Bag)
+        return bag.word.weight
+
+    torch.manual_seed(7)
+    first = weight(0)
+    torch.manual_seed(8)
+    assert torch.equal(first, weight(0))
+    assert torch.equal(first, weight(0, share_embedders=False)), "the document tower of two is filled too"
+
+
+def test_large_corpora_are_sampled(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_statistics, "LSI_PASSAGES", 5)
+    monkeypatch.setattr(corpus_statistics, "_TOGETHER", 2)
+    seen: list[int] = []
+    real = corpus_statistics.document_sequences
+
+    def spy(snapshot: Any, rows: list[int]) -> Any:
+        assert len(rows) <= 2, "some passages at a time"
+        seen.extend(rows)
+        return real(snapshot, rows)
+
+    monkeypatch.setattr(corpus_statistics, "document_sequences", spy)
+    told: list[int] = []
+    options = section("retriever", tower="bag", head="cosine", embedding_width=8)
+    size = world.snapshot.tokenizer.get_vocab_size()
+    retriever, _ = build_models(section("bert"), options, section("reader"), size, 0)
+    start_from_passages(retriever, world.snapshot, FP32, 0, lambda label, total: told.append)
+    assert len(set(seen)) == 5
+    assert seen == sorted(seen)
+    assert sum(told) == 5
+
+
+# ---- PCA
+
+
+def test_principal_components_by_hand() -> None:
+    """Along (3, 4) / 5 around (1, 1): the first component is the place on that line."""
+    along = torch.tensor([-2.0, -1.0, 1.0, 2.0])
+    x_PD = torch.tensor([1.0, 1.0]) + along[:, None] * torch.tensor([0.6, 0.8])
+    weight_ED, bias_E = principal_components(x_PD, 1)
+    assert (x_PD @ weight_ED.T + bias_E)[:, 0].tolist() == pytest.approx(along.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_a_pca_is_centred_and_keeps_the_most_variance(world: World, pooling: str) -> None:
+    retriever, _ = tiny_models(world, projection="pca", head="paper", pooling=pooling, embedding_width=4)
+    tower = retriever.query
+    assert isinstance(tower, Embedder)
+    start_from_passages(retriever, world.snapshot, FP32, 0, no_bar)
+    assert tower.training
+    assert tower.bert.training
+    sequences = document_sequences(world.snapshot, range(12))
+    embedding_PE = embed(tower, sequences, FP32).numpy()
+    assert embedding_PE.mean(0) == pytest.approx(np.zeros(4), abs=1e-4)
+    covariance = np.cov(embedding_PE.T)
+    assert covariance == pytest.approx(np.diag(np.diag(covariance)), abs=1e-3 * covariance[0, 0]), "uncorrelated"
+    with torch.no_grad():
+        pooled_PD = tower.eval().pooled(Packed([t for t, _ in sequences], [s for _, s in sequences])).numpy()
+    variances = np.linalg.svd(pooled_PD - pooled_PD.mean(0))[1] ** 2 / 11
+    assert np.diag(covariance) == pytest.approx(variances[:4], rel=1e-3), "the largest, in their order"
+
+
+def test_a_pca_of_full_width_keeps_distances(world: World) -> None:
+    """And fills both towers where there are two."""
+    retriever, _ = tiny_models(world, projection="pca", head="paper", embedding_width=0, share_embedders=False)
+    start_from_passages(retriever, world.snapshot, FP32, 0, no_bar)
+    sequences = document_sequences(world.snapshot, range(12))
+    tower = retriever.query
+    assert isinstance(tower, Embedder)
+    with torch.no_grad():
+        pooled_PD = tower.eval().pooled(Packed([t for t, _ in sequences], [s for _, s in sequences]))
+    for one in (retriever.query, retriever.document):
+        embedding_PE = embed(one, sequences, FP32)
+        torch.testing.assert_close(torch.cdist(embedding_PE, embedding_PE), torch.cdist(pooled_PD, pooled_PD))
+
+
+@pytest.mark.parametrize("form", [{}, {"projection": "random"}, {"projection": "identity", "embedding_width": 0}])
+def test_other_towers_are_left_as_they_are(world: World, form: dict[str, Any]) -> None:
+    retriever, _ = tiny_models(world, **form)
+    before = {name: tensor.clone() for name, tensor in retriever.state_dict().items()}
+    start_from_passages(retriever, world.snapshot, FP32, 0, no_bar)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in retriever.state_dict().items())

@@ -1,0 +1,47 @@
+"""Signs of life: given not too often, judged by their change."""
+
+import json
+from pathlib import Path
+
+from exchange_lab import MemoryFiles, StillClock
+
+from realmops.refresh.heartbeat import Ages, Sign
+
+
+def test_age_counts_from_when_a_change_was_seen_by_ones_own_clock() -> None:
+    clock = StillClock()
+    ages = Ages(clock)
+    assert ages.age("a", 1) == 0
+    clock.now = 5.0
+    assert ages.age("a", 1) == 5
+    assert ages.age("b", 1) == 0
+    assert ages.age("a", 2) == 0
+    clock.now = 7.0
+    assert ages.age("a", 2) == 2
+
+
+def test_a_sign_is_replaced_when_it_is_old_or_says_something_else() -> None:
+    files, clock = MemoryFiles(), StillClock()
+    path = Path("/sign.json")
+    sign = Sign(path, 2.0, files, clock)
+
+    def given(doing: str, step: int) -> tuple[str, int, int]:
+        sign.give(doing, step=step)
+        said = json.loads(files.read(path, 1 << 20))
+        return said["doing"], said["step"], said["beat"]
+
+    assert given("training", 1) == ("training", 1, 1)
+    clock.now += 1.9
+    assert given("training", 2) == ("training", 1, 1), "not old enough"
+    assert given("waiting", 2) == ("waiting", 2, 2)
+    clock.now += 2.0
+    assert given("waiting", 3) == ("waiting", 3, 3)
+
+
+def test_no_two_signs_are_alike(tmp_path: Path) -> None:
+    sign = Sign(tmp_path / "sign.json", 0.0)
+    said = set()
+    for _ in range(5):
+        sign.give()
+        said.add(sign.path.read_bytes())
+    assert len(said) == 5

@@ -1,0 +1,369 @@
+"""Warm starts on twelve passages: what an inverse cloze example is, what a batch is, and that both trainings learn."""
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_world import (
+    MemoryJournal,
+    World,
+    build_world,
+    same_parameters,
+    section,
+    tiny_context,
+    tiny_models,
+    tiny_optimiser,
+)
+from torch import Tensor
+
+from realmops.artifacts import seed_for
+from realmops.config import Ict, defaults, laid, preset_path
+from realmops.model.encoder import Bert
+from realmops.model.packed import Packed
+from realmops.model.reader import Reader
+from realmops.train import inverse_cloze
+from realmops.train.inverse_cloze import (
+    SentencesWithSpans,
+    cloze_batch,
+    crop_run,
+    draw_cloze,
+    dropped_words,
+    steps_over,
+    train_reader,
+    train_retriever,
+)
+
+ONE_SENTENCE = 11
+
+
+def options(**changes: Any) -> Ict:
+    values = {"steps": 30, "batch_size": 8, "neighbours": 2, "learning_rate": 3e-3, "removal": 0.9}
+    values |= {"reader_steps": 30, "reader_batch_size": 8, "reader_learning_rate": 3e-3, "reader_wordpieces": 64}
+    return section("ict", **{**values, "query_wordpieces": 64, "checkpoint_every": 100, **changes})
+
+
+def draws(world: World, passage: int, count: int, **changes: Any) -> list[inverse_cloze.Cloze]:
+    rng, chosen, special = np.random.default_rng(0), options(**changes), world.special
+    return [draw_cloze(world.snapshot, passage, rng, chosen, special) for _ in range(count)]
+
+
+def test_a_cloze_example_by_hand(world: World) -> None:
+    """Passage 3, "Bergen": each of its three sentences is the query, taken out of the document or left in."""
+    sentences = ["bergen is a port .", "he lived in bergen until 1950 .", "it rains ."]
+    seen = set()
+    for example in draws(world, 3, 200, removal=0.5):
+        query = world.words(example.queries[0]).removeprefix("[CLS] ").removesuffix(" [SEP]")
+        seen.add((query, example.removed))
+        rest = [s for s in sentences if not (s == query and example.removed)]
+        tokens, segments = example.document
+        assert world.words(tokens) == f"[CLS] bergen [SEP] {' '.join(rest)} [SEP]", "the title stays"
+        assert segments.tolist() == [0, 0, 0] + [1] * (len(tokens) - 3)
+    assert seen == {(sentence, removed) for sentence in sentences for removed in (True, False)}
+
+
+def test_sentences_are_uniform_and_removed_at_the_rate(world: World) -> None:
+    """3,000 draws: 0.9 removed (deviation 0.0055), each of three sentences a third (deviation 0.009)."""
+    examples = draws(world, 3, 3000)
+    assert np.mean([e.removed for e in examples]) == pytest.approx(0.9, abs=0.02)
+    queries = [world.words(e.queries[0]) for e in examples]
+    shares = [queries.count(query) / 3000 for query in sorted(set(queries))]
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.03)
+    assert [e.removed for e in draws(world, 3, 50, removal=0.0)] == [False] * 50
+    assert [e.removed for e in draws(world, 3, 50, removal=1.0)] == [True] * 50
+
+
+def test_a_passage_of_one_sentence_keeps_it(world: World) -> None:
+    for example in draws(world, ONE_SENTENCE, 50, removal=1.0):
+        assert example.removed is False
+        assert world.words(example.document[0]) == "[CLS] rain [SEP] it rains in bergen . [SEP]"
+        assert world.words(example.queries[0]) == "[CLS] it rains in bergen . [SEP]"
+
+
+def test_queries_and_documents_are_cut_at_their_limits(world: World) -> None:
+    for example in draws(world, 3, 20, query_wordpieces=5):
+        assert len(example.queries[0]) <= 5
+        assert world.words(example.queries[0][[0, -1]]) == "[CLS] [SEP]"
+        assert len(example.document[0]) <= world.snapshot.block_wordpieces
+
+
+# ---- crops
+
+
+CROP = {"task": "crop", "crops": 3}
+TALE = (
+    "Oslo",
+    "The poet Anna Berg was born there in a small house by the cold sea, where it rains and rains until the ships "
+    "of Bergen come in. She wrote a novel. It is set in the port of Norway, and Karl Lund sold it.",
+    ("Anna Berg", "Bergen"),
+)
+
+
+def word_bounds(world: World, passage: int) -> set[int]:
+    """Where words of a passage begin, by the blanks and the names of its wordpieces."""
+    names = [world.snapshot.tokenizer.id_to_token(int(t)) for t in world.snapshot.body(passage)]
+    return {0, len(names)} | {place for place, name in enumerate(names) if not name.startswith("##")}
+
+
+@pytest.fixture(scope="module")
+def tale(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A passage of some fifty words, of which the third one's leave few to the vocabulary; another of two words."""
+    others = " ".join(f"{a}{b}o" for a in "bdfgk" for b in ("al", "er", "in", "or", "un", "ast", "ilt", "ond"))
+    documents = (TALE, ("Rain", "Rains.", ("Rains",)), ("Words", f"{others} {others} {others}.", ("balo",)))
+    return build_world(tmp_path_factory.mktemp("tale"), documents, block_wordpieces=200)
+
+
+def test_crops_are_whole_words_inside_the_passage(tale: World) -> None:
+    """4 to 16 words, every length as likely, from the first word to the last; a short passage is a crop itself."""
+    body, continues = tale.snapshot.body(0), tale.snapshot.continues(0)
+    bounds, rng = sorted(word_bounds(tale, 0)), np.random.default_rng(0)
+    assert len(bounds) - 1 < len(body), "some words have several wordpieces"
+    runs = [crop_run(continues, rng) for _ in range(6500)]
+    words = [bounds.index(end) - bounds.index(first) for first, end in runs]
+    counts = np.bincount(words, minlength=17)
+    assert set(words) == set(range(4, 17))
+    assert counts[4:17].tolist() == pytest.approx([500] * 13, abs=110), "a deviation is 21"
+    assert min(first for first, _ in runs) == 0
+    assert max(end for _, end in runs) == len(body)
+    four = [bounds.index(first) for first, end in runs if bounds.index(end) - bounds.index(first) == 4]
+    assert set(four) == set(range(len(bounds) - 4)), "every place"
+    assert {crop_run(tale.snapshot.continues(1), rng) for _ in range(20)} == {(0, len(tale.snapshot.body(1)))}
+    inside = np.flatnonzero(continues)[0]  # a passage that begins inside a word
+    assert {crop_run(continues[inside : inside + 1], rng) for _ in range(5)} == {(0, 1)}
+
+
+def test_words_are_dropped_whole_and_never_all(tale: World) -> None:
+    """Each with probability 0.3; of one word nothing."""
+    body, continues = tale.snapshot.body(0), tale.snapshot.continues(0)
+    bounds, rng = sorted(word_bounds(tale, 0)), np.random.default_rng(0)
+    words = [tuple(body[first:end].tolist()) for first, end in pairwise(bounds)]
+    kept = 0
+    for _ in range(300):
+        left = dropped_words(body, continues, rng).tolist()
+        for word in words:  # an order-keeping choice of whole words, the first that fits each time
+            if tuple(left[: len(word)]) == word:
+                left, kept = left[len(word) :], kept + 1
+        assert left == []
+    assert kept / (300 * len(words)) == pytest.approx(0.7, abs=0.02)
+    for _ in range(50):
+        assert dropped_words(body[:1], continues[:1], rng).tolist() == body[:1].tolist()
+        assert len(dropped_words(body[: bounds[2]], continues[: bounds[2]], rng)) >= 1
+
+
+def test_crops_are_queries_and_what_they_cover_is_taken_out(tale: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three of a passage, or none of them; what no crop covers stays, in its order."""
+    drawn: list[tuple[int, int]] = []
+    usual = inverse_cloze.crop_run
+    monkeypatch.setattr(inverse_cloze, "crop_run", lambda *given: (drawn.append(usual(*given)), drawn[-1])[1])
+    body, title = tale.snapshot.body(0).tolist(), tale.snapshot.title_tokens(0).tolist()
+    head, removed = [tale.special.cls, *title, tale.special.sep], 0
+    for example in draws(tale, 0, 300, **CROP, removal=0.5):
+        runs, drawn[:] = drawn[:3], drawn[3:]
+        covered = {place for first, end in runs for place in range(first, end)}
+        rest = [token for place, token in enumerate(body) if place not in covered or not example.removed]
+        assert example.document[0].tolist() == [*head, *rest, tale.special.sep]
+        for query, (first, end) in zip(example.queries, runs, strict=True):
+            assert 2 < len(query) <= end - first + 2
+            assert set(query[1:-1].tolist()) <= set(body[first:end])
+        removed += example.removed
+    assert drawn == []
+    assert removed / 300 == pytest.approx(0.5, abs=0.1)
+    for example in draws(tale, 1, 20, **CROP, removal=1.0):
+        assert example.removed is False, "nothing else would be left"
+        assert len(example.document[0]) == len(tale.snapshot.title_tokens(1)) + len(tale.snapshot.body(1)) + 3
+
+
+@pytest.mark.parametrize(
+    ("count", "batch_size", "neighbours"),
+    [(12, 8, 4), (12, 8, 3), (12, 8, 1), (12, 12, 5), (12, 50, 4), (13, 8, 4), (13, 13, 4), (1, 8, 4), (100, 32, 4)],
+)
+def test_batches_are_runs_of_neighbours(count: int, batch_size: int, neighbours: int) -> None:
+    """No passage twice, as many as asked for, every passage within reach, runs of consecutive passages."""
+    reached: set[int] = set()
+    for seed in range(200):
+        batch = cloze_batch(count, batch_size, neighbours, np.random.default_rng(seed))
+        assert len(batch) == len(set(batch.tolist())) == min(batch_size, count)
+        assert batch.min() >= 0
+        assert batch.max() < count
+        reached.update(batch.tolist())
+        runs = 1 + int((np.diff(batch) != 1).sum())
+        assert runs <= -(-len(batch) // neighbours) + 1
+    assert reached == set(range(count))
+
+
+def test_the_retriever_learns_the_inverse_cloze_task(world: World) -> None:
+    """30 steps on twelve passages: the loss falls, and both accuracies are logged where there is something to log."""
+    retriever, _ = tiny_models(world)
+    journal = MemoryJournal()
+    train_retriever(tiny_context(journal=journal), retriever, world.snapshot, options(), tiny_optimiser())
+    loss = journal.values("loss")
+    assert len(loss) == 30
+    assert np.mean(loss[-5:]) < 0.7 * np.mean(loss[:5])
+    assert journal.values("accuracy_removed")
+    assert len(journal.values("accuracy_kept")) < 30, "some batches have no kept sentence"
+    for name in ("accuracy_removed", "accuracy_kept"):
+        assert all(0 <= value <= 1 for value in journal.values(name))
+
+
+def test_gradient_checkpointing_learns_the_same_bits(world: World) -> None:
+    trained = []
+    for again in (False, True):
+        retriever, _ = tiny_models(world, dropout=0.1)
+        chosen = options(steps=3, gradient_checkpointing=again)
+        train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
+        encoders = [module for module in retriever.modules() if isinstance(module, Bert)]
+        assert encoders
+        assert all(encoder.gradient_checkpointing is again for encoder in encoders)
+        trained.append(retriever)
+    same_parameters(*trained)
+
+
+@pytest.mark.parametrize(("head", "task"), [("normalised", {}), ("cosine", CROP)], ids=["sentences", "crops"])
+def test_the_first_loss_is_the_slow_ones(world: World, head: str, task: dict[str, Any]) -> None:
+    """Step 0 again by hand, one sequence at a time: the mean over queries of -log of the own passage's share."""
+    retriever, _ = tiny_models(world, head=head)
+    context, chosen = tiny_context(), options(**task, steps=1)
+    rng = np.random.default_rng(seed_for(context.seed, context.stream, "batch", 0))
+    examples = [draw_cloze(world.snapshot, int(p), rng, chosen, world.special) for p in cloze_batch(12, 8, 2, rng)]
+    losses = []
+    with torch.no_grad():
+        documents = [retriever.document(Packed([e.document[0]], [e.document[1]]))[0].double() for e in examples]
+        for own, example in enumerate(examples):
+            assert len(example.queries) == (3 if task else 1)
+            for tokens in example.queries:
+                query = retriever.query(Packed([tokens]))[0].double()
+                f = np.array([float(retriever.scale * query @ document) for document in documents])
+                losses.append(-np.log(np.exp(f[own] - f.max()) / np.exp(f - f.max()).sum()))
+    journal = MemoryJournal()
+    train_retriever(dataclasses.replace(context, journal=journal), retriever, world.snapshot, chosen, tiny_optimiser())
+    assert journal.values("loss") == pytest.approx([np.mean(losses)], rel=1e-4)
+
+
+def test_rows_of_sentences_with_spans(world: World) -> None:
+    """Passage 1, "The Cold Sea": Anna Berg in its first sentence, Oslo in its second."""
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
+    assert rows.dtype == np.int64
+    found = [
+        (world.words(world.snapshot.body(1)[first:end]), world.words(world.snapshot.body(1)[start:stop]))
+        for passage, first, end, start, stop in rows
+        if passage == 1
+    ]
+    assert found == [("the cold sea is a novel by anna berg .", "anna berg"), ("it is set in oslo .", "oslo")]
+
+
+def test_a_corpus_without_spans_is_refused(world: World) -> None:
+    class NoSpans:
+        rows = np.zeros((0, 6), dtype=np.int32)
+        folder = "some/tag"
+
+    with pytest.raises(ValueError, match="some/tag holds no salient span: nothing can be masked; see the tag"):
+        SentencesWithSpans(world.snapshot, NoSpans())  # type: ignore[arg-type]
+
+
+class Spy(Reader):
+    """A reader that keeps what it was asked: x, z and the masked places of x, with the targets in their places."""
+
+    asked: list[tuple[np.ndarray, np.ndarray, list[int]]]
+
+    def log_token(self, batch: Packed, rows_M: Tensor, targets_M: Tensor, *where: Any) -> Tensor:
+        tokens_T = batch.tokens_T.clone()
+        assert len(tokens_T[rows_M].unique()) == 1, "the mask"
+        assert (tokens_T == tokens_T[rows_M[0]]).sum() == len(rows_M)
+        tokens_T[rows_M] = targets_M
+        for start, end in zip(batch.starts[:-1], batch.starts[1:], strict=True):
+            inner = int(batch.segments_T[start:end].argmax()) - 1  # the row of the [SEP] between x and z
+            tokens = tokens_T[start:end].numpy()
+            masked = (rows_M[(rows_M > start) & (rows_M < start + inner)] - start - 1).tolist()
+            self.asked.append((tokens[1:inner], tokens[inner + 1 : -1], masked))
+        return super().log_token(batch, rows_M, targets_M, *where)
+
+
+def asked(world: World, held_out: Sequence[int] = ()) -> list[tuple[np.ndarray, np.ndarray, list[int]]]:
+    _, reader = tiny_models(world)
+    spy = Spy(reader.bert, reader.masked_words)
+    spy.asked = []
+    train_reader(tiny_context(), spy, world.snapshot, world.spans, options(), tiny_optimiser(), held_out)
+    return spy.asked
+
+
+def test_neighbours_are_the_four_nearest_by_bm25_over_wordpieces(world: World, tmp_path: Path) -> None:
+    """Against bm25s, for every sentence; of passages that are as near as each other any will do."""
+    import bm25s
+
+    theirs, snapshot = bm25s.BM25(backend="numpy"), world.snapshot
+    theirs.index([list(map(str, snapshot.body(p).tolist())) for p in range(len(snapshot))], show_progress=False)
+    neighbours = inverse_cloze.Neighbours(snapshot, tmp_path / "neighbours")
+    assert not (tmp_path / "neighbours").exists(), "nothing is made before it is wanted"
+    for passage, first, end in snapshot.sentence_rows.tolist():
+        sentence = snapshot.body(passage)[first:end]
+        score_P = theirs.get_scores(list(map(str, sentence.tolist())))
+        score_P[passage] = -np.inf
+        drawn = {neighbours.draw(sentence, passage, np.random.default_rng(seed)) for seed in range(60)}
+        assert sorted(score_P[list(drawn)]) == pytest.approx(sorted(score_P)[-4:], rel=1e-5)
+    alone = np.array([snapshot.tokenizer.get_vocab_size()])
+    assert neighbours.draw(alone, 5, np.random.default_rng(0)) == 5, "no passage has it"
+
+
+def test_the_readers_examples(world: World) -> None:
+    """[CLS] sentence [SEP] passage [SEP] with a salient span masked whole; every kind of passage occurs."""
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
+    sentences = {world.snapshot.body(int(p))[a:b].tobytes(): int(p) for p, a, b, _, _ in rows}
+    spans = {
+        (world.snapshot.body(int(p))[a:b].tobytes(), tuple(range(s - a, t - a))) for p, a, b, s, t in rows.tolist()
+    }
+    bodies = {world.snapshot.body(i).tobytes(): i for i in range(len(world.snapshot))}
+    kinds = {"own": 0, "other": 0, "null": 0}
+    extra = 0
+    for x, z, masked in asked(world):
+        mine = [set(span) for sentence, span in spans if sentence == x.tobytes()]
+        assert any(span <= set(masked) for span in mine)
+        extra += set(masked) not in mine
+        if len(z) == 0:
+            kinds["null"] += 1
+        else:
+            kinds["own" if bodies[z.tobytes()] == sentences[x.tobytes()] else "other"] += 1
+    assert sum(kinds.values()) == 30 * 8
+    assert min(kinds.values()) > 15, kinds
+    assert extra > 50, "other wordpieces are masked as in BERT"
+
+
+def test_the_reader_never_sees_a_held_out_sentence_masked(world: World) -> None:
+    """The sentences of spans 0 and 6 are no x, whatever span of them is masked; all cannot be held out."""
+    rows = SentencesWithSpans(world.snapshot, world.spans)[:]
+    held = {world.snapshot.body(int(p))[a:b].tobytes() for p, a, b, _, _ in rows[[0, 6]]}
+    everything, without, all_held = (
+        {x.tobytes() for x, _, _ in asked(world, held_out)} for held_out in ((), [0, 6], range(len(rows)))
+    )
+    assert held <= everything
+    assert without == everything - held
+    assert all_held == everything
+
+
+def test_steps_follow_a_small_corpus() -> None:
+    """At most ``epochs`` times as many passages are read as there are; published corpora take the steps of before."""
+    few = options(steps=60, batch_size=32, reader_steps=40, reader_batch_size=16, epochs=1)
+    assert steps_over(170, few) == (6, 11)
+    assert steps_over(10, few) == (1, 1), "a batch has each passage once"
+    assert steps_over(170, dataclasses.replace(few, epochs=0)) == (60, 40)
+    assert steps_over(170, dataclasses.replace(few, epochs=0.5)) == (3, 6)
+    known = {(): 2_340, ("ablation",): 1_170, ("squad",): 2_052, ("squad", "minilm"): 2_052, ("squad", "large"): 60_000}
+    for presets, passages in known.items():
+        values = laid(defaults(), [preset_path(name, Path("params.yaml")) for name in presets])
+        whole = section("ict", **values["ict"])
+        text = passages * (4 if "squad" not in presets else 1)  # the sample has four warm-up worlds
+        assert steps_over(passages, whole)[0] == whole.steps, presets
+        assert steps_over(text, whole)[1] == whole.reader_steps, presets
+
+
+def test_the_reader_learns_masked_words(world: World) -> None:
+    _, reader = tiny_models(world)
+    journal = MemoryJournal()
+    train_reader(
+        tiny_context(journal=journal), reader, world.snapshot, world.spans, options(reader_steps=60), tiny_optimiser()
+    )
+    loss = journal.values("loss")
+    assert np.mean(loss[-5:]) < 0.8 * np.mean(loss[:5])

@@ -1,0 +1,283 @@
+"""``reader.matches``: classes of wordpieces by hand and by a slow version, forms of words, start, files, gradients."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_world import World, section, tiny_context, tiny_models, tiny_optimiser
+
+from realmops.answering.openqa import OpenQa
+from realmops.corpus.question_sets import Question
+from realmops.model.packed import FORM_STEP, Packed
+from realmops.model.checkpoint_files import add_spans, load_models, save_models
+from realmops.model.lexical_features import SIZES, UNITS, Matches
+from realmops.model.reader import Masked, Reader
+from realmops.model.sequences import SpecialTokens, join_reader
+from realmops.search.corpus_statistics import start_matches
+from realmops.text.word_shape import Form, form_of, forms_of
+from realmops.train.examples import Examples
+from realmops.train.inverse_cloze import train_reader
+from realmops.train.realm import Realm
+
+VOCABULARY = [
+    "[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]", "who", "wrote", "writes", "the", "cold", "sea", ".", "anna", "##s",
+    "when", "how", "many", "1931", "in",
+]  # fmt: skip
+STEMS = ["write" if piece in ("wrote", "writes") else piece for piece in VOCABULARY]
+SPECIAL = SpecialTokens(cls=1, sep=2, mask_if_any=3, unknown=4, padding=0)
+SPECIALS = range(5)
+IDF = np.array([0.0] * 5 + [2.0, 3.0, 3.5, 0.5, 4.0, 4.0, 0.0, 5.0, 1.0, 2.0, 2.0, 4.0, 5.0, 1.0])
+
+
+def told() -> Matches:
+    found = Matches(len(VOCABULARY), 8)
+    continues = np.array([piece.startswith("##") for piece in VOCABULARY])
+    found.learn_words(VOCABULARY, continues, STEMS, SPECIALS, IDF)
+    return found
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([VOCABULARY.index(word) for word in text.split()], dtype=np.int64)
+
+
+def packed(*pairs: tuple[np.ndarray, np.ndarray]) -> Packed:
+    joined = [join_reader(x, z, SPECIAL, 64) for x, z in pairs]
+    return Packed([tokens for tokens, *_ in joined], [segments for _, segments, _ in joined])
+
+
+# ---- classes
+
+
+def test_masks_and_null_documents_match_nothing() -> None:
+    """Nor does anything match across sequences."""
+    x = ids("[MASK] sea [UNK]")
+    classes = told().classes(packed((x, ids("[MASK] [UNK] anna")), (x, ids("")), (ids("anna"), ids("sea"))))
+    assert not classes["match"].any()
+    assert not classes["pair"].any()
+    assert classes["best"].max() == 1
+    empty = slice(8, 13)
+    assert all(not classes[name][empty].any() for name in SIZES)
+
+
+def test_classes_are_those_of_a_slow_version() -> None:
+    rng = np.random.default_rng(0)
+    pairs = []
+    for _ in range(40):
+        x, z = (rng.integers(3, len(VOCABULARY), rng.integers(0, most)) for most in (9, 50))
+        pairs.append((x, z + FORM_STEP * rng.integers(1, len(Form), len(z))))
+    model = told()
+    found = model.classes(packed(*pairs))
+    expected = [slow(x, z) for x, z in pairs]
+    for name in SIZES:
+        assert found[name].tolist() == [value for one in expected for value in one[name]], name
+        assert found[name].max() < SIZES[name]
+        assert len(set(found[name].tolist())) > 2, "the test sees several classes"
+
+
+def slow(x: np.ndarray, z: np.ndarray) -> dict[str, list[int]]:
+    """Each class of join(x, z) by its words."""
+    weight = [0 if i in SPECIALS else max(1, round(UNITS * IDF[i])) for i in range(len(VOCABULARY))]
+    tokens = [SPECIAL.cls, *x.tolist(), SPECIAL.sep, *(z % FORM_STEP).tolist(), SPECIAL.sep]
+    forms = [0] * (len(x) + 2) + (z // FORM_STEP).tolist() + [0]
+    rows, body = range(len(tokens)), range(len(x) + 2, len(tokens) - 1)
+    sides = [{i for i in range(len(x) + 1) if weight[tokens[i]]}, {i for i in body if weight[tokens[i]]}]
+    other = [sides[1] if i in sides[0] else sides[0] if i in sides[1] else set() for i in rows]
+    same = [any(tokens[j] == tokens[i] for j in other[i]) for i in rows]
+    alike = [any(STEMS[tokens[j]] == STEMS[tokens[i]] for j in other[i]) for i in rows]
+    rarity = [5 * weight[tokens[i]] // (max(weight) + 1) for i in rows]
+    pairs_x = {(tokens[i], tokens[j]) for i, j in pairwise(sorted(sides[0])) if j == i + 1}
+    pairs_z = [{a, b} <= sides[1] and (tokens[a], tokens[b]) in pairs_x for a, b in pairwise(rows)]
+    paired = [any(pairs_z[max(0, i - 1) : i + 1]) for i in rows]
+    hit = [weight[tokens[i]] if alike[i] and i in sides[1] else 0 for i in rows]
+    whole = max(1, sum(weight[tokens[i]] for i in sides[0]))
+    rare = [i for i in rows if hit[i] and rarity[i] >= 2]
+    sentence = [sum(VOCABULARY[tokens[j]] in ".?!" for j in body if j < i) for i in rows]
+    of_sentence = [sum(hit[j] for j in rows if sentence[j] == sentence[i]) for i in rows]
+    asking = [i for i in sorted(sides[0]) if VOCABULARY[tokens[i]] in ("who", "when", "how")]
+    kind = 0
+    if asking:
+        kind = {"who": 1, "when": 2, "how": 7}[VOCABULARY[tokens[asking[0]]]]
+        kind = 8 if VOCABULARY[tokens[asking[0] + 1]] == "many" else kind
+
+    def share(part: int) -> int:
+        return 1 + min(7, 8 * part // whole)
+
+    def distance(near: list[int]) -> int:
+        return 1 + sum(min(near, default=26) > bound for bound in (0, 1, 2, 3, 5, 8, 14, 25))
+
+    def continues(i: int) -> bool:
+        return VOCABULARY[tokens[i]].startswith("##")
+
+    about = {
+        "near": lambda i: share(sum(hit[max(0, i - 12) : i + 13])),
+        "before": lambda i: distance([i - j for j in rare if j <= i]),
+        "behind": lambda i: distance([j - i for j in rare if j >= i]),
+        "sentence": lambda i: share(of_sentence[i]),
+        "best": lambda i: 1 + (of_sentence[i] == max(of_sentence) > 0),
+        "piece": lambda i: 1 + 2 * continues(i) + continues(i + 1),
+        "asked": lambda i: 10 * kind + forms[i],
+        **{f"form{by:+d}": lambda i, by=by: forms[i + by] if 0 <= i + by < len(forms) else 0 for by in (-2, -1, 1, 2)},
+    }
+    found = {name: [int(f(i)) if i in sides[1] else 0 for i in rows] for name, f in about.items()}
+    found["match"] = [1 + rarity[i] if same[i] else 6 + rarity[i] if alike[i] else 0 for i in rows]
+    found["pair"] = [1 + rarity[i] if paired[i] else 0 for i in rows]
+    return found
+
+
+# ---- forms
+
+
+@pytest.mark.parametrize(
+    ("word", "form"),
+    [
+        ("sea", Form.LOWER), ("Sea", Form.CAPITAL), ("A", Form.CAPITAL), ("NATO", Form.CAPITALS),
+        ("iPod", Form.MIXED), ("1931", Form.YEAR), ("3100", Form.NUMBER), ("20", Form.NUMBER),
+        ("20th", Form.DIGITS), ("海", Form.LOWER), ("Ås", Form.CAPITAL), ("-", Form.MARK),
+    ],
+)  # fmt: skip
+def test_the_form_of_a_word(word: str, form: Form) -> None:
+    assert form_of(word, starts_sentence=False) is form
+    if form is Form.CAPITAL:
+        assert form_of(word, starts_sentence=True) is Form.FIRST
+
+
+def test_wordpieces_have_the_form_of_their_word() -> None:
+    """Anna sang | . | She; a passage that begins within a word takes that part as a word."""
+    chars = np.array([[0, 2], [2, 4], [5, 9], [9, 10], [11, 14]], np.int32)
+    continues = np.array([False, True, False, False, False])
+    starts = np.array([0, 4], np.int32)
+    form = forms_of("Anna sang. She", chars, continues, starts)
+    assert form.tolist() == [Form.FIRST, Form.FIRST, Form.LOWER, Form.MARK, Form.FIRST]
+    assert forms_of("Anna", chars[:2], ~continues[:2], starts[:1]).tolist() == [Form.FIRST, Form.LOWER]
+    assert forms_of("", chars[:0], continues[:0], starts[:0]).tolist() == []
+
+
+def test_a_passage_is_written_with_forms_that_packed_takes_apart(world: World) -> None:
+    snapshot = world.snapshot
+    for passage in range(len(snapshot)):
+        batch = Packed([snapshot.written(passage)])
+        assert batch.tokens_T.tolist() == snapshot.body(passage).tolist()
+        assert batch.forms_T.tolist() == snapshot.forms(passage).tolist()
+    assert set(snapshot.forms(0)) == {Form.FIRST, Form.CAPITAL, Form.LOWER, Form.YEAR, Form.MARK}
+    assert not Packed([snapshot.body(0)]).forms_T.any()
+
+
+# ---- the reader
+
+
+def readers(world: World) -> tuple[Reader, Reader]:
+    """One without, one that compares, otherwise equal; the vectors of its classes are still at their start."""
+    without, comparing = tiny_models(world)[1], tiny_models(world, copying={"matches": True})[1]
+    assert comparing.matches is not None
+    comparing.load_state_dict(without.state_dict(), strict=False)
+    comparing.matches = Matches(world.snapshot.tokenizer.get_vocab_size(), 16)
+    start_matches(comparing, world.snapshot, 0, lambda label, total: lambda count: None)
+    return without, comparing
+
+
+def log_tokens(reader: Reader, world: World) -> torch.Tensor:
+    """Of two masks beside a passage and beside nothing."""
+    body = world.snapshot.body(0)
+    x = [np.where(np.arange(8) == at, world.special.mask, body[:8]) for at in (2, 5)]
+    documents = [reader.document(world.snapshot, 0), body[:0]]
+    masked = Masked(x, [np.array([2]), np.array([5])], [body[[2]], body[[5]]], world.special, 64)
+    return reader.log_masked_pairs(masked, documents)
+
+
+def test_it_starts_as_the_reader_without(world: World) -> None:
+    without, comparing = readers(world)
+    before = log_tokens(comparing, world)
+    assert torch.equal(before, log_tokens(without, world))
+    torch.nn.init.normal_(comparing.matches.vectors.weight)
+    assert (before != log_tokens(comparing, world)).all()
+
+
+def test_what_it_knows_of_wordpieces_comes_from_the_passages(world: World) -> None:
+    found = readers(world)[1].matches
+    pieces = world.snapshot.vocabulary
+    weight = dict(zip(pieces, found.weight_V.tolist(), strict=True))
+    stem = dict(zip(pieces, found.stem_V.tolist(), strict=True))
+    special = [world.special.cls, world.special.sep, world.special.mask, world.special.unknown, world.special.padding]
+    assert [weight[pieces[i]] for i in special] == [0] * 5
+    # 5 of 12 passages say bergen, in text or title: log(1 + 7.5 / 5.5); all have a full stop: log(1 + .5 / 12.5)
+    assert weight["bergen"] == round(UNITS * np.log(1 + 7.5 / 5.5))
+    assert weight["."] == 1
+    assert stem["bergen"] != stem["oslo"]
+
+
+def test_gradients_reach_the_vectors_of_the_classes_that_occur(world: World) -> None:
+    _, comparing = readers(world)
+    told = comparing.matches
+    x, z = world.wordpieces("Who was born in Oslo?"), world.snapshot.written(0)
+    tokens, segments, first = join_reader(x, z, world.special, 64)
+    batch = Packed([tokens], [segments])
+    comparing.encode(batch)[first + 2].square().sum().backward()
+    learns = told.vectors.weight.grad.any(-1)
+    expected = torch.zeros_like(learns)
+    for begin, name in zip(told.first_F.tolist(), SIZES, strict=True):
+        expected[begin + told.classes(batch)[name]] = True
+    assert torch.equal(learns, expected)
+
+
+def test_it_is_handed_on_with_what_it_knows(world: World, tmp_path: Path) -> None:
+    retriever = tiny_models(world)[0]
+    _, comparing = readers(world)
+    torch.nn.init.normal_(comparing.matches.vectors.weight)
+    save_models(tmp_path, retriever, comparing, world.snapshot.vocabulary_hash)
+    _, again = load_models(tmp_path, world.snapshot.vocabulary_hash)
+    assert again.matches is not None
+    for name, value in comparing.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    assert torch.equal(log_tokens(comparing, world), log_tokens(again, world))
+
+
+@pytest.mark.parametrize("comparing", [True, False])
+def test_masked_word_training_changes_the_vectors(world: World, comparing: bool) -> None:
+    reader = readers(world)[comparing]
+    options = section("ict", reader_steps=3, reader_batch_size=4, reader_wordpieces=64)
+    train_reader(tiny_context(), reader, world.snapshot, world.spans, options, tiny_optimiser())
+    assert (reader.matches is not None) is comparing
+    assert reader.matches is None or bool(reader.matches.vectors.weight.any())
+
+
+def test_pretraining_reads_as_fine_tuning_does(world: World) -> None:
+    """log p(y_j|z,x) of REALM is that of join(x, z) with forms, for each z; so are the guesses of masked words."""
+    retriever = tiny_models(world)[0]
+    reader = readers(world)[1].eval()
+    torch.nn.init.normal_(reader.matches.vectors.weight)
+    options = section("pretrain", query_wordpieces=30, reader_wordpieces=60)
+    masked = Examples(world.snapshot, world.spans, options).example(0, np.random.default_rng(0))
+    realm = Realm(retriever, reader, world.snapshot, options, torch.float32)
+    found = [4, 1]
+    with torch.no_grad():
+        log_token_BKM, _ = realm.log_token([masked], [found])
+        log_words_KMV = realm.log_words(masked, found)
+        bodies = [world.snapshot.written(p) for p in found] + [world.snapshot.body(0)[:0]]
+        for k, body in zip([0, 1, -1], bodies, strict=True):
+            tokens, segments, _ = join_reader(masked.x, body, world.special, 60)
+            hidden_TD = reader.encode(Packed([tokens], [segments]))
+            logits_MV = reader.masked_words(hidden_TD[1 + masked.positions], reader.bert.word.weight)
+            log_word_MV = logits_MV.log_softmax(-1)
+            torch.testing.assert_close(log_words_KMV[k], log_word_MV, rtol=1e-4, atol=1e-4)
+            expected_M = log_word_MV[range(len(masked.targets)), masked.targets]
+            torch.testing.assert_close(log_token_BKM[0, k], expected_M, rtol=1e-4, atol=1e-4)
+
+
+def test_answers_rest_on_it(world: World) -> None:
+    """Only how the words are written differs: a span's score does too."""
+    retriever = tiny_models(world)[0]
+    _, comparing = readers(world)
+    add_spans(comparing, 16, 0)
+    torch.nn.init.normal_(comparing.matches.vectors.weight)
+    options = section("finetune", query_wordpieces=16, reader_wordpieces=64, retriever_candidates=12)
+    model = OpenQa(retriever, comparing, world.snapshot, None, options, torch.float32, ranker=lambda q, k: np.arange(k))
+    question = Question("q", "Who wrote The Cold Sea?", ("Anna Berg",))
+    tokens = model.wordpieces(question.question)
+    with torch.no_grad():
+        score_S, _ = model.spans([tokens], [[0]])
+        comparing.document = lambda snapshot, passage: snapshot.body(passage)  # type: ignore[method-assign]
+        other_S, _ = model.spans([tokens], [[0]])
+    assert not torch.allclose(score_S, other_S)
+    assert len(model.answer([question], ranked=5, batch_size=1)) == 1

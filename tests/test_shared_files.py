@@ -1,0 +1,124 @@
+"""The file layer: what each operation does on a real folder, and that nothing goes round it."""
+
+import ast
+import errno
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from exchange_lab import MemoryFiles
+
+from realmops.refresh import shared_files as layer
+from realmops.refresh.shared_files import Files
+
+INDEX = Path(layer.__file__).parent
+
+
+def test_written_bytes_come_back_and_a_taken_name_is_refused(tmp_path: Path) -> None:
+    files = Files()
+    files.write(tmp_path / "a", b"one")
+    with pytest.raises(FileExistsError):
+        files.write(tmp_path / "a", b"two")
+    assert files.read(tmp_path / "a", 3) == b"one"
+    assert files.listdir(tmp_path) == ["a"]
+    assert files.listdir(tmp_path / "missing") == []
+
+
+def test_read_refuses_what_is_too_long_a_link_or_no_file(tmp_path: Path) -> None:
+    files = Files()
+    (tmp_path / "a").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="has 5 bytes, more than the expected 4"):
+        files.read(tmp_path / "a", 4)
+    with pytest.raises(ValueError, match="symbolic link"):
+        files.read(tmp_path / "link", 100)
+    with pytest.raises(ValueError, match="not a plain file"):
+        files.read(tmp_path / "pipe", 100)
+    with pytest.raises(FileNotFoundError):
+        files.read(tmp_path / "missing", 100)
+
+
+def test_a_full_volume_is_named_with_file_and_room_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "free_bytes", lambda folder: 1_000_000)
+    with pytest.raises(OSError, match=r"2\.4 MB are wanted for this file and 1\.0 MB are free") as caught:
+        Files().write(tmp_path / "weights", bytes(2_000_000))
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(tmp_path / "weights")
+    with pytest.raises(OSError, match=r"1\.1 MB are wanted for this file and 1\.0 MB are free"):
+        Files().write(tmp_path / "weights", bytes(900_000))  # it would fit, with nothing to spare
+    assert not (tmp_path / "weights").exists()
+    Files().write(tmp_path / "weights", bytes(800_000))
+
+
+def test_every_step_passes_through_the_hook_in_its_order(tmp_path: Path) -> None:
+    steps: list[tuple[str, str]] = []
+
+    def around(operation: str, path: Path, effect: Any) -> Any:
+        steps.append((operation, path.name))
+        return effect()
+
+    files = Files(around)
+    files.mkdir(tmp_path / "f")
+    files.write(tmp_path / "f" / "a", b"1")
+    files.replace(tmp_path / "f" / "b", b"2")
+    files.sync_folder(tmp_path / "f")
+    files.rename(tmp_path / "f", tmp_path / "g")
+    files.delete(tmp_path / "g")
+    assert steps == [
+        ("mkdir", "f"), ("free", "a"), ("create", "a"), ("write", "a"), ("fsync", "a"), ("draft", ".b.draft"),
+        ("rename", "b"), ("sync_folder", "f"), ("rename", "g"), ("listdir", "g"), ("unlink", "a"),
+        ("unlink", "b"), ("rmdir", "g"),
+    ]  # fmt: skip
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_other_module_of_the_exchange_touches_the_volume() -> None:
+    touching = {
+        "open", "rename", "replace", "mkdir", "rmdir", "unlink", "listdir", "scandir", "fsync", "write",
+        "read",
+        "remove", "link", "symlink", "stat",
+    }  # fmt: skip
+    for module in ("versions", "exchange", "builder"):
+        for node in ast.walk(ast.parse((INDEX / f"{module}.py").read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+                assert node.attr not in touching, f"{module}.py:{node.lineno} os.{node.attr}"
+            if isinstance(node, ast.Name):
+                assert node.id not in ("open", "shutil"), f"{module}.py:{node.lineno} {node.id}"
+            if isinstance(node, ast.Attribute):
+                assert node.attr not in ("write_bytes", "read_bytes", "write_text", "read_text", "exists", "glob")
+
+
+def attempt(files: Files, step: tuple[str, tuple[Any, ...]], top: Path) -> object:
+    """What a step returns, or the number of its error."""
+    operation, arguments = step
+    try:
+        return getattr(files, operation)(*(top / a if isinstance(a, str) else a for a in arguments))
+    except OSError as error:
+        return error.errno
+
+
+def test_the_volume_in_memory_behaves_like_a_real_one(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    memory = MemoryFiles()
+    memory.mkdir(Path("/top"))
+    folders, inside = ["p", "q"], ["p/a", "p/b", "q/a"]
+    outcomes = set()
+    for number in range(1500):
+        step: tuple[str, tuple[Any, ...]] = rng.choice(
+            [
+                ("mkdir", (rng.choice(folders),)), ("rmdir", (rng.choice(folders),)),
+                ("rename", tuple(rng.sample(folders, 2))), ("write", (rng.choice(inside), b"%d" % number)),
+                ("replace", (rng.choice(inside), b"%d" % number)), ("unlink", (rng.choice(inside),)),
+                ("listdir", (rng.choice(folders),)), ("read", (rng.choice(inside), 100)),
+                ("sync_folder", (rng.choice(folders),)),
+            ]
+        )  # fmt: skip
+        real = attempt(Files(), step, tmp_path)
+        assert attempt(memory, step, Path("/top")) == real, (number, step)
+        outcomes.add((step[0], real if isinstance(real, int) else 0))
+    assert {("rename", errno.ENOTEMPTY), ("rename", 0), ("write", errno.EEXIST)} <= outcomes

@@ -1,0 +1,411 @@
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_lab import end_of, forked
+from small_encoders import byte_bpe
+from small_world import labels_of
+
+from realmops.artifacts import SEAL, atomic_folder, sealed, write_json
+from realmops.corpus import ingest, snapshot_writer
+from realmops.corpus.formats import sources
+from realmops.corpus.passages import passage_digest
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.corpus.snapshot_writer import is_navigation_title, write_snapshot
+from realmops.corpus.word_counts import train_vocabulary
+from realmops.text.flat import GrowingFile
+from realmops.text.vocabulary import SPECIAL_TOKENS, open_tokenizer, pieces_of, vocabulary_hash
+
+VOCABULARY = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.0123456789", *(f"##{c}" for c in "abcdefgh0123456789")]
+
+
+def write_corpus(path: Path, *documents: dict[str, Any]) -> Path:
+    content = "".join(json.dumps(document) + "\n" for document in documents).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def snapshot(paths: list[Path], folder: Path, **options: Any) -> Snapshot:
+    found = [source for path in paths for source in sources(path, "auto")]
+    work = folder.with_name(f"{folder.name}.work")
+    with atomic_folder(folder) as stage:
+        write_snapshot(found, stage, work=work, **{"vocabulary": VOCABULARY, "block_wordpieces": 13, **options})
+    shutil.rmtree(work)
+    return Snapshot.open(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_a_snapshot_reads_back_as_written(tmp_path: Path) -> None:
+    corpus = write_corpus(
+        tmp_path / "corpus.jsonl.gz",
+        {"title": "a b", "text": " Ab cd. Ef ab. Gh! ", "id": "one"},
+        {"title": "", "text": "Z.", "id": 2},
+        {"title": "a b", "text": "Ab cd."},
+    )
+    told: list[int] = []
+    found = snapshot([corpus], tmp_path / "snapshot", progress=told.append)
+    # Wordpieces: a ##b c ##d . | e ##f a ##b . | g ##h [UNK].
+    # With 3 special tokens and the title's 2 they make 10, 10 and 8, the last two together 13.
+    assert [found.text(i) for i in range(len(found))] == ["Ab cd.", "Ef ab. Gh!", "Z.", "Ab cd."]
+    assert [found.title(i) for i in range(4)] == ["a b", "a b", "", "a b"]
+    assert [found.document_id(i) for i in range(3)] == ["one", "one", "2"]
+    assert found.document_id(3).startswith("document-")
+    assert found.column("text") == [found.text(i) for i in range(4)]
+    first = passage_digest("a b", "Ab cd.")
+    assert [found.passage_id(0), found.passage_id(3)] == [first, f"{first}-2"]
+    assert (
+        found.corpus_hash == hashlib.sha256("".join(f"{i}\n" for i in found.column("passage_id")).encode()).hexdigest()
+    )
+    assert found.vocabulary_hash == vocabulary_hash(VOCABULARY)
+    words = found.vocabulary
+    assert [words[i] for i in found.body(1)] == ["e", "##f", "a", "##b", ".", "g", "##h", "[UNK]"]
+    assert found.body(1).dtype == np.int64
+    assert [words[i] for i in found.title_tokens(1)] == ["a", "b"]
+    assert found.title_tokens(2).tolist() == []
+    assert [found.text(1)[a:b] for a, b in found.chars(1)] == ["E", "f", "a", "b", ".", "G", "h", "!"]
+    assert found.sentences(1).tolist() == [[0, 5], [5, 8]]
+    assert found.sentence_rows.tolist() == [[0, 0, 5], [1, 0, 5], [1, 5, 8], [2, 0, 2], [3, 0, 5]]
+    assert found.tokens.dtype == np.uint16
+    assert found.given_spans() is None
+    counts = {key: found.manifest[key] for key in ("passages", "records", "documents", "sentences", "tokens")}
+    assert counts == {"passages": 4, "records": 3, "documents": 3, "sentences": 5, "tokens": 20}
+    assert found.manifest["settings"] == {
+        "block_wordpieces": 13, "casing": {"lowercase": True, "strip_accents": True}, "whole_documents": False,
+        "drop_titles": False, "language": "en",
+    }  # fmt: skip
+    assert sum(told) == corpus.stat().st_size
+    with pytest.raises(IndexError):
+        found.text(4)
+    assert sorted(contents(tmp_path / "snapshot")) == sorted(["manifest.json", *found.manifest["files"]])
+
+
+def many_documents(path: Path, count: int) -> Path:
+    generator = np.random.default_rng(1)
+    return write_corpus(
+        path,
+        *(
+            {
+                "title": f"d{number % 50}",
+                "text": " ".join(f"Word{n} ab cd." for n in generator.integers(0, 99, 3)),
+                "spans": [[0, 4, "W"]] if number % 3 else [],
+            }
+            for number in range(count)
+        ),
+    )
+
+
+def test_bytes_are_the_same_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    corpus = many_documents(tmp_path / "corpus.jsonl", 2500)  # three batches, three row groups
+    vocabulary = train_vocabulary(sources(corpus, "auto"), size=200)
+    options = {"vocabulary": vocabulary, "block_wordpieces": 16}
+    alone = snapshot([corpus], tmp_path / "one", **options)
+    snapshot([corpus], tmp_path / "again", **options)
+    snapshot([corpus], tmp_path / "two", workers=2, **options)
+    assert len(alone) > 2048
+    assert contents(tmp_path / "one") == contents(tmp_path / "again") == contents(tmp_path / "two")
+    assert alone.text(1500) == alone.column("text")[1500]
+    assert len(set(alone.column("passage_id"))) == len(alone)
+
+
+def test_a_passage_keeps_its_id_when_others_change(tmp_path: Path) -> None:
+    a, b, c = ({"title": letter, "text": f"{letter} text."} for letter in "abc")
+    before = snapshot([write_corpus(tmp_path / "1.jsonl", a, b)], tmp_path / "1")
+    after = snapshot([write_corpus(tmp_path / "2.jsonl", c, b)], tmp_path / "2")
+    assert before.passage_id(1) == after.passage_id(1)
+    assert before.corpus_hash != after.corpus_hash
+
+
+def test_documents_are_dropped_and_counted_by_reason(tmp_path: Path) -> None:
+    corpus = write_corpus(
+        tmp_path / "corpus.jsonl", {"title": "List of cats", "text": "A."},
+        {"title": "Cat (disambiguation)", "text": "A."}, {"title": "Listing", "text": "A."},
+        {"title": "Empty", "text": " \n"}, {"title": "Zero", "text": "\u200b"},
+    )  # fmt: skip
+    kept = snapshot([corpus], tmp_path / "kept")
+    assert [kept.title(i) for i in range(len(kept))] == ["List of cats", "Cat (disambiguation)", "Listing"]
+    dropped = snapshot([corpus], tmp_path / "dropped", drop_titles=True)
+    assert [dropped.title(i) for i in range(len(dropped))] == ["Listing"]
+    assert dropped.manifest["dropped"] == {"navigation_title": 2, "empty_text": 1, "no_wordpieces": 1}
+    assert (dropped.manifest["records"], dropped.manifest["documents"]) == (5, 1)
+
+
+def test_navigation_titles() -> None:
+    leading = ["List of kings", "Index of law articles", "Outline of physics", "Mercury (disambiguation)"]
+    assert all(map(is_navigation_title, leading))
+    assert not any(map(is_navigation_title, ["Mercury (planet)", "The List of Adrian"]))
+
+
+def test_given_spans_pass_through(tmp_path: Path) -> None:
+    corpus = write_corpus(
+        tmp_path / "corpus.jsonl",
+        {"title": "t", "text": "Nothing here."},
+        # passages: "Ab cd ef." and "Gh ab. Cd." (13 wordpieces at most, 4 are not the body)
+        {
+            "title": "t",
+            "text": " Ab cd ef. Gh ab. Cd.",
+            "spans": [[11, 13, "X"], [1, 3, "X"], [4, 9, "Y"], [7, 13, "Y"], [14, 20, "Y"]],
+        },
+        {"title": "t", "text": "Ef."},
+    )
+    found = snapshot([corpus], tmp_path / "snapshot")
+    texts = found.column("text")
+    assert texts[-3:] == ["Ab cd ef.", "Gh ab. Cd.", "Ef."]
+    spans = found.given_spans()
+    assert len(spans) == len(found)
+    first = texts.index("Ab cd ef.")
+    for passage, expected in ((first, [("Ab", "X"), ("cd ef", "Y")]), (first + 1, [("Gh", "X")]), (first + 2, [])):
+        rows = spans.of(passage)
+        assert [found.text(passage)[row[4] : row[5]] for row in rows] == [word for word, _ in expected]
+        assert labels_of(spans, passage) == [label for _, label in expected]
+        for row in rows:
+            chars = found.chars(passage)
+            assert (chars[row[2], 0], chars[row[3] - 1, 1]) == (row[4], row[5])
+            assert found.sentence_rows[row[1], 0] == row[0] == passage
+    assert spans.manifest["dropped"] == {"not_in_one_sentence": 2}
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (b"", "holds no documents"),
+        (b'{"title": "A", "text": "a"}\n{"title": \n', ":2: not valid JSON"),
+        (
+            b'{"title": "A", "text": "a", "id": 1}\n{"title": "B", "text": "b", "id": "1"}\n',
+            ":2: the id '1' was used at ",
+        ),
+        (b'{"title": "A", "text": " "}\n', "no passage is left of 1 documents"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_input_leaves_nothing_behind(tmp_path: Path, lines: bytes, says: str, workers: int) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(lines)
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        snapshot([corpus], tmp_path / "snapshot", workers=workers)
+    assert str(corpus) in str(caught.value)
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
+
+
+def test_a_cut_gzip_file_leaves_the_old_snapshot(tmp_path: Path) -> None:
+    corpus = many_documents(tmp_path / "corpus.jsonl.gz", 30)
+    old = snapshot([corpus], tmp_path / "snapshot")
+    corpus.write_bytes(corpus.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="ends in the middle"):
+        snapshot([corpus], tmp_path / "snapshot")
+    assert Snapshot.open(tmp_path / "snapshot").corpus_hash == old.corpus_hash
+    assert sorted(os.listdir(tmp_path)) == ["corpus.jsonl.gz", "snapshot"]
+
+
+@pytest.mark.parametrize(("option", "value"), [("block_wordpieces", 3), ("workers", 0)])
+def test_settings_out_of_range_are_refused(tmp_path: Path, option: str, value: int) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", {"title": "A", "text": "a"})
+    with pytest.raises(ValueError, match=f"{option} is {value}"):
+        snapshot([corpus], tmp_path / "s", **{option: value})
+
+
+def test_memory_stays_flat_as_the_corpus_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realmops.corpus.ingest._BATCH_RECORDS", 50)
+    monkeypatch.setattr("realmops.corpus.snapshot_writer.ROWS_PER_BATCH", 50)
+
+    def peak(count: int) -> int:
+        documents = ({"title": "t", "text": f"Ab cd ef gh. {' '.join(str(i))}.", "id": i} for i in range(count))
+        corpus = write_corpus(tmp_path / f"{count}.jsonl", *documents)
+        tracemalloc.start()
+        try:
+            snapshot([corpus], tmp_path / f"{count}", block_wordpieces=288)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak(100)  # with what is loaded once
+    small = peak(200)
+    assert peak(2000) < 1.3 * small
+
+
+# Broken records
+
+
+def rejects(found: Snapshot) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (found.folder / "rejects.jsonl").read_text().splitlines()]
+
+
+def test_up_to_one_percent_of_broken_records_are_skipped_and_named(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "c.jsonl", *({"title": "t", "text": f"Ab {i}.", "id": i} for i in range(299)))
+    lines = corpus.read_bytes().splitlines(keepends=True)
+    lines[5] = b"no JSON\n"
+    lines[7] = lines[6]  # the id of the line before
+    lines[290] = b'{"title": 1}\n'
+    corpus.write_bytes(b"".join(lines) + b'{"title": "t", "text": " "}\n')
+    found = snapshot([corpus], tmp_path / "s")
+    assert [line["place"] for line in rejects(found)] == [f"{corpus}:{n}" for n in (6, 8, 291)]
+    assert f"the id '6' was used at {corpus}:7" in rejects(found)[1]["problem"]
+    counts = {key: found.manifest[key] for key in ("records", "documents", "rejected", "dropped", "passages")}
+    assert counts == {"records": 300, "documents": 296, "rejected": 3, "dropped": {"empty_text": 1}, "passages": 296}
+    assert [found.document_id(i) for i in (5, 6, 7)] == ["6", "8", "9"]
+    assert contents(found.folder) == contents(snapshot([corpus], tmp_path / "two", workers=2).folder)
+
+
+def test_more_than_one_percent_of_broken_records_stop_the_run_with_the_first_ten(tmp_path: Path) -> None:
+    good, bad = b'{"title": "t", "text": "Ab."}\n', b"{}\n"
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_bytes(good * 980 + bad * 12 + good * 8 + b"never read\n" * 50)
+    with pytest.raises(ValueError, match="12 of the first 1000 records are broken") as caught:
+        snapshot([corpus], tmp_path / "s")
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[0].strip() for line in lines[:-1]] == [f"{corpus}:{n}" for n in range(981, 991)]
+    assert os.listdir(tmp_path) == ["c.jsonl"]
+    assert snapshot([corpus], tmp_path / "s", broken_share=0.1).manifest["rejected"] == 62
+
+
+def test_sources_are_counted_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "corpus" / "z").mkdir(parents=True)
+    write_corpus(tmp_path / "corpus" / "a.jsonl", *[{"title": "t", "text": "Ab."}] * 2, {"title": "t", "text": ""})
+    (tmp_path / "corpus" / "z" / "empty.jsonl").touch()
+    write_corpus(tmp_path / "corpus" / "c.jsonl.gz", {"title": "t", "text": "Cd.", "url": "x", "n": 1})
+    found = snapshot([tmp_path / "corpus"], tmp_path / "s")
+    lines = [json.loads(line) for line in (found.folder / "sources.jsonl").read_text().splitlines()]
+    assert [(line["source"], line["records"], line["documents"], line["dropped"]) for line in lines] == [
+        ("a.jsonl", 3, 2, {"empty_text": 1}),
+        ("c.jsonl.gz", 1, 1, {}),
+        ("z/empty.jsonl", 0, 0, {}),
+    ]
+    assert found.column("extra") == ["", "", '{"n":1,"url":"x"}']
+
+
+# Kills
+
+
+def odd_corpus(folder: Path) -> Path:
+    """Two files with spans, ids, copies, lists and some broken lines."""
+    generator = np.random.default_rng(2)
+    folder.mkdir()
+    for name in "ab":
+        documents = [
+            {
+                "title": "List of t" if n % 31 == 0 else f"t{n % 7}",
+                "text": " ".join(f"Word{i} ab cd." for i in generator.integers(0, 5, 6)),
+                "spans": [[0, 4, "WX"[n % 2]]] if name == "b" and n % 3 else [],
+                **({"id": f"{name}{n}"} if n % 2 else {}),
+            }
+            for n in range(210)
+        ]
+        documents[150] = documents[149] if name == "a" else {"title": 1}
+        write_corpus(folder / f"{name}.jsonl", *documents)
+    return folder
+
+
+def test_a_killed_writer_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SIGKILL just before a write to a growing file or a durable operation, each life some later than the last."""
+    from lives import die_at
+
+    corpus, work, found, status = odd_corpus(tmp_path / "corpus"), tmp_path / "work", list[int](), -1
+    options = {"vocabulary": train_vocabulary(sources(corpus, "auto"), size=120)}
+    options |= {"block_wordpieces": 24, "drop_titles": True}
+    calm = snapshot([corpus], tmp_path / "calm", **options)
+    assert calm.manifest["rejected"] == 2
+    assert calm.given_spans() is not None
+    assert any("-2" in name for name in calm.column("passage_id"))
+    monkeypatch.setattr(ingest, "_BATCH_RECORDS", 60)
+    monkeypatch.setattr(snapshot_writer, "_CHECKPOINT_SECONDS", 0.0)
+
+    def life() -> int:
+        die_at(27 * len(found), (os, "link"), (GrowingFile, "write"))
+        with atomic_folder(tmp_path / "killed") as stage:
+            write_snapshot(sources(corpus, "auto"), stage, work=work, **options)
+        return 0
+
+    while status < 0:
+        checkpoint = work / "checkpoint.json"
+        found.append(json.loads(checkpoint.read_bytes())["total"]["records"] if checkpoint.is_file() else 0)
+        status = end_of(forked(life))
+    assert status == 0
+    assert len(found) > 4
+    assert found == sorted(found)
+    assert len(set(found)) > 3  # it did not start over
+    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")
+    assert sorted(os.listdir(tmp_path)) == ["calm", "corpus", "killed", "work"]
+
+
+def test_work_from_before_documents_had_digests_starts_over(tmp_path: Path) -> None:
+    """Else those of the rest would be taken for those of the first documents."""
+    corpus, work = many_documents(tmp_path / "corpus.jsonl", 30), tmp_path / "work"
+    given: dict[str, Any] = {"work": work, "vocabulary": VOCABULARY, "block_wordpieces": 13}
+    with atomic_folder(tmp_path / "whole") as stage:
+        write_snapshot(sources(corpus, "auto"), stage, **given)
+    state = json.loads((work / "checkpoint.json").read_bytes())
+    del state["bytes"]["documents.npy"], state[SEAL]
+    (work / "documents.npy").unlink()
+    write_json(work / "checkpoint.json", sealed(state))
+    with atomic_folder(tmp_path / "again") as stage:
+        write_snapshot(sources(corpus, "auto"), stage, **given)
+    assert contents(tmp_path / "again") == contents(tmp_path / "whole")
+
+
+def test_work_whose_files_are_gone_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = many_documents(tmp_path / "corpus.jsonl", 30)
+    work = tmp_path / "work"
+    for damaged in ("tokens.npy", "checkpoint.json"):
+        with atomic_folder(tmp_path / "s") as stage:
+            write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
+        (work / damaged).write_bytes(b"")
+    with atomic_folder(tmp_path / "again") as stage:
+        write_snapshot(sources(corpus, "auto"), stage, work=work, vocabulary=VOCABULARY, block_wordpieces=13)
+    assert contents(tmp_path / "again") == contents(tmp_path / "s")
+
+
+def _of_many_kinds(change: bool) -> list[dict[str, Any]]:
+    """Documents of several passages, of none, twice the same, with spans, columns and pages; some of them changed."""
+    found: list[dict[str, Any]] = [
+        {"id": str(n), "title": f"t {n % 4}", "text": f" Ab {n}. Cd é ef. \n\n Gh {n} ab cd ef. Ab. ", "url": f"u{n}"}
+        for n in range(30)
+    ]
+    found += [{"title": "a", "text": "Same. Same again."}] * 2 + [{"title": "none", "text": "\u0301"}]
+    found += [{"title": "b", "text": "Ab cd ef gh.", "spans": [[3, 5, "X"]]}]
+    if change:
+        found[3]["text"] += " New."
+        found[4]["title"] = "another"
+        found[5]["url"] = "elsewhere"
+        found[-1]["spans"] = [[0, 2, "Y"]]
+        found.insert(7, {"title": "new", "text": "Ab new. Gh."})
+        del found[20:24]
+        found[10], found[25] = found[25], found[10]
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"language": "auto"}, {"whole_documents": True}, {"tokenizer": "bytes"}])
+def test_documents_of_an_earlier_snapshot_are_not_cut_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], workers: int
+) -> None:
+    before, after = (write_corpus(tmp_path / f"{n}.jsonl", *_of_many_kinds(n == 1)) for n in range(2))
+    if "tokenizer" in options:
+        own = byte_bpe().to_str()
+        options = {"tokenizer": own, "vocabulary": pieces_of(open_tokenizer(own))}
+    settings = {"block_wordpieces": 17, **options, "workers": workers}
+    old = snapshot([before], tmp_path / "old", **settings)
+    whole = snapshot([after], tmp_path / "whole", **settings)
+    cut: list[str] = []
+    really = snapshot_writer.cut_passages
+    monkeypatch.setattr(
+        snapshot_writer,
+        "cut_passages",
+        lambda some, **more: [cut.extend(d.title for d in some), really(some, **more)][1],
+    )
+    again = snapshot([after], tmp_path / "again", earlier=old.folder, **settings)
+    assert contents(again.folder) == contents(whole.folder)
+    assert workers == 2 or {*cut} - {"none"} == {"t 3", "another", "new"}
+    (old.folder / "documents.npy").unlink()
+    assert contents(snapshot([after], tmp_path / "third", earlier=old.folder, **settings).folder) == contents(
+        whole.folder
+    )

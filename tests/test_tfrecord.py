@@ -1,0 +1,85 @@
+"""The passages of published checkpoints: TensorFlow records by hand, cut anywhere, and arbitrary bytes."""
+
+import gzip
+import json
+import struct
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realmops.corpus.documents import read_json_lines
+from realmops.corpus.tfrecord import convert_blocks, read_records
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack("<Q", len(data)) + b"crc1" + data + b"crc2"
+
+
+def write(path: Path, *texts: str) -> Path:
+    path.write_bytes(b"".join(frame(text.encode()) for text in texts))
+    return path
+
+
+def test_records_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "a.tfr").write_bytes(b"\x02\0\0\0\0\0\0\0" + b"....Oh...." + b"\0" * 8 + b"....----")
+    assert list(read_records(tmp_path / "a.tfr")) == [b"Oh", b""]
+
+
+def test_blocks_and_titles_become_documents_in_order(tmp_path: Path) -> None:
+    blocks = write(tmp_path / "blocks.tfr", "Oslo is a city.", "Zürich\nis one.", "")
+    titles = write(tmp_path / "titles.tfr", "Oslo", "Zürich", "Nothing")
+    out = tmp_path / "passages.jsonl.gz"
+    assert convert_blocks(blocks, titles, out)[0] == 3
+    found = [(record["title"], record["text"]) for _, record in read_json_lines(out)]
+    assert found == [("Oslo", "Oslo is a city."), ("Zürich", "Zürich\nis one."), ("Nothing", "")]
+    first = out.read_bytes()
+    assert convert_blocks(blocks, titles, out)[0] == 3
+    assert out.read_bytes() == first, "the same bytes, whenever it is made"
+    assert convert_blocks(blocks, None, out)[0] == 3
+    lines = gzip.decompress(out.read_bytes()).splitlines()
+    assert json.loads(lines[0]) == {"title": "", "text": "Oslo is a city."}
+
+
+def test_a_cut_file_is_named_with_its_record(tmp_path: Path) -> None:
+    whole = frame(b"one") + frame(b"two")
+    path = tmp_path / "blocks.tfr"
+    for end in range(1, len(whole)):
+        path.write_bytes(whole[:end])
+        if end == len(frame(b"one")):
+            continue
+        number = 1 if end < len(frame(b"one")) else 2
+        with pytest.raises(ValueError, match=rf"blocks\.tfr: record {number} is cut or the file is no TFRecord"):
+            list(read_records(path))
+
+
+def test_unequal_numbers_text_that_is_none_and_pickles_are_refused(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "one.tfr", "a"), write(tmp_path / "two.tfr", "a", "b")
+    out = tmp_path / "out.gz"
+    with pytest.raises(ValueError, match=r"one\.tfr ends at record 2, .*two\.tfr goes on"):
+        convert_blocks(two, one, out)
+    with pytest.raises(ValueError, match=r"one\.tfr ends at record 1, .*two\.tfr goes on"):
+        convert_blocks(one, two, out)
+    (tmp_path / "latin.tfr").write_bytes(frame(b"ok") + frame(b"Z\xfcrich"))
+    with pytest.raises(ValueError, match=r"latin\.tfr: record 2 is no UTF-8 text \(byte 1\)"):
+        convert_blocks(tmp_path / "latin.tfr", None, out)
+    with pytest.raises(ValueError, match=r"block_records\.npy is a pickled array, .* take the records .* blocks\.tfr"):
+        list(read_records(tmp_path / "block_records.npy"))
+    with pytest.raises(ValueError, match=r"gone\.tfr: cannot be read \(No such file or directory\)"):
+        list(read_records(tmp_path / "gone.tfr"))
+
+
+@given(st.binary(max_size=60))
+def test_arbitrary_bytes_are_read_or_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "blocks.tfr"
+        path.write_bytes(content)
+        try:
+            records = list(read_records(path))
+        except ValueError as error:
+            problem = str(error)
+        else:
+            problem = f"{path}: record" if sum(16 + len(record) for record in records) == len(content) else "lost bytes"
+        assert problem.startswith(f"{path}: record")
