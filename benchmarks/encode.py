@@ -60,17 +60,12 @@ def random_model(folder: Path, shape: str) -> None:
     """A BERT with random weights as a folder that both sides load, with the vocabulary of the generated text."""
     import generated
     import torch
-    from bert_files import save_bert
 
-    from realmops.model.encoder import Bert
+    from realmops.model.encoder import save_encoder
     from realmops.text.vocabulary import vocabulary_bytes
 
     torch.manual_seed(0)
-    bert = Bert(generated.SHAPES[shape])
-    for module in bert.modules():
-        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            torch.nn.init.normal_(module.weight, std=0.05)
-    save_bert(folder, bert)
+    save_encoder(folder, generated.random_bert(shape, std=0.05)[0])
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(generated.vocabulary()))
 
 
@@ -94,8 +89,8 @@ class Ours:
     def __init__(self, folder: Path, dtype: Any, device: str = "cpu") -> None:
         import torch
 
+        from realmops.devices import with_packed_linears
         from realmops.model.encoder import load_encoder
-        from realmops.devices import passage_products
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
         from realmops.search.openvino import graph_of
@@ -109,8 +104,7 @@ class Ours:
         self.tokenizer = open_tokenizer(text) if text else build_tokenizer(pieces, casing)
         self.special, self.dtype = SpecialTokens.of(self.tokenizer), dtype
         self.graph = graph_of(self.tower, 1) if dtype == torch.int8 else None
-        self.products = passage_products(self.tower, dtype)
-        self.products.__enter__()  # packs the weights, which is done once for all passages
+        self.packed = with_packed_linears(self.tower, dtype)  # once for all passages
 
     def sequences(self, documents: list[str]) -> list[Any]:
         """[CLS] text [SEP] of each, cut as the peer cuts."""
@@ -126,7 +120,7 @@ class Ours:
         """Unit vectors, documents x width."""
         from realmops.search.embed import embed
 
-        return embed(self.tower, self.sequences(documents), self.dtype, graph=self.graph)
+        return embed(self.packed, self.sequences(documents), self.dtype, graph=self.graph)
 
 
 def peer(folder: Path, width: int, device: str = "cpu", **more: Any) -> Any:
@@ -232,7 +226,7 @@ def compare(
     others = {what: other for what, other in others.items() if what == plain or other[0] in arguments.precisions}
     sides = ours | {what: side for what, (_, side) in others.items()}
     lengths = [len(tokens) for tokens, _ in one.sequences(documents)]
-    gflop = generated.encoder_flops(one.bert.config, lengths) / 1e9
+    gflop = generated.encoder_flops(one.bert.model.config, lengths) / 1e9
     found: dict[str, Any] = {}
 
     def turn(side: str) -> Callable[[], float]:

@@ -87,7 +87,6 @@ class Untrained:
         from realmops.answering.openqa import OpenQa
         from realmops.commands.answers import Generation
         from realmops.corpus.snapshot_reader import Snapshot
-        from realmops.model.encoder import Bert, MaskedWordHead
         from realmops.devices import device_and_dtype, freeze_products
         from realmops.model.reader import Reader, SpanHead
         from realmops.model.retriever import Embedder, Mixture, Retriever
@@ -97,15 +96,16 @@ class Untrained:
 
         torch.manual_seed(0)
         snapshot = Snapshot.open(self.root / STAGES["snapshot"].folder / "corpus", verify=False)
-        shape = generated.SHAPES["MiniLM-L6"]
-        tower = Embedder(Bert(shape), shape.width, "cosine", pooling="mean", projection="identity", temperature=0.05)
-        retriever, reader = Retriever(tower, tower), Reader(Bert(shape), MaskedWordHead(shape))
-        retriever.mixture, reader.spans = Mixture(1.0, 1.0), SpanHead(shape.width, 256)
+        encoder, _ = generated.random_bert("MiniLM-L6")
+        width = encoder.width
+        tower = Embedder(encoder, width, "cosine", pooling="mean", projection="identity", temperature=0.05)
+        retriever, reader = Retriever(tower, tower), Reader(*generated.random_bert("MiniLM-L6"))
+        retriever.mixture, reader.spans = Mixture(1.0, 1.0), SpanHead(width, 256)
         values = config.load(PROJECT / "params.yaml", settings=["run.device=cpu"])
         _, dtype = device_and_dtype(config.parse_section("run", values["run"]))
         for part in (retriever, reader):
             freeze_products(part.eval(), dtype)
-        vectors = torch.nn.functional.normalize(torch.randn(len(snapshot), shape.width), dim=1)
+        vectors = torch.nn.functional.normalize(torch.randn(len(snapshot), width), dim=1)
         options, words = config.parse_section("finetune", values["finetune"]), Bm25.of(snapshot)
         model = OpenQa(retriever, reader, snapshot, exact(vectors, 1), options, dtype, words=words)
         return Generation(model, "untrained", None, 0, None)

@@ -7,21 +7,42 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from realmops.corpus.sample_corpus import build_world
-from realmops.model.encoder import BertConfig
+from realmops.model.encoder import Encoder, MaskedWordHead, described_encoder
 from realmops.text.vocabulary import bert_words, build_tokenizer, learn_pieces
 
 VOCABULARY = 30_522
 LEARNED = 3_000  # pieces that the invented text has a use for
 SHAPES = {
-    "BERT-mini": BertConfig(VOCABULARY, 256, 4, 4, 1024, 512, 0.0),
-    "MiniLM-L6": BertConfig(VOCABULARY, 384, 6, 12, 1536, 512, 0.0),
-    "BERT-base": BertConfig(VOCABULARY, 768, 12, 12, 3072, 512, 0.0),
-}
+    name: {
+        "model_type": "bert", "vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "intermediate_size": 4 * width, "max_position_embeddings": 512,
+        "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    }
+    for name, width, layers, heads in (("BERT-mini", 256, 4, 4), ("MiniLM-L6", 384, 6, 12), ("BERT-base", 768, 12, 12))
+}  # fmt: skip
+"""Configurations of BERT, as transformers names their values."""
+
+
+def random_bert(shape: str, std: float = 0.02) -> tuple[Encoder, MaskedWordHead]:
+    """Return a BERT with normal weights of torch's global generator, and its masked word head."""
+    import torch
+
+    encoder, head = described_encoder({"packs": True, "config": SHAPES[shape]})
+    assert head is not None
+    with torch.no_grad():
+        for part in (encoder, head):
+            for name, parameter in part.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(std=std)
+                else:
+                    parameter.fill_(1.0 if name.endswith("LayerNorm.weight") else 0.0)
+    return encoder, head
 
 
 @cache
@@ -85,8 +106,13 @@ def write_documents(path: Path, count: int, sentences_each: int = 3, seed: int =
     return size / 1e6
 
 
-def encoder_flops(config: BertConfig, lengths: Sequence[int] | np.ndarray) -> float:
-    """Floating point operations of a forward pass over sequences of these lengths, padding not counted."""
-    length_N = np.asarray(lengths, dtype=np.float64)
-    per_piece = 2 * (4 * config.width**2 + 2 * config.width * config.intermediate)
-    return config.layers * float((per_piece * length_N + 4 * config.width * length_N**2).sum())
+def encoder_flops(config: Any, lengths: Sequence[int] | np.ndarray) -> float:
+    """Floating point operations of a BERT's forward pass over sequences of these lengths, padding not counted.
+
+    Args:
+        config: transformers' configuration.
+        lengths: in wordpieces.
+    """
+    length_N, width = np.asarray(lengths, dtype=np.float64), config.hidden_size
+    per_piece = 2 * (4 * width**2 + 2 * width * config.intermediate_size)
+    return config.num_hidden_layers * float((per_piece * length_N + 4 * width * length_N**2).sum())

@@ -66,10 +66,9 @@ def tower(shape: str = "BERT-base") -> Any:
     """The tower of passages: BERT-base as REALM has it, MiniLM as a sentence encoder."""
     import generated
 
-    from realmops.model.encoder import Bert
     from realmops.model.retriever import Embedder
 
-    encoder = Bert(generated.SHAPES[shape])
+    encoder, _ = generated.random_bert(shape)
     if shape == "BERT-base":
         return Embedder(encoder, WIDTH, "normalised").to("cuda")
     return Embedder(encoder, encoder.width, "cosine", pooling="mean", projection="identity").to("cuda")
@@ -87,7 +86,7 @@ def embedding(arguments: argparse.Namespace) -> list[Row]:
     lengths = generated.lognormal_lengths(documents, rng)
     sequences = [(rng.integers(1000, 30_000, n), (np.arange(n) > 8).astype(np.int64)) for n in lengths.tolist()]
     document = tower()
-    tflop = generated.encoder_flops(generated.SHAPES["BERT-base"], lengths) / 1e12
+    tflop = generated.encoder_flops(document.encoder.model.config, lengths) / 1e12
 
     def turn() -> float:
         return tflop / seconds_of(lambda: embed_passages(document, sequences, torch.bfloat16))

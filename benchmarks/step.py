@@ -115,10 +115,10 @@ class Step:
         """Operations of a step, padding not counted: the backward pass is twice the forward pass."""
         import generated
 
-        config = self.reader.bert.config
+        config = self.reader.encoder.model.config
         lengths = [len(tokens) for part in self._sequences() for tokens, _ in part]
         predicted = sum(len(e.positions) for e in self.examples) * CANDIDATES
-        head = 2 * predicted * config.width * (config.width + config.vocabulary)
+        head = 2 * predicted * config.hidden_size * (config.hidden_size + config.vocab_size)
         return 3 * (generated.encoder_flops(config, lengths) + head)
 
     def save_batch(self, path: Path) -> None:
@@ -153,7 +153,6 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
     """The peer's weights where it has saved some, else fresh ones."""
     import generated
 
-    from realmops.model.encoder import Bert, MaskedWordHead
     from realmops.hub import read_config, read_weights
     from realmops.model.reader import Reader
     from realmops.model.realm_checkpoints import Published, pretrained_models
@@ -162,9 +161,8 @@ def _models(folder: Path, shape: str) -> tuple[Any, Any]:
     parts = [folder / "scorer", folder / "encoder"]
     if all(part.is_dir() for part in parts):
         return pretrained_models([Published(part, read_config(part), read_weights(part), "") for part in parts])
-    config = generated.SHAPES[shape]
-    tower = Embedder(Bert(config), EMBEDDING, "release")
-    return Retriever(tower, tower), Reader(Bert(config), MaskedWordHead(config))
+    tower = Embedder(generated.random_bert(shape)[0], EMBEDDING, "release")
+    return Retriever(tower, tower), Reader(*generated.random_bert(shape))
 
 
 def snapshot_of(folder: Path, count: int, sentences: list[int]) -> Any:
@@ -249,7 +247,7 @@ def peer_shape(shape: str) -> dict[str, Any]:
     import generated
 
     return {
-        **generated.SHAPES[shape].to_json(),
+        **generated.SHAPES[shape],
         "retriever_proj_size": EMBEDDING,
         "num_candidates": CANDIDATES,
         "pad_token_id": 0,

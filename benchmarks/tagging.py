@@ -29,34 +29,33 @@ def make_tagger() -> Any:
     import generated
     import torch
 
-    from realmops.model.encoder import Bert
     from realmops.train.tagger import Tagger
 
     torch.manual_seed(0)
-    tagger = Tagger(Bert(generated.SHAPES[SHAPE]), TAGS).eval()
-    for module in tagger.modules():
-        if isinstance(module, torch.nn.Linear | torch.nn.Embedding):
-            torch.nn.init.normal_(module.weight, std=0.05)
+    encoder, _ = generated.random_bert(SHAPE, std=0.05)
+    tagger = Tagger(encoder, TAGS).eval()
     with torch.no_grad():
-        tagger.bert.segment.weight[1] = tagger.bert.segment.weight[0]
+        tagger.output.weight.normal_(std=0.05)
+        segment = encoder.model.embeddings.token_type_embeddings
+        segment.weight[1] = segment.weight[0]
     return tagger
 
 
 def make_pipeline(tagger: Any, folder: Path) -> Any:
     """The peer's pipeline with the same weights."""
+    import copy
+
     import generated
-    from bert_files import export_state
-    from safetensors.torch import save_file
-    from transformers import BertConfig, BertForTokenClassification, BertTokenizerFast, pipeline
+    from transformers import BertForTokenClassification, BertTokenizerFast, pipeline
 
     from realmops.text.vocabulary import vocabulary_bytes
 
-    state = export_state(tagger.bert)
-    state |= {f"classifier.{kind}": getattr(tagger.output, kind).detach() for kind in ("weight", "bias")}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    BertConfig(**tagger.bert.config.to_json(), id2label=dict(enumerate(TAGS))).save_pretrained(folder)
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(generated.vocabulary()))
-    model = BertForTokenClassification.from_pretrained(folder).eval()
+    config = copy.deepcopy(tagger.bert.model.config)
+    config.id2label, config._attn_implementation = dict(enumerate(TAGS)), "sdpa"
+    model = BertForTokenClassification(config).eval()
+    model.bert.load_state_dict(tagger.bert.model.state_dict())
+    model.classifier.load_state_dict(tagger.output.state_dict())
     return pipeline(
         "token-classification", model=model, tokenizer=BertTokenizerFast(str(folder / "vocab.txt")),
         ignore_labels=[], device="cpu",
