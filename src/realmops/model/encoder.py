@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from realmops.config import BertOptions
-from realmops.devices import evaluating
+from realmops.devices import evaluating, send
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.attention import NAME, register
-from realmops.model.packed import Packed, even_rows
+from realmops.model.packed import Packed, even_rows, similar_lengths
 
 _HALF = 1e-2  # of hidden states in fp16: largest relative error
 _SAME = 1e-3  # of hidden states: largest difference of two ways to compute them that are meant to be one
@@ -107,27 +107,38 @@ class Encoder(nn.Module):
         return hidden_1TD[0, : batch.wordpieces]
 
     def _padded(self, batch: Packed, added_TD: Tensor | None) -> Tensor:
-        size, longest = len(batch), batch.longest
-        sequence_T = torch.repeat_interleave(
-            torch.arange(size, device=self.device), batch.lengths_B, output_size=batch.wordpieces
-        )
-        row_T = sequence_T * longest + batch.positions_T
+        """The same of a family that does not pack: in padded batches of similar lengths, on a GPU in one."""
+        groups = similar_lengths(batch.lengths) if self.device.type == "cpu" else [np.arange(len(batch))]
+        rows = [np.concatenate([np.arange(batch.starts[n], batch.starts[n + 1]) for n in group]) for group in groups]
+        place_T = torch.from_numpy(np.argsort(np.concatenate(rows), kind="stable"))
+        of_groups = send(self.device, place_T, *map(torch.from_numpy, rows))
+        parts = []
+        for group, row_T in zip(groups, of_groups[1:], strict=True):
+            lengths = batch.lengths[group]
+            parts.append(self._padded_group(batch, lengths, row_T, None if added_TD is None else added_TD[row_T]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, of_groups[0])
+
+    def _padded_group(self, batch: Packed, lengths: np.ndarray, row_T: Tensor, added_TD: Tensor | None) -> Tensor:
+        """Hidden states of the sequences of these lengths, whose wordpieces are the rows ``row_T`` of a batch."""
+        shape = len(lengths), int(lengths.max())
+        place_T = torch.from_numpy(np.flatnonzero(np.arange(shape[1]) < lengths[:, None]))
+        (place_T,) = send(self.device, place_T)
 
         def padded(x_T: Tensor, value: int) -> Tensor:
-            return x_T.new_full((size * longest,), value).index_copy_(0, row_T, x_T).view(size, longest)
+            return x_T.new_full((shape[0] * shape[1],), value).index_copy_(0, place_T, x_T).view(shape)
 
-        inputs = {"attention_mask": padded(torch.ones_like(batch.tokens_T), 0)}
+        inputs = {"attention_mask": padded(torch.ones_like(place_T), 0)}
         if self.segments > 1:
-            inputs["token_type_ids"] = padded(batch.segments_T, 0)
-        id_BL = padded(batch.tokens_T, self.model.config.pad_token_id or 0)
+            inputs["token_type_ids"] = padded(batch.segments_T[row_T], 0)
+        id_BL = padded(batch.tokens_T[row_T], self.model.config.pad_token_id or 0)
         if added_TD is None:
             inputs["input_ids"] = id_BL
         else:
             word_BLD = self.model.get_input_embeddings()(id_BL)
-            more_PD = added_TD.new_zeros(size * longest, added_TD.shape[1]).index_copy(0, row_T, added_TD)
-            inputs["inputs_embeds"] = word_BLD + more_PD.view(size, longest, -1)
+            more_PD = added_TD.new_zeros(id_BL.numel(), added_TD.shape[1]).index_copy(0, place_T, added_TD)
+            inputs["inputs_embeds"] = word_BLD + more_PD.view(*shape, -1)
         hidden_BLD: Tensor = self.model(**inputs, **self._common).last_hidden_state
-        return hidden_BLD.flatten(0, 1).index_select(0, row_T)
+        return hidden_BLD.flatten(0, 1).index_select(0, place_T)
 
     def cls(self, batch: Packed) -> Tensor:
         """Return the hidden state of each sequence's first wordpiece, B x D."""

@@ -26,6 +26,7 @@ BATCH_WORDPIECES = {"cpu": 1024, "cuda": 65_536}
 _SCORES_TOGETHER = 1 << 20  # B x L x L; a batch with more is attended to in groups of
 _SCORES_OF_GROUP = 1 << 18
 _ROWS = 16  # of a matrix in bf16 on a CPU: a multiple of it
+_SIMILAR = 0.75  # of the longest sequence's length, where a family's layers see the padding
 _LENGTHS = 8  # sequences are padded to a multiple of it
 
 
@@ -161,6 +162,17 @@ def _like_lengths(lengths: Sequence[int], power: int, limit: int) -> Iterator[li
         if end == len(order) or (end + 1 - start) * lengths[order[end]] ** power > limit:
             yield order[start:end]
             start = end
+
+
+def similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
+    """Return the numbers of sequences in groups, longest first, whose shortest has most of the longest's length."""
+    order = np.argsort(-lengths, kind="stable")
+    groups: list[list[int]] = []
+    for number in order.tolist():
+        if not groups or lengths[number] < _SIMILAR * lengths[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(number)
+    return [np.array(group) for group in groups]
 
 
 def pad_rows(x_TD: Tensor, rows_T: Tensor, count: int) -> Tensor:
