@@ -33,7 +33,7 @@ _count = partial(click.option, type=click.IntRange(min=1))
 
 def _repeated(option: str, name: str, metavar: str, help: str, type: Any = None) -> Callable[[Command], Command]:
     """An option that can be given many times."""
-    return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Can be repeated.", type=type)
+    return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Repeatable.", type=type)
 
 
 def _root(must_exist: bool) -> Callable[[Command], Command]:
@@ -310,9 +310,9 @@ def public_data(**given: Any) -> Iterator[str]:
 @main.command("import")
 @_folders(
     "--pretrained",
-    help="A pre-trained checkpoint (embedder, scorer, encoder, openqa), for models/pretrain. Can be repeated.",
+    help="A pre-trained checkpoint (embedder, scorer, encoder, openqa), for models/pretrain. Repeatable.",
 )
-@_folders("--finetuned", help="A fine-tuned openqa or reader checkpoint, for models/finetune. Can be repeated.")
+@_folders("--finetuned", help="A fine-tuned openqa or reader checkpoint, for models/finetune. Repeatable.")
 @_file("--blocks", metavar="FILE", help="The passages of the checkpoint, as TensorFlow records (blocks.tfr).")
 @_file("--titles", metavar="FILE", help="Their titles (titles.tfr).")
 @_new_root
