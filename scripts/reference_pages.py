@@ -58,10 +58,8 @@ def options_of(name: str, command: click.Command) -> dict[str, str]:
 
 def describe(name: str, command: click.Command) -> Iterator[str]:
     """The lines on one command: what it takes, what it does, its options."""
-    yield f"## `{name}`"
     arguments = command.collect_usage_pieces(click.Context(command, info_name=name))[1:]
-    if arguments and not isinstance(command, click.Group):
-        yield from ("", f"`{' '.join([name, *arguments])}`")
+    yield f"## `{' '.join([name, *([] if isinstance(command, click.Group) else arguments)])}`"
     for text in (command.help, command.epilog):
         for paragraph in inspect.cleandoc(text or "").split("\f")[0].split("\n\n"):
             kept = paragraph.startswith("\b")  # lines that click does not wrap
