@@ -280,7 +280,7 @@ def run_ablations(
 
     The variants are those of variants.yaml, of the package or next to the params file; the preset ablations/NAME has
     what each changes. They start from the preset "ablation", with small trainings, unless --preset names another.
-    Stages that variants share are trained once. Repeat a call that was stopped: it resumes.
+    Stages that variants share are trained once.
     """
     from realmops.commands.ablate import Ablation, ablate, summary, variants_of
 
@@ -602,8 +602,6 @@ def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable
     sentence-transformers: a folder that SentenceTransformer(FOLDER) opens, with the run's embeddings. onnx: the same
     for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its place in its document and
     the document's other fields, for any vector store. reader: for "realmops init --reader FOLDER" alone.
-
-    README.md in FOLDER is a model card.
     """
     from realmops.commands.export import export
     from realmops.serve.server import origin_of
