@@ -193,8 +193,8 @@ def components_page(known: Mapping[str, Mapping[str, Any]], made: str, row: Row)
 
 {made}
 
-In a clone, `python -m pipelines` compiles a complete file for each into `{FILES}`. Your own pipelines load it from
-there, or from where you put it:
+With this page your own pipelines load the stages. In a clone, `python -m pipelines` compiles a file for each into
+`{FILES}`:
 
 ```python
 from kfp import components
@@ -202,14 +202,12 @@ from kfp import components
 evaluate = components.load_component_from_file("{FILES}/evaluate.yaml")
 ```
 
-The image is `{IMAGE}`. `python -m pipelines FOLDER --image IMAGE` compiles pipelines and
-components with another one into a folder of your own, and `task.set_container_image(IMAGE)` sets it for one task.
+The image is `{IMAGE}`. `python -m pipelines FOLDER --image IMAGE` compiles with another one, and
+`task.set_container_image(IMAGE)` sets it for one task.
 
-A component reads and writes files on a claim; its artifacts say where. Give all stages of a run the same `options`
-(what `realmops params --json` prints) and `root`, and put each after the one before it, by its input `after` or by
-`task.after(...)`.
-
-Each page below shows a pipeline with that component alone. The claim and the image must exist.
+A component reads and writes files on a claim; its artifacts name them. Give all stages of a run the same `options`
+(from `realmops params --json`) and `root`, and put each after the one before it, by its input `after` or by
+`task.after(...)`. Each page below shows a pipeline with that component alone. The claim and the image must exist.
 
 {row("component", "what it does")}
 |---|---|

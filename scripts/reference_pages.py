@@ -22,12 +22,11 @@ from realmops.config import DEFAULTS, read_params
 ROOT = Path(__file__).parents[1]
 MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"
 NOTATION = """\
-The paper's values are those of Guu et al. (2020), where the paper or its released code has one; "release" is that code.
-x is the question or the masked sentence, z a passage, f(x, z) the retriever's score, W the projection behind BERT.
-Lengths of text are in wordpieces, the pieces of words that the encoder reads.
+The paper is Guu et al. (2020), "release" its code. x is the question or the masked sentence, z a passage, f(x, z) the
+retriever's score, W the projection after BERT. Lengths of text are in wordpieces.
 
-Each option may stand in params.yaml, in a preset and behind `--set`. Behind its name are its default and the paper's
-value. Those marked "expert" are not in the project's params.yaml: few people change them."""
+Set an option in params.yaml, in a preset or by `--set`. In brackets are its default and the paper's value. Options in
+italics are not in the project's params.yaml: few people change them."""
 # Options that are explained once, at the top of docs/commands.md, and a command that has each.
 SHARED = dict.fromkeys(("--params", "--preset", "--set", "--root"), "realmops run") | {"--model": "realmops ask"}
 SECTION = re.compile(r"(?P<name>\w+):(?:\s+# (?P<text>.*))?")
@@ -59,10 +58,8 @@ def options_of(name: str, command: click.Command) -> dict[str, str]:
 
 def describe(name: str, command: click.Command) -> Iterator[str]:
     """The lines on one command: what it takes, what it does, its options."""
-    yield f"## `{name}`"
     arguments = command.collect_usage_pieces(click.Context(command, info_name=name))[1:]
-    if arguments and not isinstance(command, click.Group):
-        yield from ("", f"`{' '.join([name, *arguments])}`")
+    yield f"## `{' '.join([name, *([] if isinstance(command, click.Group) else arguments)])}`"
     for text in (command.help, command.epilog):
         for paragraph in inspect.cleandoc(text or "").split("\f")[0].split("\n\n"):
             kept = paragraph.startswith("\b")  # lines that click does not wrap
@@ -95,7 +92,7 @@ def commands_page() -> str:
 
 
 def options_page(options: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
-    """The text of docs/options.md, where what is not ``shown`` is marked; ValueError names a bad line."""
+    """The text of docs/options.md, where what is not ``shown`` is in italics; ValueError names a bad line."""
     lines = ["# Options", "", MADE.format(source="src/realmops/defaults.yaml"), ""]
     lines += [NOTATION, ""]
     for number, line in enumerate(options.splitlines(), start=1):
@@ -107,8 +104,8 @@ def options_page(options: str, shown: Mapping[str, Mapping[str, Any]]) -> str:
         elif option := OPTION.fullmatch(line):
             what, _, paper = (option["text"] or "").partition("paper: ")
             facts = [f"`{option['value']}`", *([f"paper: {paper}"] if paper else [])]
-            facts += ["expert"] if option["name"] not in usual else []
-            line = f"- `{option['name']}` ({', '.join(facts)}): {what}"
+            name = f"`{option['name']}`" if option["name"] in usual else f"*`{option['name']}`*"
+            line = f"- {name} ({', '.join(facts)}): {what}"
             lines.append(line.rstrip("; :"))
         else:
             wanted = "neither 'section:' nor '  key: value  # what it is'"

@@ -18,7 +18,7 @@ def test_an_option_comes_with_its_value_its_comment_and_the_papers_value() -> No
         "# head\n\nict:  # of crops\n  removal: 0.5  # a|b; paper: 0.9 (words)\n  steps: 3\n", {"ict": {"removal": 0.5}}
     )
     assert "\n## `ict`\n\nof crops\n\n" in page
-    assert "\n- `removal` (`0.5`, paper: 0.9 (words)): a|b\n- `steps` (`3`, expert)\n" in page
+    assert "\n- `removal` (`0.5`, paper: 0.9 (words)): a|b\n- *`steps`* (`3`)\n" in page
 
 
 def test_a_line_of_another_form_is_refused() -> None:

@@ -33,12 +33,12 @@ _count = partial(click.option, type=click.IntRange(min=1))
 
 def _repeated(option: str, name: str, metavar: str, help: str, type: Any = None) -> Callable[[Command], Command]:
     """An option that can be given many times."""
-    return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Can be repeated.", type=type)
+    return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Repeatable.", type=type)
 
 
 def _root(must_exist: bool) -> Callable[[Command], Command]:
     folder = click.Path(path_type=Path, exists=must_exist, file_okay=False)
-    help = "The folder of the run: data/, models/ and results/ lie in it."
+    help = "The folder of the run, with data/, models/ and results/."
     return click.option("--root", type=folder, default=Path(), help=help)
 
 
@@ -49,25 +49,25 @@ _format = click.option(
     "--format",
     default="auto",
     metavar="NAME",
-    help="The format of the files: jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto, by their content.",
+    help="jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto: by content.",
 )
 _model = click.option(
     "--model",
     metavar="models:/NAME@champion",
-    help="Take the champion of MLflow's registry; else the run's folder, with its newest update.",
+    help="The champion of MLflow's registry; default: the run's folder, with its newest update.",
 )
 
 
 _params = _file(
     "--params",
     default=Path("params.yaml"),
-    help="The file with options that differ from the defaults; relative file names start at its folder.",
+    help="The file of options that differ from the defaults; relative file names start at its folder.",
 )
 _preset = _repeated(
     "--preset",
     "presets",
     "NAME",
-    "Change what a preset lists: presets/NAME.yaml, realmops' own NAME, or the file NAME.",
+    "Apply a preset: presets/NAME.yaml, realmops' own NAME, or the file NAME.",
 )
 _set = _repeated("--set", "settings", "SECTION.KEY=VALUE", "Change one option, for example pretrain.steps=100.")
 
@@ -130,9 +130,8 @@ def main() -> None:
     """Train REALM: a retriever and a reader learn together from masked words, then answer questions.
 
     Begin with "realmops init" for documents of your own, then "realmops run all": it runs the stages sample, snapshot,
-    tag, ict, pretrain, finetune, evaluate and skips those that are done ("dvc repro" does the same with DVC). "realmops
-    search" finds passages, "realmops ask" and "realmops serve" answer your questions, "realmops report" prints the
-    results, and "realmops explain" shows which passage each answer rests on. docs/options.md has all options.
+    tag, ict, pretrain, finetune, evaluate and skips those that are done. Then "realmops ask" and "realmops serve"
+    answer your questions. docs/options.md has all options.
     """
     # Trainer and builder share the cores: a thread that waits must not spin while the other process wants to work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -142,27 +141,27 @@ def main() -> None:
 
 @main.command()
 @click.argument("folder", type=_path, default=Path())
-@_file("--documents", metavar="PATH", help="Your documents: a file or a folder. Without it: an invented encyclopedia.")
+@_file("--documents", metavar="PATH", help="Your documents, a file or a folder; default: an invented encyclopedia.")
 @_repeated(
     "--questions",
     "questions",
     "FILE",
-    "Questions with answers. One file each with train, dev and test as a word of its name, or files that are split.",
+    "Questions with answers: files with train, dev and test as a word of their names, or files to split.",
     type=_path,
 )
-@click.option("--encoder", metavar="NAME", help="A BERT's folder or name on the hub, or small for one from scratch.")
-@_file("--reader", metavar="FOLDER", help='A reader that answers already: of "realmops export --format reader".')
+@click.option("--encoder", metavar="NAME", help="An encoder's folder or name on the hub, or small: from scratch.")
+@_file("--reader", metavar="FOLDER", help='A trained reader, of "realmops export --format reader".')
 @click.option(
     "--cluster",
     type=click.Choice(["standalone", "local", "production"]),
     default="standalone",
-    help="For which Kubernetes: Kubeflow Pipelines alone, or profiles on one machine or on many.",
+    help="Kubeflow Pipelines alone, or profiles on one machine or on many.",
 )
 def init(**given: Any) -> Iterator[str]:
     """Write a project of your own into FOLDER, or here.
 
-    It has params.yaml, dvc.yaml, a README with your commands, and what Kubernetes, Argo CD, Flux and GitHub need. The
-    documents and questions are looked at first, and the presets are chosen by what is there. Nothing is overwritten.
+    It has params.yaml, dvc.yaml, a README with your commands, and what Kubernetes, Argo CD, Flux and GitHub need. Your
+    documents and questions decide the presets. Nothing is overwritten.
     """
     from realmops.cluster import IMAGE
     from realmops.commands.init import init
@@ -179,8 +178,8 @@ def init(**given: Any) -> Iterator[str]:
 def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str], **given: Any) -> None:
     """Run one stage of the training, or all of them in order.
 
-    STAGE is "all" or one of the names below. A stage whose inputs and options did not change is skipped. A stage
-    that was killed resumes from its checkpoints.
+    STAGE is "all" or a name below. A stage whose inputs and options did not change is skipped, and one that was killed
+    resumes from its checkpoints.
     """
     from realmops import config
     from realmops.stages import chain
@@ -234,18 +233,16 @@ def _run(names: Iterable[str], root: Path, **given: Any) -> None:
 
 @main.command("params")
 @_flag("--write", help="Write the result into the params file instead of printing it.")
-@_flag("--json", "as_json", help="Print one line of JSON, which the Kubeflow pipelines take.")
-@_flag(
-    "--kfp", "for_kfp", help='What differs from the defaults, quoted once more: for options=... of "kfp run create".'
-)
+@_flag("--json", "as_json", help="Print one line of JSON, for the Kubeflow pipelines.")
+@_flag("--kfp", "for_kfp", help='Print the differences from the defaults, for options=... of "kfp run create".')
 @_chosen
 def show_params(
     write: bool, as_json: bool, for_kfp: bool, params: Path, presets: Sequence[str], settings: Sequence[str]
 ) -> Iterable[str]:
     """Print params.yaml with presets and settings applied.
 
-    Presets take the place of those that its line "presets" names; what you changed in the file yourself stays, and so
-    do comments. "dvc repro" reads params.yaml and nothing else: --write puts presets in there for good.
+    Presets replace those that its line "presets" names; your own changes and comments stay. "dvc repro" reads
+    params.yaml alone: --write puts presets in there for good.
     """
     from realmops.artifacts import canonical_json, write_bytes
     from realmops.config import rewritten
@@ -266,8 +263,8 @@ def show_params(
 
 @main.command("ablate")
 @_repeated("--variant", "variants", "NAME", "Only this variant.")
-@_count("--seeds", default=1, help="How many seeds each variant is trained with.")
-@_count("--jobs", default=1, help="How many stages run side by side.")
+@_count("--seeds", default=1, help="Seeds of each variant.")
+@_count("--jobs", default=1, help="Stages that run at once.")
 @_file("--out", default=Path("runs/ablations"), help="The folder for trainings, table.md, table.csv and report.html.")
 @_chosen
 def run_ablations(
@@ -281,10 +278,9 @@ def run_ablations(
 ) -> Iterator[str]:
     """Train and compare variants of REALM.
 
-    The variants include the systems of the paper's Tables 1 and 2. variants.yaml lists them, that of the package or one
-    beside the params file; the preset ablations/NAME holds what each changes. They start from the preset "ablation",
-    which makes trainings small, unless --preset names another. Stages that variants share are trained once. A call that
-    was stopped resumes when it is repeated. Small differences need five seeds or more.
+    The variants are those of variants.yaml, of the package or next to the params file; the preset ablations/NAME has
+    what each changes. They start from the preset "ablation", with small trainings, unless --preset names another.
+    Stages that variants share are trained once.
     """
     from realmops.commands.ablate import Ablation, ablate, summary, variants_of
 
@@ -297,15 +293,14 @@ def run_ablations(
 
 @main.command("public-data")
 @click.argument("names", nargs=-1, required=True, type=click.Choice(["squad", "ner", "nq"]), metavar="NAME...")
-@_file("--from", "folder", metavar="FOLDER", help="Take the files, as they are at their home, from there.")
-@_file("--to", default=Path("data/public"), metavar="FOLDER", help="Where they are written, each set in its folder.")
-@_count("--passages", "wanted", default=2000, help="About so many passages of squad.")
+@_file("--from", "folder", metavar="FOLDER", help="Take the published files from there.")
+@_file("--to", default=Path("data/public"), metavar="FOLDER", help="The folder to write, with a folder for each set.")
+@_count("--passages", "wanted", default=2000, help="Passages of squad, about.")
 def public_data(**given: Any) -> Iterator[str]:
     """Download public data sets to where the presets look for them.
 
-    "ner" has sentences with tagged names (wikigold, Universal NER, WNUT-17), which the tagger learns from. "squad" is
-    open-domain SQuAD: paragraphs of Wikipedia with questions, which the preset squad reads. "nq" has the questions of
-    NQ-Open, for the presets nq and paper.
+    "ner" has sentences with tagged names (wikigold, Universal NER, WNUT-17), for the tagger. "squad" has paragraphs of
+    Wikipedia with questions, for the preset squad. "nq" has the questions of NQ-Open, for the presets nq and paper.
     """
     from realmops.commands.public_data import bring
 
@@ -315,17 +310,17 @@ def public_data(**given: Any) -> Iterator[str]:
 @main.command("import")
 @_folders(
     "--pretrained",
-    help="A pre-trained checkpoint (embedder, scorer, encoder, openqa): makes models/pretrain. Can be repeated.",
+    help="A pre-trained checkpoint (embedder, scorer, encoder, openqa), for models/pretrain. Repeatable.",
 )
-@_folders("--finetuned", help="A fine-tuned openqa or reader checkpoint: makes models/finetune. Can be repeated.")
+@_folders("--finetuned", help="A fine-tuned openqa or reader checkpoint, for models/finetune. Repeatable.")
 @_file("--blocks", metavar="FILE", help="The passages of the checkpoint, as TensorFlow records (blocks.tfr).")
-@_file("--titles", metavar="FILE", help="The titles of those passages (titles.tfr).")
+@_file("--titles", metavar="FILE", help="Their titles (titles.tfr).")
 @_new_root
 def import_(**given: Any) -> None:
     """Read published REALM checkpoints, to go on from them.
 
-    FOLDER is a whole copy of one of google/realm-cc-news-pretrained-* or google/realm-orqa-* on the Hugging Face hub.
-    The stages finetune and evaluate go on from what is made.
+    FOLDER is a whole copy of google/realm-cc-news-pretrained-* or google/realm-orqa-* on the Hugging Face hub. The
+    stages finetune and evaluate go on from there.
     """
     from realmops.commands.published import import_published
 
@@ -337,13 +332,13 @@ def import_(**given: Any) -> None:
 @click.option(
     "--answer",
     metavar="TEXT",
-    help="What to judge: the words behind [MASK] (one [MASK] stands for all), or an answer to --question.",
+    help="The words for [MASK] (one [MASK] for all), or an answer to --question.",
 )
 @_flag("--json", help="Print everything about a sentence or a question as JSON.")
-@_file("--html", help="Write the same as a page, too.")
-@_flag("--before-after", help='Show both: over the corpus before and after "realmops update".')
+@_file("--html", help="Write a page, too.")
+@_flag("--before-after", help='Over the corpus before and after "realmops update".')
 @_old_root
-@_repeated("--question", "questions", "ID|TEXT", "A question: the id of one in results/, or any text, asked now.")
+@_repeated("--question", "questions", "ID|TEXT", "The id of a question in results/, or any question, asked now.")
 @_repeated(
     "--failed-at", "failures", "NAME", "Only failures at NAME: not_in_corpus, not_retrieved, too_long or reader."
 )
@@ -351,11 +346,9 @@ def import_(**given: Any) -> None:
 def explain(**given: Any) -> None:
     """Show which passage and span each answer rests on.
 
-    Without SENTENCE and --question it shows the answers of the last evaluation: the passages with p(z|x), the
-    probability of passage z for question x; the spans with their scores; and where each question failed.
-
-    --question ID shows one of them. --question TEXT asks the fine-tuned model now. With --answer, --json, --html or
-    --before-after the question of an ID is asked again, too.
+    Without SENTENCE and --question it shows the last evaluation: the passages with p(z|x), the probability of passage z
+    for question x; the spans with their scores; and where each question failed. --question shows one of these, or asks
+    the fine-tuned model now (always with --answer, --json, --html or --before-after).
 
     A SENTENCE with [MASK] asks the pre-trained model: its guess with and without retrieval, and the utility of each
     passage.
@@ -373,7 +366,7 @@ def compare(first: Path, second: Path) -> Iterable[str]:
     """Say whether one run is better than another, and how sure.
 
     FIRST and SECOND are folders of runs (--root), or their results folders. Exact match and recall@5 are compared on
-    the same questions, with intervals by a paired bootstrap. A question is the same when its id, text and answers are.
+    questions with the same id, text and answers, with intervals by a paired bootstrap.
     """
     from realmops.evaluate.compare import compare, sentence
 
@@ -384,14 +377,14 @@ def compare(first: Path, second: Path) -> Iterable[str]:
 @click.argument("files", nargs=-1, type=_path)
 @_format
 @_file("--out", required=True, help="The folder to write.")
-@_flag("--from-feedback", help="Make dev questions of answers that people confirmed or corrected; without FILES.")
+@_flag("--from-feedback", help="Make dev questions of people's feedback on answers; without FILES.")
 @_old_root
 @_flag("--orqa-split", help="Split into train and dev as ORQA did, by FarmHash.")
 @_repeated("--drop-id-prefix", "drop", "TEXT", "Leave out questions whose id starts with TEXT.")
 def questions(from_feedback: bool, root: Path, **given: Any) -> Iterable[str]:
     """Convert question files, to train and evaluate with them.
 
-    FILES hold questions with their answers, in one of the published formats. They become JSON lines.
+    FILES become JSON lines.
     """
     from realmops.commands.questions import convert_questions, questions_from_feedback
 
@@ -410,8 +403,8 @@ def questions(from_feedback: bool, root: Path, **given: Any) -> Iterable[str]:
 def cloze(values: Values, root: Path, out: Path | None, limit: int, **given: Any) -> Iterable[str]:
     """Make questions from the corpus itself, if you have none.
 
-    A question asks for a name or date of a sentence that stands in another passage too. The preset "documents" names
-    the files that are written. The stages sample, snapshot and tag run first. run.seed decides which spans are drawn.
+    A question asks for a name or date of a sentence that is in another passage too. The preset "documents" names the
+    files. The stages sample, snapshot and tag run first. run.seed decides which spans are drawn.
     """
     from realmops.commands.questions import make_cloze
     from realmops.stages import chain
@@ -429,9 +422,9 @@ def cloze(values: Values, root: Path, out: Path | None, limit: int, **given: Any
 def ceilings(values: Values, project: Path, **given: Any) -> Iterable[str]:
     """Say how many questions the corpus can answer at all.
 
-    FILES hold the questions. No model can answer a question whose answer is nowhere in the run's snapshot, or in no
-    span that is short enough (finetune.answer_wordpieces). The table also shows how many answers are in the first
-    passages of BM25 (finetune.reader_candidates). Name the presets of the run. No training is needed.
+    FILES have the questions. No model can answer a question whose answer is nowhere in the run's snapshot, or in no
+    span that is short enough (finetune.answer_wordpieces). The table also has how many answers are in the first
+    passages of BM25 (finetune.reader_candidates). Name the presets of the run.
     """
     from realmops.commands.questions import measure_ceilings
     from realmops.config import parse_section
@@ -443,13 +436,13 @@ def ceilings(values: Values, project: Path, **given: Any) -> Iterable[str]:
 @main.command()
 @_values
 @_old_root
-@_flag("--may-shrink", help="Publish also what has less than half of the passages of before.")
+@_flag("--may-shrink", help="Accept a corpus with less than half of the earlier passages.")
 def update(**given: Any) -> None:
     """Answer over changed documents; nothing is trained.
 
-    The documents that snapshot.documents names are read again, and new passages are embedded; from then on a server
-    answers from them. Then the test questions are answered, and the answers that changed are listed. Everything is
-    written to updates/ under the root.
+    The documents of snapshot.documents are read again, and new passages are embedded; from then on a server answers
+    from them. Then the test questions are answered, and the answers that changed are listed. The output is in updates/
+    under the root.
     """
     from realmops.commands.update import changes_table, update
 
@@ -470,22 +463,22 @@ def update(**given: Any) -> None:
     "where",
     "FIELD=VALUE",
     "Only documents with this field; also >=, >, <= and <. A field that is named twice has either value. A number also "
-    "finds texts that are numbers, as those of CSV files.",
+    "finds texts that are numbers, as in CSV files.",
 )
 @click.option(
     "--by",
     type=click.Choice(["run", "embeddings", "words"]),
     default="run",
-    help="run: as the run's retriever finds passages, by embeddings or by words and embeddings.",
+    help="run: as the run's retriever does.",
 )
-@_flag("--json", "as_json", help="Print one line of JSON, with the scores of words and embeddings apart.")
+@_flag("--json", "as_json", help="Print one line of JSON, with the scores of words and of embeddings.")
 def search(
     query: str, root: Path, model: str | None, k: int, where: Sequence[str], by: Any, as_json: bool
 ) -> Iterator[str]:
     """Find passages.
 
-    This works as soon as there is a snapshot: by words at first, and by the newest retriever once one is trained. Each
-    passage is shown with its place in the document, the words of QUERY in brackets.
+    This works as soon as there is a snapshot: by words at first, then by the newest retriever. Each passage is shown
+    with its place in the document, the words of QUERY in brackets.
     """
     from realmops.commands.answers import search_of
     from realmops.commands.search import filter_of, search_of_run, shown
@@ -506,25 +499,24 @@ def search(
 @main.command()
 @_old_root
 @_model
-@click.option("--host", default="127.0.0.1", help="The address to listen at; 0.0.0.0 is every one of this machine.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="The port; 0 takes a free one.")
+@click.option("--host", default="127.0.0.1", help="The address to listen at; 0.0.0.0: all of this machine's.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, help="The port; 0: a free one.")
 @_file(
     "--token-file",
     metavar="FILE",
-    help="Only callers with the bearer token in FILE, or else in REALMOPS_TOKEN, may ask.",
+    help="The bearer token that callers need; default: the variable REALMOPS_TOKEN.",
 )
 @click.option(
-    "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between two looks for a newer generation."
+    "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between checks for a newer generation."
 )
 def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) -> None:
     """Answer questions over HTTP, every word with its source.
 
     Open its address in a browser to ask on a page. For programs, POST /v1/answer takes {"question": "..."}; the reply
-    has the answer, its probability, and citations: where in the document each quotation stands. /docs lists the other
-    routes.
+    has the answer, its probability, and citations, with their place in the document. /docs lists the other routes.
 
-    After "realmops update" or "realmops promote" the server loads the newest generation beside the old one and changes
-    over; it refuses one that is damaged. SIGTERM ends the server when all accepted requests are answered.
+    After "realmops update" or "realmops promote" the server changes over to the newest generation, unless it is
+    damaged. SIGTERM ends the server when all accepted requests are answered.
     """
     from realmops.serve.server import origin_of, serve, token_of
 
@@ -534,14 +526,14 @@ def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) 
 @main.command()
 @_old_root
 @_model
-@_flag("--http", help="Listen at 127.0.0.1 for streamable HTTP; else the program that starts this talks to it.")
+@_flag("--http", help="Listen at http://127.0.0.1:PORT/mcp, for programs on this machine alone.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8081, help="The port, with --http.")
 def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
     """Offer search and answers to assistants by MCP.
 
-    By the Model Context Protocol the tools are "search" and, once a model that reads passages is fine-tuned, "answer";
+    The tools of the Model Context Protocol are "search" and, once a model that reads passages is fine-tuned, "answer";
     each result names documents and characters. An assistant starts "realmops mcp --root FOLDER" itself and talks to it
-    by standard input and output; with --http it is at http://127.0.0.1:PORT/mcp, for programs on this machine alone.
+    by standard input and output, unless --http is given.
     """
     from realmops.serve.mcp import serve_tools
 
@@ -552,17 +544,15 @@ def mcp(root: Path, model: str | None, http: bool, port: int) -> None:
 @click.argument("question", nargs=-1)
 @_old_root
 @_model
-@_file(
-    "--from", "file", metavar="FILE", help='Ask the questions of FILE, too: any format that "realmops questions" takes.'
-)
-@_flag("--json", "as_json", help="Print each answer as a line of JSON, as POST /v1/answer has it.")
+@_file("--from", "file", metavar="FILE", help='Ask the questions of FILE, too, in any format of "realmops questions".')
+@_flag("--json", "as_json", help="Print each answer as a line of JSON, as POST /v1/answer does.")
 def ask(question: Sequence[str], root: Path, model: str | None, file: Path | None, as_json: bool) -> Iterator[str]:
     """Answer questions at the terminal, with their sources.
 
-    QUESTION is in quotation marks; several can be given. "realmops verify" checks what --json prints.
+    Put each QUESTION in quotation marks. "realmops verify" checks what --json prints.
 
-    Behind the answers to the questions of FILE comes their exact match. A question of FILE that cannot be asked, as it
-    is too long, gets an error in the place of its answer, and the exit code is 1.
+    After the answers to FILE comes their exact match. A question of FILE that is too long gets an error instead of an
+    answer, and the exit code is 1.
     """
     from realmops.answering.record import short
     from realmops.artifacts import canonical_json
@@ -578,16 +568,13 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
 @main.command()
 @click.argument("answers", type=_path)
 @click.argument("documents", type=_path)
-@click.option(
-    "--format", default="auto", metavar="NAME", help="The format of the documents, as snapshot.format names it."
-)
-@_file("--boxes", metavar="FILE", help="Write where on its page each quotation from a PDF stands, as JSON lines.")
+@click.option("--format", default="auto", metavar="NAME", help="The format of the documents, as in snapshot.format.")
+@_file("--boxes", metavar="FILE", help="Write the boxes of quotations on pages of a PDF, as JSON lines.")
 def verify(**given: Any) -> Iterator[str]:
-    """Check that every quotation stands in its source.
+    """Check that every quotation is in its source.
 
-    ANSWERS holds lines of "realmops ask --json" or of POST /v1/answer, DOCUMENTS is what snapshot.documents names. Each
-    citation and each passage is compared with the document's text. The exit code is 1 when one does not stand where the
-    answer says.
+    ANSWERS has lines of "realmops ask --json" or of POST /v1/answer, DOCUMENTS is what snapshot.documents names. Each
+    citation and each passage is compared with the document's text. The exit code is 1 when one is wrong.
     """
     from realmops.commands.verify import verify
 
@@ -612,13 +599,9 @@ def verify(**given: Any) -> Iterator[str]:
 def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable[str]:
     """Write retriever, reader or embeddings for use elsewhere.
 
-    sentence-transformers: a folder that SentenceTransformer(FOLDER) opens, with the same embeddings of questions and of
-    passages. onnx: the same as files for ONNX Runtime; needs the extra "export". parquet: every passage with its
-    embedding, its place in its document and what else came with that, for any vector store.
-
-    reader: what "realmops init --reader FOLDER" begins with; other programs cannot open it.
-
-    README.md in FOLDER is a model card: it tells how to use the files, what they come from, and what they are not.
+    sentence-transformers: a folder that SentenceTransformer(FOLDER) opens, with the run's embeddings. onnx: the same
+    for ONNX Runtime; needs the extra "export". parquet: every passage with its embedding, its place in its document and
+    the document's other fields, for any vector store. reader: for "realmops init --reader FOLDER" alone.
     """
     from realmops.commands.export import export
     from realmops.serve.server import origin_of
@@ -627,21 +610,21 @@ def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable
 
 
 @main.command("index-builder")
-@_file("--exchange", help="The exchange: the folder shared with the trainer.")
+@_file("--exchange", help="The folder shared with the trainer.")
 @_file("--snapshot", help="The snapshot folder of the corpus.")
 @_watch_parent
 @_file("--follow", metavar="FILE", help="Serve the training or stage that FILE names, then the next one.")
-@_file("--alive", metavar="FILE", help="With --follow: touch FILE at each look, as a sign of life.")
+@_file("--alive", metavar="FILE", help="With --follow: touch FILE as a heartbeat.")
 def index_builder(
     exchange: Path | None, snapshot: Path | None, follow: Path | None, alive: Path | None, **given: Any
 ) -> None:
     """Rebuild the index with the newest weights of a training.
 
     The stage pretrain starts a builder itself; this command is for builders that run elsewhere. It embeds the corpus
-    again whenever the trainer has published weights, and ends when the trainer has finished.
+    again whenever the trainer has published weights, and ends with the trainer.
 
-    With --follow a file names the run that needs a builder, on a cluster one of the shared volume; after one run the
-    builder waits for the next. With --follow .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate.
+    With --follow a file names the run, and after one run the builder waits for the next. With --follow
+    .realmops/STAGE.shards.json it helps the stage tag, finetune or evaluate.
     """
     from realmops.refresh.builder_process import Follower, run_index_builder
 
@@ -668,22 +651,22 @@ def report(root: Path) -> None:
 
 @main.command()
 @_values
-@click.option("--pipeline", default="train", help="train, ablations or refresh, or a compiled pipeline's file.")
+@click.option("--pipeline", default="train", help="train, ablations, refresh, or a compiled pipeline's file.")
 @_repeated("--argument", "arguments", "NAME=VALUE", "A parameter of the pipeline, for example image=realmops:1.")
 @click.option("--experiment", default="realmops", help="The experiment in Kubeflow Pipelines.")
-@click.option("--name", help="The name of the run; else it is made of the pipeline's name and the key.")
+@click.option("--name", help="The name of the run; default: the pipeline's name and the key.")
 @click.option(
     "--endpoint", envvar="KF_PIPELINES_ENDPOINT", show_envvar=True, metavar="URL", help="The API of Kubeflow Pipelines."
 )
 @click.option(
     "--namespace",
-    help="The namespace of a Kubeflow profile, else, in a pod, its own; without profiles, of Kubeflow Pipelines.",
+    help="The namespace of a Kubeflow profile; default: a pod's own, without profiles that of Kubeflow Pipelines.",
 )
 @click.option(
     "--keep-hours",
     type=click.FloatRange(0, 500_000),
     default=168.0,
-    help="How long Kubeflow Pipelines 2.17 keeps pods after a run, unless set up otherwise; 0: as it is set up.",
+    help="How long Kubeflow Pipelines 2.17 keeps pods after a run, if its set-up does not decide; 0: as set up.",
 )
 @_flag("--once", help="Start nothing if a run with the same key is under way or has succeeded.")
 @_flag("--wait", "waits", help="Wait until the run has ended; exit code 1 unless it has succeeded.")
@@ -700,9 +683,8 @@ def submit(
 ) -> None:
     """Start the training on Kubeflow Pipelines.
 
-    Each training has a key, made of its params (tracking left out), the files that these name, the compiled pipeline,
-    and the arguments that decide the result: the image does, memory does not. With --once no second run of a key is
-    started, unless the first one failed. The exit code is 2 for a mistake, and 1 when the server is away.
+    Each training has a key, of its params (without tracking), the files that these name, the compiled pipeline, and the
+    arguments that decide the result, as the image. The exit code is 2 for a mistake, and 1 when the server is away.
     """
     from realmops.cluster.kfp_client import Server
     from realmops.cluster.submit import SUCCEEDED, Pipeline, prepare, submit, wait
@@ -722,14 +704,14 @@ def submit(
 @_old_root
 @click.option("--name", default="realmops", help="The registered model in MLflow.")
 @click.option(
-    "--margin", type=click.FloatRange(0, 1), default=0.0, help="By how much its EM must be higher than the champion's."
+    "--margin", type=click.FloatRange(0, 1), default=0.0, help="How much higher than the champion's its EM must be."
 )
-@_flag("--copy", help="Copy corpus, model and index into MLflow's artifacts, which else hold paths.")
+@_flag("--copy", help="Copy corpus, model and index into MLflow's artifacts, instead of their paths.")
 def promote(**given: Any) -> Iterator[str]:
     """Register the run in MLflow as champion, if it is better.
 
     A run is better if its exact match (EM) on the same questions by the same rules is higher by the margin at least,
-    and the interval of the difference lies above 0. Else the command says why and ends with exit code 1.
+    and the interval of the difference is above 0. Otherwise the command prints why and ends with exit code 1.
     """
     from realmops.commands.promote import promote
 
@@ -753,12 +735,12 @@ def sync(root: Path) -> Iterator[str]:
 
 @main.command()
 @_old_root
-@_file("--exchange", help="The exchange of trainer and index builders, where it is not below the root.")
+@_file("--exchange", help="The folder shared by trainer and index builders, if not below the root.")
 def doctor(root: Path, exchange: Path | None) -> Iterable[str]:
-    """Say what is installed, what runs, and what is wrong.
+    """Show what is installed, what runs, and what is wrong.
 
-    Shows versions and device, the state of each stage, what was not sent to MLflow yet, and the state of the exchange
-    between trainer and index builders.
+    It prints versions and device, the state of each stage, what was not sent to MLflow yet, and the state of the
+    exchange between trainer and index builders.
     """
     from realmops.commands.doctor import diagnose
 
