@@ -12,15 +12,6 @@ from bert_files import save_bert
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from realmops.model.encoder import (
-    Bert,
-    BertConfig,
-    MaskedWordHead,
-    export_state,
-    import_pooler,
-    import_state,
-    initialise_small,
-)
 from realmops.devices import (
     autocast,
     freeze_products,
@@ -30,6 +21,15 @@ from realmops.devices import (
     resolve_precision,
 )
 from realmops.hub import read_weights
+from realmops.model.encoder import (
+    Bert,
+    BertConfig,
+    MaskedWordHead,
+    export_state,
+    import_pooler,
+    import_state,
+    initialise_small,
+)
 from realmops.model.packed import Packed, even_rows
 from realmops.model.reader import SpanHead
 

@@ -44,8 +44,8 @@ from realmops.corpus.formats import sources
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
-from realmops.model.encoder import BertConfig
 from realmops.hub import T5, encoder_files
+from realmops.model.encoder import BertConfig
 from realmops.text.answer_matching import normal_form
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import TENSORS

@@ -10,8 +10,8 @@ import torch
 from scipy.sparse import csr_matrix
 from small_world import DOCUMENTS, World, section, tiny_models
 
-from realmops.model.packed import Packed
 from realmops.model.checkpoint_files import build_models
+from realmops.model.packed import Packed
 from realmops.model.retriever import Bag, Embedder, Retriever
 from realmops.model.sequences import join_query
 from realmops.search import corpus_statistics

@@ -12,10 +12,9 @@ import torch
 from small_encoders import around, byte_bpe
 from small_world import World, at_once, tiny_models
 
-from realmops.encoders import packed
-from realmops.model.encoder import Bert
 from realmops.devices import evaluating, multiplies_bf16, multiply_by, product
-from realmops.model.encoder import Foreign
+from realmops.encoders import packed
+from realmops.model.encoder import Bert, Foreign
 from realmops.model.retriever import Embedder
 from realmops.model.sequences import SpecialTokens, join_document
 from realmops.search import embed as embedding

@@ -16,10 +16,7 @@ from small_world import PAPERS_READER, World, section
 from torch import Tensor, nn
 
 from realmops.config import Pretrain
-from realmops.model.encoder import ARCHITECTURES, described_encoder
-from realmops.model.encoder import Encoder
 from realmops.hub import read_config, read_weights
-from realmops.model.packed import Packed
 from realmops.model.checkpoint_files import (
     add_spans,
     build_encoder,
@@ -29,6 +26,8 @@ from realmops.model.checkpoint_files import (
     retriever_from_files,
     save_models,
 )
+from realmops.model.encoder import ARCHITECTURES, Encoder, described_encoder
+from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
 from realmops.search.embed import document_sequences, embed

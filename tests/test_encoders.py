@@ -20,7 +20,6 @@ from transformers import BertTokenizerFast
 
 from realmops.commands import run
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.encoder import Bert, BertConfig, MaskedWordHead
 from realmops.hub import (
     BERT,
     T5,
@@ -32,6 +31,7 @@ from realmops.hub import (
     unused_modules,
 )
 from realmops.model.checkpoint_files import build_models
+from realmops.model.encoder import Bert, BertConfig, MaskedWordHead
 from realmops.model.retriever import Embedder
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes

@@ -17,10 +17,9 @@ from small_project import toy_values
 from torch import Tensor
 
 from realmops.commands.run import encoder_notes, look_at_encoders
-from realmops.model.encoder import described_encoder, load_encoder
-from realmops.model.encoder import Bert
-from realmops.model.packed import Packed
 from realmops.model.checkpoint_files import load_reader, save_models
+from realmops.model.encoder import Bert, described_encoder, load_encoder
+from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.model.retriever import Embedder, Retriever
 

@@ -486,8 +486,8 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
     import torch
 
     from realmops.corpus.snapshot_reader import Snapshot
-    from realmops.hub import read_weights
     from realmops.evaluate.predictions import read_predictions
+    from realmops.hub import read_weights
     from realmops.model.checkpoint_files import load_models, retriever_from_files
     from realmops.refresh.builder_process import Follower
     from realmops.search.embeddings import load_index

@@ -23,9 +23,9 @@ from small_world import PAPERS_READER, section, tiny_context, tiny_optimiser
 
 from realmops.artifacts import digest_of, seed_for
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.packed import Packed
 from realmops.model import reader as reader_module
 from realmops.model.checkpoint_files import build_models
+from realmops.model.packed import Packed
 from realmops.search.exact import Exact
 from realmops.text.spans import Spans
 from realmops.train import inverse_cloze

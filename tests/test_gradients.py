@@ -16,6 +16,7 @@ import pytest
 import torch
 from small_world import OneIndex, World, index_of, section, tiny_context, tiny_models, tiny_optimiser
 from torch import nn
+from transformers import BertConfig
 
 import realmops.baselines
 import realmops.train
@@ -26,7 +27,6 @@ from realmops.baselines.path import PathRetriever
 from realmops.baselines.t5 import ClosedBook
 from realmops.config import ClosedBookOptions
 from realmops.corpus.question_sets import Question
-from realmops.model.encoder import BertConfig
 from realmops.model.checkpoint_files import add_spans, build_encoder
 from realmops.model.retriever import HEADS, HYBRID_START, Retriever
 from realmops.search.bm25 import Bm25
@@ -135,7 +135,7 @@ def in_windows(world: World, *, freeze_words: bool = False, share: float = 0.0, 
     retriever, reader = tiny_models(world, **model)
     add_spans(reader, 12, seed=0)
     anywhere(retriever, reader)
-    reader.bert.word.weight.requires_grad_(not freeze_words)
+    reader.bert.word_vectors.requires_grad_(not freeze_words)
     chosen = section("finetune", batch_size=3, answer_wordpieces=4, **LENGTHS)
     asked = OpenQa(retriever, reader, world.snapshot, embeddings(world, retriever), chosen, FP32)
     lessons = windows.lessons_of(asked, QUESTIONS, 12)
@@ -167,7 +167,7 @@ def t5(world: World, train: Callable[..., int]) -> None:
     lengths = {"passage_wordpieces": 48, "question_wordpieces": 24, "answer_wordpieces": 8}
     steps = {"steps": 1, "batch_size": 8, "learning_rate": 1.0, "epochs": 1, "checkpoint_every": 1}
     chosen = ClosedBookOptions(init="small", **steps, **lengths)
-    shape = BertConfig(len(world.snapshot.vocabulary), 16, 1, 2, 32, 64, 0.0)
+    shape = BertConfig(len(world.snapshot.vocabulary), 16, 1, 2, 32)
     model = ClosedBook.build(chosen, world.snapshot, shape, 0)
     anywhere(model.net)
     text = world.snapshot if train is closed_book.pretrain else QUESTIONS

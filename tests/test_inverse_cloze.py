@@ -23,7 +23,7 @@ from torch import Tensor
 
 from realmops.artifacts import seed_for
 from realmops.config import Ict, defaults, laid, preset_path
-from realmops.model.encoder import Bert
+from realmops.model.encoder import Encoder
 from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.train import inverse_cloze
@@ -215,7 +215,7 @@ def test_gradient_checkpointing_learns_the_same_bits(world: World) -> None:
         retriever, _ = tiny_models(world, dropout=0.1)
         chosen = options(steps=3, gradient_checkpointing=again)
         train_retriever(tiny_context(), retriever, world.snapshot, chosen, tiny_optimiser())
-        encoders = [module for module in retriever.modules() if isinstance(module, Bert)]
+        encoders = [module for module in retriever.modules() if isinstance(module, Encoder)]
         assert encoders
         assert all(encoder.gradient_checkpointing is again for encoder in encoders)
         trained.append(retriever)

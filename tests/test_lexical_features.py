@@ -10,9 +10,9 @@ from small_world import World, section, tiny_context, tiny_models, tiny_optimise
 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
-from realmops.model.packed import FORM_STEP, Packed
 from realmops.model.checkpoint_files import add_spans, load_models, save_models
 from realmops.model.lexical_features import SIZES, UNITS, Matches
+from realmops.model.packed import FORM_STEP, Packed
 from realmops.model.reader import Masked, Reader
 from realmops.model.sequences import SpecialTokens, join_reader
 from realmops.search.corpus_statistics import start_matches
@@ -258,7 +258,7 @@ def test_pretraining_reads_as_fine_tuning_does(world: World) -> None:
         for k, body in zip([0, 1, -1], bodies, strict=True):
             tokens, segments, _ = join_reader(masked.x, body, world.special, 60)
             hidden_TD = reader.encode(Packed([tokens], [segments]))
-            logits_MV = reader.masked_words(hidden_TD[1 + masked.positions], reader.bert.word.weight)
+            logits_MV = reader.masked_words(hidden_TD[1 + masked.positions], reader.bert.word_vectors)
             log_word_MV = logits_MV.log_softmax(-1)
             torch.testing.assert_close(log_words_KMV[k], log_word_MV, rtol=1e-4, atol=1e-4)
             expected_M = log_word_MV[range(len(masked.targets)), masked.targets]

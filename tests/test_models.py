@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, export_state
-from realmops.model.packed import BATCH_WORDPIECES, Packed
 from realmops.model.checkpoint_files import (
     add_spans,
     build_models,
@@ -22,6 +20,8 @@ from realmops.model.checkpoint_files import (
     retriever_from_files,
     save_models,
 )
+from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, export_state
+from realmops.model.packed import BATCH_WORDPIECES, Packed
 from realmops.model.reader import SpanHead
 from realmops.model.retriever import Embedder, Mixture
 from realmops.search.embed import document_sequences, embed, query_sequences
@@ -68,13 +68,13 @@ def test_towers_start_equal_and_are_one_or_two(world: World, share: bool) -> Non
     assert retriever.shared is share
     for name, parameter in retriever.query.named_parameters():
         assert torch.equal(parameter, retriever.document.get_parameter(name))
-    assert torch.equal(retriever.query.bert.word.weight, reader.bert.word.weight)
+    assert torch.equal(retriever.query.bert.word_vectors, reader.bert.word_vectors)
     with torch.no_grad():
-        retriever.query.bert.word.weight.add_(1.0)
-    assert torch.equal(retriever.document.bert.word.weight, retriever.query.bert.word.weight) is share
+        retriever.query.bert.word_vectors.add_(1.0)
+    assert torch.equal(retriever.document.bert.word_vectors, retriever.query.bert.word_vectors) is share
     frozen = [name for name, parameter in retriever.named_parameters() if not parameter.requires_grad]
     assert frozen == ([] if share else ["document.norm.bias"])
-    assert not torch.equal(retriever.query.bert.word.weight, reader.bert.word.weight), "the reader has its own"
+    assert not torch.equal(retriever.query.bert.word_vectors, reader.bert.word_vectors), "the reader has its own"
 
 
 def test_models_depend_on_the_seed_alone() -> None:
@@ -105,7 +105,7 @@ def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; make the snapshot"):
         build_models(options, section("retriever"), section("reader"), 151, 0)
     _, reader = build_models(options, section("retriever"), section("reader"), 150, 0)
-    assert torch.equal(reader.bert.word.weight, bert.word.weight)
+    assert torch.equal(reader.bert.word_vectors, bert.word.weight)
     assert torch.equal(reader.masked_words.transform.weight, head.transform.weight)
     save_bert(tmp_path, bert)
     warned: list[str] = []

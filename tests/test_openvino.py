@@ -15,11 +15,10 @@ from small_world import World, tiny_models
 from torch import Tensor
 
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.encoders import devices, packed
-from realmops.model.encoder import Bert, BertConfig
 from realmops.devices import multiplies_bf16, resolve_precision
-from realmops.model.encoder import Encoder
+from realmops.encoders import devices, packed
 from realmops.encoders.modernbert import ModernBert, ModernConfig
+from realmops.model.encoder import Bert, BertConfig, Encoder
 from realmops.model.retriever import Bag, Embedder
 from realmops.search import embed as embedding
 from realmops.search import embeddings, openvino

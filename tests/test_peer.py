@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from realmops.model import likelihood
 from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, import_state
 from realmops.model.packed import Packed
-from realmops.model import likelihood
 from realmops.model.reader import Bodies, Reader, SpanHead, enumerate_spans
 
 FIXTURE = Path(__file__).parent / "fixtures" / "peer_realm.safetensors"

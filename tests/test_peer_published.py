@@ -20,8 +20,8 @@ from torch import Tensor
 from realmops.artifacts import read_json, read_manifest
 from realmops.commands.published import import_published
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.model.packed import Packed
 from realmops.model.checkpoint_files import load_models
+from realmops.model.packed import Packed
 from realmops.model.reader import enumerate_spans
 from realmops.model.sequences import SpecialTokens, join_query, join_reader
 from realmops.search.embeddings import embed_corpus, load_index
@@ -224,7 +224,7 @@ def test_a_scorer_with_two_embedders_has_two_towers(tmp_path: Path, snapshot: Sn
     assert not retriever.shared
     for tower, theirs in ((retriever.query, query), (retriever.document, document)):
         assert torch.equal(tower.projection.weight, theirs["embedder.cls.dense.weight"])
-        assert torch.equal(tower.bert.word.weight, theirs["embedder.realm.embeddings.word_embeddings.weight"])
+        assert torch.equal(tower.bert.word_vectors, theirs["embedder.realm.embeddings.word_embeddings.weight"])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from small_world import MemoryJournal, OneIndex, World, build_world, section, ti
 from torch import Tensor
 
 from realmops.config import Pretrain
-from realmops.model.packed import Packed
 from realmops.model import likelihood
+from realmops.model.packed import Packed
 from realmops.model.reader import READERS as CLASSES
 from realmops.model.reader import Masked, Reader
 from realmops.model.retriever import Retriever
@@ -75,7 +75,7 @@ def p_words(reader: Reader, world: World, x: np.ndarray, j: int, z: np.ndarray, 
     h = reader.bert(Packed([joined], [segments]))
     if not reader.apart:
         h_j = h[1 + j]
-    p = reader.masked_words(h_j[None], reader.bert.word.weight)[0].softmax(-1).tolist()
+    p = reader.masked_words(h_j[None], reader.bert.word_vectors)[0].softmax(-1).tolist()
     if copy is None or not len(z):
         return p
     scores = [float(copy.query(h_j) @ copy.key(h[i])) / math.sqrt(len(h_j)) for i in range(first, len(joined) - 1)]

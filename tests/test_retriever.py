@@ -11,11 +11,11 @@ import torch
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
 
-from realmops.encoders import devices
-from realmops.model.encoder import Bert, BertConfig, initialise_small
 from realmops.devices import autocast, multiplies_bf16
-from realmops.model.packed import Packed
+from realmops.encoders import devices
 from realmops.model.checkpoint_files import build_models, describe, retriever_files, retriever_from_files
+from realmops.model.encoder import Bert, BertConfig, initialise_small
+from realmops.model.packed import Packed
 from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection, means
 from realmops.model.sequences import join_document
 from realmops.search.embed import document_sequences, embed, embed_documents

@@ -20,10 +20,10 @@ from small_world import World, build_world, section, tiny_context, tiny_models, 
 
 from realmops.answering.openqa import OpenQa
 from realmops.corpus.question_sets import Question
-from realmops.encoders import packed
 from realmops.devices import bring, send
-from realmops.model.packed import Packed
+from realmops.model import packed
 from realmops.model.checkpoint_files import add_spans
+from realmops.model.packed import Packed
 from realmops.model.retriever import HYBRID_START, Mixture, Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences, embed, embed_documents, embed_there, query_sequences

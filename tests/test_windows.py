@@ -23,8 +23,8 @@ from small_world import (
 from realmops.answering.openqa import OpenQa
 from realmops.config import Finetune
 from realmops.corpus.question_sets import Question
-from realmops.model.packed import Packed
 from realmops.model.checkpoint_files import add_spans
+from realmops.model.packed import Packed
 from realmops.model.retriever import Mixture
 from realmops.model.sequences import join_reader
 from realmops.train import windows as module
