@@ -69,7 +69,7 @@ def prepare(root: Path, files: Sequence[Path], size: int) -> None:
 
 @dataclass(frozen=True)
 class Untrained:
-    """The generation whose weights are random (``serve.served_models.Origin``)."""
+    """The generation whose weights are random (``serve.served_model.ModelSource``)."""
 
     root: Path
     name: str = "untrained"
@@ -84,10 +84,11 @@ class Untrained:
         import torch
 
         from realmops import config
+        from realmops.answering.opened_model import OpenedModel
         from realmops.answering.openqa import OpenQa
-        from realmops.commands.answers import Generation
         from realmops.corpus.snapshot_reader import Snapshot
         from realmops.devices import device_and_dtype, freeze_products
+        from realmops.model.encoder import Bert, MaskedWordHead
         from realmops.model.reader import Reader, SpanHead
         from realmops.model.retriever import Embedder, Mixture, Retriever
         from realmops.search.bm25 import Bm25
@@ -108,7 +109,7 @@ class Untrained:
         vectors = torch.nn.functional.normalize(torch.randn(len(snapshot), width), dim=1)
         options, words = config.parse_section("finetune", values["finetune"]), Bm25.of(snapshot)
         model = OpenQa(retriever, reader, snapshot, exact(vectors, 1), options, dtype, words=words)
-        return Generation(model, "untrained", None, 0, None)
+        return OpenedModel(model, "untrained", None, 0, None)
 
     def before(self, generation: Any) -> None:
         """It was not updated."""
@@ -172,9 +173,7 @@ def rows_of(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """Each way of searching beside the goal, its filter beside it, and HTTP beside this process."""
     from serve import free_port, running
 
-    from realmops.commands.answers import search_of
-
-    searching = search_of(Untrained(root).open(), often=True)
+    searching = Untrained(root).open().passage_search()
     queries = eight_words(searching.snapshot, arguments.queries)
     allowed = [n for n in range(len(searching.snapshot)) if searching.snapshot.extra(n) == FILTER]
     named, rows = f"{len(searching.snapshot):,} passages", []

@@ -162,20 +162,22 @@ def tuned(root: Path) -> dict[str, float]:
 
 def served(root: Path) -> dict[str, float]:
     """What a server does with a fine-tuned model: seconds of each part, MiB of this process."""
-    from realmops.commands.answers import Asked, generation_of_run
+    from realmops.answering.opened_model import Query
     from realmops.commands.update import update
     from realmops.corpus.question_sets import read_questions
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
 
     def opened() -> Any:
-        generation = generation_of_run(root)
-        generation.quicken()
+        generation = ServedModel.of(open_run(root))
+        generation.warm_up()
         generation.probe()
         return generation
 
     found = {}
     found["until a server answers"], generation = seconds_of(opened)
     questions = read_questions([root / "data" / "sample" / "questions.test.jsonl.gz"], format="jsonl")[:ANSWERED]
-    each = [seconds_of(lambda one=one: generation.answer([Asked(one.question)]))[0] for one in questions]
+    each = [seconds_of(lambda one=one: generation.answer([Query(one.question)]))[0] for one in questions]
     found["an answer"] = statistics.median(each)
     found[ANSWERS_MEMORY] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     lines = (root / "documents.jsonl").read_text().splitlines(keepends=True)

@@ -257,11 +257,10 @@ def theirs(root: Path) -> Iterator[Server]:
 
 def compare(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """The rows of one run."""
-    from realmops.commands.answers import open_run
-    from realmops.commands.update import newest_state
     from realmops.corpus.question_sets import read_questions
+    from realmops.stages.open_run import open_run
 
-    model = open_run(root, newest_state(root))
+    model = open_run(root).model
     file = arguments.questions or root / "data" / "sample" / "questions.test.jsonl.gz"
     questions = [one.question for one in read_questions([file], format="auto")]
     named = f"{len(model.snapshot):,} passages"
@@ -309,10 +308,11 @@ def _memory(root: Path, questions: list[str], requests: int, named: str) -> Row:
 
 def edits(root: Path, values: dict[str, Any], times: int) -> Row:
     """One document is edited again and again under ``realmops serve``, and asked for until the new text is read."""
-    from realmops.commands.update import FOLDER, update
+    from realmops.commands.update import update
     from realmops.corpus.documents import Document
     from realmops.corpus.formats import sources
     from realmops.corpus.ingest import batches, convert
+    from realmops.stages.corpus_states import UPDATES
 
     documents = sources(PROJECT / values["snapshot"]["documents"], values["snapshot"]["format"])
     records = [(documents[number].format.name, found) for batch in batches(documents) for number, found in batch.runs]
@@ -326,12 +326,12 @@ def edits(root: Path, values: dict[str, Any], times: int) -> Row:
         for number in range(times + 1):
             new = EDITED.format(title=first["title"], number=number)
             file.write_text(json.dumps({**first, "text": f"{new} {first['text']}"}) + "\n" + rest)
-            found, begin = updates(root / FOLDER), time.perf_counter()
+            found, begin = updates(root / UPDATES), time.perf_counter()
             updating = multiprocessing.get_context("spawn").Process(
                 target=update, args=(changed,), kwargs={"project": PROJECT, "root": root, "report": Silent()}
             )
             updating.start()
-            while updates(root / FOLDER) == found:
+            while updates(root / UPDATES) == found:
                 if updating.exitcode is not None:
                     raise SystemExit(f"realmops update ended with {updating.exitcode} and without an update")
                 time.sleep(0.02)

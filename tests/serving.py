@@ -17,23 +17,24 @@ import small_project
 import yaml
 from fastapi.testclient import TestClient
 
-from realmops.commands.answers import Generation
 from realmops.config import merge
 from realmops.serve.app import make_app
-from realmops.serve.batching import Answerer
+from realmops.serve.batching import RequestBatcher
 from realmops.serve.guard import Limits
 from realmops.serve.metrics import Metrics
-from realmops.serve.served_models import GenerationWatcher, RunFolder
+from realmops.serve.model_watcher import ModelWatcher
+from realmops.serve.served_model import RunFolder, ServedModel
 
 LIMITED = """
 import json, sys
 from pathlib import Path
 from realmops.serve.guard import Limits
-from realmops.serve.server import origin_of, serve
+from realmops.serve.served_model import model_source
+from realmops.serve.server import serve
 def say(text):
     print(text, file=sys.stderr, flush=True)
 limits = Limits(**json.loads(sys.argv[2]))
-serve(origin_of(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, every=60, say=say, limits=limits)
+serve(model_source(Path(sys.argv[1]), None), host="127.0.0.1", port=0, token=None, every=60, say=say, limits=limits)
 """  # a server with limits that no option names
 QUESTION = "Where did Jon Vik build ships?"
 
@@ -57,21 +58,21 @@ def update(project: Path, text: str) -> None:
 
 @contextmanager
 def watching(
-    origin: Any, told: Callable[[Generation | None], None] = lambda generation: None
-) -> Iterator[tuple[Answerer, GenerationWatcher]]:
-    """What answers in this process, and who looks after its generation."""
-    mark, answerer = origin.mark(), Answerer(origin.open())
+    source: Any, on_change: Callable[[ServedModel | None], None] = lambda served: None
+) -> Iterator[tuple[RequestBatcher, ModelWatcher]]:
+    """The batcher of a served model in this process, with its watcher."""
+    mark, batcher = source.mark(), RequestBatcher(ServedModel.of(source.open()))
     try:
-        yield answerer, GenerationWatcher(origin, answerer, mark, told)
+        yield batcher, ModelWatcher(source, batcher, mark, on_change)
     finally:
-        answerer.close()
+        batcher.close()
 
 
 @contextmanager
-def client_of(root: Path, limits: Limits, origin: Any = None, **options: Any) -> Iterator[TestClient]:
+def client_of(root: Path, limits: Limits, source: Any = None, **options: Any) -> Iterator[TestClient]:
     """A client of the server's application in this process, which has ``state`` of its watcher at hand."""
-    with watching(origin or RunFolder(root)) as (answerer, watcher):
-        app = make_app(answerer, watcher, Metrics(), None, limits)
+    with watching(source or RunFolder(root)) as (batcher, watcher):
+        app = make_app(batcher, watcher, Metrics(), None, limits)
         app.state.watcher = watcher
         yield TestClient(app, **options)
 

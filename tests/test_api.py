@@ -22,8 +22,8 @@ from small_project import cli, wait_for
 
 import realmops
 from realmops import Answerer, Citation, Passage, Searcher, api
-from realmops.commands.search import search_of_run
 from realmops.serve.mcp import server_of
+from realmops.stages.open_run import open_search
 
 QUESTION = "Where was the poet Anna Berg born?"
 SERVE = (Path(__file__).parents[1] / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -195,7 +195,7 @@ def test_programs_of_this_machine_call_it_over_http(root: Path, http: str) -> No
 
 
 def test_before_fine_tuning_there_is_search_alone(root: Path) -> None:
-    names, _ = asyncio.run(tools_and_calls(Client(server_of(search_of_run(root, small_project.Quiet()), None))))
+    names, _ = asyncio.run(tools_and_calls(Client(server_of(open_search(root, small_project.Quiet()), None))))
     assert names == ["search"]
 
 

@@ -16,14 +16,14 @@ import torch
 from small_project import cli, stage, toy_values
 
 from realmops.artifacts import WORK, read_json
-from realmops.commands.answers import generation_of_run
 from realmops.commands.promote import read_run
-from realmops.commands.update import newest_state, of_pipeline
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.bm25 import FOLDER, Bm25
 from realmops.search.embeddings import INDEX, embeddings_in, load_index, save_index
-from realmops.serve.served_models import RunFolder
+from realmops.serve.served_model import RunFolder
 from realmops.stages import STAGES
+from realmops.stages.corpus_states import newest_state, pipeline_state
+from realmops.stages.open_run import open_run
 from realmops.stages.runner import inputs_of
 from realmops.text.spans import Spans
 
@@ -65,7 +65,7 @@ def bm25_of_before(project: Path, root: Path) -> Bm25:
 
 REFUSALS: dict[str, Refusal] = {
     "index": ("run 'realmops run finetune' again", lambda p, r: load_index(r / "models/finetune", snapshot_of(r))),
-    "a run that is opened": ("run 'realmops run finetune' again", lambda p, r: generation_of_run(r)),
+    "a run that is opened": ("run 'realmops run finetune' again", lambda p, r: open_run(r)),
     "a server's next model": ("run 'realmops run finetune' again", lambda p, r: RunFolder(r).open()),
     "evaluate": ("run 'realmops run finetune' again", lambda p, r: stage("evaluate", VALUES, p, r)),
     "results": ("run 'realmops run evaluate' first", lambda p, r: read_run(p, r)),
@@ -123,7 +123,7 @@ def test_an_update_of_another_corpus_under_the_same_weights_does_not_serve(copy:
         load_index(newest.finetune, snapshot_of(root))
     reverse_documents(copy)
     stage("snapshot", VALUES, copy, root)
-    assert newest_state(root) == of_pipeline(root)
+    assert newest_state(root) == pipeline_state(root)
 
 
 def test_a_manifest_of_somebody_else_next_to_questions_is_no_binding(trained: Path, tmp_path: Path) -> None:

@@ -13,16 +13,14 @@ from small_project import Quiet, cli, stage, toy_values
 
 from realmops import artifacts
 from realmops.answering.answer import Answer
-from realmops.evaluate.confidence import (
+from realmops.answering.confidence import FILE, HOLDS_ALL, Confidence, log_odds
+from realmops.evaluate.calibration import (
     BINS,
-    FILE,
-    HOLDS_ALL,
-    Confidence,
     calibration_error,
     chance_error,
     confidence_figures,
     coverage_curve,
-    log_odds,
+    fit_confidence,
     most_certain,
     platt_scaling,
     reliability,
@@ -67,11 +65,11 @@ def test_where_all_are_right_or_wrong_every_answer_gets_platts_share() -> None:
     """(n + 1) / (n + 2) for n right ones, 1 / (n + 2) for n wrong ones, however sure the model is; one is enough."""
     for sure in ([answer(0.6)], [answer(p) for p in (0.2, 0.5, 0.9)]):
         count = len(sure)
-        right = Confidence.fit(sure, np.ones(count, bool), 0.8)
+        right = fit_confidence(sure, np.ones(count, bool), 0.8)
         assert [right.probability(one) for one in sure] == pytest.approx([(count + 1) / (count + 2)] * count, abs=1e-4)
         assert right.threshold == 0.0
         assert not any(map(right.abstains, [*sure, answer(1e-9)]))
-        wrong = Confidence.fit(sure, np.zeros(count, bool), 0.8)
+        wrong = fit_confidence(sure, np.zeros(count, bool), 0.8)
         assert [wrong.probability(one) for one in sure] == pytest.approx([1 / (count + 2)] * count, abs=1e-4)
         assert wrong.threshold == HOLDS_ALL
         assert all(map(wrong.abstains, [*sure, answer(1.0)])), "no threshold reaches what is wanted"
@@ -82,15 +80,15 @@ def test_where_all_are_right_or_wrong_every_answer_gets_platts_share() -> None:
 def test_answers_that_are_equally_sure_are_equally_right() -> None:
     """Two of four: .5 for all; a threshold has all of them or none."""
     alike, correct = [answer(0.9)] * 4, np.array([True, False, True, False])
-    found = Confidence.fit(alike, correct, 0.5)
+    found = fit_confidence(alike, correct, 0.5)
     assert [found.probability(one) for one in alike] == pytest.approx([0.5] * 4, abs=1e-4)
     assert found.threshold == 0.0
-    assert Confidence.fit(alike, correct, 0.6).holds_all
+    assert fit_confidence(alike, correct, 0.6).holds_all
 
 
 def test_a_model_that_is_surest_where_it_is_wrong_is_no_guide() -> None:
     """The slope stays at 0: more p(y|x) never means less confidence."""
-    found = Confidence.fit([answer(p) for p in (0.1, 0.2, 0.8, 0.9)], np.array([True, True, False, False]), 0.8)
+    found = fit_confidence([answer(p) for p in (0.1, 0.2, 0.8, 0.9)], np.array([True, True, False, False]), 0.8)
     assert found.slope == 0.0
     assert found.probability(answer(0.05)) == found.probability(answer(0.95)) == pytest.approx(0.5, abs=1e-4)
 
@@ -98,21 +96,21 @@ def test_a_model_that_is_surest_where_it_is_wrong_is_no_guide() -> None:
 def test_certain_answers_and_none_at_all_break_nothing() -> None:
     """p of 1, p of almost 0, and no answer: that has no chance to be right, and is held back whatever is wanted."""
     answers = [answer(1.0), answer(0.7), answer(1e-30), answer(0.0, "")]
-    found = Confidence.fit(answers, np.array([True, True, False, False]), 0.8)
+    found = fit_confidence(answers, np.array([True, True, False, False]), 0.8)
     assert all(map(math.isfinite, (found.slope, found.intercept)))
     probabilities = [found.probability(one) for one in answers]
     assert probabilities == sorted(probabilities, reverse=True)
     assert probabilities[-1] == 0.0 < probabilities[-2]
     assert found.abstains(answer(0.0, ""))
     assert replace(found, threshold=0.0).abstains(answer(0.0, ""))
-    only_silent = Confidence.fit(answers[-1:], np.array([False]), 0.8)
+    only_silent = fit_confidence(answers[-1:], np.array([False]), 0.8)
     assert (only_silent.probability(answers[-1]), only_silent.holds_all) == (0.0, True)
 
 
 def test_the_answer_at_the_threshold_is_given() -> None:
     """The threshold is the probability of an answer that counts among the given ones."""
     answers = [answer(p) for p in (0.9, 0.7, 0.4, 0.1)]
-    found = Confidence.fit(answers, np.array([True, True, False, False]), 1.0)
+    found = fit_confidence(answers, np.array([True, True, False, False]), 1.0)
     assert found.threshold == found.probability(answers[1])
     assert [found.abstains(one) for one in answers] == [False, False, True, True]
 
@@ -180,7 +178,7 @@ def test_a_calibration_learned_on_some_questions_holds_on_others() -> None:
     """Overconfident answers: the error of p(y|x) itself is many times larger than after the calibration."""
     odds, correct = drawn(2_000, intercept=-1.5)
     answers = [answer(1 / (1 + math.exp(-x))) for x in odds]
-    found = Confidence.fit(answers[:1_000], correct[:1_000], 0.6)
+    found = fit_confidence(answers[:1_000], correct[:1_000], 0.6)
     figures = confidence_figures(found, answers[1_000:], correct[1_000:], seed=0, resamples=200)
     assert figures["ece"] < 2 * figures["ece_if_perfect"] < 0.3 * figures["ece_uncalibrated"]
     assert figures["answered_precision_low"] < 0.6 < figures["answered_precision_high"]

@@ -19,9 +19,9 @@ from serving import client_of
 from small_encoders import FAMILIES, write_encoder
 from small_project import QUESTIONS, cli, stage, stopped_at, toy_values, write_project
 
-from realmops.commands.answers import generation_of_run
 from realmops.search.embed import embed, query_sequences, text_queries
 from realmops.serve.guard import Limits
+from realmops.stages.open_run import open_run
 from realmops.train import loop
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
@@ -84,7 +84,7 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
         reply = client.post("/v1/answer", json={"question": "Where was the poet Anna Berg born?"})
     assert reply.status_code == 200
     assert len(reply.json()["passages"]) > 1
-    model = generation_of_run(root).model
+    model = open_run(root).model
     assert model.passages is not None
     assert cli("export", tmp_path / "st", "--format", "sentence-transformers", "--root", root).exit_code == 0
     library = SentenceTransformer(str(tmp_path / "st"), device="cpu", local_files_only=True)

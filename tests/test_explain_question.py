@@ -10,15 +10,16 @@ import small_project
 import yaml
 from serving import QUESTION, update
 
+from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
 from realmops.artifacts import write_manifest
-from realmops.commands.answers import Asked, generation_of_run, open_run
 from realmops.commands.explain import sorted_out
 from realmops.commands.masked import explain_sentence
-from realmops.commands.update import CorpusState, before_and_after, of_pipeline
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import read_results
+from realmops.stages.corpus_states import CorpusState, before_and_after, pipeline_state
+from realmops.stages.open_run import open_run
 from realmops.text.answer_matching import normal_form
 
 
@@ -31,7 +32,7 @@ def root(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(root: Path, question: str = QUESTION, y: str | None = None, *, where: CorpusState | None = None) -> Record:
-    [record] = generation_of_run(root, where or of_pipeline(root)).answer([Asked(question, y=y)])
+    [record] = open_run(root, where or pipeline_state(root)).answer([Query(question, y=y)])
     return record
 
 
@@ -41,7 +42,7 @@ def column(record: Record, name: str) -> list[Any]:
 
 def test_one_softmax_over_all_spans_and_bayes(root: Path) -> None:
     """Over all answers that can be given p(y|x) sums to one; p(y, z|x) of an answer sums to p(y|x) over passages."""
-    model = open_run(root)
+    model = open_run(root, pipeline_state(root)).model
     snapshot, total = model.snapshot, 0.0
     found = model.find([Question("", QUESTION, ())])
     [first] = model.read(found)

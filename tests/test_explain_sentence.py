@@ -12,14 +12,14 @@ import small_project
 from realmops.artifacts import write_manifest
 from realmops.commands.explain import _of_sentence
 from realmops.commands.masked import explain_sentence
-from realmops.commands.update import of_pipeline
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.stages.corpus_states import pipeline_state
 
 SENTENCE = "Anna Berg was born in [MASK]."
 
 
 def explain(sentence: str, root: Path, *, answer: str | None = None) -> dict[str, Any]:
-    return explain_sentence(sentence, root, of_pipeline(root), answer)
+    return explain_sentence(sentence, root, pipeline_state(root), answer)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,8 @@ from small_world import World, section, tiny_models
 from tokenizers import Tokenizer
 
 from realmops import artifacts
+from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
-from realmops.commands.answers import Generation, generation_of_run
 from realmops.commands.export import INPUTS, export
 from realmops.devices import freeze_products
 from realmops.encoders.modernbert import ModernBert, ModernConfig
@@ -29,14 +29,15 @@ from realmops.model.retriever import Embedder, Mixture, Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, embed_documents
 from realmops.search.exact import exact
+from realmops.stages.open_run import open_run
 
 ASKED = [question for split in QUESTIONS.values() for question, _ in split]
 FIRST, FP32 = 10, torch.float32
 
 
 @pytest.fixture(scope="module")
-def generation(answering: Path) -> Generation:
-    return generation_of_run(answering / "root")
+def generation(answering: Path) -> OpenedModel:
+    return open_run(answering / "root")
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +51,18 @@ def exported(answering: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return folders
 
 
-def first_ten(generation: Generation) -> tuple[np.ndarray, np.ndarray]:
+def first_ten(generation: OpenedModel) -> tuple[np.ndarray, np.ndarray]:
     """What the run's own exact search finds for each question, and f(x, z)."""
     relevance_BK, id_BK = generation.model.relevance(ASKED, FIRST)
     return id_BK.numpy(), relevance_BK.detach().numpy()
 
 
-def passages(generation: Generation) -> list[tuple[str, str]]:
+def passages(generation: OpenedModel) -> list[tuple[str, str]]:
     snapshot = generation.model.snapshot
     return [(snapshot.title(i), snapshot.text(i)) for i in range(len(snapshot))]
 
 
-def check_finds_the_same(query_QE: np.ndarray, document_PE: np.ndarray, generation: Generation) -> None:
+def check_finds_the_same(query_QE: np.ndarray, document_PE: np.ndarray, generation: OpenedModel) -> None:
     """faiss over others' embeddings finds the passages that the run finds, with the same f(x, z)."""
     assert not generation.model.hybrid
     index = faiss.IndexFlatIP(document_PE.shape[1])
@@ -72,7 +73,7 @@ def check_finds_the_same(query_QE: np.ndarray, document_PE: np.ndarray, generati
     np.testing.assert_allclose(generation.model.retriever.scale * score_QK, relevance_QK, atol=1e-4, rtol=1e-4)
 
 
-def test_sentence_transformers_find_what_the_run_finds(exported: dict[str, Path], generation: Generation) -> None:
+def test_sentence_transformers_find_what_the_run_finds(exported: dict[str, Path], generation: OpenedModel) -> None:
     library = SentenceTransformer(str(exported["sentence-transformers"]), device="cpu", local_files_only=True)
     query_QE, document_PE = library.encode_query(ASKED), library.encode_document(passages(generation))
     assert generation.model.passages is not None
@@ -91,7 +92,7 @@ def onnx_embeddings(file: Path, limit: int, texts: list[Any]) -> np.ndarray:
     return np.asarray(onnxruntime.InferenceSession(str(file)).run(None, inputs)[0])
 
 
-def test_onnx_runtime_finds_what_the_run_finds(exported: dict[str, Path], generation: Generation) -> None:
+def test_onnx_runtime_finds_what_the_run_finds(exported: dict[str, Path], generation: OpenedModel) -> None:
     folder = exported["onnx"]
     files = [folder / name for name in ("encoder.onnx", "query.onnx", "document.onnx") if (folder / name).is_file()]
     assert len(files) == (1 if generation.model.retriever.shared else 2)
@@ -103,7 +104,7 @@ def test_onnx_runtime_finds_what_the_run_finds(exported: dict[str, Path], genera
     check_finds_the_same(query_QE, document_PE, generation)
 
 
-def test_parquet_holds_every_passage_with_its_place(exported: dict[str, Path], generation: Generation) -> None:
+def test_parquet_holds_every_passage_with_its_place(exported: dict[str, Path], generation: OpenedModel) -> None:
     table = pq.read_table(exported["parquet"] / "passages.parquet")
     model = generation.model
     assert model.passages is not None
@@ -120,7 +121,7 @@ def test_parquet_holds_every_passage_with_its_place(exported: dict[str, Path], g
 
 
 @pytest.mark.parametrize("format", ["sentence-transformers", "onnx", "parquet"])
-def test_the_card_says_what_it_is(format: str, exported: dict[str, Path], generation: Generation) -> None:
+def test_the_card_says_what_it_is(format: str, exported: dict[str, Path], generation: OpenedModel) -> None:
     _, front, text = (exported[format] / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["license"] == "unknown"
     assert generation.model.snapshot.corpus_hash in text
@@ -152,7 +153,7 @@ def test_a_folder_with_files_of_others_is_left_alone(answering: Path, tmp_path: 
 # ---- what other runs have
 
 
-def other_generation(folder: Path, world: World, retriever: Retriever | None = None, **changes: Any) -> Generation:
+def other_generation(folder: Path, world: World, retriever: Retriever | None = None, **changes: Any) -> OpenedModel:
     """A run with another retriever, not trained, and its index."""
     folder.mkdir()
     tiny, reader = tiny_models(world, **changes)
@@ -162,7 +163,7 @@ def other_generation(folder: Path, world: World, retriever: Retriever | None = N
     save_models(folder, retriever, reader, world.snapshot.vocabulary_hash)
     index = exact(document_PX, retriever.vectors)
     model = OpenQa(retriever.eval(), reader.eval(), world.snapshot, index, section("finetune"), FP32)
-    return Generation(model, "of the test", 0, 0, None, folder=folder)
+    return OpenedModel(model, "of the test", 0, 0, None, folder=folder)
 
 
 def test_of_several_vectors_parquet_has_all_and_the_library_one(world: World, tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ TOKEN = "s3cret"
 
 def client(root: Path, token: str | None = None) -> TestClient:
     """The routes over no model: none of these asks it."""
-    watcher: Any = SimpleNamespace(origin=SimpleNamespace(root=root, name="realmops"))
-    answerer: Any = SimpleNamespace()
-    return TestClient(make_app(answerer, watcher, Metrics(), token, Limits()), follow_redirects=False)
+    watcher: Any = SimpleNamespace(source=SimpleNamespace(root=root, name="realmops"))
+    batcher: Any = SimpleNamespace()
+    return TestClient(make_app(batcher, watcher, Metrics(), token, Limits()), follow_redirects=False)
 
 
 def said(root: Path) -> list[tuple[str, str, bool, str, str]]:

@@ -11,11 +11,12 @@ import small_project
 import torch
 from small_world import DOCUMENTS, PAPERS_READER, write_documents
 
-from realmops.commands.answers import Asked, generation_of_run
+from realmops.answering.opened_model import Query
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.approximate import approximate
 from realmops.search.embeddings import INDEX, RECIPE, load_passages
 from realmops.stages import STAGES
+from realmops.stages.open_run import open_run
 
 # 252 passages: 6 lists of which one is looked at. The target is low, as such an index of a random retriever wants.
 COPIES = 21
@@ -90,13 +91,13 @@ def test_fine_tuning_writes_what_the_index_was_and_found(root: Path) -> None:
 
 
 def test_evaluation_and_questions_use_the_same_index(root: Path) -> None:
-    run = generation_of_run(root)
+    run = open_run(root)
     model = run.model
     assert model.passages is not None
     structure = approximate(model.passages)
     assert asdict(structure.recipe) == json.loads((root / "models/finetune" / RECIPE).read_text())
     assert 0.0 < metrics(root, "evaluate")["index_recall"] <= 1.0
-    [found] = run.answer([Asked("Who wrote The Cold Sea?")])
+    [found] = run.answer([Query("Who wrote The Cold Sea?")])
     assert len(found["passages"]) == 5
 
 

@@ -23,12 +23,12 @@ from small_project import QUESTIONS, answered, cli, wait_for, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import artifacts
+from realmops.answering.confidence import HOLDS_ALL, Confidence
 from realmops.answering.feedback import feedback_file, read_feedback
-from realmops.evaluate.confidence import HOLDS_ALL, Confidence
 from realmops.evaluate.predictions import read_results, write_predictions
 from realmops.serve.guard import COOKIE, Limits, Token
 from realmops.serve.page import percent, source_link
-from realmops.serve.served_models import RunFolder
+from realmops.serve.served_model import RunFolder, ServedModel
 
 EVIL = '<script>window.owned=1</script><img src=x onerror="window.owned=1">'
 TOKEN = "s3cret"
@@ -71,15 +71,15 @@ def held_back(project: Path, threshold: float) -> Iterator[Any]:
     from fastapi.testclient import TestClient
 
     from realmops.serve.app import make_app
-    from realmops.serve.batching import Answerer
+    from realmops.serve.batching import RequestBatcher
     from realmops.serve.metrics import Metrics
-    from realmops.serve.served_models import GenerationWatcher, RunFolder
+    from realmops.serve.model_watcher import ModelWatcher
 
     origin = RunFolder(project / "root")
-    answerer = Answerer(replace(origin.open(), confidence=Confidence(1.0, 0.0, threshold, 0.8, 2)))
-    app = make_app(answerer, GenerationWatcher(origin, answerer, None, print), Metrics(), None, Limits())
+    batcher = RequestBatcher(ServedModel.of(replace(origin.open(), confidence=Confidence(1.0, 0.0, threshold, 0.8, 2))))
+    app = make_app(batcher, ModelWatcher(origin, batcher, None, print), Metrics(), None, Limits())
     yield TestClient(app)
-    answerer.close()
+    batcher.close()
 
 
 @pytest.fixture(scope="module")
@@ -220,13 +220,14 @@ def test_a_passage_that_is_not_there_can_be_missing(server: Served) -> None:
 
 
 def test_before_and_after_an_update(project: Path, server: Served) -> None:
-    from realmops.commands.answers import Asked, generation_of_run
-    from realmops.commands.update import of_pipeline
+    from realmops.answering.opened_model import Query
+    from realmops.stages.corpus_states import pipeline_state
+    from realmops.stages.open_run import open_run
 
     [link] = shown(page_of(server, ASKED), "before").xpath(".//a/@href")
     sides = shown(page_of(server, f"/{link}"), "before").xpath(".//div[@class='side']")
     root = project / "root"
-    [earlier] = generation_of_run(root, of_pipeline(root)).answer([Asked(QUESTION)])
+    [earlier] = open_run(root, pipeline_state(root)).answer([Query(QUESTION)])
     for side, record, title in zip(
         sides, (earlier, server.ask()), ("Before any update", "After update 1"), strict=True
     ):
@@ -241,13 +242,13 @@ def test_before_and_after_an_update(project: Path, server: Served) -> None:
 def test_what_was_not_updated_has_no_before(project: Path) -> None:
     for name, updated in (("root", True), ("never_updated", False)):
         origin = RunFolder(project / name)
-        with watching(origin) as (answerer, watcher):
+        with watching(origin) as (batcher, watcher):
             before = watcher.before()
             assert (before is not None) is updated
             assert watcher.before() is before, "opened once"
             if before is not None:
-                assert (before.number, answerer.generation.number) == (0, 1)
-                answerer.swap(origin.open())
+                assert (before.number, batcher.served.number) == (0, 1)
+                batcher.swap(ServedModel.of(origin.open()))
                 assert watcher.before() is not before, "another generation serves: its own is opened"
 
 

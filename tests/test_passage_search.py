@@ -18,11 +18,12 @@ from small_project import cli
 
 from realmops.answering import passage_search
 from realmops.answering.passage_search import Filters, Search, highlights
-from realmops.commands.search import filter_of, search_of_run
+from realmops.commands.search import filter_of
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.approximate import Faiss, Recipe
 from realmops.search.bm25 import stems
 from realmops.search.exact import over_vectors
+from realmops.stages.open_run import open_search
 
 PEOPLE = ("Anna Berg", "Karl Lund", "Maria Holm", "Jon Vik")
 
@@ -58,7 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def searching(root: Path) -> Search:
-    return search_of_run(root, small_project.Quiet())
+    return open_search(root, small_project.Quiet())
 
 
 def found(root: Path, query: str, *words: str) -> dict[str, Any]:

@@ -479,16 +479,16 @@ def test_a_model_that_finds_by_words_takes_their_index_along(another: Path, serv
 def test_the_champion_is_served_with_its_version(
     project: Path, predictions: list[Prediction], copy: bool, tmp_path: Path
 ) -> None:
-    from realmops.commands.answers import Asked
+    from realmops.answering.opened_model import Query
     from realmops.commands.export import export
-    from realmops.serve.served_models import Champion
+    from realmops.commands.open_model import Champion
 
     name = f"served-{copy}"
     assert promote(project, name, *(["--copy"] if copy else [])).exit_code == 0
     origin = Champion(f"models:/{name}@champion", project / "root")
     generation = origin.open()
     generation.probe()
-    [record] = generation.answer([Asked(predictions[0].question)])
+    [record] = generation.answer([Query(predictions[0].question)])
     assert record["answer"] == predictions[0].prediction
     assert record["model"]["version"] == f"models:/{name}/1"
     assert record["model"]["weights_step"] == 6
@@ -532,7 +532,7 @@ def test_every_route_of_a_promoted_model_answers(
     from realmops import Answerer, Searcher
     from realmops.serve.guard import Limits
     from realmops.serve.mcp import server_of
-    from realmops.serve.served_models import Champion
+    from realmops.serve.served_model import RegisteredChampion
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
     trained = request.getfixturevalue("trained" if kind == "plain" else kind)
@@ -543,7 +543,7 @@ def test_every_route_of_a_promoted_model_answers(
     for folder in ("data", "models", "results", *(["promoted"] if copy else [])):
         shutil.rmtree(mine / "root" / folder, ignore_errors=copy)
     model, has_embeddings = f"models:/{name}@champion", retriever == "pretrain"
-    origin = Champion(model, mine / "root")
+    origin = RegisteredChampion(model, mine / "root")
     with client_of(mine / "root", Limits(), origin) as client:
         for call, reply in every_call(client):
             refused = not has_embeddings and '"by": "embeddings"' in call
@@ -552,7 +552,7 @@ def test_every_route_of_a_promoted_model_answers(
 
     async def tools() -> list[Any]:
         generation = origin.open()
-        async with Client(server_of(generation.searching, generation)) as assistant:
+        async with Client(server_of(generation.passage_search(), generation)) as assistant:
             calls = ("search", {"query": QUESTION, "k": 2}), ("answer", {"question": QUESTION})
             return [await assistant.call_tool(*call) for call in calls]
 
@@ -578,36 +578,36 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
 ) -> None:
     from serving import watching
 
-    from realmops.commands.answers import Asked, Generation
-    from realmops.serve.served_models import Champion
+    from realmops.answering.opened_model import OpenedModel, Query
+    from realmops.serve.served_model import RegisteredChampion
 
     with pytest.raises(ValueError, match="no version of moves is its champion: run 'realmops promote --name moves'"):
-        Champion("models:/moves@champion", project / "root").mark()
+        RegisteredChampion("models:/moves@champion", project / "root").mark()
     answered(another, 0)
     assert promote(another, "moves").exit_code == 0
-    origin = Champion("models:/moves@champion", another / "root")
-    told: list[Generation | None] = []
-    with watching(origin, told.append) as (answerer, watcher):
-        assert watcher.look() is False
-        [accepted] = answerer.ask([Asked("Who wrote a novel?")])
+    origin = RegisteredChampion("models:/moves@champion", another / "root")
+    told: list[OpenedModel | None] = []
+    with watching(origin, told.append) as (batcher, watcher):
+        assert watcher.poll() is False
+        [accepted] = batcher.submit([Query("Who wrote a novel?")])
         answered(another, 10)
         assert promote(another, "moves").exit_code == 0
-        assert watcher.look() is True
-        assert answerer.generation.version == "models:/moves/2"
+        assert watcher.poll() is True
+        assert batcher.served.version == "models:/moves/2"
         assert [one.version for one in told if one] == ["models:/moves/2"]
         assert accepted.record.result(60)["model"]["version"] == "models:/moves/1"
         client = mlflow_client(database(project))
         files = Path(client.get_model_version_download_uri("moves", "1").removeprefix("file://"))
         (files / "artifacts/manifest.json").write_text("{}")
         client.set_registered_model_alias("moves", CHAMPION, "1")
-        assert watcher.look() is False
+        assert watcher.poll() is False
         assert watcher.refused is not None
         assert "is not the registered one" in watcher.refused["reason"]
         assert told[-1] is None
-        assert "a new generation of moves is refused, the old one serves on" in caplog.text
+        assert "a new model of moves is refused, the old one serves on" in caplog.text
         monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))
-        assert watcher.look() is False
+        assert watcher.poll() is False
         assert watcher.away == "away"
-        assert answerer.generation.version == "models:/moves/2"
-        [record] = [ticket.record.result(60) for ticket in answerer.ask([Asked("Who wrote a novel?")])]
+        assert batcher.served.version == "models:/moves/2"
+        [record] = [ticket.record.result(60) for ticket in batcher.submit([Query("Who wrote a novel?")])]
         assert record["model"]["version"] == "models:/moves/2"

@@ -22,7 +22,6 @@ from realmops.answering.answer import Answer, Found, Read, Span
 from realmops.answering.record import record_of, sentence
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
-from realmops.evaluate import tuned
 from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.packed import Packed
 from realmops.model.sequences import join_reader
@@ -30,6 +29,7 @@ from realmops.search import approximate
 from realmops.search.approximate import Approximate
 from realmops.search.embeddings import embed_corpus, load_passages, save_passages
 from realmops.search.exact import exact
+from realmops.stages import tuned_model
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 
@@ -132,7 +132,7 @@ def test_what_is_quoted_are_the_sentences_that_a_span_touches(world: World) -> N
 def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(tuned.READERS, "yes_no", YesNo)
+    monkeypatch.setitem(tuned_model.READERS, "yes_no", YesNo)
     retriever, reader = tiny_models(world)
     passages = exact(embed_corpus(retriever, world.snapshot, FP32), 1)
     chosen = replace(options(), reader="yes_no")
@@ -150,17 +150,17 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     assert over.head is model.head, "the same reader over what a ranker finds"
     assert over.find(asked)[0].passages == (2, 1, 0)
     assert model.answer(asked) == answers, "and the model as it was"
-    tuned.save_tuned(tmp_path, model)
-    again = tuned.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
+    tuned_model.save_tuned(tmp_path, model)
+    again = tuned_model.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
     assert isinstance(again, YesNo)
     assert [answer.log_p for answer in again.answer(asked)] == [answer.log_p for answer in answers]
     with pytest.raises(
         ValueError, match=r"holds a model of the class 'yes_no', and finetune.reader=pretrain is one of"
     ):
-        tuned.open_tuned(tmp_path, options(), world.snapshot, CPU, FP32)
-    (tmp_path / tuned.KIND).write_text('{"class": "of tomorrow"}')
+        tuned_model.open_tuned(tmp_path, options(), world.snapshot, CPU, FP32)
+    (tmp_path / tuned_model.KIND).write_text('{"class": "of tomorrow"}')
     with pytest.raises(ValueError, match=r"'of tomorrow', and finetune.reader=yes_no is one of the class 'yes_no'"):
-        tuned.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
+        tuned_model.open_tuned(tmp_path, chosen, world.snapshot, CPU, FP32)
 
 
 def test_an_unknown_class_of_readers_is_named(world: World, tmp_path: Path) -> None:

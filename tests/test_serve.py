@@ -94,11 +94,12 @@ def test_a_passage_that_is_left_out_is_not_read(server: Served) -> None:
 
 
 def test_without_any_passage_there_is_no_answer(answering: Path) -> None:
-    from realmops.commands.answers import Asked, generation_of_run
+    from realmops.answering.opened_model import Query
+    from realmops.stages.open_run import open_run
 
-    generation = generation_of_run(answering / "root")
+    generation = open_run(answering / "root")
     names = [generation.model.snapshot.passage_id(p) for p in range(len(DOCUMENTS))]
-    some, none = generation.find([Asked(QUESTION), Asked(QUESTION, names)])
+    some, none = generation.find([Query(QUESTION), Query(QUESTION, names)])
     both = generation.read([some, none])
     assert both[0]["answer"]
     assert (both[1]["answer"], both[1]["abstained"], both[1]["citations"], both[1]["passages"]) == ("", True, [], [])
@@ -109,12 +110,13 @@ def test_without_any_passage_there_is_no_answer(answering: Path) -> None:
 def test_an_unsure_answer_is_marked(answering: Path) -> None:
     from dataclasses import replace
 
+    from realmops.answering.confidence import HOLDS_ALL, Confidence
+    from realmops.answering.opened_model import Query
     from realmops.answering.record import short
-    from realmops.commands.answers import Asked, generation_of_run
-    from realmops.evaluate.confidence import HOLDS_ALL, Confidence
+    from realmops.stages.open_run import open_run
 
-    generation = generation_of_run(answering / "root")
-    [found] = generation.find([Asked(QUESTION)])
+    generation = open_run(answering / "root")
+    [found] = generation.find([Query(QUESTION)])
     records = {}
     for threshold in (0.0, 1.0, HOLDS_ALL):
         curve = Confidence(1.0, 0.0, threshold, 0.8, 2)
@@ -230,19 +232,21 @@ def test_no_route_but_the_known_ones(server: Served) -> None:
 
 
 def test_too_many_waiting_questions_are_refused_all_or_none(answering: Path) -> None:
-    from realmops.commands.answers import Asked, generation_of_run
-    from realmops.serve.batching import Answerer, Busy, Closed
+    from realmops.answering.opened_model import Query
+    from realmops.serve.batching import Busy, Closed, RequestBatcher
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
 
-    generation = generation_of_run(answering / "root")
-    answerer = Answerer(generation, waiting=3)
+    generation = open_run(answering / "root")
+    batcher = RequestBatcher(ServedModel.of(generation), waiting=3)
     with pytest.raises(Busy, match="at most 3 may"):
-        answerer.ask([Asked(QUESTION)] * 4)
-    assert answerer.depth == 0
-    tickets = answerer.ask([Asked(QUESTION)] * 3)
-    answerer.close()
+        batcher.submit([Query(QUESTION)] * 4)
+    assert batcher.depth == 0
+    tickets = batcher.submit([Query(QUESTION)] * 3)
+    batcher.close()
     assert {ticket.record.result(0)["question"] for ticket in tickets} == {QUESTION}
     with pytest.raises(Closed):
-        answerer.ask([Asked(QUESTION)])
+        batcher.submit([Query(QUESTION)])
 
 
 @pytest.mark.parametrize(("wordpieces", "together"), [(128, 10), (320, 4), (512 * 1024, 1)])
@@ -252,9 +256,10 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
     """The laptop profile's 5 passages of 128 wordpieces with 10 spans each of width 256 are 6.25 MiB, of 64."""
     from dataclasses import replace
 
-    from realmops.commands.answers import generation_of_run
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
 
-    generation = generation_of_run(answering / "root")
+    generation = open_run(answering / "root")
     options = replace(
         generation.model.options,
         reader_candidates=5,
@@ -262,7 +267,7 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
         answer_wordpieces=10,
         span_width=256,
     )
-    assert replace(generation, model=replace(generation.model, options=options)).together == together
+    assert ServedModel.of(replace(generation, model=replace(generation.model, options=options))).batch_size == together
 
 
 def test_questions_that_wait_together_are_answered_each_by_the_generation_that_accepted_it(
@@ -271,29 +276,31 @@ def test_questions_that_wait_together_are_answered_each_by_the_generation_that_a
     from dataclasses import replace
     from threading import Event
 
-    from realmops.commands.answers import Asked, Generation, generation_of_run
-    from realmops.serve.batching import Answerer
+    from realmops.answering.opened_model import OpenedModel, Query
+    from realmops.serve.batching import RequestBatcher
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
 
-    first = generation_of_run(answering / "root")
+    first = ServedModel.of(open_run(answering / "root"))
     second = replace(first, version="second")
     batches: list[tuple[str, int]] = []
-    started, released, find = Event(), Event(), Generation.find
+    started, released, find = Event(), Event(), OpenedModel.find
 
-    def slow(self: Generation, asked: list[Asked]) -> Any:
+    def slow(self: OpenedModel, asked: list[Query]) -> Any:
         batches.append((self.version, len(asked)))
         started.set()
         assert released.wait(300)
         return find(self, asked)
 
-    monkeypatch.setattr(Generation, "find", slow)
-    answerer = Answerer(first)
-    tickets = answerer.ask([Asked(QUESTION)])
+    monkeypatch.setattr(OpenedModel, "find", slow)
+    batcher = RequestBatcher(first)
+    tickets = batcher.submit([Query(QUESTION)])
     assert started.wait(300)
-    tickets += answerer.ask([Asked(QUESTION)])
-    answerer.swap(second)
-    tickets += answerer.ask([Asked(QUESTION)])
+    tickets += batcher.submit([Query(QUESTION)])
+    batcher.swap(second)
+    tickets += batcher.submit([Query(QUESTION)])
     released.set()
-    answerer.close()
+    batcher.close()
     versions = [first.version, first.version, "second"]
     assert [ticket.record.result(0)["model"]["version"] for ticket in tickets] == versions
     assert batches == [(version, 1) for version in versions]
@@ -302,11 +309,13 @@ def test_questions_that_wait_together_are_answered_each_by_the_generation_that_a
 def test_one_question_that_fails_costs_no_other_its_answer(
     answering: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    from realmops.answering.opened_model import Query
     from realmops.answering.openqa import OpenQa
-    from realmops.commands import answers
-    from realmops.serve.batching import Answerer
+    from realmops.serve.batching import RequestBatcher
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
 
-    generation = answers.generation_of_run(answering / "root")
+    generation = open_run(answering / "root")
     real = OpenQa.find
 
     def fails(model: Any, questions: list[Any], ranked: int = 0) -> Any:
@@ -315,9 +324,9 @@ def test_one_question_that_fails_costs_no_other_its_answer(
         return real(model, questions, ranked)
 
     monkeypatch.setattr(OpenQa, "find", fails)
-    answerer = Answerer(generation)
-    good, bad, other = answerer.ask([answers.Asked(text) for text in (QUESTION, SECOND, QUESTION)])
-    answerer.close()
+    batcher = RequestBatcher(ServedModel.of(generation))
+    good, bad, other = batcher.submit([Query(text) for text in (QUESTION, SECOND, QUESTION)])
+    batcher.close()
     assert good.record.result(0)["answer"] == other.record.result(0)["answer"]
     with pytest.raises(RuntimeError, match="out of memory"):
         bad.record.result(0)
@@ -476,7 +485,7 @@ def test_no_reply_names_a_folder_of_the_servers_disk(copy: Path, gone: str, capl
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.rmtree(copy / "root/models/finetune")
         watcher = client.app.state.watcher  # type: ignore[attr-defined]
-        assert watcher.look() is False
+        assert watcher.poll() is False
         watcher.away = "the model registry failed: unable to open 'sqlite:////srv/runs/mlflow.db'"
         replies = dict(every_call(client))
     states = {reply.status_code for reply in replies.values()}
@@ -494,9 +503,9 @@ def test_no_reply_names_a_folder_of_the_servers_disk(copy: Path, gone: str, capl
 
 def test_weights_that_are_not_numbers_do_not_serve(answering: Path) -> None:
     """Calibrated, such an answer has the probability 0, which is a number."""
-    from realmops.commands.answers import generation_of_run
+    from realmops.stages.open_run import open_run
 
-    generation = generation_of_run(answering / "root")
+    generation = open_run(answering / "root")
     assert generation.confidence is not None
     assert generation.model.reader.spans is not None
     with torch.no_grad():
@@ -518,7 +527,7 @@ def test_what_cannot_be_served_is_told_at_the_start(copy: Path, tmp_path: Path) 
     result = cli("serve", "--root", copy / "root", "--token-file", tmp_path / "token")
     assert (result.exit_code, "holds no bearer token" in result.stderr) == (2, True)
     result = cli("serve", "--root", copy / "root", "--model", "realmops")
-    assert (result.exit_code, "wanted models:/NAME@champion" in result.stderr) == (2, True)
+    assert (result.exit_code, "expected models:/NAME@champion" in result.stderr) == (2, True)
 
 
 # ---- at the terminal

@@ -30,9 +30,9 @@ from small_project import QUESTIONS, cli, run_command, wait_for, write_text
 from small_world import DOCUMENTS
 from updates_killed import TEXTS
 
+from realmops.answering.opened_model import Query
 from realmops.artifacts import read_json, sha256_file, write_manifest
-from realmops.commands.answers import Asked
-from realmops.serve.served_models import RunFolder
+from realmops.serve.served_model import RunFolder
 
 pytestmark = pytest.mark.faults
 LONG = pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
@@ -184,34 +184,34 @@ def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path],
     names = [path.relative_to(updates[0]) for path in sorted(updates[0].rglob("*")) if path.is_file()]
     cases = [(name, damage) for name in names for damage in (cut, flip, Path.unlink)]
     done = 0
-    with watching(RunFolder(copy / "root")) as (answerer, watcher):
-        first = answerer.generation
-        [wanted] = first.answer([Asked(QUESTION)])
+    with watching(RunFolder(copy / "root")) as (batcher, watcher):
+        first = batcher.served
+        [wanted] = first.answer([Query(QUESTION)])
         for number, (name, damage) in enumerate(cases[:: times(17, 1)], start=1):
             if not (updates[0] / name).stat().st_size and damage is not Path.unlink:
                 continue
             bad = put(copy / "root", updates[0], number, lambda stage, name=name, damage=damage: damage(stage / name))
-            assert not watcher.look(), name
+            assert not watcher.poll(), name
             if (name.name, damage) == ("manifest.json", Path.unlink) and len(name.parts) == 1:
                 assert watcher.refused is None, "a folder without a manifest is no update"
             else:
                 assert watcher.refused is not None, (name, damage)
                 assert watcher.refused["reason"]
-            assert answerer.generation is first
-            assert answerer.ask([Asked(QUESTION)])[0].record.result(30) == wanted
+            assert batcher.served is first
+            assert batcher.submit([Query(QUESTION)])[0].record.result(30) == wanted
             shutil.rmtree(bad)
-            watcher.look()
+            watcher.poll()
             assert watcher.refused is None
             done += 1
         put(copy / "root", updates[0], len(cases) + 1)
-        assert watcher.look()
+        assert watcher.poll()
     told("files of a new generation cut, with a flipped bit, or missing", done, "refused, the old one serves on")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the failed writer left open
 def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
     at, failed = times(5, 0), 0
-    with watching(RunFolder(copy / "root")) as (answerer, watcher):
+    with watching(RunFolder(copy / "root")) as (batcher, watcher):
         write_text(copy, TEXTS[0])
         while True:
             with FailingDisk(at, "torn", lasting=True) as disk:
@@ -223,13 +223,13 @@ def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
                 break
             failed += 1
             there = len(list((copy / "root/updates").glob("[!.]*")))  # only its answers were not written any more
-            another = there > answerer.generation.number
-            assert watcher.look() == another, at
+            another = there > batcher.served.number
+            assert watcher.poll() == another, at
             assert watcher.refused is None
-            assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == there
+            assert batcher.submit([Query(QUESTION)])[0].record.result(30)["model"]["index_generation"] == there
             at += times(60, 3)
-        watcher.look()
-        assert answerer.ask([Asked(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 1
+        watcher.poll()
+        assert batcher.submit([Query(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 1
     told("a disk that is full, at a write of the updater", failed, "the old one serves on, then the new one")
 
 

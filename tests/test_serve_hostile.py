@@ -147,10 +147,12 @@ def test_half_a_pair_is_refused_by_its_field(server: Served) -> None:
 
 
 def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from realmops.answering.opened_model import Query
     from realmops.answering.openqa import OpenQa
-    from realmops.commands import answers
     from realmops.serve.app import _events
-    from realmops.serve.batching import Answerer
+    from realmops.serve.batching import RequestBatcher
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
 
     real = OpenQa.read
 
@@ -160,14 +162,14 @@ def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypat
         return real(model, found, asked_about)
 
     monkeypatch.setattr(OpenQa, "read", fails)
-    answerer = Answerer(answers.generation_of_run(answering / "root"))
-    tickets = answerer.ask([answers.Asked("Who fails?"), answers.Asked(QUESTION)])
+    batcher = RequestBatcher(ServedModel.of(open_run(answering / "root")))
+    tickets = batcher.submit([Query("Who fails?"), Query(QUESTION)])
 
     async def told() -> list[str]:
         return [one async for one in _events(tickets)]
 
     events = asyncio.run(told())
-    answerer.close()
+    batcher.close()
     assert [one.split("\n")[0] for one in events] == [
         "event: sources", "event: error", "event: sources", "event: answer",
     ]  # fmt: skip
@@ -179,31 +181,33 @@ def test_who_hung_up_is_not_answered(answering: Path, monkeypatch: pytest.Monkey
     """The question is neither looked for nor read; that of a caller who waits, in the same batch, is."""
     import threading
 
-    from realmops.commands.answers import Asked, Generation, generation_of_run
-    from realmops.serve.batching import Answerer
+    from realmops.answering.opened_model import OpenedModel, Query
+    from realmops.serve.batching import RequestBatcher
+    from realmops.serve.served_model import ServedModel
+    from realmops.stages.open_run import open_run
 
     asked: list[str] = []
     begun, let = threading.Event(), threading.Event()
-    real = Generation.find
+    real = OpenedModel.find
 
-    def find(self: Generation, questions: Any) -> Any:
+    def find(self: OpenedModel, questions: Any) -> Any:
         asked.extend(one.question for one in questions)
         begun.set()
         let.wait(30)
         return real(self, questions)
 
-    monkeypatch.setattr(Generation, "find", find)
-    answerer = Answerer(generation_of_run(answering / "root"))
-    answerer.ask([Asked("Who is first?")])
+    monkeypatch.setattr(OpenedModel, "find", find)
+    batcher = RequestBatcher(ServedModel.of(open_run(answering / "root")))
+    batcher.submit([Query("Who is first?")])
     assert begun.wait(30)
-    gone, stays = answerer.ask([Asked("Who hung up?"), Asked(QUESTION)])
+    gone, stays = batcher.submit([Query("Who hung up?"), Query(QUESTION)])
     gone.gone = True
     let.set()
-    answerer.close()
+    batcher.close()
     assert asked == ["Who is first?", QUESTION]
     assert stays.record.result(0)["question"] == QUESTION
     assert not gone.record.done()
-    assert answerer.depth == 0
+    assert batcher.depth == 0
 
 
 @pytest.mark.parametrize("retriever", ["bm25", "tfidf"])

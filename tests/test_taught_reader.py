@@ -12,8 +12,8 @@ from small_project import QUESTIONS, Quiet, Values, cli, run_all_here, stage, wr
 from test_init import made, with_documents
 
 from realmops import artifacts, config
-from realmops.evaluate.confidence import FILE as CONFIDENCE
-from realmops.evaluate.confidence import HOLDS_ALL
+from realmops.answering.confidence import FILE as CONFIDENCE
+from realmops.answering.confidence import HOLDS_ALL
 from realmops.model.checkpoint_files import MODEL, READER
 
 

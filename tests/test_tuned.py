@@ -17,7 +17,6 @@ from small_world import Killed, write_documents
 from realmops.answering.answer import Answer
 from realmops.answering.openqa import OpenQa
 from realmops.commands.masked import _example, explain_sentence, pretrained
-from realmops.commands.update import of_pipeline
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.journal import Journal
@@ -29,6 +28,7 @@ from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import embed_corpus, load_index
 from realmops.stages import Job
 from realmops.stages import finetune as stage
+from realmops.stages.corpus_states import pipeline_state
 from realmops.train.fusion_weights import READING_OF_MADE
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -215,9 +215,9 @@ def test_masked_sentences_are_explained_with_words(project: Path) -> None:
     """p(z|x) is that of f(x, z) with both parts, for each candidate by hand."""
     root = project / "root"
     sentence = "The poet was born in [MASK] and wrote in 1931."
-    found = explain_sentence(sentence, root, of_pipeline(root), "Oslo")
+    found = explain_sentence(sentence, root, pipeline_state(root), "Oslo")
     snapshot = Snapshot.open(root / "data/snapshot/corpus")
-    model = pretrained(root, of_pipeline(root))
+    model = pretrained(root, pipeline_state(root))
     realm, index = model.realm, model.index
     mixture, words = realm.retriever.mixture, Bm25.of(snapshot)
     assert mixture.lexical > 0

@@ -17,20 +17,14 @@ from small_project import cli, write_json_lines
 from small_world import DOCUMENTS, World, tiny_models
 
 from realmops.artifacts import read_manifest, write_manifest
-from realmops.commands.update import (
-    CHANGES,
-    CorpusState,
-    changed_answers,
-    changes_markdown,
-    changes_table,
-    newest_state,
-)
+from realmops.commands.update import CHANGES, changed_answers, changes_markdown, changes_table
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.predictions import Prediction
 from realmops.search import embed, embeddings
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences
 from realmops.search.embeddings import embed_changed, embed_corpus
+from realmops.stages.corpus_states import CorpusState, newest_state
 
 NEW_TEXT = "Anna Berg was born in Bergen. She wrote The Cold Sea in 1931."
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from realmops.answering.opened_model import OpenedModel
     from realmops.answering.passage_search import Search
-    from realmops.commands.answers import Generation
 
 By = Literal["run", "embeddings", "words"]
 T = TypeVar("T")
@@ -89,13 +89,11 @@ class Searcher:
 
         Raises ValueError where there is no snapshot, and for files that were changed.
         """
-        from realmops.commands.answers import search_of
-        from realmops.commands.search import search_of_run
+        from realmops.commands.open_model import open_model
         from realmops.stages import Silent
+        from realmops.stages.open_run import open_search
 
-        if model is None:
-            return cls(search_of_run(Path(root), Silent()))
-        return cls(search_of(_generation(Path(root), model)))
+        return cls(open_model(Path(root), model).passage_search() if model else open_search(Path(root), Silent()))
 
     def search(
         self,
@@ -125,22 +123,24 @@ class Searcher:
 class Answerer:
     """Answers questions from a run that was fine-tuned, or by a registered model."""
 
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
+    def __init__(self, opened: OpenedModel) -> None:
+        self._opened = opened
 
     @classmethod
     def open(cls, root: str | Path = ".", *, model: str | None = None) -> Self:
         """Open the run in a folder, or ``models:/NAME@champion``; ValueError where no model reads passages."""
-        return cls(_generation(Path(root), model))
+        from realmops.commands.open_model import open_model
+
+        return cls(open_model(Path(root), model))
 
     def answer(self, question: str, *, without: Sequence[str] = ()) -> AnswerRecord:
         """One answer with what it rests on; ``without`` has ids of passages that must not be read.
 
         Raises ValueError for a question that is empty or too long.
         """
-        from realmops.commands.answers import Asked
+        from realmops.answering.opened_model import Query
 
-        [record] = self._generation.answer([Asked(question, frozenset(without))])
+        [record] = self._opened.answer([Query(question, frozenset(without))])
         return AnswerRecord(
             question=question,
             text=record["answer"],
@@ -153,16 +153,8 @@ class Answerer:
         )
 
     def searcher(self) -> Searcher:
-        """What finds passages for the same model."""
-        from realmops.commands.answers import search_of
-
-        return Searcher(search_of(self._generation))
-
-
-def _generation(root: Path, model: str | None) -> Generation:
-    from realmops.serve.server import origin_of
-
-    return origin_of(root, model).open()
+        """Return a searcher over the same model."""
+        return Searcher(self._opened.passage_search())
 
 
 def _of(kind: type[T], record: Mapping[str, Any]) -> T:

@@ -480,16 +480,12 @@ def search(
     This works as soon as there is a snapshot: by words at first, then by the newest retriever. Each passage is shown
     with its place in the document, the words of QUERY in brackets.
     """
-    from realmops.commands.answers import search_of
-    from realmops.commands.search import filter_of, search_of_run, shown
+    from realmops.commands.open_model import open_model
+    from realmops.commands.search import filter_of, shown
+    from realmops.stages.open_run import open_search
 
-    if model:
-        from realmops.serve.server import origin_of
-
-        searching = search_of(origin_of(root, model).open())
-    else:
-        searching = search_of_run(root, Console())
-    record = searching.search(query, k, [filter_of(where)], by)
+    passages = open_model(root, model).passage_search() if model else open_search(root, Console())
+    record = passages.search(query, k, [filter_of(where)], by)
     if as_json:
         yield json.dumps(record, ensure_ascii=False)
     else:
@@ -518,9 +514,10 @@ def serve(root: Path, model: str | None, token_file: Path | None, **given: Any) 
     After "realmops update" or "realmops promote" the server changes over to the newest generation, unless it is
     damaged. SIGTERM ends the server when all accepted requests are answered.
     """
-    from realmops.serve.server import origin_of, serve, token_of
+    from realmops.serve.served_model import model_source
+    from realmops.serve.server import serve, token_of
 
-    serve(origin_of(root, model), token=token_of(token_file), say=Console().say, **given)
+    serve(model_source(root, model), token=token_of(token_file), say=Console().say, **given)
 
 
 @main.command()
@@ -556,10 +553,10 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
     """
     from realmops.answering.record import short
     from realmops.artifacts import canonical_json
-    from realmops.serve.server import ask, origin_of
+    from realmops.commands.ask import ask
 
     failed = 0
-    for record in ask(origin_of(root, model), question, file, Console().say):
+    for record in ask(root, model, question, file, Console().say):
         failed += "error" in record
         yield canonical_json(record).decode() if as_json else "\n".join([record["question"], *short(record)])
     _end_with([f"{failed} of the questions in {file} could not be asked; their errors say why"] if failed else [])
@@ -604,9 +601,9 @@ def export(folder: Path, format: str, root: Path, model: str | None) -> Iterable
     the document's other fields, for any vector store. reader: for "realmops init --reader FOLDER" alone.
     """
     from realmops.commands.export import export
-    from realmops.serve.server import origin_of
+    from realmops.commands.open_model import open_model
 
-    return export(folder, format, origin_of(root, model).open, root if model is None else None)
+    return export(folder, format, lambda: open_model(root, model), root if model is None else None)
 
 
 @main.command("index-builder")

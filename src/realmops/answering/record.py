@@ -1,11 +1,12 @@
 """The record of an answer: every word of it with its source. Commands, servers and the registered model all show it."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from realmops.answering.answer import Answer, Found, Span
+from realmops.answering.confidence import Confidence
 from realmops.corpus.snapshot_reader import Snapshot
 
 Record = dict[str, Any]
@@ -13,28 +14,14 @@ _AROUND = 60  # characters shown on either side of a quotation
 _WORD = 30  # characters without a blank from which on they are no word, but a script without blanks
 
 
-class Calibration(Protocol):
-    """What makes of p(y|x) the probability of being right (``evaluate.confidence.Confidence``)."""
-
-    @property
-    def threshold(self) -> float:
-        """Answers below it are held back; above 1 it holds back every answer."""
-
-    def probability(self, answer: Answer) -> float:
-        """How probable it is that an answer is right."""
-
-    def abstains(self, answer: Answer) -> bool:
-        """Whether an answer is better held back, or there is none."""
-
-
 def record_of(
-    snapshot: Snapshot, found: Answer, about: Record, calibration: Calibration | None, y: str | None = None
+    snapshot: Snapshot, found: Answer, about: Record, confidence: Confidence | None, y: str | None = None
 ) -> Record:
-    """The record of one answer.
+    """Return the record of one answer.
 
     Args:
         about: which model, corpus and index it comes from.
-        calibration: None of a model that was imported; then the probability is p(y|x).
+        confidence: None of a model that was imported; then the probability is p(y|x).
         y: the answer that was asked about: p(y|x), citations and p(z|x, y) are then those of y, and the record names y.
     """
     best, p_y = found.best, min(found.probability, 1.0)
@@ -43,11 +30,11 @@ def record_of(
     return {
         "question": found.question,
         "answer": found.text,
-        "probability": calibration.probability(found) if calibration else p_y,
+        "probability": confidence.probability(found) if confidence else p_y,
         **({} if y is None else {"y": y}),
         "p_y": p_y if y is None else found.p_y,
-        "threshold": calibration.threshold if calibration else None,
-        "abstained": calibration.abstains(found) if calibration else not found.text,
+        "threshold": confidence.threshold if confidence else None,
+        "abstained": confidence.abstains(found) if confidence else not found.text,
         "citations": [
             {**cited(snapshot, one.passage, span.characters), "p_z": one.p_z, "p_z_given_y": one.p_z_given_y}
             for one, span in citing

@@ -64,7 +64,7 @@ class Ranker:
 
 
 class Answering(ABC):
-    """What answers questions; a folder of ``finetune`` holds one, and says its ``kind`` (``evaluate.tuned``)."""
+    """What answers questions; a folder of ``finetune`` holds one, and says its ``kind`` (``stages.tuned_model``)."""
 
     kind: ClassVar[str]
     together: ClassVar[int]  # questions that are best answered in one batch
@@ -86,7 +86,7 @@ class Answering(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write all that ``evaluate.tuned`` opens again into a stage folder."""
+        """Write all that ``stages.tuned_model`` opens again into a stage folder."""
 
     def answer(
         self,

@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 from realmops import __version__
-from realmops.commands.answers import Generation
+from realmops.answering.confidence import Confidence
+from realmops.answering.opened_model import OpenedModel
 from realmops.commands.report import metrics_under
-from realmops.commands.trained import sections_of
-from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.run_report import headline_rows
 from realmops.model.portable import inputs_of, similarity
 from realmops.model.retriever import Embedder, Retriever
+from realmops.stages.trained import sections_of
 from realmops.text.special import blank_before
 
 CARD = "README.md"
@@ -72,7 +72,7 @@ realmops ask "A question of your own?"
 """
 
 
-def card(format: str, generation: Generation, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
+def card(format: str, opened: OpenedModel, retriever: Retriever, notes: Sequence[str], root: Path | None) -> str:
     """The card's text.
 
     Args:
@@ -80,7 +80,7 @@ def card(format: str, generation: Generation, retriever: Retriever, notes: Seque
         notes: what the export is not.
         root: the run's folder, whose figures and encoder are told; None for a model of the registry.
     """
-    model = generation.model
+    model = opened.model
     init = None if root is None else sections_of(root, "ict").get("bert", {}).get("init")
     facts = {
         "towers": f"{'one' if retriever.shared else 'two, for queries and passages'}: {retriever.query.words}",
@@ -88,9 +88,9 @@ def card(format: str, generation: Generation, retriever: Retriever, notes: Seque
         "f(x, z), of which p(z|x) is the softmax": f"{retriever.scale:.6g} times the inner product",
         "wordpieces": f"{model.options.query_wordpieces} of a query, {model.snapshot.block_wordpieces} of a passage",
         "numbers": f"fp32; the run itself computes in {str(model.dtype).removeprefix('torch.')}",
-        "corpus": f"{len(model.snapshot)} passages, {model.snapshot.corpus_hash}, update {generation.number}",
+        "corpus": f"{len(model.snapshot)} passages, {model.snapshot.corpus_hash}, update {opened.number}",
         "vocabulary": model.snapshot.vocabulary_hash,
-        "model": f"{generation.version}, fine-tuned for {generation.weights_step} steps",
+        "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",
         "the training began with": {None: "what is not known here", "small": "an encoder from scratch"}.get(init, init),
         "realmops": __version__,
     }
@@ -98,16 +98,16 @@ def card(format: str, generation: Generation, retriever: Retriever, notes: Seque
         _front_matter(format, init),
         f"# {'Passages with embeddings' if format == 'parquet' else 'A retriever'} of REALM\n\n"
         "The retriever learned from masked words (Guu et al. 2020); realmops trained and exported it.\n",
-        _filled(_USE[format], generation, retriever),
+        _filled(_USE[format], opened, retriever),
         notes,
         facts,
         root,
     )
 
 
-def reader_card(generation: Generation, confidence: Confidence, root: Path | None) -> str:
+def reader_card(opened: OpenedModel, confidence: Confidence, root: Path | None) -> str:
     """The text of a reader's card; arguments as of ``card``."""
-    model = generation.model
+    model = opened.model
     trained = {} if root is None else sections_of(root, "finetune") | sections_of(root, "snapshot")
     init = trained.get("bert", {}).get("init")
     scratch = "Its wordpieces were made of its own documents: no run over others can begin with it. Train one from a "
@@ -119,7 +119,7 @@ def reader_card(generation: Generation, confidence: Confidence, root: Path | Non
         "calibrated on": f"{confidence.questions} questions of {trained.get('questions', {}).get('dev', 'a dev file')}",
         "answers": f"up to {model.options.answer_wordpieces} wordpieces",
         "vocabulary": model.snapshot.vocabulary_hash,
-        "model": f"{generation.version}, fine-tuned for {generation.weights_step} steps",
+        "model": f"{opened.version}, fine-tuned for {opened.weights_step} steps",
         "realmops": __version__,
     }
     front = {"license": "unknown", "tags": ["question-answering", "realm", "realmops"]}
@@ -156,10 +156,10 @@ def _front_matter(format: str, init: str | None) -> dict[str, Any]:
     return about | {"library_name": format, "pipeline_tag": "sentence-similarity"}
 
 
-def _filled(text: str, generation: Generation, retriever: Retriever) -> str:
+def _filled(text: str, opened: OpenedModel, retriever: Retriever) -> str:
     tower = retriever.query
     inputs = inputs_of(tower.encoder) if isinstance(tower, Embedder) else []
-    tokenizer, special = generation.model.snapshot.tokenizer, generation.model.special
+    tokenizer, special = opened.model.snapshot.tokenizer, opened.model.special
     blanks = {
         "QUERY_BLANK": blank_before(tokenizer, special.query),
         "DOCUMENT_BLANK": blank_before(tokenizer, special.document),
@@ -168,8 +168,8 @@ def _filled(text: str, generation: Generation, retriever: Retriever) -> str:
     values = {
         "ONNX_INPUTS": json.dumps({name: _ONNX[name] for name in _ONNX if name in inputs}),
         "PADDING": special.padding,
-        "QUERY_LIMIT": generation.model.options.query_wordpieces,
-        "DOCUMENT_LIMIT": generation.model.snapshot.block_wordpieces,
+        "QUERY_LIMIT": opened.model.options.query_wordpieces,
+        "DOCUMENT_LIMIT": opened.model.snapshot.block_wordpieces,
         "QUERY_FILE": "encoder.onnx" if retriever.shared else "query.onnx",
         "DOCUMENT_FILE": "encoder.onnx" if retriever.shared else "document.onnx",
         "BLANK_NOTE": note,

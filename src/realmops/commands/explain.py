@@ -10,13 +10,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from realmops.answering.opened_model import Query
 from realmops.answering.record import sureness
 from realmops.artifacts import write_bytes
-from realmops.commands.answers import Asked, generation_of_run
 from realmops.commands.masked import explain_sentence
-from realmops.commands.update import CorpusState, before_and_after, of_pipeline
 from realmops.evaluate.predictions import FAILED_AT, Prediction, read_results, results_file
 from realmops.evaluate.report_page import page_of, table_of
+from realmops.stages.corpus_states import CorpusState, before_and_after, pipeline_state
+from realmops.stages.open_run import open_run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -86,13 +87,13 @@ def explain(
     if sentence is None and not texts:
         return
 
-    def asked_now(where: CorpusState) -> list[dict[str, Any]]:
+    def explained(state: CorpusState) -> list[dict[str, Any]]:
         if sentence is not None:
-            return [explain_sentence(sentence, root, where, answer)]
-        return generation_of_run(root, where).answer([Asked(text, y=answer) for text in texts])
+            return [explain_sentence(sentence, root, state, answer)]
+        return open_run(root, state).answer([Query(text, y=answer) for text in texts])
 
-    sides = before_and_after(root) if before_after else (of_pipeline(root),)
-    for number, records in enumerate(zip(*map(asked_now, sides), strict=True)):
+    sides = before_and_after(root) if before_after else (pipeline_state(root),)
+    for number, records in enumerate(zip(*map(explained, sides), strict=True)):
         if ids or number:
             yield ""
         sheets = [_of_question(one) if sentence is None else _of_sentence(one) for one in records]

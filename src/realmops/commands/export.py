@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops import __version__, artifacts
-from realmops.commands.answers import Generation
+from realmops.answering.confidence import FILE as CONFIDENCE
+from realmops.answering.opened_model import OpenedModel
 from realmops.commands.card import CARD, card, reader_card
 from realmops.corpus.snapshot_reader import ROWS_PER_BATCH, TEXT_COLUMNS
-from realmops.evaluate.confidence import FILE as CONFIDENCE
 from realmops.hub import TOKENIZER
 from realmops.model.checkpoint_files import copy_models, load_models
 from realmops.model.portable import ROUTES, inputs_of, joining, similarity, write_retriever
@@ -39,11 +39,11 @@ _CHECKED = 8  # passages whose embeddings are made again
 _FAR = 0.05  # of a vector's length; numbers in bf16 are nearer
 
 
-def export(folder: Path, format: str, opened: Callable[[], Generation], root: Path | None) -> Iterator[str]:
-    """Write a generation's retriever, embeddings or reader into a folder, with a card; says what it is and is not.
+def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], root: Path | None) -> Iterator[str]:
+    """Write a model's retriever, embeddings or reader into a folder, with a card; says what it is and is not.
 
     Args:
-        opened: gives the generation.
+        open_model: opens the model.
         root: the folder of its run, None for a model of the registry.
 
     Raises ValueError for a folder with files that this command did not write, a model without embeddings, an encoder or
@@ -52,48 +52,48 @@ def export(folder: Path, format: str, opened: Callable[[], Generation], root: Pa
     _refuse_others(folder)
     if format == "onnx" and not all(map(find_spec, _NEEDED)):
         raise ValueError("--format onnx needs more packages: pip install 'realmops[export]'")
-    generation = opened()
+    opened = open_model()
     if format == "reader":
-        yield _export_reader(folder, generation, root)
+        yield _export_reader(folder, opened, root)
         return
-    model = generation.model
+    model = opened.model
     if model.passages is None:
         raise ValueError(
             f"finetune.retriever is {model.options.retriever}, which finds passages without embeddings: there is "
             "nothing to export; fine-tune with finetune.retriever=pretrain or ict"
         )
     # Not the networks that are open: where they compute in bf16, their weights are rounded.
-    retriever, _ = load_models(generation.folder, model.snapshot.vocabulary_hash)
-    notes = list(_notes(format, generation, model.passages))
+    retriever, _ = load_models(opened.folder, model.snapshot.vocabulary_hash)
+    notes = list(_notes(format, opened, model.passages))
     take = retriever.eval(), model.snapshot.tokenizer, (model.options.query_wordpieces, model.snapshot.block_wordpieces)
     with artifacts.atomic_folder(folder) as out:
         if format == "parquet":
-            _write_passages(out / PASSAGES, generation, model.passages)
+            _write_passages(out / PASSAGES, opened, model.passages)
         elif format == "onnx":
             _write_onnx(out, *take)
         else:
             write_retriever(out, *take)
-        (out / CARD).write_text(card(format, generation, retriever, notes, root), encoding="utf-8")
-        artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **generation.about)
+        (out / CARD).write_text(card(format, opened, retriever, notes, root), encoding="utf-8")
+        artifacts.write_manifest(out, KIND, format=format, realmops=__version__, **opened.about)
     yield f"{folder}: {format} of {len(model.snapshot)} passages, {retriever.query.words}"
     yield from notes
 
 
-def _export_reader(folder: Path, generation: Generation, root: Path | None) -> str:
+def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
     """Write what ``reader.init`` names, of a reader that points at spans and whose probabilities are calibrated."""
-    model = generation.model
-    if model.reader.spans is None or generation.confidence is None:
+    model = opened.model
+    if model.reader.spans is None or opened.confidence is None:
         raise ValueError(
-            f"{generation.folder} has no reader that points at spans with a calibration of its answers, as the stage "
+            f"{opened.folder} has no reader that points at spans with a calibration of its answers, as the stage "
             "finetune trains it here: there is no reader to export"
         )
     with artifacts.atomic_folder(folder) as out:
-        copy_models(generation.folder, out, "reader")
-        shutil.copyfile(generation.folder / CONFIDENCE, out / CONFIDENCE)
+        copy_models(opened.folder, out, "reader")
+        shutil.copyfile(opened.folder / CONFIDENCE, out / CONFIDENCE)
         model.snapshot.tokenizer.save(str(out / TOKENIZER))
-        (out / CARD).write_text(reader_card(generation, generation.confidence, root), encoding="utf-8")
-        artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **generation.about)
-    return f"{folder}: the reader of {generation.version}; another run begins with it by reader.init"
+        (out / CARD).write_text(reader_card(opened, opened.confidence, root), encoding="utf-8")
+        artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
+    return f"{folder}: the reader of {opened.version}; another run begins with it by reader.init"
 
 
 def _refuse_others(folder: Path) -> None:
@@ -112,9 +112,9 @@ def _refuse_others(folder: Path) -> None:
             raise ValueError(f"{one} is there already, and 'realmops export' did not write it so: name another folder")
 
 
-def _notes(format: str, generation: Generation, passages: PassageIndex) -> Iterator[str]:
+def _notes(format: str, opened: OpenedModel, passages: PassageIndex) -> Iterator[str]:
     """What an export is not, in sentences for the card and for the terminal."""
-    model, retriever = generation.model, generation.model.retriever
+    model, retriever = opened.model, opened.model.retriever
     if retriever.vectors > 1 and format == "parquet":
         yield (
             f"A passage has {retriever.vectors} rows, one for each of its vectors (column `vector`): the largest inner "
@@ -149,16 +149,16 @@ def _notes(format: str, generation: Generation, passages: PassageIndex) -> Itera
         )
 
 
-def _write_passages(path: Path, generation: Generation, passages: PassageIndex) -> None:
+def _write_passages(path: Path, opened: OpenedModel, passages: PassageIndex) -> None:
     """Every passage with its embedding, a row group in memory at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    snapshot, retriever = generation.model.snapshot, generation.model.retriever
+    snapshot, retriever = opened.model.snapshot, opened.model.retriever
     vectors, width = retriever.vectors, retriever.document.width
     texts = [(name, pa.string()) for name in TEXT_COLUMNS]
     places = [("start", pa.int64()), ("end", pa.int64()), ("vector", pa.int32())]
-    about = generation.about | {"scale": retriever.scale, "similarity": similarity(retriever), "realmops": __version__}
+    about = opened.about | {"scale": retriever.scale, "similarity": similarity(retriever), "realmops": __version__}
     schema = pa.schema(
         [*texts, *places, ("embedding", pa.list_(pa.float32(), width))], {"realmops": json.dumps(about, sort_keys=True)}
     )

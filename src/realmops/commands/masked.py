@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from realmops.artifacts import read_json
-from realmops.commands.trained import options_of
-from realmops.commands.update import CorpusState
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, tune_process
 from realmops.model import likelihood
@@ -25,6 +23,8 @@ from realmops.search.embed import embed, query_sequences
 from realmops.search.embeddings import INDEX, embed_corpus, load_index
 from realmops.search.exact import exact
 from realmops.stages import METRICS, STAGES
+from realmops.stages.corpus_states import CorpusState
+from realmops.stages.trained import options_of
 from realmops.train.candidates import Candidates
 from realmops.train.examples import NULL, Example
 from realmops.train.index_source import Index

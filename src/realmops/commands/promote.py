@@ -13,36 +13,28 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.artifacts import WORK
-from realmops.commands.answers import Generation, open_reading
-from realmops.commands.trained import tuned_steps
+from realmops.commands.open_model import COPIED_TAG, CORPUS, DIGEST_TAG, FINETUNE, PROMOTED, STEPS_TAG
 from realmops.config import CLOSED_BOOK, Tracking, Values, parse_section
 from realmops.corpus.question_sets import EXPRESSIONS, in_languages, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.evaluate.compare import compare, sentence
-from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.exact_match import em_rules
 from realmops.evaluate.predictions import PREDICTIONS
 from realmops.search import bm25
 from realmops.stages import JOURNAL, METRICS, STAGES, fingerprint
 from realmops.stages.runner import alone, inputs_of
+from realmops.stages.trained import tuned_steps
 from realmops.text.languages import ENGLISH
 from realmops.tracking.registry import ModelVersion, Registry
 from realmops.tracking.runs import tracking_folder
 from realmops.tracking.sender import sent_run
 
-KIND = "promoted"
-FOLDER = "promoted"
-CORPUS = "corpus"
-FINETUNE = "finetune"
-DIGEST_TAG = "realmops.digest"
 EVALUATION_TAG = "realmops.evaluation_digest"
 PREDICTIONS_TAG = "realmops.predictions_sha256"
 CORPUS_TAG = "realmops.corpus_hash"
 QUESTIONS_TAG = "realmops.questions"
-STEPS_TAG = "realmops.weights_step"
 RULE_TAG = "realmops.em_rule"
 SHOWN = ("ece", "precision_at_30", "answered", "answered_precision")  # tags beside EM: what its confidence is worth
-COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifacts
 
 # The record of ``answering.record`` in MLflow's types; a figure with "?" may be missing, a list holds such objects.
 _PLACE = dict.fromkeys(("uri", "document_id", "passage_id", "title"), "string")
@@ -292,7 +284,7 @@ def _gathered(run: FinishedRun, root: Path, copy: bool) -> Iterator[Path]:
             _gather(run, Path(folder))
             yield Path(folder).absolute()
         return
-    final = (root / FOLDER / run.digest[:12]).absolute()
+    final = (root / PROMOTED / run.digest[:12]).absolute()
     with artifacts.atomic_folder(final) as folder:
         _gather(run, folder)
     yield final
@@ -302,33 +294,4 @@ def _gather(run: FinishedRun, folder: Path) -> None:
     for name, path in run.files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         artifacts.link_or_copy(path, folder / name)
-    artifacts.write_manifest(folder, KIND, digest=run.digest, sections=run.sections, weights_step=run.steps)
-
-
-# What the registered model, pyfunc.py, stands on.
-
-
-def open_promoted(folder: Path, registered: Path) -> Generation:
-    """A promoted model, ready on its device.
-
-    Args:
-        folder: where its files lie.
-        registered: the manifest that the registry has of them.
-
-    Raises ValueError that names the file when one is missing or is not what was registered.
-    """
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not there: the model's files were removed, or lie on another machine; name their folder with "
-            "model_config={'folder': ...}, or register it by 'realmops promote --copy'"
-        )
-    manifest = artifacts.read_manifest(folder, KIND)
-    if artifacts.sha256_file(folder / artifacts.MANIFEST) != artifacts.sha256_file(registered):
-        raise ValueError(
-            f"{folder / artifacts.MANIFEST} is not the registered one, {registered}: the folder holds another model"
-        )
-    place = str(folder / artifacts.MANIFEST)
-    run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
-    model = open_reading(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
-    version, step = manifest["digest"][:12], manifest.get("weights_step")
-    return Generation(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)
+    artifacts.write_manifest(folder, PROMOTED, digest=run.digest, sections=run.sections, weights_step=run.steps)

@@ -13,8 +13,8 @@ from mlflow.pyfunc.model import PythonModel, PythonModelContext
 from pandas import DataFrame
 
 from realmops.answering.answer import Found
-from realmops.commands.answers import Asked
-from realmops.commands.promote import open_promoted
+from realmops.answering.opened_model import Query
+from realmops.commands.open_model import open_promoted
 
 COLUMN = "question"
 
@@ -26,7 +26,7 @@ class RegisteredModel(PythonModel):
         """Open the files; ValueError when they are not those that were registered."""
         registered = Path(context.artifacts["manifest.json"])
         folder = (context.model_config or {}).get("folder", registered.parent)
-        self._generation = open_promoted(Path(folder), registered)
+        self._model = open_promoted(Path(folder), registered)
 
     def predict(
         self, context: PythonModelContext, model_input: DataFrame, params: dict[str, Any] | None = None
@@ -46,14 +46,14 @@ class RegisteredModel(PythonModel):
             span.set_inputs({COLUMN: question})
             with mlflow.start_span("retrieve", SpanType.RETRIEVER) as retrieval:
                 retrieval.set_inputs({"query": question})
-                [found] = self._generation.find([Asked(question)])
+                [found] = self._model.find([Query(question)])
                 retrieval.set_outputs([document.to_dict() for document in self._documents(found)])
-            [record] = self._generation.read([found])
+            [record] = self._model.read([found])
             span.set_outputs(record)
         return record
 
     def _documents(self, found: Found) -> Iterator[Document]:
-        snapshot = self._generation.model.snapshot
+        snapshot = self._model.model.snapshot
         for passage, score in zip(found.passages, found.relevance, strict=True):
             about = {"title": snapshot.title(passage), "doc_uri": snapshot.document_id(passage), "score": score}
             yield Document(page_content=snapshot.text(passage), metadata=about, id=snapshot.passage_id(passage))

@@ -25,12 +25,11 @@ from realmops.devices import device_and_dtype, tune_process
 from realmops.evaluate.predictions import PREDICTIONS, Prediction, read_predictions
 from realmops.evaluate.run_report import FigureTable, as_text
 from realmops.journal import Journal
-from realmops.model.checkpoint_files import load_models, weight_files
+from realmops.model.checkpoint_files import load_models
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embeddings import INDEX, embed_changed, load_index, save_index
 from realmops.stages import (
-    CORPUS,
     JOURNAL,
     METRICS,
     STAGES,
@@ -41,25 +40,14 @@ from realmops.stages import (
     external_files,
     parse_sections,
 )
+from realmops.stages.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
 from realmops.stages.runner import alone
 from realmops.stages.snapshot import counts, tell_rejects
 
-KIND = "update"
-FOLDER = "updates"
-RESULTS, ANSWERS = "results", "answers"  # folder of an update's answers, and the kind of its manifest
+ANSWERS = "answers"  # the kind of the manifest of an update's answers
 CHANGES = f"{RESULTS}/changed_answers.jsonl"
 _SHOWN = 10
 _CUT = 60
-
-
-@dataclass(frozen=True)
-class CorpusState:
-    """Where a corpus with its index and the answers over it lie: those of the pipeline or of an update."""
-
-    snapshot: Path
-    finetune: Path
-    results: Path
-    number: int  # of the update, 0 for the pipeline
 
 
 @dataclass(frozen=True)
@@ -89,7 +77,7 @@ def update(
     Raises ValueError when a stage that it builds on has not run, for a bad corpus, and where less than half of the
     passages are left, unless it ``may_shrink``.
     """
-    with alone(root / WORK, KIND):
+    with alone(root / WORK, UPDATE):
         before, answered = _checked_states(values, project, root)
         old = Snapshot.open(before.snapshot / "corpus")
         if (before.finetune / INDEX).is_file():
@@ -98,8 +86,8 @@ def update(
         options: SnapshotOptions = parse_section("snapshot", values["snapshot"])
         read = [str(documents), content_of(documents), options.format, options.broken_share]
         key = artifacts.digest_of([old.vocabulary_hash, old.manifest["settings"], *read])
-        work = root / WORK / "work" / f"{KIND}-{key[:16]}"
-        for other in work.parent.glob(f"{KIND}-*"):  # killed, and the documents have changed since
+        work = root / WORK / "work" / f"{UPDATE}-{key[:16]}"
+        for other in work.parent.glob(f"{UPDATE}-*"):  # killed, and the documents have changed since
             if other != work:
                 shutil.rmtree(other)
         task = _Task(values, project, root, report, before, answered, old, work)
@@ -130,12 +118,12 @@ def _publish(task: _Task, new: Snapshot) -> Path:
     name = new.corpus_hash[:12]
     # An earlier update may have had this corpus, under this model or another: it stays.
     names = itertools.chain([name], (f"{name}-{count}" for count in itertools.count(number)))
-    final = next(path for one in names if not (path := task.root / FOLDER / one).exists())
+    final = next(path for one in names if not (path := task.root / UPDATES / one).exists())
     with artifacts.atomic_folder(final) as out:
         shutil.copytree(task.work / "snapshot", out / "snapshot", copy_function=artifacts.link_or_copy)
         artifacts.write_json(out / METRICS, _embed(task, new, out))
         artifacts.write_manifest(
-            out, KIND, number=number, model=_model(of_pipeline(task.root)), corpus_hash=new.corpus_hash
+            out, UPDATE, number=number, model=model_digest(pipeline_state(task.root)), corpus_hash=new.corpus_hash
         )
     return final
 
@@ -144,52 +132,6 @@ def _same_places(new: Snapshot, old: Snapshot) -> bool:
     """Whether the passages are the same, with their titles, documents, other columns, and places in their sources."""
     files, before = new.manifest["files"], old.manifest["files"]
     return all(files[name] == before.get(name) for name in (TEXTS, PLACES)) and new.sources == old.sources
-
-
-def of_pipeline(root: Path) -> CorpusState:
-    """What the stages made, before any update."""
-    snapshot, finetune, results = (root / STAGES[name].folder for name in ("snapshot", "finetune", "evaluate"))
-    return CorpusState(snapshot, finetune, results, 0)
-
-
-def newest_state(root: Path) -> CorpusState:
-    """The newest update of the present model, or what the pipeline made."""
-    return states(root)[-1]
-
-
-def states(root: Path) -> list[CorpusState]:
-    """What the pipeline made, and the updates of the present model in their order; ValueError for a damaged newest."""
-    pipeline = of_pipeline(root)
-    model = _model(pipeline)
-    found = [pipeline]
-    for path in (root / FOLDER).glob(f"[!.]*/{artifacts.MANIFEST}"):
-        manifest = artifacts.read_manifest(path.parent, KIND, verify=False)
-        if manifest["model"] == model:
-            snapshot, finetune, results = (path.parent / name for name in ("snapshot", "finetune", RESULTS))
-            found.append(CorpusState(snapshot, finetune, results, manifest["number"]))
-    found.sort(key=lambda state: state.number)
-    if found[-1].number:
-        artifacts.read_manifest(found[-1].snapshot.parent, KIND)
-    return found
-
-
-def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
-    """What the stages made, and the newest update of it; ValueError when the present model has none."""
-    artifacts.read_manifest(root / STAGES["finetune"].folder, "finetune")
-    newest = newest_state(root)
-    if newest.number == 0:
-        raise ValueError(f"{root / FOLDER} holds no update of the present model; run 'realmops update' first")
-    return of_pipeline(root), newest
-
-
-def _model(pipeline: CorpusState) -> str:
-    """Return the digest of the pipeline's weights and corpus, which its updates begin from.
-
-    A closed-book model has no such weights, and is never updated.
-    """
-    weights = weight_files(pipeline.finetune, "retriever", "reader")
-    corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"{CORPUS}/{artifacts.MANIFEST}"]
-    return artifacts.digest_of([*(artifacts.sha256_file(path) for path in weights), corpus])
 
 
 def _checked_states(values: Values, project: Path, root: Path) -> tuple[CorpusState, CorpusState]:
@@ -278,7 +220,7 @@ def _embed(task: _Task, new: Snapshot, out: Path) -> dict[str, Any]:
     device, dtype = device_and_dtype(run)
     folder = out / "finetune"
     folder.mkdir()
-    model = of_pipeline(task.root).finetune  # an earlier update may have an old calibration
+    model = pipeline_state(task.root).finetune  # an earlier update may have an old calibration
     for path in (model / name for name in artifacts.read_manifest(model, "finetune")["files"]):
         if path.name not in (INDEX, artifacts.MANIFEST):
             copied = folder / path.relative_to(model)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from realmops.answering.confidence import Confidence
 from realmops.artifacts import atomic_file
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.evaluate.confidence import Confidence
 from realmops.evaluate.exact_match import Score
 
 if TYPE_CHECKING:

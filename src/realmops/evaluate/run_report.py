@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from realmops.artifacts import write_bytes
+from realmops.evaluate.calibration import coverage_curve, reliability
 from realmops.evaluate.charts import line_chart, number
-from realmops.evaluate.confidence import coverage_curve, reliability
 from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.evaluate.recall import SHOWN_AT
 from realmops.evaluate.report_page import page_of, table_of

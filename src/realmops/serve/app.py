@@ -17,13 +17,14 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
+from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
-from realmops.commands.answers import Asked, Generation
 from realmops.serve import feedback_routes, inference, page, reference, search_routes
-from realmops.serve.batching import Answerer, Busy, Closed, PendingAnswer
+from realmops.serve.batching import Busy, Closed, PendingAnswer, RequestBatcher
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT, Guard, Limits, Token, problem
 from realmops.serve.metrics import Metrics
-from realmops.serve.served_models import GenerationWatcher
+from realmops.serve.model_watcher import ModelWatcher
+from realmops.serve.served_model import ServedModel
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 _FOLDERS = re.compile(r"[^\s'\"(]*/")
@@ -50,21 +51,21 @@ class AnswerRequest(BaseModel):
             raise ValueError("give either 'question' or 'questions'")
         return self
 
-    def asked(self) -> list[Asked]:
+    def queries(self) -> list[Query]:
         texts = [self.question] if self.question is not None else self.questions or []
-        return [Asked(text, frozenset(self.without)) for text in texts]
+        return [Query(text, frozenset(self.without)) for text in texts]
 
 
 class AnswerService:
-    """Hands questions of a request to the answerer, and turns its refusals into HTTP's."""
+    """Submits the questions of a request to the batcher, and turns its errors into those of HTTP."""
 
-    def __init__(self, answerer: Answerer, watcher: GenerationWatcher) -> None:
-        self.answerer, self.watcher = answerer, watcher
+    def __init__(self, batcher: RequestBatcher, watcher: ModelWatcher) -> None:
+        self.batcher, self.watcher = batcher, watcher
         self.ending = False
 
     @property
     def name(self) -> str:
-        return self.watcher.origin.name
+        return self.watcher.source.name
 
     def known(self, name: str) -> None:
         """404 for another model than the one that serves."""
@@ -75,18 +76,18 @@ class AnswerService:
         """Return the model that serves, and why a newer one was refused; files are named without their folders."""
         refused = self.watcher.refused
         return {
-            "model": self.answerer.generation.about,
+            "model": self.batcher.served.about,
             "refused": refused and {**refused, "reason": without_folders(refused["reason"])},
             "registry_away": without_folders(self.watcher.away) or None,
         }
 
-    def take(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[PendingAnswer]:
-        """Accept all of a request's questions, for one generation: that which serves, or the one that is named."""
-        longest = max((len(one.question) for one in asked), default=0)
+    def take(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
+        """Accept all of a request's questions for one model: ``served``, or the one that serves."""
+        longest = max((len(one.question) for one in queries), default=0)
         if longest > QUESTION_LIMIT:
             raise HTTPException(422, f"the question has {longest} characters, at most {QUESTION_LIMIT} are read")
         try:
-            return self.answerer.ask(asked, generation)
+            return self.batcher.submit(queries, served)
         except InvalidRequest as error:
             raise HTTPException(422, str(error)) from None
         except Busy as error:
@@ -94,9 +95,9 @@ class AnswerService:
         except Closed as error:
             raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
 
-    async def answer(self, asked: Sequence[Asked]) -> list[Record]:
+    async def answer(self, queries: Sequence[Query]) -> list[Record]:
         """The records, in the order of the questions."""
-        return [await asyncio.wrap_future(ticket.record) for ticket in self.take(asked)]
+        return [await asyncio.wrap_future(ticket.record) for ticket in self.take(queries)]
 
 
 @asynccontextmanager
@@ -120,8 +121,8 @@ def event(name: str, value: object) -> str:
 
 
 def make_app(
-    answerer: Answerer,
-    watcher: GenerationWatcher,
+    batcher: RequestBatcher,
+    watcher: ModelWatcher,
     metrics: Metrics,
     token: str | None,
     limits: Limits,
@@ -134,9 +135,9 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
-    service = app.state.service = AnswerService(answerer, watcher)
+    service = app.state.service = AnswerService(batcher, watcher)
     app.state.token = None if token is None else Token(token)
-    app.state.feedback = feedback_routes.FeedbackKeeper(watcher.origin.root)
+    app.state.feedback = feedback_routes.FeedbackKeeper(watcher.source.root)
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
     async def answer(question: AnswerRequest) -> Response:
@@ -146,9 +147,9 @@ def make_app(
         where reading fails, each with the `index` of its question.
         """
         if question.stream:
-            events = _events(service.take(question.asked()))
+            events = _events(service.take(question.queries()))
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        records = await service.answer(question.asked())
+        records = await service.answer(question.queries())
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
     @app.get("/health/live", summary="The process runs")
@@ -157,12 +158,12 @@ def make_app(
 
     @app.get("/health/ready", summary="Questions are taken", response_model=None)
     async def ready() -> Response:
-        """What serves; `refused` says why a newer generation does not."""
+        """What serves; `refused` says why a newer model does not."""
         return JSONResponse({"ready": not service.ending, **service.state()}, 503 if service.ending else 200)
 
     @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
     async def figures() -> Response:
-        metrics.waiting.set(answerer.depth)
+        metrics.waiting.set(batcher.depth)
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/docs", include_in_schema=False)

@@ -1,7 +1,7 @@
-"""Questions of many callers answered together, by one thread, each from one generation.
+"""Questions of many callers answered in batches by one thread, each batch by one served model.
 
-Callers put their questions into a queue; the thread takes what has gathered there while it was at work, finds the
-passages of all of them at once and reads them packed. Nobody waits for a batch to fill.
+Callers put their questions into a queue; the thread takes those that arrived while it was busy, finds the passages of
+all of them at once and reads them packed. No question waits for a batch to fill.
 """
 
 import asyncio
@@ -14,27 +14,28 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from realmops.answering.answer import Found
+from realmops.answering.opened_model import Query
 from realmops.answering.record import Record
-from realmops.commands.answers import Asked, Generation
+from realmops.serve.served_model import ServedModel
 
 _LOG = logging.getLogger(__name__)
 WAITING = 256  # questions that wait or are being answered, of all callers
 
 
 class Busy(Exception):
-    """So many questions wait that no more are taken."""
+    """Too many questions are pending to accept more."""
 
 
 class Closed(Exception):
-    """No questions are taken any more: the process is about to end."""
+    """The server is shutting down and accepts no more questions."""
 
 
 @dataclass(eq=False)
 class PendingAnswer:
-    """One question on its way through: first what it is read from, then the record."""
+    """One accepted question: first what is read for it, then its record."""
 
-    asked: Asked
-    generation: Generation
+    query: Query
+    served: ServedModel
     found: Future[Found] = field(default_factory=Future)
     record: Future[Record] = field(default_factory=Future)
     gone: bool = False  # the caller hung up
@@ -44,8 +45,8 @@ class PendingAnswer:
             future.set_running_or_notify_cancel()
 
     async def sources(self) -> Record:
-        """What the question is read from, as soon as that is known."""
-        return self.generation.sources(await asyncio.wrap_future(self.found))
+        """Return the sources of the answer, as soon as they are known."""
+        return self.served.sources(await asyncio.wrap_future(self.found))
 
     def fail(self, error: BaseException) -> None:
         for future in (self.found, self.record):
@@ -53,21 +54,21 @@ class PendingAnswer:
                 future.set_exception(error)
 
 
-class Answerer:
-    """Answers questions from the generation that it holds; another one can take its place at any time.
+class RequestBatcher:
+    """Answers queued questions in batches by the served model, which can be replaced at any time.
 
-    Questions that were accepted are answered from the generation that was there when they were accepted.
+    A question is answered by the model that served when it was accepted.
 
     Args:
-        waiting: questions that are accepted at most and not yet answered.
-        tell: is told how many questions were answered together, in how many seconds of the thread.
+        waiting: maximum of questions that are accepted and not yet answered.
+        on_batch: called with the number of questions of a batch and the seconds that it took.
     """
 
     def __init__(
-        self, generation: Generation, *, waiting: int = WAITING, tell: Callable[[int, float], None] | None = None
+        self, served: ServedModel, *, waiting: int = WAITING, on_batch: Callable[[int, float], None] | None = None
     ) -> None:
-        self.generation = generation  # what new questions are answered from
-        self._waiting, self._tell = waiting, tell
+        self.served = served  # the model of new questions
+        self._waiting, self._on_batch = waiting, on_batch
         self._queue: deque[PendingAnswer] = deque()
         self.depth = 0  # accepted and not yet answered
         self._changed = threading.Condition()
@@ -75,26 +76,26 @@ class Answerer:
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
 
-    def swap(self, generation: Generation) -> None:
-        """From now on new questions are answered from this generation."""
+    def swap(self, served: ServedModel) -> None:
+        """Answer new questions by this model from now on."""
         with self._changed:
-            self.generation = generation
+            self.served = served
 
-    def ask(self, asked: Sequence[Asked], generation: Generation | None = None) -> list[PendingAnswer]:
-        """Accept questions, all or none, for one generation.
+    def submit(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
+        """Accept questions, all or none, for one model.
 
         Args:
-            generation: another one than that which serves.
+            served: another model than the one that serves.
 
         Raises InvalidRequest for a question that cannot be asked, Busy when too many wait, Closed at the end.
         """
-        generation = generation or self.generation
-        for one in asked:
-            generation.check(one)
-        tickets = [PendingAnswer(one, generation) for one in asked]
+        served = served or self.served
+        for query in queries:
+            served.check(query)
+        tickets = [PendingAnswer(query, served) for query in queries]
         with self._changed:
             if self._closed:
-                raise Closed("the server is about to end: ask another one")
+                raise Closed("the server is shutting down: retry on another replica")
             if self.depth + len(tickets) > self._waiting:
                 raise Busy(f"{self.depth} questions wait, at most {self._waiting} may: ask again a little later")
             self.depth += len(tickets)
@@ -103,7 +104,7 @@ class Answerer:
         return tickets
 
     def close(self) -> None:
-        """Take no more questions, and wait until those that were accepted are answered."""
+        """Accept no more questions, and wait until those that were accepted are answered."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -127,17 +128,17 @@ class Answerer:
                     raise error
                 self._answer([ticket])
             except Exception as own:
-                _LOG.error("no answer to %r", ticket.asked.question, exc_info=own)
+                _LOG.error("no answer to %r", ticket.query.question, exc_info=own)
                 ticket.fail(own)
 
     def _next_batch(self) -> list[PendingAnswer]:
-        """What has gathered, of one generation; empty at the end."""
+        """Collect pending requests into a batch for one served model; empty at the end."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
             batch: list[PendingAnswer] = []
-            while self._queue and len(batch) < self._queue[0].generation.together:
-                if batch and self._queue[0].generation is not batch[0].generation:
+            while self._queue and len(batch) < self._queue[0].served.batch_size:
+                if batch and self._queue[0].served is not batch[0].served:
                     break
                 batch.append(self._queue.popleft())
             return batch
@@ -147,12 +148,12 @@ class Answerer:
         if not batch:
             return
         started = time.perf_counter()
-        generation = batch[0].generation
-        found = generation.find([ticket.asked for ticket in batch])
+        served = batch[0].served
+        found = served.find([ticket.query for ticket in batch])
         for ticket, one in zip(batch, found, strict=True):
             if not ticket.found.done():
                 ticket.found.set_result(one)
-        for ticket, record in zip(batch, generation.read(found), strict=True):
+        for ticket, record in zip(batch, served.read(found), strict=True):
             ticket.record.set_result(record)
-        if self._tell is not None:
-            self._tell(len(batch), time.perf_counter() - started)
+        if self._on_batch is not None:
+            self._on_batch(len(batch), time.perf_counter() - started)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 
 from realmops import __version__
-from realmops.commands.answers import Asked
+from realmops.answering.opened_model import Query
 from realmops.serve.guard import QUESTION_LIMIT, QUESTIONS_LIMIT
 
 _HEADER = "inference-header-content-length"
@@ -47,7 +47,7 @@ async def metadata(request: Request, name: str, version: str = "") -> dict[str, 
     request.app.state.service.known(name)
     return {
         "name": name,
-        "versions": [request.app.state.service.answerer.generation.version],
+        "versions": [request.app.state.service.batcher.served.version],
         "platform": "realmops",
         "inputs": [{"name": "question", "datatype": "BYTES", "shape": [-1]}],
         "outputs": [{"name": output, "datatype": kind, "shape": [-1]} for output, kind in _OUTPUTS.items()],
@@ -65,7 +65,7 @@ async def model_ready(request: Request, name: str, version: str = "") -> Respons
 @router.post("/models/{name}/infer", summary="Answer questions (Open Inference)", response_model=None)
 @router.post("/models/{name}/versions/{version}/infer", include_in_schema=False, response_model=None)
 async def infer(request: Request, name: str, version: str = "") -> Response:
-    """Of a version that is named nothing is taken over: the newest generation answers, and says which it is."""
+    """Of a version that is named nothing is taken over: the newest model answers, and says which it is."""
     request.app.state.service.known(name)
     try:
         call, questions = read_call(await request.body(), request.headers.get(_HEADER))
@@ -75,7 +75,7 @@ async def infer(request: Request, name: str, version: str = "") -> Response:
     name_of_call = call.get("id")
     if isinstance(name_of_call, str) and not _is_text(name_of_call):  # it is sent back
         raise HTTPException(422, "id: it holds half a surrogate pair; write it whole")
-    records = await request.app.state.service.answer([Asked(question) for question in questions])
+    records = await request.app.state.service.answer([Query(question) for question in questions])
     columns: dict[str, list[Any]] = {
         **{name: [record[name] for record in records] for name in ("answer", "probability", "abstained")},
         "record": [json.dumps(record, ensure_ascii=False) for record in records],

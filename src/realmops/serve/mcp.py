@@ -9,12 +9,14 @@ from pydantic import Field
 
 from realmops import __version__
 from realmops.answering.answer import InvalidRequest
+from realmops.answering.opened_model import OpenedModel, Query
 from realmops.answering.passage_search import Search
 from realmops.answering.record import Record
 from realmops.artifacts import MANIFEST
-from realmops.commands.answers import Asked, ClosedBookModel, Generation, search_of
-from realmops.commands.search import search_of_run
+from realmops.commands.open_model import open_model
 from realmops.stages import STAGES, Report
+from realmops.stages.open_run import open_search
+from realmops.stages.tuned_model import ClosedBookModel
 
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
@@ -26,7 +28,7 @@ INSTRUCTIONS = (
 PASSAGES = 20  # of one call
 
 
-def server_of(searching: Search, generation: Generation | None) -> MCPServer[Any]:
+def server_of(passages: Search, opened: OpenedModel | None) -> MCPServer[Any]:
     """The server, with the tool ``search`` and, where a model answers, the tool ``answer``.
 
     Raises ValueError where the SDK is not installed.
@@ -49,21 +51,21 @@ def server_of(searching: Search, generation: Generation | None) -> MCPServer[Any
     ) -> Record:
         """Find passages of the documents, best first, each with its document and characters."""
         try:
-            return searching.search(query, k, [filters or {}])
+            return passages.search(query, k, [filters or {}])
         except InvalidRequest as error:  # the SDK repeats the text of no other error
             raise ToolError(str(error)) from None
 
     def answer(question: Annotated[str, Field(description="One question, to be answered by a quotation.")]) -> Record:
         """Answer a question by words quoted from the documents; "abstained" says that it is better not believed."""
-        assert generation is not None
+        assert opened is not None
         try:
-            [record] = generation.answer([Asked(question)])
+            [record] = opened.answer([Query(question)])
         except InvalidRequest as error:
             raise ToolError(str(error)) from None
         return record
 
     server.add_tool(search)
-    if generation is not None:
+    if opened is not None:
         server.add_tool(answer)
     return server
 
@@ -73,16 +75,14 @@ def serve_tools(root: Path, model: str | None, port: int | None, report: Report)
 
     Where no model reads passages there is the tool ``search`` alone.
     """
-    from realmops.serve.server import origin_of
-
-    generation = None
+    opened = None
     if model or (root / STAGES["finetune"].folder / MANIFEST).is_file():
         try:
-            generation = origin_of(root, model).open()
-            generation.probe()
+            opened = open_model(root, model)
+            opened.probe()
         except ClosedBookModel as error:
             report.say(f"mcp: the tool 'answer' is left out: {error}")
-    server = server_of(search_of(generation) if generation else search_of_run(root, report), generation)
+    server = server_of(opened.passage_search() if opened else open_search(root, report), opened)
     if port is None:
         server.run()
     else:

@@ -1,8 +1,8 @@
-"""What Prometheus is told."""
+"""Prometheus metrics."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector, generate_latest
 
-from realmops.commands.answers import Generation
+from realmops.serve.served_model import ServedModel
 
 _SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10)
 _QUESTIONS = (1, 2, 3, 4, 8, 16, 32)
@@ -35,14 +35,14 @@ class Metrics:
         self._batch.observe(questions)
         self._batch_seconds.observe(seconds)
 
-    def generation(self, generation: Generation | None) -> None:
-        """Another generation serves now; None where one was refused."""
-        self._loads.labels("refused" if generation is None else "served").inc()
-        if generation is not None:
-            self.serves(generation)
+    def model_changed(self, served: ServedModel | None) -> None:
+        """Count a newer model that serves now; None counts one that was refused."""
+        self._loads.labels("refused" if served is None else "served").inc()
+        if served is not None:
+            self.show_model(served)
 
-    def serves(self, generation: Generation) -> None:
-        self._info.info({name: str(value) for name, value in generation.about.items()})
+    def show_model(self, served: ServedModel) -> None:
+        self._info.info({name: str(value) for name, value in served.about.items()})
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

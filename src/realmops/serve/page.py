@@ -20,9 +20,9 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
+from realmops.answering.opened_model import Query
 from realmops.answering.passage_search import Wanted, highlights, stems_of
 from realmops.answering.record import Record, holds_all
-from realmops.commands.answers import Asked
 from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import PendingAnswer
 from realmops.serve.guard import COOKIE, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token
@@ -174,10 +174,10 @@ def _sign_in(request: Request, error: str, status: int) -> Response:
 
 
 async def _answered(request: Request, question: str, without: Sequence[str]) -> dict[str, Any]:
-    """What there is to show of a question: all from one generation, but for the answer of before the updates."""
+    """What there is to show of a question: all from one model, except the answer of before the updates."""
     service = request.app.state.service
-    asked = [Asked(question, frozenset(without))] + ([Asked(question)] if without else [])
-    tickets: list[PendingAnswer] = service.take(asked)
+    queries = [Query(question, frozenset(without))] + ([Query(question)] if without else [])
+    tickets: list[PendingAnswer] = service.take(queries)
     earlier, closed = None, False
     if "before" in request.query_params:
         try:
@@ -186,7 +186,7 @@ async def _answered(request: Request, question: str, without: Sequence[str]) -> 
             _LOG.exception("the documents of before cannot be opened")
             closed = True
     if earlier is not None:
-        tickets += service.take([Asked(question)], earlier)
+        tickets += service.take([Query(question)], earlier)
     shown = [_shown(ticket, await asyncio.wrap_future(ticket.record), without) for ticket in tickets]
     now, whole = shown[0], shown[1] if without else shown[0]
     begins = {one["passage_id"]: _begin(one) for one in whole.record["passages"]}
@@ -210,11 +210,11 @@ def _begin(passage: Record) -> str:
 
 def _shown(ticket: PendingAnswer, record: Record, without: Sequence[str]) -> Shown:
     cited = {one["passage_id"]: one for one in record["citations"]}
-    spoken = detect(record["question"], ticket.generation.model.snapshot.common_languages)
+    spoken = detect(record["question"], ticket.served.model.snapshot.common_languages)
     passages = tuple(_passages(record, cited, without, stems_of(record["question"], spoken)))
     first = record["citations"][0]["passage_id"] if cited else None
     best = next((one for one in passages if one.record["passage_id"] == first), None)
-    return Shown(record, ticket.generation.confidence is not None, passages, best)
+    return Shown(record, ticket.served.confidence is not None, passages, best)
 
 
 def _passages(

@@ -34,10 +34,10 @@ async def search(request: Request, asked: SearchRequest) -> Response:
 
     Filters are applied before the best are chosen: with a filter the first k are the first k of what it lets through.
     """
-    generation = request.app.state.service.answerer.generation
+    served = request.app.state.service.batcher.served
 
     def found() -> Response:
-        return JSONResponse(generation.searching.search(asked.query, asked.k, [asked.filters], asked.by))
+        return JSONResponse(served.shared_search.search(asked.query, asked.k, [asked.filters], asked.by))
 
     try:
         return await run_in_threadpool(found)  # all work, so that others are heard meanwhile

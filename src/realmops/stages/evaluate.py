@@ -10,6 +10,7 @@ import numpy as np
 from safetensors.torch import save
 
 from realmops import artifacts
+from realmops.answering.confidence import Confidence
 from realmops.answering.retrieval import Answering, Ranker, RetrieveAndRead
 from realmops.baselines.rankers import ranker_of
 from realmops.baselines.rule import answers_by_rule
@@ -18,8 +19,8 @@ from realmops.corpus.cloze import Sources
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype
+from realmops.evaluate.calibration import confidence_figures
 from realmops.evaluate.ceilings import ceilings
-from realmops.evaluate.confidence import Confidence, confidence_figures
 from realmops.evaluate.exact_match import Score, closed_book_floor, em_rules, score_predictions
 from realmops.evaluate.predictions import (
     FIRST_HITS,
@@ -39,7 +40,6 @@ from realmops.evaluate.recall import (
     recall_metrics,
 )
 from realmops.evaluate.run_report import write_report
-from realmops.evaluate.tuned import open_tuned
 from realmops.model.checkpoint_files import cpu_state, load_models
 from realmops.model.retriever import Retriever
 from realmops.search.approximate import Approximate, approximate
@@ -51,6 +51,7 @@ from realmops.search.hybrid import Hybrid
 from realmops.stages import JOURNAL, METRICS, Job
 from realmops.stages.common import open_snapshot, question_queries, questions_of, rank, sampled, warn_of_timeouts
 from realmops.stages.sharded_work import embeddings_of
+from realmops.stages.tuned_model import open_tuned
 
 TRAINED = ("ict", "pretrain", "finetune")
 HYBRID = "hybrid_"  # behind that, where words count beside embeddings

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from realmops.answering.answer import Answer
+from realmops.answering.confidence import Confidence
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import Answering, RetrieveAndRead
 from realmops.baselines import t5
@@ -12,10 +13,9 @@ from realmops.config import ENCODER, ClosedBookOptions, Finetune, Optimiser, Rea
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, keep_freed_memory
-from realmops.evaluate.confidence import Confidence, confidence_figures
+from realmops.evaluate.calibration import confidence_figures, fit_confidence
 from realmops.evaluate.exact_match import is_right, score_predictions
 from realmops.evaluate.recall import RECALL_AT
-from realmops.evaluate.tuned import save_tuned
 from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import add_spans, load_models
 from realmops.search.approximate import Approximate, approximate
@@ -30,6 +30,7 @@ from realmops.stages.common import (
     warn_of_timeouts,
 )
 from realmops.stages.finetune_retriever import EVIDENCE, ready_to_find, start_models
+from realmops.stages.tuned_model import save_tuned
 from realmops.train.fine_tuning import finetune, finetune_steps
 from realmops.train.fusion_weights import READING_OF_MADE, fit_reading, fit_to_questions
 from realmops.train.parallel import team
@@ -163,7 +164,7 @@ def _dev_figures(job: Job, questions: list[Question], answers: list[Answer]) -> 
     seed, wanted = job.section(RunOptions).seed, job.section(Finetune).wanted_precision
     score = score_predictions(questions, [answer.text for answer in answers], seed=seed)
     kept = _of_the_public(job, questions)
-    confidence = kept or Confidence.fit(answers, score.correct, wanted)
+    confidence = kept or fit_confidence(answers, score.correct, wanted)
     confidence.save(job.out)
     figures = confidence_figures(confidence, answers, score.correct, seed=seed)
     job.report.say(f"finetune: {_answered(confidence, figures, len(questions), came=kept is not None)}")

@@ -1,4 +1,4 @@
-"""A fine-tuned model, opened from its folder as whatever it was saved as."""
+"""Fine-tuned models in their folders: saved with the name of their class, and opened by it."""
 
 from pathlib import Path
 
@@ -10,9 +10,9 @@ from realmops.artifacts import read_json, write_json
 from realmops.baselines import t5
 from realmops.baselines.path import PathRetriever
 from realmops.baselines.rankers import ranker_of
-from realmops.config import Finetune
+from realmops.config import Finetune, RunOptions
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.devices import freeze_products
+from realmops.devices import device_and_dtype, freeze_products, tune_process
 from realmops.model.checkpoint_files import load_models
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import load_passages
@@ -20,6 +20,10 @@ from realmops.search.embeddings import load_passages
 KIND = "reader.json"  # in a stage folder; says which class can open it
 READERS: dict[str, type[Answering]] = {"pretrain": OpenQa, "ict": OpenQa, "t5": t5.ClosedBook}  # by finetune.reader
 QUESTIONS_IN_MEMORY = 1024  # whose passages by words or links are remembered
+
+
+class ClosedBookModel(ValueError):
+    """The model of a run answers without reading passages, so it can be neither queried nor explained."""
 
 
 def save_tuned(folder: Path, model: Answering) -> None:
@@ -60,6 +64,24 @@ def open_tuned(
     both = retriever.to(device), reader.to(device)
     model = kind(*both, snapshot, passages, options, dtype, ranker, words)
     model.restore(folder)
+    return model
+
+
+def open_reading(
+    folder: Path, options: Finetune, run: RunOptions, snapshot: Snapshot, index: Path | None = None
+) -> RetrieveAndRead:
+    """Open a fine-tuned model as ``open_tuned`` does, on the device of its run.
+
+    Raises ClosedBookModel for one that reads nothing.
+    """
+    tune_process(run.threads)
+    model = open_tuned(folder, options, snapshot, *device_and_dtype(run), index=index)
+    if not isinstance(model, RetrieveAndRead):
+        raise ClosedBookModel(
+            f"{folder} answers without reading (finetune.reader is {options.reader}), so its answers cite no passage: "
+            "search the run ('realmops search'), see its test answers ('realmops explain'), or fine-tune with "
+            "finetune.reader=pretrain or ict"
+        )
     return model
 
 

@@ -1,4 +1,4 @@
-"""What a generation is: everything that makes an answer, all of one moment, and taken over when any of it changes."""
+"""What a served model is: everything that makes an answer, all of one moment, and taken over when any of it changes."""
 
 import os
 import shutil
@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from serving import QUESTION, update
 from small_project import cli, write_json_lines
 from small_world import DOCUMENTS
 from torch import nn
 
+from realmops.answering.opened_model import Query
 from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
-from realmops.commands import answers
 from realmops.search.exact import Exact
-from realmops.serve.batching import Answerer
-from realmops.serve.served_models import GenerationWatcher, RunFolder
+from realmops.serve import model_watcher, served_model
+from realmops.serve.batching import RequestBatcher
+from realmops.serve.model_watcher import ModelWatcher
+from realmops.serve.served_model import RunFolder, ServedModel
+from realmops.stages.open_run import manifest_stats, open_run
 
 
 def commit(root: Path, change: Callable[[Path, dict[str, Any]], None]) -> None:
@@ -25,9 +29,7 @@ def commit(root: Path, change: Callable[[Path, dict[str, Any]], None]) -> None:
     manifest = read_json(final / MANIFEST)
     fields = {name: manifest[name] for name in ("fingerprint", "sections")}
     with atomic_folder(final) as stage:
-        for path in sorted(final.iterdir()):
-            if path.name != MANIFEST:
-                shutil.copyfile(path, stage / path.name)
+        shutil.copytree(final, stage, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
         change(stage, fields)
         write_manifest(stage, "finetune", **fields)
 
@@ -54,49 +56,49 @@ def decode(_: Path, fields: dict[str, Any]) -> None:
     fields["sections"]["finetune"]["decoding"] = "minimum_risk"
 
 
-def keeper_of(origin: RunFolder) -> GenerationWatcher:
-    mark = origin.mark()
-    return GenerationWatcher(origin, Answerer(origin.open()), mark, lambda generation: None)
+def watcher_of(source: RunFolder) -> ModelWatcher:
+    mark = source.mark()
+    return ModelWatcher(source, RequestBatcher(ServedModel.of(source.open())), mark, lambda served: None)
 
 
 @pytest.mark.parametrize("change", [recalibrate, remix, decode, weigh])
 def test_whatever_makes_the_answer_takes_over(copy: Path, change: Callable[..., None]) -> None:
-    watcher = keeper_of(RunFolder(copy / "root"))
-    before = watcher._answerer.generation
+    watcher = watcher_of(RunFolder(copy / "root"))
+    before = watcher._batcher.served
     commit(copy / "root", lambda folder, fields: None)
-    assert not watcher.look(), "the same files again are no other generation"
+    assert not watcher.poll(), "the same files again are no other generation"
     commit(copy / "root", change)
-    assert watcher.look()
-    after = watcher._answerer.generation
+    assert watcher.poll()
+    after = watcher._batcher.served
     assert after.version != before.version
-    assert not watcher.look()
-    watcher._answerer.close()
+    assert not watcher.poll()
+    watcher._batcher.close()
 
 
 def test_documents_that_are_named_otherwise_take_over(copy: Path) -> None:
     """The passages, and so the corpus hash, are the same ones; the citations are not."""
-    watcher = keeper_of(RunFolder(copy / "root"))
+    watcher = watcher_of(RunFolder(copy / "root"))
     write_json_lines(
         copy / "documents.jsonl",
         [{"title": title, "text": text, "url": "https://e.x/1"} for title, text, _ in DOCUMENTS],
     )
     where = ("--params", copy / "params.yaml", "--root", copy / "root")
     assert cli("run", "snapshot", "--force", *where).exit_code == 0
-    assert watcher.look()
-    [record] = watcher._answerer.generation.answer([answers.Asked(QUESTION)])
+    assert watcher.poll()
+    [record] = watcher._batcher.served.answer([Query(QUESTION)])
     assert record["citations"][0]["uri"] == "https://e.x/1"
-    watcher._answerer.close()
+    watcher._batcher.close()
 
 
 def test_a_new_calibration_reaches_an_earlier_update_and_the_next_one(copy: Path) -> None:
     root = copy / "root"
     update(copy, "Anna Berg was born in Bergen.")
-    watcher = keeper_of(RunFolder(root))
+    watcher = watcher_of(RunFolder(root))
     commit(root, recalibrate)
-    assert watcher.look()
-    served = watcher._answerer.generation
+    assert watcher.poll()
+    served = watcher._batcher.served
     assert (served.number, served.confidence and served.confidence.threshold) == (1, 0.25)
-    watcher._answerer.close()
+    watcher._batcher.close()
     update(copy, "Anna Berg was born in Oslo.")
     found = {read_json(path)["threshold"] for path in (root / "updates").glob("*/finetune/confidence.json")}
     assert 0.25 in found
@@ -104,9 +106,9 @@ def test_a_new_calibration_reaches_an_earlier_update_and_the_next_one(copy: Path
 
 def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader of before, and all else of after: that was served for good."""
-    from realmops.evaluate import tuned
+    from realmops.stages import tuned_model
 
-    root, real, swapped = copy / "root", tuned.load_models, []
+    root, real, swapped = copy / "root", tuned_model.load_models, []
 
     def load(*args: Any) -> Any:
         found = real(*args)
@@ -115,12 +117,12 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
             commit(root, lambda folder, fields: (weigh(folder), recalibrate(folder)))
         return found
 
-    monkeypatch.setattr(tuned, "load_models", load)
-    opened = answers.generation_of_run(root)
+    monkeypatch.setattr(tuned_model, "load_models", load)
+    opened = open_run(root)
     assert swapped
-    alone = answers.generation_of_run(root)
+    alone = open_run(root)
     assert opened.content == alone.content
-    assert opened.answer([answers.Asked(QUESTION)]) == alone.answer([answers.Asked(QUESTION)])
+    assert opened.answer([Query(QUESTION)]) == alone.answer([Query(QUESTION)])
     assert all(
         (one == other).all()
         for one, other in zip(opened.model.reader.parameters(), alone.model.reader.parameters(), strict=True)
@@ -128,10 +130,10 @@ def test_a_stage_that_is_committed_in_the_middle_is_not_mixed(copy: Path, monkey
 
 
 def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from realmops.evaluate import tuned
+    from realmops.stages import tuned_model
 
-    root, real = copy / "root", tuned.load_models
-    watcher = keeper_of(RunFolder(root))
+    root, real = copy / "root", tuned_model.load_models
+    watcher = watcher_of(RunFolder(root))
 
     def load(*args: Any) -> Any:
         found = real(*args)
@@ -139,26 +141,24 @@ def test_a_run_that_never_rests_is_refused_and_looked_at_again(copy: Path, monke
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(tuned, "load_models", load)
+        patched.setattr(tuned_model, "load_models", load)
         commit(root, recalibrate)
-        assert not watcher.look()
+        assert not watcher.poll()
         assert watcher.refused is not None
         assert "were replaced 3 times while they were read" in watcher.refused["reason"]
-    assert watcher.look()
+    assert watcher.poll()
     assert watcher.refused is None
-    watcher._answerer.close()
+    watcher._batcher.close()
 
 
 def test_a_refused_generation_is_tried_again_unchanged_and_not_at_once(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What failed for want of memory, say, is there a minute later; until then it is not opened at every look."""
-    from realmops.serve import served_models
-
     now, opened = [0.0], []
-    monkeypatch.setattr(served_models.time, "monotonic", lambda: now[0])
-    watcher = keeper_of(RunFolder(copy / "root"))
-    real = answers.generation_of_run
+    monkeypatch.setattr(model_watcher.time, "monotonic", lambda: now[0])
+    watcher = watcher_of(RunFolder(copy / "root"))
+    real = open_run
 
     def failing(root: Path) -> Any:
         opened.append(now[0])
@@ -166,43 +166,46 @@ def test_a_refused_generation_is_tried_again_unchanged_and_not_at_once(
             raise MemoryError("no memory for it")
         return real(root)
 
-    monkeypatch.setattr(served_models, "generation_of_run", failing)
+    monkeypatch.setattr(served_model, "open_run", failing)
     commit(copy / "root", recalibrate)
-    assert not watcher.look()
+    assert not watcher.poll()
     assert watcher.refused is not None
-    now[0] = served_models.AGAIN_AFTER - 1
-    assert not watcher.look()
+    now[0] = model_watcher.RETRY_SECONDS - 1
+    assert not watcher.poll()
     assert opened == [0.0], "not before its time"
-    now[0] = served_models.AGAIN_AFTER
-    assert watcher.look(), "the same files, tried again"
+    now[0] = model_watcher.RETRY_SECONDS
+    assert watcher.poll(), "the same files, tried again"
     assert watcher.refused is None
-    watcher._answerer.close()
+    watcher._batcher.close()
 
 
 def test_a_changed_manifest_in_its_place_is_seen(copy: Path) -> None:
-    before = answers.manifests_of(copy / "root")
+    before = manifest_stats(copy / "root")
     path = copy / "root/data/snapshot" / MANIFEST
     os.replace(shutil.copyfile(path, path.with_name(".new")), path)
-    assert answers.manifests_of(copy / "root") != before
+    assert manifest_stats(copy / "root") != before
 
 
-def test_a_served_generation_is_asked_with_copies_and_answers_the_same(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_warmed_up_model_has_copies_and_answers_the_same(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[nn.Module] = []
-    monkeypatch.setattr(answers, "pack_products", packed.append)
+
+    def pack(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+        packed.append(module)
+        return module
+
+    monkeypatch.setattr(served_model, "with_packed_linears", pack)
     origin = RunFolder(copy / "root")
-    keeper, asked = keeper_of(origin), [answers.Asked(QUESTION)]
+    watcher, asked = watcher_of(origin), [Query(QUESTION)]
     plain = origin.open()
     [told] = plain.answer(asked)
     commit(copy / "root", recalibrate)
-    assert keeper.look()
-    served = keeper._answerer.generation
+    assert watcher.poll()
+    served = watcher._batcher.served
     index, before = served.model.passages, plain.model.passages
     assert isinstance(index, Exact)
     assert isinstance(before, Exact)
     assert (index.often, before.often) == (True, False)
-    assert served.searching.passages is index, "one copy serves answers and searches"
+    assert served.shared_search.passages is index, "one copy serves answers and searches"
     assert packed == [served.model.retriever.query, served.model.reader]
     [again] = served.answer(asked)
     assert (again["answer"], again["p_y"]) == (told["answer"], told["p_y"])

@@ -1,0 +1,96 @@
+"""A model opened to answer: that of a run's folder, or the champion of a registered model."""
+
+import re
+import tempfile
+from collections.abc import Hashable
+from dataclasses import replace
+from pathlib import Path
+
+from realmops import artifacts
+from realmops.answering.confidence import Confidence
+from realmops.answering.opened_model import OpenedModel
+from realmops.config import parse_section
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.stages.open_run import open_run
+from realmops.stages.tuned_model import open_reading
+from realmops.tracking.registry import CHAMPION, ModelVersion, Registry
+from realmops.tracking.runs import tracking_folder
+
+PROMOTED = "promoted"  # the kind of a promoted model's manifest, and the folder of a run that holds such models
+CORPUS, FINETUNE = "corpus", "finetune"  # folders of a promoted model
+DIGEST_TAG = "realmops.digest"
+STEPS_TAG = "realmops.weights_step"
+COPIED_TAG = "realmops.copied"  # of versions whose files lie in MLflow's artifacts
+_ALIAS = re.compile(rf"models:/([\w-]+)@{CHAMPION}")
+
+
+def open_model(root: Path, model: str | None = None) -> OpenedModel:
+    """Open the champion that ``model`` (models:/NAME@champion) names, or without it the newest model of a run."""
+    return open_run(root) if model is None else Champion(model, root).open()
+
+
+class Champion:
+    """The version of a registered model that has the alias ``champion`` in MLflow's registry.
+
+    Args:
+        uri: models:/NAME@champion.
+        root: the folder of the run whose local registry is used where MLFLOW_TRACKING_URI names no server.
+    """
+
+    def __init__(self, uri: str, root: Path) -> None:
+        found = _ALIAS.fullmatch(uri)
+        if not found:
+            raise ValueError(f"--model is {uri!r}; expected models:/NAME@{CHAMPION}, as 'realmops promote' writes it")
+        self.name, self.root = found[1], root
+        self._registry = Registry(self.name, tracking_folder(root), "realmops")
+
+    def mark(self) -> Hashable:
+        """The version, and the digest of its files."""
+        version = self._version()
+        return version.number, version.tags.get(DIGEST_TAG)
+
+    def open(self) -> OpenedModel:
+        """Open the champion, every file compared with what was registered."""
+        version = self._version()
+        held = tempfile.TemporaryDirectory(prefix="realmops-champion-")
+        if version.tags.get(COPIED_TAG):
+            folder = self._registry.fetch(version, "", Path(held.name))
+            registered = folder / artifacts.MANIFEST
+        else:
+            registered = self._registry.fetch(version, artifacts.MANIFEST, Path(held.name))
+            folder = Path(self._registry.settings(version)["folder"])
+        opened = open_promoted(folder, registered)
+        step = version.tags.get(STEPS_TAG)
+        return replace(opened, version=version.uri, weights_step=None if step is None else int(step), held=held)
+
+    def _version(self) -> ModelVersion:
+        version = self._registry.champion()
+        if version is None:
+            raise ValueError(f"no version of {self.name} is its {CHAMPION}: run 'realmops promote --name {self.name}'")
+        return version
+
+
+def open_promoted(folder: Path, registered: Path) -> OpenedModel:
+    """Open a promoted model on the device of its run.
+
+    Args:
+        folder: its files.
+        registered: the manifest that the registry has of them.
+
+    Raises ValueError that names the file when one is missing or is not what was registered.
+    """
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not there: the model's files were removed, or lie on another machine; name their folder with "
+            "model_config={'folder': ...}, or register it by 'realmops promote --copy'"
+        )
+    manifest = artifacts.read_manifest(folder, PROMOTED)
+    if artifacts.sha256_file(folder / artifacts.MANIFEST) != artifacts.sha256_file(registered):
+        raise ValueError(
+            f"{folder / artifacts.MANIFEST} is not the registered one, {registered}: the folder holds another model"
+        )
+    place = str(folder / artifacts.MANIFEST)
+    run, options = (parse_section(name, manifest["sections"][name], place) for name in ("run", "finetune"))
+    model = open_reading(folder / FINETUNE, options, run, Snapshot.open(folder / CORPUS, verify=False))
+    version, step = manifest["digest"][:12], manifest.get("weights_step")
+    return OpenedModel(model, version, step, 0, Confidence.load(folder / FINETUNE), folder=folder / FINETUNE)
