@@ -181,7 +181,7 @@ def test_impossible_questions_are_told(tmp_path: Path) -> None:
     ("content", "form", "says"),
     [
         ("1\tfactoid\tWho?\t(Ann\n", AUTO, r":1: question '1': '\(Ann' is no regular expression \(missing \)"),
-        ("1\tx\tWho?\tAnn\n2\tWho?\tBo\n", AUTO, ":2: 3 columns, wanted 4"),
+        ("1\tx\tWho?\tAnn\n2\tWho?\tBo\n", AUTO, ":2: 3 columns, expected 4"),
         ("1\tx\tWho?\tAnn\n1\tx\tWho?\tAnn\n", AUTO, ":2: the id '1' was used at .*:1"),
         ("who?\t['Ann', 5]\n", AUTO, ":1: 'answers' is int"),
         ("who?\t('Ann',)\n", AUTO, ":1: the answers are no Python list"),
@@ -204,7 +204,7 @@ def test_impossible_questions_are_told(tmp_path: Path) -> None:
         ("[]", "squad", "the file is list, wanted a JSON object"),
         ("[" + "1" * 5000 + "]", AUTO, ":1: not valid JSON"),
         ("[" * 100_000, AUTO, "nested too deeply"),
-        ("question,answer\nwho?,Ann\nwhy?\n", AUTO, r":3: 1 columns, wanted 2 \(question, answer\)"),
+        ("question,answer\nwho?,Ann\nwhy?\n", AUTO, r":3: 1 columns, expected 2 \(question, answer\)"),
         ('question,answer\nwho?,"An\nn"\nwhy?,"B\n', AUTO, ":4: no line of a table"),
         ("question,answer\nwho?,\n", AUTO, ":2: the question 'who\\?' has no answer"),
         ("question,answers\nwho?,Ann;\n", AUTO, ":2: an answer of the question 'who\\?' is blank"),

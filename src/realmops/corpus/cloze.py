@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from realmops.artifacts import seed_for
 from realmops.corpus.masking import MOST_PASSAGES, passages_with
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.languages import ENGLISH, NO_BLANKS, languages
+from realmops.text.languages import ENGLISH, NO_BLANKS, compiled, languages
 from realmops.text.spans import token_spans
 
 DATE, NUMBER = "DATE", "NUMBER"  # labels: of dates by expression, and one that only stands here
@@ -42,6 +42,11 @@ _NUMBER, _YEAR = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?![\w-])"), re.compile
 _CLAUSE_ENDS = re.compile(r"[;:()]|,(?=\s)")
 # The same in other languages than English.
 _OTHER_MARKS, _OTHER_SENTENCE_ENDS = _MARKS + "，、；：（）「」『』《》“”„«»¿¡", _SENTENCE_ENDS + "。！？"
+_OTHER_LETTER = rf"[\w--[{NO_BLANKS}\p{{Hangul}}]]"
+_OTHER_NUMBER = rf"(?<!{_OTHER_LETTER}|[.,-])\d+(?:[.,]\d+)*(?!{_OTHER_LETTER}|-)"
+# A word, or two characters of a script without blanks; no mark is parted from its character.
+_OTHER_WORD = rf"(?:[[{NO_BLANKS}]--\p{{M}}]\p{{M}}*){{1,2}}|[^\s{NO_BLANKS}]+"
+_BLANK_BETWEEN_CHARACTERS = rf"(?<=[{NO_BLANKS}]) (?=[{NO_BLANKS}])"
 _OTHER_CLAUSE_ENDS = re.compile(r"[;:()，、；：（）]|,(?=\s)")
 
 
@@ -84,7 +89,7 @@ def numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int64]:
         free = np.ones(len(snapshot.body(passage)), bool)
         for start, stop in taken[passage]:
             free[start:stop] = False
-        expression = _NUMBER if snapshot.language_of(passage) == ENGLISH else _other_expressions()[0]
+        expression = _NUMBER if snapshot.language_of(passage) == ENGLISH else compiled(_OTHER_NUMBER)
         found = [match.span() for match in expression.finditer(snapshot.text(passage))]
         sentences = snapshot.sentences(passage)
         for place in token_spans(found, snapshot.chars(passage), sentences):
@@ -106,20 +111,9 @@ def question_word(label: str, answer: str, rng: np.random.Generator, language: s
 
 def _words(text: str, language: str) -> list[str]:
     """The words of a text, without the marks round them; two characters where a script has no blanks."""
-    parts = text.split() if language == ENGLISH else _other_expressions()[1].findall(text)
+    parts = text.split() if language == ENGLISH else compiled(_OTHER_WORD).findall(text)
     marks = _MARKS if language == ENGLISH else _OTHER_MARKS
     return [part.strip(marks) for part in parts if any(c.isalnum() for c in part)]
-
-
-@cache
-def _other_expressions() -> tuple[Any, Any]:
-    """A number, and a word or two characters of a script without blanks, in other languages than English."""
-    import regex
-
-    letter = rf"[\w--[{NO_BLANKS}\p{{Hangul}}]]"
-    number = rf"(?<!{letter}|[.,-])\d+(?:[.,]\d+)*(?!{letter}|-)"
-    two = rf"(?:[[{NO_BLANKS}]--\p{{M}}]\p{{M}}*){{1,2}}"  # no mark is parted from its character
-    return regex.compile(number, regex.V1), regex.compile(rf"{two}|[^\s{NO_BLANKS}]+", regex.V1)
 
 
 def as_question(words: Sequence[str], language: str) -> str:
@@ -127,15 +121,8 @@ def as_question(words: Sequence[str], language: str) -> str:
     if language == ENGLISH:
         return " ".join(words) + "?"
     text = " ".join(word for word in words if word)
-    text = _between_characters().sub("", text)
+    text = compiled(_BLANK_BETWEEN_CHARACTERS).sub("", text)
     return f"¿{text}?" if language == "es" else f"{text}？" if language in ("zh", "ja") else f"{text}?"
-
-
-@cache
-def _between_characters() -> Any:
-    import regex
-
-    return regex.compile(rf"(?<=[{NO_BLANKS}]) (?=[{NO_BLANKS}])")
 
 
 def cloze_questions(

@@ -9,8 +9,9 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from realmops.artifacts import canonical_json
 from realmops.text.compressed import DAMAGE, damage, open_compressed
@@ -18,7 +19,10 @@ from realmops.text.compressed import DAMAGE, damage, open_compressed
 LINE_LIMIT = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 PAGES = "realmops_pages"  # column of a passage: [page, the character of the passage at which it begins]
+_LONGEST_PROBLEM = 300  # characters of a library's message, which may quote the whole text
 _OWN_KEYS = {"title", "text", "id", "spans", PAGES}
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,28 @@ class Format:
     needs: str = ""
 
     def convert(self, raw: Raw) -> Outcome:
-        """What a record is; Rejected where it is broken."""
+        """Return what a record is; Rejected where it is broken or a library fails at it."""
+        return guarded(partial(self._convert, raw), partial(Rejected, raw.place))
+
+    def _convert(self, raw: Raw) -> Outcome:
         try:
             return self.understand(raw)
         except ValueError as error:
             return Rejected(raw.place, str(error).removeprefix(f"{raw.place}: "))
+
+
+def guarded(work: Callable[[], T], failed: Callable[[str], R]) -> T | R:
+    """What ``work`` makes of one record; where a library fails at it, what ``failed`` makes of the problem.
+
+    What is no fault of the record goes on: a disk, memory, a package that is missing, the wish to end.
+    """
+    try:
+        return work()
+    except (OSError, MemoryError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic in a library written in Rust is no Exception
+        problem = str(error).encode(errors="backslashreplace").decode()[:_LONGEST_PROBLEM]
+        return failed(f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
 
 
 def shown(name: str | Path) -> str:

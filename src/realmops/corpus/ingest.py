@@ -20,11 +20,9 @@ from realmops.corpus.formats import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
-_LONGEST_TOLD = 300  # characters of what a library says, which may be the whole text
 
 Records = list[tuple[str, list[Raw | Rejected]]]  # by the name of their format
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,26 +108,8 @@ class Progress:
 def convert(records: Records) -> list[Outcome]:
     """What each record is: a document, dropped or rejected."""
     return [
-        item
-        if isinstance(item, Rejected)
-        else guarded(partial(FORMATS[name].convert, item), partial(Rejected, item.place))
-        for name, items in records
-        for item in items
+        item if isinstance(item, Rejected) else FORMATS[name].convert(item) for name, items in records for item in items
     ]
-
-
-def guarded(work: Callable[[], T], failed: Callable[[str], R]) -> T | R:
-    """What ``work`` makes of one record; where a library fails at it, what ``failed`` makes of the problem.
-
-    What is no fault of the record goes on: a disk, memory, a package that is missing, the wish to end.
-    """
-    try:
-        return work()
-    except (OSError, MemoryError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:  # a panic in a library written in Rust is no Exception
-        told = str(error).encode(errors="backslashreplace").decode()[:_LONGEST_TOLD]
-        return failed(f"the record cannot be read ({type(error).__name__}: {told}); leave it out")
 
 
 @contextmanager

@@ -14,15 +14,13 @@ Numbers count everywhere. ``docs/data.md`` says how many answers of people are f
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from realmops.corpus.masking import MOST_PASSAGES
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.text.languages import LETTERS, NO_BLANKS, languages, placed
+from realmops.text.languages import LETTERS, NO_BLANKS, compiled, languages, placed
 
 NAME, PHRASE, NUMBER = "NAME", "PHRASE", "NUMBER"
 LONGEST, LONGEST_CHARACTERS = 4, 8  # words, and characters of scripts without blanks, of a phrase
@@ -35,6 +33,11 @@ _WITHOUT_CAPITALS = ("ar", "fa", "he", "hi", "ja", "ko", "ne", "ta", "th", "zh")
 _INSIDE = frozenset(
     ["al", "da", "de", "del", "della", "di", "do", "of", "van", "von"]
 )  # a name, between two capitalised words
+_UNIT = (
+    rf"\d+(?:[.,]\d+)*|[{NO_BLANKS}]\p{{M}}*"
+    rf"|[[\p{{L}}\p{{M}}]--[{NO_BLANKS}]][[\p{{L}}\p{{M}}\p{{N}}'’-]--[{NO_BLANKS}]]*"
+)
+_TWO_LETTERS = rf"(?:[[{LETTERS}]--[{NO_BLANKS}]][\p{{M}}'’.,-]*){{2}}"
 Entity = tuple[int, int, str]
 Unit = tuple[str, int, int]  # a word, or a character of a script without blanks, and its characters in the text
 
@@ -92,29 +95,12 @@ def _units(text: str) -> list[Unit]:
 
 
 def _composed_units(text: str) -> Iterator[Unit]:
-    return ((match[0], *match.span()) for match in _unit().finditer(text))
-
-
-@cache
-def _unit() -> Any:
-    import regex
-
-    return regex.compile(
-        rf"\d+(?:[.,]\d+)*|[{NO_BLANKS}]\p{{M}}*|[[\p{{L}}\p{{M}}]--[{NO_BLANKS}]][[\p{{L}}\p{{M}}\p{{N}}'’-]--[{NO_BLANKS}]]*",
-        regex.V1,
-    )
+    return ((match[0], *match.span()) for match in compiled(_UNIT).finditer(text))
 
 
 def _is_word(unit: str) -> bool:
     """Return whether a unit has two letters, as words have; combining marks are no letters."""
-    return _two_letters().match(unit) is not None
-
-
-@cache
-def _two_letters() -> Any:
-    import regex
-
-    return regex.compile(rf"(?:[[{LETTERS}]--[{NO_BLANKS}]][\p{{M}}'’.,-]*){{2}}", regex.V1)
+    return compiled(_TWO_LETTERS).match(unit) is not None
 
 
 def _beside(text: str, left: Unit, right: Unit) -> bool:

@@ -287,26 +287,23 @@ def _csv(path: Path) -> Iterator[_Record]:
         raise ValueError(columns)
     rows = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
-    while True:
-        place = f"{path}:{rows.line_num + 1}"
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise ValueError(f"{place}: no line of a table ({error}); correct it") from None
-        if not names:
-            names = [name.strip().lower() for name in row]
-            if "question" not in names or not {"answer", "answers"} & {*names}:  # as csv reads them, quotes and all
-                raise ValueError(columns)
-            continue
-        if not any(cell.strip() for cell in row):
-            continue
-        if len(row) != len(names):
-            raise ValueError(f"{place}: {len(row)} columns, wanted {len(names)} ({', '.join(names)})")
-        cells = dict(zip(names, row, strict=True))
-        answers = [cells["answer"]] if "answer" in cells else _in_cell(cells["answers"], place)
-        yield _Record(place, cells.get("id") or None, cells["question"], answers, cells.get("passage_id") or None)
+    line = 1
+    try:
+        for row in rows:
+            place, line = f"{path}:{line}", rows.line_num + 1
+            if not names:
+                names = [name.strip().lower() for name in row]
+                if "question" not in names or not {"answer", "answers"} & {*names}:  # as csv reads them, quotes and all
+                    raise ValueError(columns)
+            elif any(cell.strip() for cell in row):
+                if len(row) != len(names):
+                    raise ValueError(f"{place}: {len(row)} columns, expected {len(names)} ({', '.join(names)})")
+                cells = dict(zip(names, row, strict=True))
+                answers = [cells["answer"]] if "answer" in cells else _in_cell(cells["answers"], place)
+                own_id, passage = cells.get("id") or None, cells.get("passage_id") or None
+                yield _Record(place, own_id, cells["question"], answers, passage)
+    except csv.Error as error:
+        raise ValueError(f"{path}:{line}: no line of a table ({error}); correct it") from None
 
 
 def _delimiter(first: str) -> str | None:
@@ -428,7 +425,7 @@ def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str
         if text.strip():
             columns = text.split("\t")
             if len(columns) != count:
-                raise ValueError(f"{place}: {len(columns)} columns, wanted {count} with tabs between them ({names})")
+                raise ValueError(f"{place}: {len(columns)} columns, expected {count} with tabs between them ({names})")
             yield place, columns
 
 

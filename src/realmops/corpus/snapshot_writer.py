@@ -36,10 +36,10 @@ from realmops.artifacts import (
     write_json,
     write_manifest,
 )
-from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejected, shown
+from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejected, guarded, shown
 from realmops.corpus.formats import Source
 from realmops.corpus.incremental import Earlier
-from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, guarded, workers_in_order
+from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
 from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
 from realmops.corpus.snapshot_reader import (
     CONTINUES,

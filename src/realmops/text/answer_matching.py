@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.text.languages import ENGLISH, UNSPACED, languages
+from realmops.text.languages import ENGLISH, UNSPACED, compiled, languages
 
 MATCH_SECONDS = 1.0  # of processor time, for one expression in one text
 LONGEST_EXPRESSION = 10_000  # characters
@@ -25,6 +25,13 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ELIDING = ("fr", "it")  # languages in which an apostrophe ends an article
 _APOSTROPHE = re.compile("['’]")
 _ASCII_TOKEN = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
+_ANY_PUNCTUATION = r"[\p{P}$+<=>^`|~]"
+_UNSPACED_CHARACTER = rf"[{UNSPACED}]\p{{M}}*"
+# Such a character, runs of the Unicode categories L, M and N, else one character of neither Z nor C.
+_TOKEN = (
+    rf"{_UNSPACED_CHARACTER}|[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+"
+    r"|[^\p{L}\p{M}\p{N}\p{Z}\p{C}]"
+)
 CharSpan = tuple[int, int]
 
 
@@ -45,17 +52,8 @@ def _bare(text: str, language: str) -> str:
     text = unicodedata.normalize("NFC", text).lower()
     if language in _ELIDING:
         text = _APOSTROPHE.sub(" ", text)
-    mark, character = _marks_and_characters()
-    found: str = character.sub(r" \g<0> ", mark.sub("", text))
+    found: str = compiled(_UNSPACED_CHARACTER).sub(r" \g<0> ", compiled(_ANY_PUNCTUATION).sub("", text))
     return found
-
-
-@cache
-def _marks_and_characters() -> tuple[Any, Any]:
-    """Punctuation, and characters of scripts without blanks."""
-    import regex
-
-    return regex.compile(r"[\p{P}$+<=>^`|~]"), regex.compile(rf"[{UNSPACED}]\p{{M}}*")
 
 
 @cache
@@ -279,16 +277,5 @@ def _tokens(text: str) -> Sequence[tuple[str, int, int]]:
     if text.isascii():
         return [(match[0].lower(), *match.span()) for match in _ASCII_TOKEN.finditer(text)]
     return [
-        (unicodedata.normalize("NFD", match[0]).lower(), *match.span()) for match in _unicode_token().finditer(text)
+        (unicodedata.normalize("NFD", match[0]).lower(), *match.span()) for match in compiled(_TOKEN).finditer(text)
     ]
-
-
-@cache
-def _unicode_token() -> Any:
-    """A character of ``UNSPACED``, runs of the Unicode categories L, M and N, else one character of neither Z nor C."""
-    import regex
-
-    return regex.compile(
-        rf"[{UNSPACED}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+|[^\p{{L}}\p{{M}}\p{{N}}\p{{Z}}\p{{C}}]",
-        regex.V1,
-    )

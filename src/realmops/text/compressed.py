@@ -7,10 +7,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from realmops.artifacts import open_regular
 
+_UNPACKERS: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open}
 # What the standard library raises for damaged data; bz2 has no error of its own.
 DAMAGE = (EOFError, zlib.error, OSError)
 
@@ -22,13 +23,8 @@ def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     Raises ValueError when there is no such file; reading damaged data raises one of ``DAMAGE``.
     """
     with open_plain(path) as raw:
-        suffix = path.suffix.lower()
-        if suffix == ".gz":
-            yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)), raw.tell
-        elif suffix == ".bz2":
-            yield cast(BinaryIO, bz2.BZ2File(raw)), raw.tell
-        else:
-            yield raw, raw.tell
+        unpacked = _UNPACKERS[path.suffix.lower()](raw) if path.suffix.lower() in _UNPACKERS else raw
+        yield cast(BinaryIO, unpacked), raw.tell
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -40,7 +36,7 @@ def open_plain(path: Path) -> BinaryIO:
         file = open_regular(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    if path.suffix.lower() in (".gz", ".bz2") and os.fstat(file.fileno()).st_size == 0:
+    if path.suffix.lower() in _UNPACKERS and os.fstat(file.fileno()).st_size == 0:
         file.close()
         raise ValueError(f"{path}: the file is empty, which no compressed file is; copy or download it again")
     return file

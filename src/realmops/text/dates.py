@@ -9,16 +9,14 @@ Every pattern has a bounded length and no nested repetition: time is linear in t
 import re
 
 from realmops.text.languages import ENGLISH
-from realmops.text.local_dates import find_local_dates
+from realmops.text.local_dates import DAY, FREE, ISO_DAY, WHOLE, WINDOW, YEAR, find_local_dates
 
 _MONTH = (
     r"(?:January|February|March|April|May|June|July|August|September|October|November|December"
     r"|JANUARY|FEBRUARY|MARCH|APRIL|MAY|JUNE|JULY|AUGUST|SEPTEMBER|OCTOBER|NOVEMBER|DECEMBER"
     r"|(?:Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept|Sep|Oct|Nov|Dec)\b\.?)"
 )
-_DAY = r"(?:3[01]|[12]\d|0?[1-9])"
-_DAYS = rf"{_DAY}(?:st|nd|rd|th)?(?:\s?[-–—/]\s?{_DAY}(?:st|nd|rd|th)?)?"
-_YEAR = r"(?:1\d{3}|20\d{2}|2100)"
+_DAYS = rf"{DAY}(?:st|nd|rd|th)?(?:\s?[-–—/]\s?{DAY}(?:st|nd|rd|th)?)?"
 _ERA = r"(?:BCE|BC|CE|AD|B\.C\.E\.|B\.C\.|C\.E\.|A\.D\.)"
 _ORDINAL = (
     r"(?:(?:1?\d|2[01])(?:st|nd|rd|th)"
@@ -26,21 +24,18 @@ _ORDINAL = (
     r"|[Ee]leventh|[Tt]welfth|[Tt]hirteenth|[Ff]ourteenth|[Ff]ifteenth|[Ss]ixteenth|[Ss]eventeenth"
     r"|[Ee]ighteenth|[Nn]ineteenth|[Tt]wentieth|[Tt]wenty-first))"
 )
-# What may not touch the digits: it would make them part of a longer number, a word, a price or a code.
-_FREE = r"(?<![\w.,:/\\$€£¥#+=@'’-])"
-_WHOLE = r"(?![\w%°€$£])(?![.,:/-]\d)(?!-\w)"
 
 _PATTERNS = (
-    rf"{_FREE}{_YEAR}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])(?!\d|-\w|\.\d)",
-    rf"{_FREE}(?P<one>{_DAY})(?P<mark>[/.-])(?P<two>{_DAY})(?P=mark){_YEAR}{_WHOLE}",
-    rf"{_FREE}{_DAYS}\s(?:of\s)?{_MONTH}(?:,?\s{_YEAR}{_WHOLE})?(?!\w)",
-    rf"\b{_MONTH}\s{_DAYS}(?:,?\s{_YEAR}{_WHOLE}|(?!\w|[.,:/-]\d))",
-    rf"\b{_MONTH}(?:,|\sof)?\s{_YEAR}(?:\s?[-–—/]\s?(?:{_YEAR}|\d\d))?{_WHOLE}",
+    ISO_DAY,
+    rf"{FREE}(?P<one>{DAY})(?P<mark>[/.-])(?P<two>{DAY})(?P=mark){YEAR}{WHOLE}",
+    rf"{FREE}{_DAYS}\s(?:of\s)?{_MONTH}(?:,?\s{YEAR}{WHOLE})?(?!\w)",
+    rf"\b{_MONTH}\s{_DAYS}(?:,?\s{YEAR}{WHOLE}|(?!\w|[.,:/-]\d))",
+    rf"\b{_MONTH}(?:,|\sof)?\s{YEAR}(?:\s?[-–—/]\s?(?:{YEAR}|\d\d))?{WHOLE}",
     rf"\b{_ORDINAL}(?:\s(?:and|to|or)\s{_ORDINAL}|[-–—]{_ORDINAL})?[\s-][Cc]entur(?:y|ies)\b(?:\s{_ERA}(?!\w))?",
-    rf"(?:{_FREE}|(?<=[a-z]-))(?:1\d|20)\d0['’]?s\b",
+    rf"(?:{FREE}|(?<=[a-z]-))(?:1\d|20)\d0['’]?s\b",
     r"(?:(?<=\bthe\s)|(?<=\bearly\s)|(?<=\blate\s)|(?<=\bmid[-\s])|(?<=\bearly-)|(?<=\blate-))['’‘]?[1-9]0['’]?s\b",
-    rf"{_FREE}[1-9]\d{{0,3}}\s{_ERA}(?!\w)|\bAD\s[1-9]\d{{0,3}}{_WHOLE}",
-    rf"(?P<bare>(?:{_FREE}|(?<=[a-z]-)){_YEAR}(?:\s?[-–—/]\s?(?:{_YEAR}|\d\d))?{_WHOLE})",
+    rf"{FREE}[1-9]\d{{0,3}}\s{_ERA}(?!\w)|\bAD\s[1-9]\d{{0,3}}{WHOLE}",
+    rf"(?P<bare>(?:{FREE}|(?<=[a-z]-)){YEAR}(?:\s?[-–—/]\s?(?:{YEAR}|\d\d))?{WHOLE})",
 )
 # A cheap test of the place first: no date begins inside a word, few words begin like one.
 _START = (
@@ -49,7 +44,6 @@ _START = (
 )
 _DATE = re.compile(f"{_START}(?:{'|'.join(_PATTERNS)})")
 
-_WINDOW = 32
 _WORD_BEFORE = re.compile(r"([$€£¥]|[\w’'-]+\.?)[ \u00a0]?$")
 _WORD_AFTER = re.compile(r"[ \u00a0-](\w+)")
 
@@ -106,6 +100,6 @@ def _is_year(before: str, after: str) -> bool:
 def _neighbours(match: re.Match[str]) -> tuple[str, str]:
     """The words that stand right before and after a match with nothing but a blank between, "" for none."""
     text = match.string
-    before = _WORD_BEFORE.search(text[max(0, match.start() - _WINDOW) : match.start()])
-    after = _WORD_AFTER.match(text, match.end(), match.end() + _WINDOW)
+    before = _WORD_BEFORE.search(text[max(0, match.start() - WINDOW) : match.start()])
+    after = _WORD_AFTER.match(text, match.end(), match.end() + WINDOW)
     return before[1] if before else "", after[1] if after else ""

@@ -23,8 +23,13 @@ ENGLISH, AUTO = "en", "auto"
 NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"  # scripts without, between words
 UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # in Korean particles hang on the word
 _UNIT = rf"[[{UNSPACED}]--\p{{M}}]\p{{M}}*"  # a character of them with its marks
+_CLUSTER = r"\X"
+_MARKED_I = r"[Ii]\p{M}+"
 LETTERS = r"\p{L}\p{N}_\p{InSC=Vowel_Dependent}"  # what makes a word; other marks do not
 _LETTER = rf"[[{LETTERS}]--[{UNSPACED}]]"
+_WORD = rf"(?P<run>(?:{_UNIT})+)|{_LETTER}[[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]+"
+_TWO_LETTERS = rf"(?:{_LETTER}\p{{M}}*){{2}}"
+_NO_WORD = r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}--\p{InSC=Vowel_Dependent}]+"  # letters without a vowel sign
 SURE = 0.9  # of a language, from this probability on
 _LOOKED_AT = 2000  # characters of a text
 Placed = tuple[str, int, int]  # a word, with its start and end characters
@@ -44,6 +49,14 @@ class Language:
     in_years: frozenset[str] = frozenset()
     before_nouns: frozenset[str] = frozenset()
     also_words: frozenset[str] = frozenset()
+
+
+@cache
+def compiled(pattern: str) -> Any:
+    """Return a pattern compiled by ``regex``, which knows scripts and differences of sets; it is imported late."""
+    import regex
+
+    return regex.compile(pattern, regex.V1)
 
 
 @cache
@@ -96,7 +109,7 @@ def composed(text: str) -> str:
         return text
     if "\u0130" in text or "\u0307" in text:
         decomposed = unicodedata.normalize("NFD", text)
-        text = _marked_i().sub(lambda match: match[0].replace("\u0307", ""), decomposed)
+        text = compiled(_MARKED_I).sub(lambda match: match[0].replace("\u0307", ""), decomposed)
     return unicodedata.normalize("NFC", text)
 
 
@@ -104,7 +117,7 @@ def placed(find: Callable[[str], Iterator[Placed]], text: str) -> Iterator[Place
     """Return what ``find`` yields of the composed text, (word, start, end), with the characters of ``text`` itself."""
     if unicodedata.is_normalized("NFC", text) and "\u0307" not in text:
         return find(composed(text))
-    clusters = [(composed(match[0]), *match.span()) for match in _cluster().finditer(text)]
+    clusters = [(composed(match[0]), *match.span()) for match in compiled(_CLUSTER).finditer(text)]
     starts = [start for part, start, _ in clusters for _ in part]
     ends = [end for part, _, end in clusters for _ in part]
     whole = "".join(part for part, _, _ in clusters)
@@ -123,57 +136,15 @@ def word_spans(text: str) -> Iterator[Placed]:
 
 
 def _composed_words(text: str) -> Iterator[Placed]:
-    for match in _word().finditer(text):
+    for match in compiled(_WORD).finditer(text):
         word, (start, end) = match[0], match.span()
         if match["run"] is None:
-            if word.isalnum() or any(map(str.isalnum, word[1:])) or _two_letters().match(word):
+            if word.isalnum() or any(map(str.isalnum, word[1:])) or compiled(_TWO_LETTERS).match(word):
                 yield unicodedata.normalize("NFC", word.lower()), start, end
             continue
         # each character without marks, which is usual, is its own
-        begins = range(start, end) if word.isalpha() else [start + one.start() for one in _unit().finditer(word)]
-        if len(begins) > 1 or not _no_word().fullmatch(word):
+        units = compiled(_UNIT).finditer(word)
+        begins = range(start, end) if word.isalpha() else [start + one.start() for one in units]
+        if len(begins) > 1 or not compiled(_NO_WORD).fullmatch(word):
             for first, stop in zip(begins, [*begins[2:], end], strict=False):
                 yield unicodedata.normalize("NFC", text[first:stop].lower()), first, stop
-
-
-@cache
-def _marked_i() -> Any:
-    import regex
-
-    return regex.compile(r"[Ii]\p{M}+")
-
-
-@cache
-def _cluster() -> Any:
-    import regex
-
-    return regex.compile(r"\X")
-
-
-@cache
-def _word() -> Any:
-    import regex
-
-    return regex.compile(rf"(?P<run>(?:{_UNIT})+)|{_LETTER}[[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]+", regex.V1)
-
-
-@cache
-def _two_letters() -> Any:
-    import regex
-
-    return regex.compile(rf"(?:{_LETTER}\p{{M}}*){{2}}", regex.V1)
-
-
-@cache
-def _unit() -> Any:
-    import regex
-
-    return regex.compile(_UNIT, regex.V1)
-
-
-@cache
-def _no_word() -> Any:
-    """A character of an alphabet without blanks, without a vowel sign."""
-    import regex
-
-    return regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}--\p{InSC=Vowel_Dependent}]+", regex.V1)

@@ -12,12 +12,14 @@ from functools import cache
 
 from realmops.text.languages import languages
 
-_DAY, _YEAR, _ROMAN = r"(?:3[01]|[12]\d|0?[1-9])", r"(?:1\d{3}|20\d{2}|2100)", r"[IVX]{1,6}"
-_FREE, _WHOLE = r"(?<![\w.,:/\\$€£¥#+=@'’-])", r"(?![\w%°€$£])(?![.,:/-]\d)(?!-\w)"
+DAY, YEAR, _ROMAN = r"(?:3[01]|[12]\d|0?[1-9])", r"(?:1\d{3}|20\d{2}|2100)", r"[IVX]{1,6}"
+# What may not touch the digits: it would make them part of a longer number, a word, a price or a code.
+FREE, WHOLE = r"(?<![\w.,:/\\$€£¥#+=@'’-])", r"(?![\w%°€$£])(?![.,:/-]\d)(?!-\w)"
+ISO_DAY = rf"{FREE}{YEAR}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])(?!\d|-\w|\.\d)"
 _SIGNS = {"zh": ("年", "月", "[日号號]"), "ja": ("年", "月", "日"), "ko": ("년", "월", "일")}
 _IN_WORDS = "一二三四五六七八九十"
 _BEFORE, _AFTER = re.compile(r"(\w+)[ \u00a0]$"), re.compile(r"[ \u00a0](\w+)")
-_WINDOW = 32
+WINDOW = 32
 
 
 def find_local_dates(text: str, language: str) -> list[tuple[int, int]]:
@@ -33,14 +35,14 @@ def _is_date(match: re.Match[str], language: str) -> bool:
 
 def _is_short(match: re.Match[str]) -> bool:
     """Return whether the name of a month is cut by a full stop that does not end the sentence."""
-    after = match.string[match.end() : match.end() + _WINDOW].lstrip()
+    after = match.string[match.end() : match.end() + WINDOW].lstrip()
     return match[0].endswith(".") and bool(after) and not after[0].isupper()
 
 
 def _is_year(match: re.Match[str], language: str) -> bool:
     text, known = match.string, languages()[language]
-    before = _BEFORE.search(text[max(0, match.start() - _WINDOW) : match.start()])
-    after = _AFTER.match(text, match.end(), match.end() + _WINDOW)
+    before = _BEFORE.search(text[max(0, match.start() - WINDOW) : match.start()])
+    after = _AFTER.match(text, match.end(), match.end() + WINDOW)
     if (before and before[1].isdigit()) or (after and after[1].isdigit()):
         return False
     return after is None or after[1] in known.stop or (before is not None and before[1].lower() in known.in_years)
@@ -52,13 +54,13 @@ def _pattern(language: str) -> re.Pattern[str]:
     known = languages()[language]
     month = f"(?i:{_any(names)})\\b\\.?"
     of = rf"(?:(?:{_any(known.of)})\s)?" if known.of else ""
-    day = rf"{_DAY}(?:\.º|[.ºª°]|er\b)?"
+    day = rf"{DAY}(?:\.º|[.ºª°]|er\b)?"
     days = rf"{day}(?:\s?[-–—/]\s?{day}|\s\w{{1,3}}\s{day})?"
     alone = f"(?i:(?P<word>{_any(known.also_words) or '(?!)'})|{_any(names)})\\b"
     one, century = rf"\d{{1,2}}(?:\.º|[.ºª°]|er?|ème|-?й)?|{_ROMAN}(?:e|ème)?", f"(?i:{known.century})\\b"
     patterns = [
-        rf"{_FREE}{_YEAR}-(?:0[1-9]|1[0-2])-(?:0[1-9]|[12]\d|3[01])(?!\d|-\w|\.\d)",
-        rf"{_FREE}{_DAY}(?P<mark>[/.-])(?:1[0-2]|0?[1-9])(?P=mark){_YEAR}{_WHOLE}",
+        ISO_DAY,
+        rf"{FREE}{DAY}(?P<mark>[/.-])(?:1[0-2]|0?[1-9])(?P=mark){YEAR}{WHOLE}",
     ]
     if signs := _SIGNS.get(language):
         year, of_year, of_month = signs
@@ -71,18 +73,18 @@ def _pattern(language: str) -> re.Pattern[str]:
         ]
     elif names:
         patterns += [
-            rf"{_FREE}{days}\s?{of}{month}(?:,?\s{of}{_YEAR}{_WHOLE})",
-            rf"{_FREE}{days}\s?{of}{alone}\.?",
-            rf"\b{month}\s{of}{_YEAR}(?:\s?[-–—/]\s?(?:{_YEAR}|\d\d))?{_WHOLE}",
-            rf"{_FREE}[1-9]\d{{0,3}}\s?(?:{_any(eras)})(?!\w)",
-            rf"{_FREE}(?:1\d|20)\d0er(?:[-\s]Jahren?)?\b",
+            rf"{FREE}{days}\s?{of}{month}(?:,?\s{of}{YEAR}{WHOLE})",
+            rf"{FREE}{days}\s?{of}{alone}\.?",
+            rf"\b{month}\s{of}{YEAR}(?:\s?[-–—/]\s?(?:{YEAR}|\d\d))?{WHOLE}",
+            rf"{FREE}[1-9]\d{{0,3}}\s?(?:{_any(eras)})(?!\w)",
+            rf"{FREE}(?:1\d|20)\d0er(?:[-\s]Jahren?)?\b",
         ]
         if known.century:
             patterns += [
                 rf"(?<![\w.,])(?:{one})\s{century}(?:\s(?:{_any(eras)}))?",
                 rf"\b{century}\s(?:al\s|a\s)?(?:{_ROMAN}|\d{{1,2}})(?:-lea)?\b(?:\s(?:{_any(eras)}))?",
             ]
-    bare = rf"(?P<bare>{_FREE}{_YEAR}(?:\s?[-–—/]\s?(?:{_YEAR}|\d\d))?{_WHOLE})"
+    bare = rf"(?P<bare>{FREE}{YEAR}(?:\s?[-–—/]\s?(?:{YEAR}|\d\d))?{WHOLE})"
     return re.compile("|".join([*patterns, bare]))
 
 

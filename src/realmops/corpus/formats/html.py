@@ -4,10 +4,10 @@ import logging
 import re
 from encodings import normalize_encoding
 from encodings.aliases import aliases
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from realmops.corpus.documents import Dropped, Outcome, Rejected, document_or_dropped
+from realmops.corpus.documents import Dropped, Outcome, Rejected, document_or_dropped, guarded
 
 PAGE_LIMIT = 4 << 20  # characters; Common Crawl itself cuts at 1 MiB
 TAG_LIMIT = 50_000  # the extractor does some 20,000 a second
@@ -57,12 +57,10 @@ def page_outcome(page: str, place: str, *, title: str = "", url: str | None = No
     """
     if len(page) > PAGE_LIMIT or page.count("<") > TAG_LIMIT or any(map(_has_many_attributes, _LONG_TAG.findall(page))):
         return Dropped(place, "too_long")
-    _trafilatura()  # one that cannot be imported is no fault of the page
-    try:
-        own_title, text, own_date = _main_text(page, url)
-    except Exception as error:  # the extractor promises nothing about broken pages
-        problem = f"the page cannot be read ({type(error).__name__}: {error}); leave it out"
-        return Rejected(place, problem)
+    found = guarded(partial(_main_text, page, url), partial(Rejected, place))
+    if isinstance(found, Rejected):
+        return found
+    own_title, text, own_date = found
     if not text:
         return Dropped(place, "no_main_text")
     known = {"url": url, "date": own_date or date}

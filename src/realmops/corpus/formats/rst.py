@@ -5,7 +5,7 @@ from functools import cache, partial
 from pathlib import PurePath
 from typing import Any
 
-from realmops.corpus.documents import Format, Outcome, Raw, Rejected, document_or_dropped
+from realmops.corpus.documents import Format, Outcome, Raw, document_or_dropped
 from realmops.corpus.formats.text import decode, whole_file
 
 _LIMIT = 1 << 18  # characters; docutils reads some 50,000 a second
@@ -30,23 +30,19 @@ class _TooLongError(ValueError):
 
 
 def _convert(raw: Raw) -> Outcome:
-    try:
-        source = decode(raw.data["bytes"], is_page=False)
-    except ValueError as error:
-        return Rejected(raw.place, str(error))
+    source = decode(raw.data["bytes"], is_page=False)
     longest = max(map(len, source.splitlines()), default=0)
     if len(source) > _LIMIT or longest > _LINE_LIMIT or sum(1 for _ in _MARKS.finditer(source)) > _MARK_LIMIT:
-        return Rejected(
-            raw.place,
+        raise ValueError(
             f"the text is longer than {_LIMIT >> 10} Ki characters, has a line of more than {_LINE_LIMIT:,}, or has "
-            f"more than {_MARK_LIMIT:,} marks; split it",
+            f"more than {_MARK_LIMIT:,} marks; split it"
         )
     try:
         title, text = _read(source)
-    except _TooLongError as error:
-        return Rejected(raw.place, str(error))
+    except _TooLongError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        return Rejected(raw.place, f"docutils cannot read it ({type(error).__name__}); correct the file")
+        raise ValueError(f"docutils cannot read it ({type(error).__name__}); correct the file") from None
     title = title or PurePath(raw.data["name"]).stem.replace("_", " ")
     return document_or_dropped({"title": title, "text": text}, raw.place)
 

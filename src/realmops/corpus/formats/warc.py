@@ -9,10 +9,11 @@ import io
 import re
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
+from realmops.corpus.documents import Dropped, Format, Outcome, Raw, Rejected, document_or_dropped, guarded
 from realmops.corpus.formats.html import decode_page, page_outcome
 from realmops.text.compressed import open_plain
 
@@ -172,12 +173,7 @@ def _understand(raw: Raw) -> Outcome:
     kind, record = raw.data["type"], raw.data["record"]
     if record is None:
         return Dropped(raw.place, "too_long" if kind in _KEPT else "record_type")
-    try:
-        return _page(record, raw.place)
-    except ImportError:
-        raise  # no fault of the record
-    except Exception as error:  # warcio promises nothing about broken records
-        return Rejected(raw.place, f"the record cannot be read ({type(error).__name__}: {error}); leave it out")
+    return guarded(partial(_page, record, raw.place), partial(Rejected, raw.place))
 
 
 class _Brotli:
