@@ -255,13 +255,8 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
     from realmops.commands.answers import generation_of_run
 
     generation = generation_of_run(answering / "root")
-    options = replace(
-        generation.model.options,
-        reader_candidates=5,
-        reader_wordpieces=wordpieces,
-        answer_wordpieces=10,
-        span_width=256,
-    )
+    sizes = {"reader_candidates": 5, "reader_wordpieces": wordpieces, "answer_wordpieces": 10, "span_width": 256}
+    options = generation.model.options.model_copy(update=sizes)
     assert replace(generation, model=replace(generation.model, options=options)).together == together
 
 

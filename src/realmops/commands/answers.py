@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -187,7 +187,7 @@ def _generation_of_run(root: Path, where: CorpusState | None) -> Generation:
     where = where or newest_state(root)
     model = open_run(root, where)
     read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
-    version = digest_of([read, asdict(model.options), str(model.dtype)])[:12]
+    version = digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
     indexed = read_json(where.snapshot.parent / MANIFEST)["files"] if where.number else files
     index = [entry["sha256"] for name, entry in sorted(indexed.items()) if Path(name).name == INDEX]
     content = digest_of([version, model.snapshot.manifest["files"], index])

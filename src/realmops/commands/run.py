@@ -7,7 +7,7 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.commands.questions import make_cloze
-from realmops.config import CLOSED_BOOK, Values, notes, parse_section
+from realmops.config import CLOSED_BOOK, Values, parse_section
 from realmops.corpus.conll import read_conll
 from realmops.corpus.formats import sources
 from realmops.corpus.pretrained import read_encoder_tokenizer
@@ -69,6 +69,52 @@ def _look_ahead(names: Sequence[str], values: Values, project: Path, root: Path,
     if any("bert" in STAGES[name].sections for name in names) and (init := values["bert"]["init"]) != "small":
         for note in encoder_notes(encoder_folder(init)):
             report.warn(note)
+
+
+def notes(stages: Collection[str], values: Values) -> Iterator[str]:
+    """Yield warnings about options of these stages that are allowed and seldom intended."""
+    block, question = values["snapshot"]["block_wordpieces"], values["finetune"]["query_wordpieces"]
+    for name, beside in (("pretrain", 0), ("finetune", question)):
+        if name in stages and (limit := values[name]["reader_wordpieces"]) < block:
+            yield (
+                f"passages have up to snapshot.block_wordpieces={block} wordpieces, and the reader sees no more than "
+                f"{name}.reader_wordpieces={limit} of one and the text beside it: raise that to {block + beside}, or "
+                "the ends of long passages are not read"
+            )
+    yield from _rates(stages, values)
+
+
+FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # least and most of a reader's and a tagger's learning rate that went well
+_RATES = (  # of what starts as the encoder: the stage, its key, and the key without which nothing learns by it
+    ("tag", "learning_rate", "steps"),
+    ("ict", "reader_learning_rate", "reader_steps"),
+    ("pretrain", "reader_learning_rate", "steps"),
+    ("finetune", "reader_learning_rate", "epochs"),
+)
+
+
+def _rates(stages: Collection[str], values: Values) -> Iterator[str]:
+    """Yield a warning about learning rates that suit the other kind of encoder."""
+    init = values["bert"]["init"]
+    small = init == "small"
+    idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
+    idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
+    wrong = []
+    for stage, key, amount in _RATES:
+        rate = values[stage][key]
+        learns = stage in stages and stage not in idle and values[stage][amount]
+        if learns and (rate < FROM_SCRATCH if small else rate > PRE_TRAINED):
+            wrong.append(f"{stage}.{key}={rate:g}")
+    if wrong and small:
+        yield (
+            f"bert.init is small, an encoder from scratch, and {', '.join(wrong)} suits one that is pre-trained: the "
+            f"model may learn little. Leave out the preset for such an encoder, or set {FROM_SCRATCH:g} or more"
+        )
+    elif wrong:
+        yield (
+            f"bert.init is {init}, a pre-trained encoder, and {', '.join(wrong)} suits one from scratch: it may forget "
+            f"what it knows. Add a preset for such an encoder, as minilm, or set {PRE_TRAINED:g} or less"
+        )
 
 
 def encoder_notes(folder: Path) -> Iterator[str]:
