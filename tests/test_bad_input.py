@@ -253,7 +253,7 @@ def test_bad_options_are_refused(project: Path) -> None:
     """On the command line and in the file; what else may be wrong with them is in test_config.py."""
     refused(run(project, "snapshot", "--set", "pretrain.step=5"), "unknown key pretrain.step", "is steps meant?")
     write_params(project / "params.yaml", {**toy_values(), "ict": {"steps": "5 steps"}})
-    refused(run(project, "snapshot"), "params.yaml", "ict.steps", "'5 steps'", "it must be a whole number")
+    refused(run(project, "snapshot"), "params.yaml", "ict.steps", "'5 steps'", "it must be a valid integer")
     assert not (project / "root").exists()
 
 

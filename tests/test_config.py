@@ -11,7 +11,7 @@ from realmops import config
 from realmops.artifacts import write_json
 from realmops.cli import main
 from realmops.commands.params import rewritten
-from realmops.config import PACKAGE, SECTIONS, Pretrain, load, merge, parse_section, parse_setting, preset_path
+from realmops.config import PACKAGE, SECTIONS, Pretrain, checked, load, parse_section, parse_setting, preset_path
 from realmops.config_yaml import LARGEST_FILE, read_params, read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -74,21 +74,28 @@ def test_code_has_no_defaults() -> None:
     [
         ("  seed: 0 ", "  sed: 0 ", r"line 7: unknown key run\.sed; its keys are seed, device, .*; is seed meant\?"),
         ("ict:\n", "itc:\n", r"line \d+: unknown section 'itc'; sections are run, bert, .*; is ict meant\?"),
-        ("  device: auto ", "  device: gpu ", r"line 8: run\.device is 'gpu'; it must be 'auto', 'cpu' or 'cuda'"),
-        ("  heads: 4 ", "  heads: 4.0 ", r"bert\.heads is 4\.0 \(float\); it must be a whole number"),
-        ("  heads: 4 ", "  heads: true ", r"bert\.heads is True \(bool\); it must be a whole number"),
-        ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); it must be a whole number"),
-        ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0; it must be greater than 0"),
-        ("  subjects: 300 ", "  subjects: 59 ", r"sample\.subjects is 59; it must be greater than or equal to 60"),
-        ("  dropout: 0.0 ", "  dropout: much ", r"bert\.dropout is 'much' \(str\); it must be a number"),
-        ("  dropout: 0.0 ", "  dropout: -0.1 ", r"bert\.dropout is -0\.1; it must be greater than or equal to 0"),
-        ("  dropout: 0.0 ", "  dropout: 1.5 ", r"bert\.dropout is 1\.5; it must be less than or equal to 1"),
-        ("  dropout: 0.0 ", "  dropout: false ", r"bert\.dropout is False \(bool\); it must be a number"),
-        ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan; it must be a finite number"),
-        ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf; it must be a finite number"),
-        ("  init: small ", "  init: 7 ", r"bert\.init is 7 \(int\); it must be text"),
-        ("  share_embedders: true", "  share_embedders: 1 ", r"share_embedders is 1 \(int\); it must be true or false"),
-        ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0; it must be greater than 0"),
+        (
+            "  device: auto ",
+            "  device: gpu ",
+            r"line 8: run\.device is 'gpu' \(str\); it must be 'auto', 'cpu' or",
+        ),
+        ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); it must be a valid integer"),
+        ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0 \(int\); it must be greater than 0"),
+        (
+            "  subjects: 300 ",
+            "  subjects: 59 ",
+            r"sample\.subjects is 59 \(int\); it must be .*equal to 60",
+        ),
+        ("  dropout: 0.0 ", "  dropout: much ", r"bert\.dropout is 'much' \(str\); it must be a valid number"),
+        (
+            "  dropout: 0.0 ",
+            "  dropout: -0.1 ",
+            r"bert\.dropout is -0\.1 \(float\); it must be .*equal to 0",
+        ),
+        ("  dropout: 0.0 ", "  dropout: 1.5 ", r"bert\.dropout is 1\.5 \(float\); it must be less than or equal to 1"),
+        ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan \(float\); it must be a finite number"),
+        ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf \(float\); it must be a finite number"),
+        ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0 \(int\); it must be greater than 0"),
     ],
 )
 def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
@@ -102,20 +109,20 @@ def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("bert.heads", "4", r"is '4' \(str\); it must be a whole number"),
-        ("bert.heads", 4.0, r"is 4\.0 \(float\); it must be a whole number"),
-        ("bert.heads", True, r"is True \(bool\); it must be a whole number"),
-        ("bert.heads", 2**63, r"is 9223372036854775808; it must be less than or equal to 9223372036854775807"),
-        ("run.seed", 10**400, r"; it must be less than or equal to 9223372036854775807"),
-        ("bert.dropout", 10**400, r" \(int\); it must be a number"),
-        ("bert.dropout", True, r"is True \(bool\); it must be a number"),
-        ("bert.dropout", "nan", r"is nan; it must be a finite number"),
-        ("bert.dropout", b"0.5", r"is b'0\.5' \(bytes\); it must be a number"),
-        ("bert.init", b"small", r"is b'small' \(bytes\); it must be text"),
-        ("reader.copies", "true", r"is 'true' \(str\); it must be true or false"),
-        ("reader.copies", 0, r"is 0 \(int\); it must be true or false"),
-        ("run.device", None, r"is None; it must be 'auto', 'cpu' or 'cuda'"),
-        ("run.device", ["cpu"], r"is \['cpu'\]; it must be 'auto', 'cpu' or 'cuda'"),
+        ("bert.heads", "4", r"is '4' \(str\); it must be a valid integer"),
+        ("bert.heads", 4.0, r"is 4\.0 \(float\); it must be a valid integer"),
+        ("bert.heads", True, r"is True \(bool\); it must be a valid integer"),
+        ("bert.heads", 2**63, r"is 9223372036854775808 \(int\); it must be less than or equal to 9223372036854775807"),
+        ("run.seed", 10**400, r" \(int\); it must be less than or equal to 9223372036854775807"),
+        ("bert.dropout", 10**400, r" \(int\); it must be a valid number"),
+        ("bert.dropout", True, r"is True \(bool\); it must be a valid number"),
+        ("bert.dropout", "nan", r"is nan \(float\); it must be a finite number"),
+        ("bert.dropout", b"0.5", r"is b'0\.5' \(bytes\); it must be a valid number"),
+        ("bert.init", b"small", r"is b'small' \(bytes\); it must be a valid string"),
+        ("reader.copies", "true", r"is 'true' \(str\); it must be a valid boolean"),
+        ("reader.copies", 0, r"is 0 \(int\); it must be a valid boolean"),
+        ("run.device", None, r"is None \(NoneType\); it must be 'auto', 'cpu' or 'cuda'"),
+        ("run.device", ["cpu"], r"is \['cpu'\] \(list\); it must be 'auto', 'cpu' or 'cuda'"),
     ],
 )
 def test_no_value_is_made_into_another_type(key: str, value: Any, expected: str) -> None:
@@ -164,7 +171,7 @@ def test_a_section_does_not_change_and_is_equal_to_another_of_the_same_values() 
 def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: str, least: int) -> None:
     setting = f"closed_book.{key}_wordpieces"
     load(params, settings=[f"{setting}={least}"])
-    with pytest.raises(ValueError, match=rf"{setting} is 1; it must be greater than or equal to {least}"):
+    with pytest.raises(ValueError, match=rf"{setting} is 1 \(int\); it must be greater than or equal to {least}"):
         load(params, settings=[f"{setting}=1"])
 
 
@@ -180,12 +187,12 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
         (["head=release", "projection=pca"], r"retriever\.head is release, .* pca: the released code has a dense"),
         (["projection=identity", "embedding_width=64"], r"keeps the encoder's width of 128, .* is 64; set .*width=0"),
         (["projection=pca", "embedding_width=129"], r"have no more than 128 components; set .*embedding_width=128"),
-        (["temperature=0"], r"retriever\.temperature is 0; it must be greater than 0"),
-        (["embedding_width=-1"], r"retriever\.embedding_width is -1; it must be greater than or equal to 0"),
-        (["pooling=max"], r"retriever\.pooling is 'max'; it must be 'auto', 'cls', 'mean' or 'last'"),
-        (["tower=lstm"], r"retriever\.tower is 'lstm'; it must be 'bert' or 'bag'"),
-        (["segments=three"], r"retriever\.segments is 'three'; it must be 'auto', 'one' or 'two'"),
-        (["projection=none"], r"retriever\.projection is 'none'; it must be 'orthogonal', 'identity', 'pca'"),
+        (["temperature=0"], r"retriever\.temperature is 0 \(int\); it must be greater than 0"),
+        (["embedding_width=-1"], r"retriever\.embedding_width is -1 \(int\); it must be greater than or equal to 0"),
+        (["pooling=max"], r"retriever\.pooling is 'max' \(str\); it must be 'auto', 'cls', 'mean' or 'last'"),
+        (["tower=lstm"], r"retriever\.tower is 'lstm' \(str\); it must be 'bert' or 'bag'"),
+        (["segments=three"], r"retriever\.segments is 'three' \(str\); it must be 'auto', 'one' or 'two'"),
+        (["projection=none"], r"retriever\.projection is 'none' \(str\); it must be 'orthogonal', 'identity', 'pca'"),
     ],
 )
 def test_towers_that_make_no_sense_are_refused(params: Path, settings: list[str], message: str) -> None:
@@ -248,7 +255,7 @@ def test_a_file_of_differences_takes_what_is_written_into_it(params: Path) -> No
     params.write_text("ict:\n  steps: 7  # few\n", encoding="utf-8")
     settings = ["ict.removal=0.5", "pretrain.lag=3"]
     values = load(params, settings=settings)
-    assert values == merge(config.defaults(), {"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
+    assert values == checked({"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
     text, changes = rewritten(params, [], settings)
     assert changes == ["ict.removal: 0.9 -> 0.5", "pretrain.lag: 12 -> 3"]
     assert text == "ict:\n  steps: 7  # few\n  removal: 0.5\npretrain:\n  lag: 3\n"
@@ -351,7 +358,7 @@ def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> N
         ("pretrain.steps=[1", r"--set 'pretrain\.steps=\[1': while parsing"),
         ("pretrain.steps=*a", r"an alias \(\*name\) is not allowed"),
         ("pretrain.steps={[1]: 2}", r"a key must be a word"),
-        ("pretrain.steps=many", r"pretrain\.steps is 'many' \(str\); it must be a whole number"),
+        ("pretrain.steps=many", r"pretrain\.steps is 'many' \(str\); it must be a valid integer"),
         ("pretrain.steps=", r"pretrain\.steps is None"),
     ],
 )
@@ -367,10 +374,10 @@ def test_settings_are_read_as_yaml() -> None:
     assert parse_setting("tracking.enabled=false") == {"tracking": {"enabled": False}}
 
 
-def test_merge_leaves_its_arguments_alone() -> None:
-    base: dict[str, dict[str, Any]] = {"a": {"x": 1, "y": 2}}
-    assert merge(base, {"a": {"x": 3}}, "here") == {"a": {"x": 3, "y": 2}}
-    assert base == {"a": {"x": 1, "y": 2}}
+def test_values_are_laid_over_others_that_stay_as_they_are() -> None:
+    base = checked({"run": {"seed": 1}}, "here")
+    assert checked({"run": {"threads": 2}}, "here", base)["run"] == {**base["run"], "threads": 2}
+    assert base == checked({"run": {"seed": 1}}, "here")
 
 
 def test_presets_are_found_by_name_or_path(params: Path) -> None:

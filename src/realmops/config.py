@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from realmops.config_rules import check_together
+from realmops.config_rules import check, option_rules
 from realmops.config_yaml import parse_yaml, place_of, read_params, read_yaml
 
 PACKAGE = Path(__file__).parent
@@ -267,40 +267,23 @@ def parse_section(name: str, values: Mapping[str, Any], source: str | Path = "pa
         raise ValueError(_first_error(error, name, source)) from None
 
 
-_EXPECTED = {"int": "a whole number", "float": "a number", "string": "text", "bool": "true or false"}
-
-
 def _first_error(error: ValidationError, section: str, source: str | Path) -> str:
     """Return the message for what pydantic found in a section: unknown keys first, else in the order of the options."""
-    errors = error.errors(include_url=False)
-    first = min(errors, key=lambda one: one["type"] != "extra_forbidden")
-    key, value, kind = str(first["loc"][0]), first["input"], first["type"]
+    first = min(error.errors(include_url=False), key=lambda one: one["type"] != "extra_forbidden")
+    key, value = str(first["loc"][0]), first["input"]
     place = place_of(source, section, key)
-    if kind == "extra_forbidden":
+    if first["type"] == "extra_forbidden":
         return f"{place}: unknown key {section}.{key}; its keys are {_allowed(key, SECTIONS[section].model_fields)}"
-    if kind == "missing":
+    if first["type"] == "missing":
         return f"{place}: the key {section}.{key} is missing; docs/options.md has its default"
-    name, is_type, _ = kind.partition("_type")
-    if is_type:
-        return f"{place}: {section}.{key} is {value!r} ({type(value).__name__}); it must be {_EXPECTED[name]}"
-    return f"{place}: {section}.{key} is {value!r}; it must be {first['msg'].removeprefix('Input should be ')}"
+    expected = first["msg"].removeprefix("Input should be ")
+    return f"{place}: {section}.{key} is {value!r} ({type(value).__name__}); it must be {expected}"
 
 
 def _allowed(name: object, names: Collection[str]) -> str:
     """Return all names, and the one that was meant, if one is near."""
     near = difflib.get_close_matches(str(name), names, 1)
     return ", ".join(names) + (f"; is {near[0]} meant?" if near else "")
-
-
-def merge(base: Values, difference: Values, source: str | Path) -> dict[str, dict[str, Any]]:
-    """Return ``base`` with the values of ``difference``; ValueError for a section that ``base`` lacks."""
-    merged = {section: dict(keys) for section, keys in base.items()}
-    for section, keys in difference.items():
-        if section not in merged:
-            place = place_of(source, section)
-            raise ValueError(f"{place}: unknown section {section!r}; sections are {_allowed(section, merged)}")
-        merged[section] |= keys
-    return merged
 
 
 def parse_setting(text: str) -> dict[str, dict[str, Any]]:
@@ -319,7 +302,7 @@ def load(path: Path, *, presets: Iterable[Path] = (), settings: Iterable[str] = 
     named, own = read_params(path)
     values = checked(own, path, laid(defaults(), [preset_path(name, path) for name in named]))
     values = apply_settings(laid(values, presets), settings)
-    check_together(values)
+    check(option_rules(values))
     return values
 
 
@@ -340,8 +323,13 @@ def apply_settings(values: dict[str, dict[str, Any]], settings: Iterable[str]) -
 
 def checked(values: Values, source: str | Path, base: Values | None = None) -> dict[str, dict[str, Any]]:
     """Return ``values`` laid over ``base`` or else the defaults; ValueError names what is unknown or wrong."""
-    merged = merge(defaults() if base is None else base, values, source)
-    return merged | {name: parse_section(name, merged[name], source).model_dump() for name in values}
+    laid = {section: dict(keys) for section, keys in (defaults() if base is None else base).items()}
+    for section, keys in values.items():
+        if section not in laid:
+            known = _allowed(section, laid)
+            raise ValueError(f"{place_of(source, section)}: unknown section {section!r}; sections are {known}")
+        laid[section] = parse_section(section, laid[section] | dict(keys), source).model_dump()
+    return laid
 
 
 _LATER = {("snapshot", "language"): "en"}  # options that came later, with the value that acts as versions before did

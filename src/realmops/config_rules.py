@@ -14,12 +14,8 @@ def check(rules: Rules) -> None:
             raise ValueError(message)
 
 
-def check_together(values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check what options demand of each other; ValueError names all keys of a rule that is broken."""
-    check(_rules(values))
-
-
-def _rules(values: Mapping[str, Mapping[str, Any]]) -> Rules:
+def option_rules(values: Mapping[str, Mapping[str, Any]]) -> Rules:
+    """What options demand of each other, as far as it is known before a stage runs; a message names all their keys."""
     bert, sample, reader, finetune = (values[name] for name in ("bert", "sample", "reader", "finetune"))
     positions, shares = bert["positions"], sample["test_share"] + sample["dev_share"]
     for section, key in product(values, ("block_wordpieces", "wordpieces", "query_wordpieces", "reader_wordpieces")):

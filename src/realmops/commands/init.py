@@ -19,7 +19,7 @@ from realmops import __version__, artifacts, config
 from realmops.commands.params import as_yaml
 from realmops.commands.public_data import bring
 from realmops.config import PACKAGE, Values
-from realmops.config_rules import check_together
+from realmops.config_rules import check, option_rules
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.languages import AUTO, ENGLISH, detect, languages
@@ -116,7 +116,7 @@ def init(
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader want --documents: the sample has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
-    check_together(project.values)
+    check(option_rules(project.values))
     places = dict(PLACES)
     if (folder / "README.md").exists():
         del places["README.md"]

@@ -10,8 +10,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.representer import RoundTripRepresenter
 
-from realmops.config import Values, apply_settings, checked, defaults, laid, merge, preset_path
-from realmops.config_rules import check_together
+from realmops.config import Values, apply_settings, checked, defaults, laid, preset_path
+from realmops.config_rules import check, option_rules
 from realmops.config_yaml import parse_yaml, read_params
 
 
@@ -69,8 +69,8 @@ def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tu
         section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}
         for section, keys in own.items()
     }
-    after = apply_settings(merge(now, kept, path), settings)
-    check_together(after)
+    after = apply_settings(checked(kept, path, now), settings)
+    check(option_rules(after))
 
     editor, text, changes = _editor(), StringIO(), []
     document: Any = editor.load(path.read_text(encoding="utf-8")) or CommentedMap()

@@ -96,23 +96,23 @@ _RATES = (  # of what starts as the encoder: the stage, its key, and the key wit
 def _rates(stages: Collection[str], values: Values) -> Iterator[str]:
     """Yield a warning about learning rates that suit the other kind of encoder."""
     init = values["bert"]["init"]
-    small = init == "small"
     idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
     idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
-    wrong = []
-    for stage, key, amount in _RATES:
-        rate = values[stage][key]
-        learns = stage in stages and stage not in idle and values[stage][amount]
-        if learns and (rate < FROM_SCRATCH if small else rate > PRE_TRAINED):
-            wrong.append(f"{stage}.{key}={rate:g}")
-    if wrong and small:
+    rates = {
+        f"{stage}.{key}": values[stage][key]
+        for stage, key, amount in _RATES
+        if stage in stages and stage not in idle and values[stage][amount]
+    }
+    low = [f"{key}={rate:g}" for key, rate in rates.items() if rate < FROM_SCRATCH]
+    high = [f"{key}={rate:g}" for key, rate in rates.items() if rate > PRE_TRAINED]
+    if init == "small" and low:
         yield (
-            f"bert.init is small, an encoder from scratch, and {', '.join(wrong)} suits one that is pre-trained: the "
+            f"bert.init is small, an encoder from scratch, and {', '.join(low)} suits one that is pre-trained: the "
             f"model may learn little. Leave out the preset for such an encoder, or set {FROM_SCRATCH:g} or more"
         )
-    elif wrong:
+    if init != "small" and high:
         yield (
-            f"bert.init is {init}, a pre-trained encoder, and {', '.join(wrong)} suits one from scratch: it may forget "
+            f"bert.init is {init}, a pre-trained encoder, and {', '.join(high)} suits one from scratch: it may forget "
             f"what it knows. Add a preset for such an encoder, as minilm, or set {PRE_TRAINED:g} or less"
         )
 

@@ -111,7 +111,7 @@ def build_models(
 
 def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> Bag:
     assert options.head == "cosine", options.head
-    assert options.embedding_width, "config_rules.check_together"
+    assert options.embedding_width, "config_rules.option_rules"
     if options.embedding_width > vocabulary:
         raise ValueError(
             f"retriever.embedding_width is {options.embedding_width}, and a bag has at most one dimension for each of "
