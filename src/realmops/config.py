@@ -16,7 +16,6 @@ PACKAGE = Path(__file__).parent
 DEFAULTS = PACKAGE / "defaults.yaml"
 LARGEST_INTEGER = 2**63 - 1  # what an array of 64 bits holds
 CLOSED_BOOK = ("t5",)  # of finetune.reader: those that read no passages
-ENCODER = "encoder"  # reader.init: the reader starts as the encoder
 
 Values = Mapping[str, Mapping[str, Any]]  # options by section
 
@@ -45,8 +44,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
     section: ClassVar[str]  # its name
 
-    def __init_subclass__(cls, name: str, **config: Any) -> None:
-        super().__init_subclass__(**config)
+    def __init_subclass__(cls, name: str) -> None:
         cls.section = name
         SECTIONS[name] = cls
 

@@ -20,6 +20,7 @@ PUBLISHED = "data/published"  # passages that were imported with a checkpoint
 CLOZE = "data/cloze"  # questions that were made from the corpus
 CORPUS = "corpus"  # folder of the snapshot that is searched, below that of its stage
 HUB = "hf:"
+ENCODER = "encoder"  # reader.init: the reader starts as the encoder
 
 if TYPE_CHECKING:  # the command line loads this module, and pydantic takes .2 seconds
     from realmops.config import Section, Values
@@ -184,8 +185,6 @@ def _made_here(name: Path) -> bool:
 
 def _needless(values: Values) -> set[str]:
     """The keys of files that other options make superfluous."""
-    from realmops.config import ENCODER
-
     found = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
     found |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
     return found if values["reader"]["init"] != ENCODER else found | {"reader.init"}

@@ -8,7 +8,7 @@ from realmops.answering.answer import Answer
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import Answering, RetrieveAndRead
 from realmops.baselines import t5
-from realmops.config import ENCODER, ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
+from realmops.config import ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.questions import Question
 from realmops.corpus.snapshot import Snapshot
 from realmops.encoders.bert import BertConfig
@@ -21,7 +21,7 @@ from realmops.index.approximate import Approximate, approximate
 from realmops.index.embed import embed, query_sequences
 from realmops.journal import JournalValues
 from realmops.model.files import add_spans, load_models
-from realmops.stages import Job
+from realmops.stages import ENCODER, Job
 from realmops.stages.common import (
     StageTrainings,
     open_snapshot,

@@ -11,7 +11,7 @@ from torch import Tensor
 from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE, ranker_of
-from realmops.config import ENCODER, Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
+from realmops.config import Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.answers import contains_answer
 from realmops.corpus.cloze import Sources
 from realmops.corpus.questions import Question
@@ -27,7 +27,7 @@ from realmops.index.trainer import Policy
 from realmops.model.files import load_models, load_reader
 from realmops.model.reader import Reader
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
-from realmops.stages import Job
+from realmops.stages import ENCODER, Job
 from realmops.stages.common import StageTrainings, question_queries, sampled, searchable
 from realmops.stages.shards import embeddings_of
 from realmops.train.exchange import BuilderSettings, exchange
