@@ -88,7 +88,6 @@ class Untrained:
         from realmops.answering.openqa import OpenQa
         from realmops.corpus.snapshot_reader import Snapshot
         from realmops.devices import device_and_dtype, freeze_products
-        from realmops.model.encoder import Bert, MaskedWordHead
         from realmops.model.reader import Reader, SpanHead
         from realmops.model.retriever import Embedder, Mixture, Retriever
         from realmops.search.bm25 import Bm25

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from realmops.config import defaults, merge, parse_section
+from realmops.config import checked, parse_section
 from realmops.corpus.formats import sources
 from realmops.corpus.question_sets import Question, read_questions
 from realmops.corpus.snapshot_reader import Snapshot
@@ -124,7 +124,7 @@ def table(folders: dict[str, Path], place: Path) -> list[str]:
 def retriever_of(encoder: Path, vocabulary: int, temperature: float) -> Retriever:
     """The sentence encoder of a folder as it came."""
     options = {"projection": "identity", "embedding_width": 0, "head": "cosine", "temperature": temperature}
-    values = merge(defaults(), {"bert": {"init": str(encoder)}, "retriever": options}, "languages.py")
+    values = checked({"bert": {"init": str(encoder)}, "retriever": options}, "languages.py")
     bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
     return build_models(bert, retriever, reader, vocabulary, 0)[0].eval()
 

@@ -10,10 +10,11 @@ from kfp import dsl
 from components.table import table
 from components.variant import variant
 from pipelines.pods import OPTIONS, RUNS, Pods
-from realmops import config
 from realmops.cluster import IMAGE
+from realmops.config import PACKAGE
+from realmops.config_yaml import read_yaml
 
-REFERENCE, *VARIANTS = config.read_yaml(config.PACKAGE / "variants.yaml")["variants"]
+REFERENCE, *VARIANTS = read_yaml(PACKAGE / "variants.yaml")["variants"]
 PODS = 4  # that train at the same time; KFP takes no parameter for it
 
 

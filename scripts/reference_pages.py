@@ -17,7 +17,8 @@ import component_pages
 
 from realmops.cli import HEADINGS
 from realmops.cli import main as realmops
-from realmops.config import DEFAULTS, read_params
+from realmops.config import DEFAULTS
+from realmops.config_yaml import read_params
 
 ROOT = Path(__file__).parents[1]
 MADE = "<!-- Written by `make docs`: change {source} and call it again. -->"

@@ -21,7 +21,7 @@ from small_world import DOCUMENTS, write_documents
 from realmops import artifacts, config
 from realmops.cli import main
 from realmops.commands.run import run_stages
-from realmops.config import defaults, merge
+from realmops.config import checked
 from realmops.evaluate.predictions import read_predictions, write_predictions
 from realmops.stages import chain
 from realmops.stages.runner import run_stage
@@ -73,7 +73,7 @@ Values = dict[str, dict[str, Any]]
 
 def toy_values(**changes: Mapping[str, Any]) -> Values:
     """All sections of defaults.yaml, made small, with changes."""
-    return merge(merge(defaults(), SMALL, "small_project.py"), changes, "the test")
+    return checked(changes, "the test", checked(SMALL, "small_project.py"))
 
 
 def write_params(path: Path, values: Values) -> Path:

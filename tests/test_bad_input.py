@@ -16,7 +16,8 @@ from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
 from small_project import Quiet, cli, litter, run_all_here, run_command, toy_values, write_params, write_project
 
-from realmops.config import defaults, laid, notes, preset_path
+from realmops.commands.run import notes
+from realmops.config import defaults, laid, preset_path
 from realmops.console import Console
 from realmops.stages import STAGES
 
@@ -252,7 +253,7 @@ def test_bad_options_are_refused(project: Path) -> None:
     """On the command line and in the file; what else may be wrong with them is in test_config.py."""
     refused(run(project, "snapshot", "--set", "pretrain.step=5"), "unknown key pretrain.step", "is steps meant?")
     write_params(project / "params.yaml", {**toy_values(), "ict": {"steps": "5 steps"}})
-    refused(run(project, "snapshot"), "params.yaml", "ict.steps", "'5 steps'", "a whole number is wanted")
+    refused(run(project, "snapshot"), "params.yaml", "ict.steps", "'5 steps'", "it must be a valid integer")
     assert not (project / "root").exists()
 
 

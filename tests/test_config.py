@@ -1,28 +1,18 @@
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from click.testing import CliRunner
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from realmops import config
 from realmops.artifacts import write_json
 from realmops.cli import main
-from realmops.config import (
-    PACKAGE,
-    SECTIONS,
-    Pretrain,
-    load,
-    merge,
-    parse_section,
-    parse_setting,
-    preset_path,
-    read_params,
-    read_yaml,
-    rewritten,
-)
+from realmops.commands.params import rewritten
+from realmops.config import PACKAGE, SECTIONS, Pretrain, checked, load, parse_section, parse_setting, preset_path
+from realmops.config_yaml import LARGEST_FILE, read_params, read_yaml
 
 ROOT = Path(__file__).parents[1]
 PARAMS = ROOT / "params.yaml"
@@ -61,7 +51,7 @@ def test_the_projects_params_are_whole_and_typed() -> None:
     for name, section in SECTIONS.items():
         parsed = parse_section(name, values[name])
         assert isinstance(parsed, section)
-        assert dataclasses.asdict(parsed).keys() == values[name].keys()
+        assert parsed.model_dump() == values[name]
 
 
 def test_values_are_the_same_as_yaml_as_json_and_however_a_number_is_written(params: Path) -> None:
@@ -75,8 +65,8 @@ def test_values_are_the_same_as_yaml_as_json_and_however_a_number_is_written(par
 
 def test_code_has_no_defaults() -> None:
     for section in SECTIONS.values():
-        for field in dataclasses.fields(section):
-            assert field.default is dataclasses.MISSING, f"{section.__name__}.{field.name}"
+        for name, field in section.model_fields.items():
+            assert field.is_required(), f"{section.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
@@ -84,35 +74,105 @@ def test_code_has_no_defaults() -> None:
     [
         ("  seed: 0 ", "  sed: 0 ", r"line 7: unknown key run\.sed; its keys are seed, device, .*; is seed meant\?"),
         ("ict:\n", "itc:\n", r"line \d+: unknown section 'itc'; sections are run, bert, .*; is ict meant\?"),
-        ("  device: auto ", "  device: gpu ", r"run\.device is 'gpu'; allowed are auto, cpu, cuda"),
-        ("  heads: 4 ", "  heads: 4.0 ", r"bert\.heads is 4\.0 \(float\); a whole number is wanted"),
-        ("  heads: 4 ", "  heads: true ", r"bert\.heads is True \(bool\); a whole number is wanted"),
-        ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); a whole number is wanted"),
-        ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0; it must be more than 0"),
-        ("  subjects: 300 ", "  subjects: 59 ", r"sample\.subjects is 59; it must be at least 60"),
-        ("  dropout: 0.0 ", "  dropout: much ", r"bert\.dropout is 'much' \(str\); a number is wanted"),
-        ("  dropout: 0.0 ", "  dropout: -0.1 ", r"bert\.dropout is -0\.1; it must be at least 0"),
-        ("  dropout: 0.0 ", "  dropout: 1.5 ", r"bert\.dropout is 1\.5; it must be at most 1"),
-        ("  dropout: 0.0 ", "  dropout: false ", r"bert\.dropout is False \(bool\); a number is wanted"),
-        ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan; a finite number is wanted"),
-        ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf; a finite number is wanted"),
-        ("  init: small ", "  init: 7 ", r"bert\.init is 7 \(int\); a text is wanted"),
-        ("  share_embedders: true", "  share_embedders: 1 ", r"share_embedders is 1 \(int\); true or false"),
-        ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0; it must be more than 0"),
+        (
+            "  device: auto ",
+            "  device: gpu ",
+            r"line 8: run\.device is 'gpu' \(str\); it must be 'auto', 'cpu' or",
+        ),
+        ("  heads: 4 ", "  heads: ", r"bert\.heads is None \(NoneType\); it must be a valid integer"),
+        ("  heads: 4 ", "  heads: 0 ", r"bert\.heads is 0 \(int\); it must be greater than 0"),
+        (
+            "  subjects: 300 ",
+            "  subjects: 59 ",
+            r"sample\.subjects is 59 \(int\); it must be .*equal to 60",
+        ),
+        ("  dropout: 0.0 ", "  dropout: much ", r"bert\.dropout is 'much' \(str\); it must be a valid number"),
+        (
+            "  dropout: 0.0 ",
+            "  dropout: -0.1 ",
+            r"bert\.dropout is -0\.1 \(float\); it must be .*equal to 0",
+        ),
+        ("  dropout: 0.0 ", "  dropout: 1.5 ", r"bert\.dropout is 1\.5 \(float\); it must be less than or equal to 1"),
+        ("  dropout: 0.0 ", "  dropout: .nan ", r"bert\.dropout is nan \(float\); it must be a finite number"),
+        ("  dropout: 0.0 ", "  dropout: 1e999 ", r"bert\.dropout is inf \(float\); it must be a finite number"),
+        ("  candidates: 8 ", "  candidates: 0 ", r"pretrain\.candidates is 0 \(int\); it must be greater than 0"),
     ],
 )
 def test_a_wrong_value_names_file_key_and_what_is_allowed(params: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         load(replaced(params, old, new))
     assert str(params) in str(error.value)
+    assert type(error.value) is ValueError, "none of pydantic's"
+    assert "\n" not in str(error.value), "one line"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("bert.heads", "4", r"is '4' \(str\); it must be a valid integer"),
+        ("bert.heads", 4.0, r"is 4\.0 \(float\); it must be a valid integer"),
+        ("bert.heads", True, r"is True \(bool\); it must be a valid integer"),
+        ("bert.heads", 2**63, r"is 9223372036854775808 \(int\); it must be less than or equal to 9223372036854775807"),
+        ("run.seed", 10**400, r" \(int\); it must be less than or equal to 9223372036854775807"),
+        ("bert.dropout", 10**400, r" \(int\); it must be a valid number"),
+        ("bert.dropout", True, r"is True \(bool\); it must be a valid number"),
+        ("bert.dropout", "nan", r"is nan \(float\); it must be a finite number"),
+        ("bert.dropout", b"0.5", r"is b'0\.5' \(bytes\); it must be a valid number"),
+        ("bert.init", b"small", r"is b'small' \(bytes\); it must be a valid string"),
+        ("reader.copies", "true", r"is 'true' \(str\); it must be a valid boolean"),
+        ("reader.copies", 0, r"is 0 \(int\); it must be a valid boolean"),
+        ("run.device", None, r"is None \(NoneType\); it must be 'auto', 'cpu' or 'cuda'"),
+        ("run.device", ["cpu"], r"is \['cpu'\] \(list\); it must be 'auto', 'cpu' or 'cuda'"),
+    ],
+)
+def test_no_value_is_made_into_another_type(key: str, value: Any, expected: str) -> None:
+    section, name = key.split(".")
+    with pytest.raises(ValueError, match=f"{expected}$") as error:
+        parse_section(section, {**config.defaults()[section], name: value}, "here")
+    assert str(error.value).startswith(f"here: {key} is ")
+    assert type(error.value) is ValueError, "none of pydantic's"
+
+
+@pytest.mark.parametrize(("value", "number"), [("5e-5", 5e-5), ("0.25", 0.25), (1, 1.0), (0, 0.0)])
+def test_a_number_may_be_whole_or_in_quotation_marks(value: Any, number: float) -> None:
+    parsed = parse_section("bert", {**config.defaults()["bert"], "dropout": value})
+    assert (parsed.dropout, type(parsed.dropout)) == (number, float)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dropout": 2, "width": 0, "witdh": 1}, r"unknown key bert\.witdh; its keys are .*; is width meant\?"),
+        ({"dropout": 2, "width": 0}, r"bert\.width is 0"),
+        ({"dropout": 2}, r"bert\.dropout is 2"),
+        ({7: 1}, r"unknown key bert\.7; its keys are init, vocabulary, .*, dropout"),
+    ],
+)
+def test_of_several_errors_an_unknown_key_comes_first_then_the_first_option(changes: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^params: {message}"):
+        parse_section("bert", config.defaults()["bert"] | changes)
+
+
+def test_a_section_that_lacks_a_key_is_rejected() -> None:
+    values = {key: value for key, value in config.defaults()["bert"].items() if key != "heads"}
+    with pytest.raises(ValueError, match=r"^params: the key bert\.heads is missing; docs/options\.md has its default$"):
+        parse_section("bert", values)
+
+
+def test_a_section_does_not_change_and_is_equal_to_another_of_the_same_values() -> None:
+    first, second = (parse_section("run", config.defaults()["run"]) for _ in range(2))
+    assert (first, hash(first)) == (second, hash(second))
+    assert first != first.model_copy(update={"seed": 1})
+    with pytest.raises(ValidationError, match="frozen"):
+        first.seed = 1
 
 
 @pytest.mark.parametrize(("key", "least"), [("question", 2), ("answer", 2), ("passage", 8)])
 def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: str, least: int) -> None:
-    setting = f"closed_book.{key}_wordpieces="
-    load(params, settings=[f"{setting}{least}"])
-    with pytest.raises(ValueError, match=rf"closed_book\.{key}_wordpieces is 1; it must be at least {least}"):
-        load(params, settings=[f"{setting}1"])
+    setting = f"closed_book.{key}_wordpieces"
+    load(params, settings=[f"{setting}={least}"])
+    with pytest.raises(ValueError, match=rf"{setting} is 1 \(int\); it must be greater than or equal to {least}"):
+        load(params, settings=[f"{setting}=1"])
 
 
 @pytest.mark.parametrize(
@@ -127,17 +187,42 @@ def test_a_closed_book_needs_room_for_a_sequence_and_its_end(params: Path, key: 
         (["head=release", "projection=pca"], r"retriever\.head is release, .* pca: the released code has a dense"),
         (["projection=identity", "embedding_width=64"], r"keeps the encoder's width of 128, .* is 64; set .*width=0"),
         (["projection=pca", "embedding_width=129"], r"have no more than 128 components; set .*embedding_width=128"),
-        (["temperature=0"], r"retriever\.temperature is 0\.0; it must be more than 0"),
-        (["embedding_width=-1"], r"retriever\.embedding_width is -1; it must be at least 0"),
-        (["pooling=max"], r"retriever\.pooling is 'max'; allowed are auto, cls, mean"),
-        (["tower=lstm"], r"retriever\.tower is 'lstm'; allowed are bert, bag"),
-        (["segments=three"], r"retriever\.segments is 'three'; allowed are auto, one, two"),
-        (["projection=none"], r"retriever\.projection is 'none'; allowed are orthogonal, identity, pca, random"),
+        (["temperature=0"], r"retriever\.temperature is 0 \(int\); it must be greater than 0"),
+        (["embedding_width=-1"], r"retriever\.embedding_width is -1 \(int\); it must be greater than or equal to 0"),
+        (["pooling=max"], r"retriever\.pooling is 'max' \(str\); it must be 'auto', 'cls', 'mean' or 'last'"),
+        (["tower=lstm"], r"retriever\.tower is 'lstm' \(str\); it must be 'bert' or 'bag'"),
+        (["segments=three"], r"retriever\.segments is 'three' \(str\); it must be 'auto', 'one' or 'two'"),
+        (["projection=none"], r"retriever\.projection is 'none' \(str\); it must be 'orthogonal', 'identity', 'pca'"),
     ],
 )
 def test_towers_that_make_no_sense_are_refused(params: Path, settings: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load(params, settings=[f"retriever.{setting}" for setting in settings])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["bert.width=16", "bert.heads=3"], r"^bert\.width is 16, no multiple of bert\.heads=3; choose such a width$"),
+        (
+            ["sample.test_share=0.6", "sample.dev_share=0.4"],
+            r"^sample\.test_share \+ sample\.dev_share is 1\.0; ",
+        ),
+        (["bert.positions=64"], r"^tag\.wordpieces is 96, but the encoder has bert\.positions=64; lower the one"),
+        (["reader.copies=false"], r"^reader\.apart is true and reader\.copies false: .*; set reader\.copies=true"),
+        (
+            ["finetune.reader_wordpieces=65"],
+            r"^finetune\.reader_wordpieces is 65: no room .*query_wordpieces=64; ",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(settings: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(PARAMS, settings=settings)
+
+
+def test_an_encoder_of_a_folder_has_its_own_shape() -> None:
+    load(PARAMS, settings=["bert.init=FOLDER", "bert.width=16", "bert.heads=3"])
 
 
 @pytest.mark.parametrize(
@@ -170,7 +255,7 @@ def test_a_file_of_differences_takes_what_is_written_into_it(params: Path) -> No
     params.write_text("ict:\n  steps: 7  # few\n", encoding="utf-8")
     settings = ["ict.removal=0.5", "pretrain.lag=3"]
     values = load(params, settings=settings)
-    assert values == merge(config.defaults(), {"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
+    assert values == checked({"ict": {"steps": 7, "removal": 0.5}, "pretrain": {"lag": 3}}, "")
     text, changes = rewritten(params, [], settings)
     assert changes == ["ict.removal: 0.9 -> 0.5", "pretrain.lag: 12 -> 3"]
     assert text == "ict:\n  steps: 7  # few\n  removal: 0.5\npretrain:\n  lag: 3\n"
@@ -190,15 +275,15 @@ def test_the_projects_params_show_some_options_of_every_section_as_the_defaults_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("run:\n  seed: 0\n  seed: 1\n", r"line 3: the key 'seed' stands twice; keep one"),
-        ("run: {}\nbert: {}\nrun: {}\n", r"line 3: the key 'run' stands twice; keep one"),
+        ("run:\n  seed: 0\n  seed: 1\n", r"line 3: the key 'seed' is repeated; keep one"),
+        ("run: {}\nbert: {}\nrun: {}\n", r"line 3: the key 'run' is repeated; keep one"),
         ("run: &a\n  seed: 0\nbert: *a\n", r"line 3: an alias \(\*name\) is not allowed; write the value"),
         ("run:\n  ? [1, 2]\n  : 3\n", r"line 2: a key must be a word, not a list or a mapping"),
         ("run:\n\tseed: 0\n", r"found character '\\t' that cannot start any token"),
         ("run: [1\n", r"params\.yaml: while parsing a flow sequence"),
         ("run: !!python/object/apply:os.system ['true']\n", r"could not determine a constructor"),
-        ("run: 7\n", r"sections with keys are wanted, as in 'run:'"),
-        ("- run\n", r"sections with keys are wanted"),
+        ("run: 7\n", r"sections with keys are expected, as in 'run:'"),
+        ("- run\n", r"sections with keys are expected"),
         ("[" * 5000, r"params\.yaml: "),
         ("a: {b: " * 3000, r"params\.yaml: "),
         ("run: \x00\n", r"params\.yaml: .*unacceptable character"),
@@ -221,10 +306,10 @@ def test_bytes_that_are_no_text_are_refused(params: Path) -> None:
 def test_a_file_that_is_missing_or_too_large_is_refused(params: Path) -> None:
     with pytest.raises(ValueError, match=r"gone\.yaml does not exist; run in the project's folder"):
         read_yaml(params.with_name("gone.yaml"))
-    params.write_bytes(b"#" * (config.LARGEST_FILE + 1))
+    params.write_bytes(b"#" * (LARGEST_FILE + 1))
     with pytest.raises(ValueError, match=r"has 1048577 bytes; a params file has at most 1048576"):
         read_yaml(params)
-    params.write_bytes(b"#" * config.LARGEST_FILE)
+    params.write_bytes(b"#" * LARGEST_FILE)
     assert read_yaml(params) == {}
 
 
@@ -266,14 +351,14 @@ def test_a_preset_cannot_invent_keys(params: Path, text: str, message: str) -> N
     ("setting", "message"),
     [
         ("pretrain.stpes=1", r"--set pretrain\.stpes=1: unknown key pretrain\.stpes"),
-        ("steps=1", r"--set 'steps=1': section\.key=value is wanted, for example pretrain\.steps=100"),
-        ("pretrain.steps", r"section\.key=value is wanted"),
-        (".steps=1", r"section\.key=value is wanted"),
-        ("pretrain.=1", r"section\.key=value is wanted"),
+        ("steps=1", r"--set 'steps=1' is no section\.key=value, for example pretrain\.steps=100"),
+        ("pretrain.steps", r"is no section\.key=value"),
+        (".steps=1", r"is no section\.key=value"),
+        ("pretrain.=1", r"is no section\.key=value"),
         ("pretrain.steps=[1", r"--set 'pretrain\.steps=\[1': while parsing"),
         ("pretrain.steps=*a", r"an alias \(\*name\) is not allowed"),
         ("pretrain.steps={[1]: 2}", r"a key must be a word"),
-        ("pretrain.steps=many", r"pretrain\.steps is 'many' \(str\); a whole number is wanted"),
+        ("pretrain.steps=many", r"pretrain\.steps is 'many' \(str\); it must be a valid integer"),
         ("pretrain.steps=", r"pretrain\.steps is None"),
     ],
 )
@@ -289,10 +374,10 @@ def test_settings_are_read_as_yaml() -> None:
     assert parse_setting("tracking.enabled=false") == {"tracking": {"enabled": False}}
 
 
-def test_merge_leaves_its_arguments_alone() -> None:
-    base: dict[str, dict[str, Any]] = {"a": {"x": 1, "y": 2}}
-    assert merge(base, {"a": {"x": 3}}, "here") == {"a": {"x": 3, "y": 2}}
-    assert base == {"a": {"x": 1, "y": 2}}
+def test_values_are_laid_over_others_that_stay_as_they_are() -> None:
+    base = checked({"run": {"seed": 1}}, "here")
+    assert checked({"run": {"threads": 2}}, "here", base)["run"] == {**base["run"], "threads": 2}
+    assert base == checked({"run": {"seed": 1}}, "here")
 
 
 def test_presets_are_found_by_name_or_path(params: Path) -> None:
@@ -357,7 +442,7 @@ def test_other_presets_take_the_place_of_those_before_and_edits_stay(params: Pat
 @pytest.mark.parametrize("text", ["presets: squad\n", "presets: [1]\n", "presets: {squad: 1}\n"])
 def test_presets_are_a_list_of_names(params: Path, text: str) -> None:
     params.write_text(text)
-    with pytest.raises(ValueError, match=r"line 1: presets is .*; a list of names is wanted, as \[squad\]"):
+    with pytest.raises(ValueError, match=r"line 1: presets is .*; it must be a list of names, as \[squad\]"):
         load(params)
     params.write_text("presets: [squod]\n")
     with pytest.raises(ValueError, match="preset 'squod': no such file"):

@@ -6,7 +6,9 @@ import sys
 
 from realmops.cli import HEADINGS, main
 
-HEAVY = ("torch", "mlflow", "dvc", "numpy", "pyarrow", "tokenizers", "faiss", "pandas", "matplotlib", "rich")
+HEAVY = (
+    "torch", "mlflow", "dvc", "numpy", "pyarrow", "tokenizers", "faiss", "pandas", "matplotlib", "pydantic", "rich",
+)  # fmt: skip
 HELP = "import sys; sys.argv = ['realmops', '--help']; from realmops.cli import main; main()"
 FLOOR = "import click, yaml"
 # The goal is 0.3 s where the floor takes 0.075 s. One import of torch or mlflow is 15 to 40 times the floor.

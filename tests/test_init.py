@@ -23,6 +23,7 @@ from small_project import cli
 from realmops import __version__, config
 from realmops.commands import init
 from realmops.commands.init import BASES, dvc_text
+from realmops.config_yaml import read_params
 from realmops.stages import STAGES, chain
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,7 @@ def test_without_documents_it_is_the_sample_and_the_chain_is_ours(tmp_path: Path
     assert values == config.load(ROOT / "params.yaml") | {"tracking": values["tracking"]}
     assert values["tracking"]["experiment"] == "mine"
     assert chain(values) == tuple(STAGES)
-    _, own = config.read_params(ROOT / "params.yaml")
+    _, own = read_params(ROOT / "params.yaml")
     assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load(ROOT / "params.yaml"), own)
 
 
@@ -73,7 +74,7 @@ def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> No
     assert "encoder: from scratch (preset squad)" in told
     assert "questions: none" in told
     assert "dates alone are masked" in told
-    presets, own = config.read_params(folder / "params.yaml")
+    presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "documents"]
     assert own["snapshot"] == {"documents": "documents.jsonl"}
     stages = yaml.safe_load((folder / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
@@ -152,7 +153,7 @@ def test_files_that_are_named_by_their_parts_are_taken_as_they_are(tmp_path: Pat
     folder = with_documents(tmp_path / "mine")
     files = [questions(folder / f"my.{name}.jsonl", 5) for name in ("test", "train", "dev")]
     made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
-    assert config.read_params(folder / "params.yaml")[1]["questions"] == {
+    assert read_params(folder / "params.yaml")[1]["questions"] == {
         name: f"my.{name}.jsonl" for name in ("train", "dev", "test")
     }
     assert "questions" not in [path.name for path in folder.iterdir()]
@@ -163,7 +164,7 @@ def test_a_split_is_a_whole_word_of_a_file_name(tmp_path: Path) -> None:
     folder = with_documents(tmp_path / "mine")
     files = [questions(folder / f"{name}.jsonl", 5) for name in ("latest_dev", "my-TRAIN", "final.test")]
     made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
-    assert config.read_params(folder / "params.yaml")[1]["questions"] == {
+    assert read_params(folder / "params.yaml")[1]["questions"] == {
         "train": "my-TRAIN.jsonl", "dev": "latest_dev.jsonl", "test": "final.test.jsonl",
     }  # fmt: skip
     assert init._by_name([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}

@@ -21,7 +21,7 @@ from manifest_rules import ANSWERS
 from manifests import K8S, PROBES, as_started, find, render
 from small_project import wait_for
 
-from realmops.config import read_yaml
+from realmops.config_yaml import read_yaml
 from realmops.tracking.client import mlflow_client
 
 

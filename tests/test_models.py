@@ -88,11 +88,6 @@ def test_models_depend_on_the_seed_alone() -> None:
     assert not torch.equal(first, weights(1))
 
 
-def test_a_width_that_heads_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"bert\.width 16 is no multiple of bert\.heads 3; choose such a width"):
-        build_models(section("bert", width=16, heads=3), section("retriever"), section("reader"), 150, 0)
-
-
 def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     """And one with the snapshot's is loaded, with its head or with a near identity in its place."""
     config = BertConfig(150, 16, 1, 2, 32, 64, 0.0)

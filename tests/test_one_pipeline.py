@@ -1,7 +1,6 @@
 """One pipeline: the stages as data, dvc.yaml, params.yaml, the presets and the command line say the same."""
 
 import ast
-import dataclasses
 import os
 import re
 import subprocess
@@ -84,7 +83,7 @@ def test_the_stages_fit_together() -> None:
         assert {*one.sections} <= config.SECTIONS.keys()
         for section, _, option in (key.partition(".") for key in one.files):
             assert section in one.sections
-            assert option in config.SECTIONS[section].__annotations__
+            assert option in config.SECTIONS[section].model_fields
     folders = [Path(one.folder) for one in STAGES.values()]
     assert len({*folders}) == len(folders)
     assert not [(a, b) for a in folders for b in folders if a in b.parents]
@@ -132,8 +131,8 @@ def read_names() -> set[str]:
 def test_every_option_is_read_somewhere() -> None:
     names = read_names()
     for name, section in config.SECTIONS.items():
-        for field in dataclasses.fields(section) if name not in ALL_STAGES else ():
-            assert names & {field.name, f"{name}.{field.name}"}, f"{name}.{field.name}"
+        for key in section.model_fields if name not in ALL_STAGES else ():
+            assert names & {key, f"{name}.{key}"}, f"{name}.{key}"
 
 
 # A stage reads the sections that it declares, all of them and no other

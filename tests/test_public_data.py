@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from small_project import cli
 
-from realmops import config
 from realmops.commands import public_data
+from realmops.config_yaml import read_yaml
 
 ROOT = Path(__file__).parents[1]
 CONTENT = b"Paris B-LOC\n"
@@ -198,6 +198,6 @@ def test_the_presets_look_where_the_files_are_brought() -> None:
     brought = {f"data/public/{name}/{file.name}" for name, files in public_data.COPIED.items() for file in files}
     brought |= {f"data/public/squad/{name}.jsonl.gz" for name in public_data.open_squad([], 0)}
     for path in sorted((ROOT / "src/realmops/presets").rglob("*.yaml")):
-        sections = config.read_yaml(path).values()
+        sections = read_yaml(path).values()
         named = {value for section in sections for value in section.values() if str(value).startswith("data/public/")}
         assert named <= brought, path

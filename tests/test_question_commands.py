@@ -7,7 +7,6 @@ import pytest
 from small_project import Quiet, cli, stage, toy_values, write_json_lines
 
 from realmops.artifacts import read_manifest
-from realmops.config import merge
 from realmops.corpus.question_sets import in_orqa_dev, read_questions
 from realmops.evaluate.predictions import FAILED_AT, read_results
 
@@ -119,7 +118,7 @@ def test_expressions_go_from_training_to_the_explanation(project: Path, monkeypa
         "12\tx\tWho owns it?\tNobody at all\n"
     )
     splits = {"train": "train.tsv", "dev": "train.tsv", "test": "test.tsv"}
-    values = merge(toy_values(pretrain={"steps": 0, "builder": "external"}), {"questions": splits}, "here")
+    values = toy_values(pretrain={"steps": 0, "builder": "external"}, questions=splits)
     report = Quiet()
     tuned = stage("finetune", values, project, project / "root", report)
     assert tuned["regex_timeouts"] == 0

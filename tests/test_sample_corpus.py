@@ -244,17 +244,9 @@ def test_bm25_finds_four_of_five_but_not_at_once(folder: Path) -> None:
     assert np.mean(chance) < 0.06
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"warmup_worlds": -1}, "sample.warmup_worlds is -1"),
-        ({"test_share": 0.6, "dev_share": 0.4}, "sample.test_share [+] sample.dev_share is 1.0"),
-        ({"subjects": 60, "warmup_worlds": 40}, "lower sample.subjects or sample.warmup_worlds"),
-    ],
-)
-def test_a_parameter_out_of_range_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        write_sample(tmp_path, **{**DEFAULTS, **change})
+def test_more_worlds_than_there_are_names_for_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lower sample\.subjects or sample\.warmup_worlds"):
+        write_sample(tmp_path, **{**DEFAULTS, "subjects": 60, "warmup_worlds": 40})
     assert not list(tmp_path.iterdir())
 
 

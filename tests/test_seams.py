@@ -6,7 +6,6 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 
@@ -60,7 +59,7 @@ def test_an_index_type_widens_to_its_recall_and_is_opened_again(
     retriever, _ = tiny_models(world, seed=1)
     embedding_PE = embed_corpus(retriever, world.snapshot, FP32)
     query_QE = torch.randn(40, embedding_PE.shape[1], generator=torch.Generator().manual_seed(3))
-    wanted = replace(section("index", target_recall=0.65), type="few")
+    wanted = section("index", target_recall=0.65).model_copy(update={"type": "few"})
     built = approximate.passage_index(embedding_PE, wanted, CPU, 5, lambda: query_QE, 3)
     assert isinstance(built, FewDimensions)
     assert 1 < built.recipe.width < built.widest
@@ -135,7 +134,7 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     monkeypatch.setitem(tuned_model.READERS, "yes_no", YesNo)
     retriever, reader = tiny_models(world)
     passages = exact(embed_corpus(retriever, world.snapshot, FP32), 1)
-    chosen = replace(options(), reader="yes_no")
+    chosen = options().model_copy(update={"reader": "yes_no"})
     model = YesNo(retriever.eval(), reader.eval(), world.snapshot, passages, chosen, FP32)
     asked = [Question("1", "Was Anna Berg born in Oslo?", ("yes",)), Question("2", "Is Bergen a poet?", ("no",))]
     answers = model.answer(asked)

@@ -260,13 +260,8 @@ def test_a_batch_is_as_large_as_the_spans_of_its_passages_allow(
     from realmops.stages.open_run import open_run
 
     generation = open_run(answering / "root")
-    options = replace(
-        generation.model.options,
-        reader_candidates=5,
-        reader_wordpieces=wordpieces,
-        answer_wordpieces=10,
-        span_width=256,
-    )
+    sizes = {"reader_candidates": 5, "reader_wordpieces": wordpieces, "answer_wordpieces": 10, "span_width": 256}
+    options = generation.model.options.model_copy(update=sizes)
     assert ServedModel.of(replace(generation, model=replace(generation.model, options=options))).batch_size == together
 
 

@@ -14,6 +14,7 @@ from test_init import made, with_documents
 from realmops import artifacts, config
 from realmops.answering.confidence import FILE as CONFIDENCE
 from realmops.answering.confidence import HOLDS_ALL
+from realmops.config_yaml import read_params
 from realmops.model.checkpoint_files import MODEL, READER
 
 
@@ -137,7 +138,7 @@ def test_init_writes_a_project_that_begins_with_it(reader: Path, tmp_path: Path)
     assert refused.exit_code == 2
     assert "name it by --encoder" in refused.stderr
     assert "answers already and is not trained" in made(folder, *named, "--encoder", "some/encoder")
-    presets, own = config.read_params(folder / "params.yaml")
+    presets, own = read_params(folder / "params.yaml")
     assert presets == ["squad", "minilm", "documents", "reader"]
     assert own["reader"] == {"init": str(reader)}
     values = config.load(folder / "params.yaml")

@@ -181,10 +181,10 @@ def run(stage: str, params: Path, presets: Sequence[str], settings: Sequence[str
     STAGE is "all" or a name below. A stage whose inputs and options did not change is skipped, and one that was killed
     resumes from its checkpoints.
     """
-    from realmops import config
+    from realmops.config_yaml import read_params
     from realmops.stages import chain
 
-    values, named = _loaded(params, presets, settings), [*config.read_params(params)[0], *presets]
+    values, named = _loaded(params, presets, settings), [*read_params(params)[0], *presets]
     given |= {"values": values, "presets": named, "project": params.parent}
     if stage != "all":
         _run((stage,), **given)
@@ -245,7 +245,7 @@ def show_params(
     params.yaml alone: --write puts presets in there for good.
     """
     from realmops.artifacts import canonical_json, write_bytes
-    from realmops.config import rewritten
+    from realmops.commands.params import rewritten
 
     if for_kfp:
         from realmops.cluster.options import packed

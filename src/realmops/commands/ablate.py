@@ -24,6 +24,7 @@ from realmops import artifacts, config
 from realmops.artifacts import WORK
 from realmops.commands.report import browser_command
 from realmops.config import CLOSED_BOOK, Values, preset_path
+from realmops.config_yaml import read_yaml
 from realmops.evaluate import ablation as tables
 from realmops.evaluate.ablation import REFERENCE, STALENESS, TITLES, Row, VariantOutcome
 from realmops.evaluate.predictions import FIRST_HITS, PREDICTIONS, read_hits, read_predictions
@@ -102,7 +103,7 @@ def variants_file(params: Path) -> Path:
 def variants_of(params: Path) -> dict[str, dict[str, str]]:
     """``TITLES`` of the variants by name, in the order of the table; ValueError for a file without the reference."""
     path = variants_file(params)
-    found = config.read_yaml(path).get("variants", {})
+    found = read_yaml(path).get("variants", {})
     if REFERENCE not in found:
         raise ValueError(f"{path}: variants lacks {REFERENCE}, to which all others are compared")
     for name, entry in found.items():

@@ -16,8 +16,10 @@ from typing import Any
 from urllib.request import urlopen
 
 from realmops import __version__, artifacts, config
+from realmops.commands.params import as_yaml
 from realmops.commands.public_data import bring
 from realmops.config import PACKAGE, Values
+from realmops.config_rules import check, option_rules
 from realmops.corpus.documents import Document, Raw, Rejected
 from realmops.corpus.formats import Source, sources
 from realmops.corpus.question_sets import json_line, parts_of, read_questions
@@ -114,7 +116,7 @@ def init(
     elif questions or encoder or reader:
         raise ValueError("--questions, --encoder and --reader want --documents: the sample has its own")
     project.put("tracking.experiment", folder.resolve().name or "realmops")
-    config.check_together(project.values)
+    check(option_rules(project.values))
     places = dict(PLACES)
     if (folder / "README.md").exists():
         del places["README.md"]
@@ -381,7 +383,7 @@ def params_text(presets: Sequence[str], own: Values) -> str:
     lines = [PARAMS_HEAD, f"presets: [{', '.join(presets)}]", ""]
     whole = {name: own.get(name, {}) for name in config.SECTIONS}
     for name, keys in sorted(whole.items(), key=lambda one: not one[1]):
-        lines.append(config.as_yaml({name: dict(keys)}).rstrip("\n"))
+        lines.append(as_yaml({name: dict(keys)}).rstrip("\n"))
     return "\n".join(lines) + "\n"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from realmops import artifacts
 from realmops.commands.questions import make_cloze
-from realmops.config import CLOSED_BOOK, Values, notes, parse_section
+from realmops.config import CLOSED_BOOK, Values, parse_section
 from realmops.corpus.formats import sources
 from realmops.corpus.question_sets import read_questions
 from realmops.hub import T5, encoder_files, encoder_folder
@@ -64,6 +64,52 @@ def _look_ahead(names: Sequence[str], values: Values, project: Path, root: Path,
         look_at(key, path, values)
     for note in (*check_encoders(names, values), *notes(names, values)):
         report.warn(note)
+
+
+def notes(stages: Collection[str], values: Values) -> Iterator[str]:
+    """Yield warnings about options of these stages that are allowed and seldom intended."""
+    block, question = values["snapshot"]["block_wordpieces"], values["finetune"]["query_wordpieces"]
+    for name, beside in (("pretrain", 0), ("finetune", question)):
+        if name in stages and (limit := values[name]["reader_wordpieces"]) < block:
+            yield (
+                f"passages have up to snapshot.block_wordpieces={block} wordpieces, and the reader sees no more than "
+                f"{name}.reader_wordpieces={limit} of one and the text beside it: raise that to {block + beside}, or "
+                "the ends of long passages are not read"
+            )
+    yield from _rates(stages, values)
+
+
+FROM_SCRATCH, PRE_TRAINED = 2.5e-4, 2.0e-4  # least and most of a reader's and a tagger's learning rate that went well
+_RATES = (  # of what starts as the encoder: the stage, its key, and the key without which nothing learns by it
+    ("tag", "learning_rate", "steps"),
+    ("ict", "reader_learning_rate", "reader_steps"),
+    ("pretrain", "reader_learning_rate", "steps"),
+    ("finetune", "reader_learning_rate", "epochs"),
+)
+
+
+def _rates(stages: Collection[str], values: Values) -> Iterator[str]:
+    """Yield a warning about learning rates that suit the other kind of encoder."""
+    init = values["bert"]["init"]
+    idle = {"tag"} if values["tag"]["method"] != "tagger" else set()
+    idle |= {"finetune"} if values["finetune"]["reader"] in CLOSED_BOOK else set()
+    rates = {
+        f"{stage}.{key}": values[stage][key]
+        for stage, key, amount in _RATES
+        if stage in stages and stage not in idle and values[stage][amount]
+    }
+    low = [f"{key}={rate:g}" for key, rate in rates.items() if rate < FROM_SCRATCH]
+    high = [f"{key}={rate:g}" for key, rate in rates.items() if rate > PRE_TRAINED]
+    if init == "small" and low:
+        yield (
+            f"bert.init is small, an encoder from scratch, and {', '.join(low)} suits one that is pre-trained: the "
+            f"model may learn little. Leave out the preset for such an encoder, or set {FROM_SCRATCH:g} or more"
+        )
+    if init != "small" and high:
+        yield (
+            f"bert.init is {init}, a pre-trained encoder, and {', '.join(high)} suits one from scratch: it may forget "
+            f"what it knows. Add a preset for such an encoder, as minilm, or set {PRE_TRAINED:g} or less"
+        )
 
 
 def look_at(key: str, path: Path, values: Values) -> None:

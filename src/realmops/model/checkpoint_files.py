@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from realmops.artifacts import seed_for
-from realmops.config import BertOptions, ReaderOptions, RetrieverOptions, check_vectors, check_width
+from realmops.config import BertOptions, ReaderOptions, RetrieverOptions
+from realmops.config_rules import check, vector_rules, width_rules
 from realmops.hub import (
     MODULES,
     POOLING,
@@ -66,10 +67,6 @@ def build_encoder(
     """The encoder that ``bert.init`` names, with a masked word head; ``warn`` is told when that starts fresh."""
     generator = torch.Generator().manual_seed(seed_for(seed, "bert"))
     if options.init == "small":
-        if options.width % options.heads:
-            raise ValueError(
-                f"bert.width {options.width} is no multiple of bert.heads {options.heads}; choose such a width"
-            )
         return small_encoder(options, vocabulary, generator)
     folder = encoder_folder(options.init)
     encoder, head, found = load_encoder(folder, options.dropout)
@@ -122,7 +119,7 @@ def build_models(
 
 def _build_bag(options: RetrieverOptions, vocabulary: int, generator: torch.Generator) -> Bag:
     assert options.head == "cosine", options.head
-    assert options.embedding_width, "config.check_together"
+    assert options.embedding_width, "config_rules.option_rules"
     if options.embedding_width > vocabulary:
         raise ValueError(
             f"retriever.embedding_width is {options.embedding_width}, and a bag has at most one dimension for each of "
@@ -152,7 +149,7 @@ def _build_embedder(
                 f"{folder / MODULES} names {', '.join(unused)} beside the encoder and its pooling ({POOLING}): they "
                 "are not used here, and the retriever starts below what this encoder can do"
             )
-    check_vectors(retriever.document_vectors, retriever.pooling, pooling)
+    check(vector_rules(retriever.document_vectors, retriever.pooling, pooling))
     if segments == "auto":
         one = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
         segments = "one" if one else "two"
@@ -165,7 +162,7 @@ def _build_embedder(
         layers = [_dense_layer(path) for path in sentence_layers(folder)]
     shapes = [shape for shape, _ in layers]
     width = shapes[-1].outputs if shapes else encoder.width
-    check_width(retriever.projection, retriever.embedding_width, width)
+    check(width_rules(retriever.projection, retriever.embedding_width, width))
     tower = Embedder(
         encoder,
         retriever.embedding_width or width,

@@ -1,14 +1,15 @@
 """The pipeline as data: which stages there are, what each reads, and the one way to run one."""
 
+from __future__ import annotations
+
 import importlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from realmops import artifacts, config
-from realmops.config import Values
+from realmops import artifacts
 from realmops.corpus.documents import shown
 from realmops.corpus.walk import files_below
 from realmops.journal import Journal
@@ -19,8 +20,11 @@ PUBLISHED = "data/published"  # passages that were imported with a checkpoint
 CLOZE = "data/cloze"  # questions that were made from the corpus
 CORPUS = "corpus"  # folder of the snapshot that is searched, below that of its stage
 HUB = "hf:"
-Section = TypeVar("Section")
-_NAMES = {kind: name for name, kind in config.SECTIONS.items()}
+ENCODER = "encoder"  # reader.init: the reader starts as the encoder
+
+if TYPE_CHECKING:  # the command line loads this module, and pydantic takes .2 seconds
+    from realmops.config import Section, Values
+Options = TypeVar("Options", bound="Section")
 
 
 class Report(Protocol):
@@ -51,7 +55,7 @@ class Silent:
 class Job:
     """What one run of a stage is given."""
 
-    sections: Mapping[str, Any]  # dataclasses of config, by name
+    sections: Mapping[str, Any]  # models of config, by name
     inputs: Mapping[str, Path]
     out: Path  # the stage's folder, committed when it returns
     work: Path  # outlives a killed process; empty on the first try
@@ -60,9 +64,9 @@ class Job:
     offer: Path  # the file that tells index builders what they can help with
     presets: Sequence[str] = ()  # their names, for people
 
-    def section(self, kind: type[Section]) -> Section:
-        """The options of one section, by their type; KeyError where the stage does not declare it."""
-        options: Section = self.sections[_NAMES[kind]]
+    def section(self, kind: type[Options]) -> Options:
+        """Return the options of one section, by their type; KeyError where the stage does not declare it."""
+        options: Options = self.sections[kind.section]
         return options
 
 
@@ -147,8 +151,10 @@ STAGES: dict[str, Stage] = {
 
 
 def parse_sections(stage: Stage, values: Values) -> dict[str, Any]:
-    """The stage's sections as dataclasses; it sees no other."""
-    return {name: config.parse_section(name, values[name]) for name in stage.sections}
+    """Return the stage's sections as models; it sees no other."""
+    from realmops.config import parse_section
+
+    return {name: parse_section(name, values[name]) for name in stage.sections}
 
 
 def external_files(stage: Stage, values: Values, project: Path, root: Path) -> dict[str, Path]:
@@ -181,7 +187,7 @@ def _needless(values: Values) -> set[str]:
     """The keys of files that other options make superfluous."""
     found = set() if values["snapshot"]["use_warmup"] else {"snapshot.warmup"}
     found |= set() if values["tag"]["method"] == "tagger" else {"tag.train", "tag.dev"}
-    return found if values["reader"]["init"] != config.ENCODER else found | {"reader.init"}
+    return found if values["reader"]["init"] != ENCODER else found | {"reader.init"}
 
 
 def in_use(stage: Stage, values: Values) -> list[str]:
@@ -245,6 +251,8 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
 
     The metrics of an earlier stage do not count: they hold the seconds that it took. Nor does where indexes are built.
     """
+    from realmops.config import keyed
+
     content: dict[str, Any] = {}
     for name, path in sorted(inputs.items()):
         if name in stage.needs:
@@ -252,7 +260,7 @@ def fingerprint(stage: Stage, values: Values, inputs: Mapping[str, Path]) -> str
             content[name] = {file: entry for file, entry in files.items() if file not in (JOURNAL, METRICS)}
         else:
             content[name] = content_of(path)
-    sections = config.keyed(deciding(stage, values))
+    sections = keyed(deciding(stage, values))
     return artifacts.digest_of({"stage": stage.name, "sections": sections, "inputs": content})
 
 

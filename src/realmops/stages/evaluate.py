@@ -1,7 +1,6 @@
 """Stage ``evaluate``: exact match, F1, recall of all retrievers, ceilings, predictions with evidence, plots, report."""
 
 import hashlib
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -262,7 +261,7 @@ def _options(job: Job) -> dict[str, Any]:
     manifests = [job.inputs[name] / artifacts.MANIFEST for name in ("snapshot", *TRAINED) if name in job.inputs]
     for path in manifests:  # the later one has the say
         sections |= artifacts.read_json(path).get("sections", {}) if path.is_file() else {}
-    sections |= {name: asdict(section) for name, section in job.sections.items()}
+    sections |= {name: section.model_dump() for name, section in job.sections.items()}
     usual = defaults()
     return {
         f"{name}.{key}": value

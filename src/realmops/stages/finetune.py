@@ -9,7 +9,7 @@ from realmops.answering.confidence import Confidence
 from realmops.answering.openqa import OpenQa
 from realmops.answering.retrieval import Answering, RetrieveAndRead
 from realmops.baselines import t5
-from realmops.config import ENCODER, ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
+from realmops.config import ClosedBookOptions, Finetune, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, keep_freed_memory
@@ -20,7 +20,7 @@ from realmops.journal import JournalValues
 from realmops.model.checkpoint_files import add_spans, load_models
 from realmops.search.approximate import Approximate, approximate
 from realmops.search.embed import embed, query_sequences
-from realmops.stages import Job
+from realmops.stages import ENCODER, Job
 from realmops.stages.common import (
     StageTrainings,
     open_snapshot,

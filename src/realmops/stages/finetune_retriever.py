@@ -11,7 +11,7 @@ from torch import Tensor
 from realmops.answering.retrieval import Ranker
 from realmops.baselines.path import PathRetriever, train_paths
 from realmops.baselines.rankers import DENSE, ranker_of
-from realmops.config import ENCODER, Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
+from realmops.config import Finetune, IndexOptions, Optimiser, ReaderOptions, RunOptions
 from realmops.corpus.cloze import Sources
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
@@ -25,7 +25,7 @@ from realmops.search.bm25 import Bm25
 from realmops.search.corpus_statistics import start_matches
 from realmops.search.embeddings import INDEX, load_index
 from realmops.search.exact import PassageIndex, exact
-from realmops.stages import Job
+from realmops.stages import ENCODER, Job
 from realmops.stages.common import StageTrainings, question_queries, sampled, searchable
 from realmops.stages.sharded_work import embeddings_of
 from realmops.text.answer_matching import contains_answer

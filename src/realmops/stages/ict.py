@@ -1,6 +1,5 @@
 """Stage ``ict``: warm starts of retriever and reader."""
 
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -28,7 +27,8 @@ def run(job: Job) -> dict[str, Any]:
     has_warmup = (job.inputs["snapshot"] / "warmup").is_dir()
     text = open_snapshot(job, "warmup") if has_warmup else corpus
     wanted: Ict = job.section(Ict)
-    options = replace(wanted, steps=steps_over(len(corpus), wanted)[0], reader_steps=steps_over(len(text), wanted)[1])
+    steps, reader_steps = steps_over(len(corpus), wanted)[0], steps_over(len(text), wanted)[1]
+    options = wanted.model_copy(update={"steps": steps, "reader_steps": reader_steps})
     spans = open_spans(job, text, text.folder.name) if options.reader_steps else None
     size = corpus.tokenizer.get_vocab_size()
     towers = job.section(RetrieverOptions)

@@ -2,7 +2,6 @@
 
 import shutil
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def _open_once(root: Path, state: CorpusState | None) -> OpenedModel:
     options, run = options_of(root, ("finetune", "evaluate"), ("finetune", "run"))
     model = open_reading(tuned, options, run, Snapshot.open(state.snapshot / "corpus"), state.finetune)
     read = {name: entry["sha256"] for name, entry in files.items() if name not in (INDEX, JOURNAL, METRICS)}
-    version = artifacts.digest_of([read, asdict(model.options), str(model.dtype)])[:12]
+    version = artifacts.digest_of([read, model.options.model_dump(), str(model.dtype)])[:12]
     indexed = artifacts.read_json(state.snapshot.parent / MANIFEST)["files"] if state.number else files
     index = [entry["sha256"] for name, entry in sorted(indexed.items()) if Path(name).name == INDEX]
     content = artifacts.digest_of([version, model.snapshot.manifest["files"], index])

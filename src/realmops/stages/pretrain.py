@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -107,7 +106,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def _examples(job: Job, corpus: Snapshot, **changes: Any) -> Examples:
     """Masked sentences of the corpus or, with ``pretrain.examples: warmup``, of the warm-up text."""
-    options: Pretrain = replace(job.section(Pretrain), **changes)
+    options = job.section(Pretrain).model_copy(update=changes)
     if options.examples == "warmup" and not (job.inputs["snapshot"] / "warmup").is_dir():
         raise ValueError(
             f"pretrain.examples is warmup, and {job.inputs['snapshot']} holds no warm-up text; name one with "

@@ -7,7 +7,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +49,8 @@ def masked_at(examples: Examples, rows: np.ndarray, seed: int) -> list[Example]:
 def found_for(realm: Realm, masked: Sequence[Example], index: Index) -> list[list[int]]:
     """What an index finds for masked sentences, at least 5 passages; trivial candidates never count."""
     query = embed(index.retriever.query, query_sequences(realm.queries(masked)), realm.dtype)
-    options = replace(realm.options, exclude_trivial=True, candidates=max(6, realm.options.candidates))
+    candidates = max(6, realm.options.candidates)
+    options = realm.options.model_copy(update={"exclude_trivial": True, "candidates": candidates})
     return Candidates(realm.snapshot, options, realm.words).retrieve(masked, query, index)
 
 

@@ -1,0 +1,92 @@
+"""``realmops params``: params files as they are written, where every YAML reader finds the same values."""
+
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.representer import RoundTripRepresenter
+
+from realmops.config import Values, apply_settings, checked, defaults, laid, preset_path
+from realmops.config_rules import check, option_rules
+from realmops.config_yaml import parse_yaml, read_params
+
+
+class _Representer(RoundTripRepresenter):
+    """Writes numbers and texts that readers of YAML 1.1 and of YAML 1.2 take for the same."""
+
+    def represent_number(self, value: float) -> Any:
+        """Add a point: YAML 1.1 takes 1e-05 for a text."""
+        mantissa, e, exponent = repr(value).partition("e")
+        point = ".0" if e and "." not in mantissa else ""
+        return self.represent_scalar("tag:yaml.org,2002:float", f"{mantissa}{point}{e}{exponent}")
+
+    def represent_text(self, text: str) -> Any:
+        """Add quotation marks where a reader would take the text for something else, as no or 1e5."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, None if _is_text(text) else '"')
+
+
+_Representer.add_representer(float, _Representer.represent_number)
+_Representer.add_representer(str, _Representer.represent_text)
+
+
+def _is_text(plain: str) -> bool:
+    try:
+        return bool(parse_yaml(plain, "") == yaml.safe_load(plain) == plain)
+    except (ValueError, yaml.YAMLError):
+        return False
+
+
+def _editor() -> YAML:
+    editor = YAML()
+    editor.Representer = _Representer
+    editor.preserve_quotes = True
+    editor.width = 1 << 16  # no line is folded
+    return editor
+
+
+def as_yaml(values: Values) -> str:
+    """Return sections as a params file has them."""
+    text = StringIO()
+    _editor().dump(values, text)
+    return text.getvalue()
+
+
+def rewritten(path: Path, presets: Sequence[str], settings: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the text of a params file with other presets and values, and each change that this makes.
+
+    Comments are kept. What the file has as its presets of before, or as the defaults, becomes what it is now; what a
+    person has changed stays.
+    """
+    named, own = read_params(path)
+    names = list(presets) or named
+    was, now = (laid(defaults(), [preset_path(name, path) for name in some]) for some in (named, names))
+    before = checked(own, path, was)
+    kept = {
+        section: {key: before[section][key] for key in keys if before[section][key] != was[section][key]}
+        for section, keys in own.items()
+    }
+    after = apply_settings(checked(kept, path, now), settings)
+    check(option_rules(after))
+
+    editor, text, changes = _editor(), StringIO(), []
+    document: Any = editor.load(path.read_text(encoding="utf-8")) or CommentedMap()
+    if names != named:
+        changes.append(f"presets: {', '.join(named) or 'none'} -> {', '.join(names)}")
+        listed = CommentedSeq(names)
+        listed.fa.set_flow_style()
+        if "presets" not in document:
+            document.insert(0, "presets", listed)
+        document["presets"] = listed
+    for section, new in after.items():
+        for key, value in new.items():
+            if value != before[section][key]:
+                changes.append(f"{section}.{key}: {before[section][key]} -> {value}")
+            if value != (before if key in own.get(section, ()) else now)[section][key]:
+                document[section] = document.get(section) or {}
+                document[section][key] = value
+    editor.dump(document, text)
+    return text.getvalue(), changes
