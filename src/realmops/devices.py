@@ -129,12 +129,17 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def with_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
-    """Return a copy of a module with each linear layer replaced by ``make`` of it; the copy shares all else."""
-    other = copy.copy(module)
-    other._modules = {
-        name: make(part) if type(part) is nn.Linear else part if part is None else with_linears(part, make)
-        for name, part in module._modules.items()
-    }
+    """Return a copy of a module with each linear layer replaced by ``make`` of it; the copy shares all else.
+
+    A layer whose weight belongs to another module, as a tied decoder, stays.
+    """
+    other, parts = copy.copy(module), dict(module._modules)
+    for name, part in parts.items():
+        if type(part) is nn.Linear and part._parameters.get("weight") is not None:
+            parts[name] = make(part)
+        elif part is not None:
+            parts[name] = with_linears(part, make)
+    other._modules = parts
     return other
 
 
