@@ -102,14 +102,22 @@ FAMILIES: dict[str, tuple[Callable[[tuple[str, ...]], Tokenizer], tuple[str, ...
         },
     ),
 }  # fmt: skip
-_OTHERS: dict[str, dict[str, Any]] = {  # which transformers computes
+_DECODER = {**_SHAPE, **_WIDE, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
+_OTHERS: dict[str, dict[str, Any]] = {  # with BERT's tokenizer
     "albert": {**_SHAPE, **_WIDE, "embedding_size": 24, "max_position_embeddings": 64},
+    "ernie": {**_SHAPE, **_WIDE, "max_position_embeddings": 64},
+    "nomic_bert": {**_SHAPE, **_WIDE, "max_position_embeddings": 64},
     "deberta-v2": {
         **_SHAPE, **_WIDE, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
     },
     "convbert": {**_SHAPE, **_WIDE},
     "fnet": {**_SHAPE},
+    "qwen3": _DECODER,
+    "gemma3_text": {**_DECODER, "sliding_window": 16, "query_pre_attn_scalar": 8},
 }  # fmt: skip
+PADDED = ("mpnet", "deberta-v2")  # families that need padded batches
+DECODERS = ("qwen3", "gemma3_text")
+ENCODERS = [*FAMILIES, "albert", "ernie", "nomic_bert", "deberta-v2"]
 
 
 def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) -> Path:
@@ -121,7 +129,7 @@ def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) 
     values = {"vocab_size": tokenizer.get_vocab_size(), **shape, **changes}
     config = transformers.AutoConfig.for_model(family, **values)
     torch.manual_seed(1)
-    kind = transformers.AutoModelForMaskedLM if head else transformers.AutoModel
+    kind = transformers.AutoModelForMaskedLM if head and family not in DECODERS else transformers.AutoModel
     model = kind.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

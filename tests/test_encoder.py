@@ -1,9 +1,8 @@
-"""A second encoder, of a few lines, through the code that BERT goes through: what Encoder asks for is enough."""
+"""A model of a few lines that transformers knows by registration goes through all that BERT goes through."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from small_world import PAPERS_READER, World, section
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
 from realmops.config import Pretrain
-from realmops.hub import read_config, read_weights
 from realmops.model.checkpoint_files import (
     add_spans,
     build_encoder,
@@ -26,7 +25,7 @@ from realmops.model.checkpoint_files import (
     retriever_from_files,
     save_models,
 )
-from realmops.model.encoder import ARCHITECTURES, Encoder, described_encoder
+from realmops.model.encoder import described_encoder
 from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
@@ -42,79 +41,73 @@ READERS = pytest.mark.parametrize(
 )
 
 
-class TiedHead(nn.Module):
-    """Logits by the word vectors alone."""
+class NeighboursConfig(PreTrainedConfig):
+    model_type = "neighbours"
+    vocab_size: int = 100
+    hidden_size: int = 16
+    max_position_embeddings: int = 64
+    dropout: float = 0.0
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
 
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(vocabulary))
 
-    def forward(self, hidden_ND: Tensor, word_VD: Tensor) -> Tensor:
-        return F.linear(hidden_ND, word_VD, self.bias)
+class _Neighbours(PreTrainedModel):
+    config_class = NeighboursConfig
+    base_model_prefix = "neighbours"
 
 
-class Neighbours(Encoder):
+class NeighboursModel(_Neighbours):
     """A linear layer over the mean of each word vector and those beside it: no attention, and nothing of BERT."""
 
-    words = "a mean of neighbours"
+    def __init__(self, config: NeighboursConfig) -> None:
+        super().__init__(config)
+        self.vectors = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.mix = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.post_init()
 
-    def __init__(self, vocabulary: int, width: int, positions: int, dropout: float = 0.0) -> None:
-        super().__init__(vocabulary, width, positions, dropout, layer_norm_eps=1e-5)
-        self.vectors = nn.Embedding(vocabulary, width)
-        self.mix = nn.Linear(width, width)
+    def get_input_embeddings(self) -> nn.Module:
+        return self.vectors
 
-    def forward(self, batch: Packed, added_TD: Tensor | None = None) -> Tensor:
-        assert batch.longest <= self.positions
-        batch.to(self.device)
-        x_TD = self.vectors(batch.tokens_T)
-        if added_TD is not None:
-            x_TD = x_TD + added_TD
-        before_T1 = (batch.positions_T > 0)[:, None]
-        behind_T1 = before_T1.roll(-1, 0)
-        sum_TD = x_TD + x_TD.roll(1, 0) * before_T1 + x_TD.roll(-1, 0) * behind_T1
-        mean_TD = sum_TD / (1 + before_T1.long() + behind_T1.long())
-        hidden_TD: Tensor = x_TD + F.dropout(self.mix(mean_TD), self.dropout, self.training)
-        return hidden_TD
+    def forward(
+        self, input_ids: Any = None, attention_mask: Any = None, inputs_embeds: Any = None, **_: Any
+    ) -> BaseModelOutput:
+        x_BLD = self.vectors(input_ids) if inputs_embeds is None else inputs_embeds
+        mask_BL1 = attention_mask[:, :, None].float()
+        both_BLD = F.pad(torch.cat([x_BLD * mask_BL1, mask_BL1], -1), (0, 0, 1, 1))
+        sum_BLD = both_BLD[:, :-2] + both_BLD[:, 1:-1] + both_BLD[:, 2:]
+        mean_BLD = sum_BLD[..., :-1] / sum_BLD[..., -1:].clamp(min=1)
+        return BaseModelOutput(last_hidden_state=x_BLD + self.dropout(self.mix(mean_BLD)))
 
-    @property
-    def word_vectors(self) -> nn.Parameter:
-        return self.vectors.weight
 
-    @property
-    def shifts(self) -> list[nn.Parameter]:
-        return [self.mix.bias]
+class NeighboursForMaskedLM(_Neighbours):
+    _tied_weights_keys = {"decoder.weight": "neighbours.vectors.weight"}  # noqa: RUF012
 
-    def masked_word_head(self) -> TiedHead:
-        return TiedHead(self.vocabulary)
+    def __init__(self, config: NeighboursConfig) -> None:
+        super().__init__(config)
+        self.neighbours = NeighboursModel(config)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
 
-    def describe(self) -> dict[str, Any]:
-        shape = {"vocabulary": self.vocabulary, "width": self.width, "positions": self.positions}
-        return {"model_type": "neighbours", "dropout": self.dropout, **shape}
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder
 
-    @classmethod
-    def described(cls, description: Mapping[str, Any], source: str) -> Neighbours:
-        return cls(**{name: value for name, value in description.items() if name != "model_type"})
+    def forward(self, **inputs: Any) -> MaskedLMOutput:
+        return MaskedLMOutput(logits=self.decoder(self.neighbours(**inputs).last_hidden_state))
 
-    @classmethod
-    def load(cls, folder: Path, dropout: float | None = None) -> tuple[Neighbours, TiedHead, bool]:
-        encoder = cls.described(read_config(folder), str(folder))
-        encoder.load_state_dict(read_weights(folder))
-        if dropout is not None:
-            encoder.set_dropout(dropout)
-        return encoder, encoder.masked_word_head(), False
+
+AutoConfig.register("neighbours", NeighboursConfig)
+AutoModel.register(NeighboursConfig, NeighboursModel)
+AutoModelForMaskedLM.register(NeighboursConfig, NeighboursForMaskedLM)
 
 
 @pytest.fixture
-def folder(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A published encoder of this kind, which the package knows for one test."""
-    monkeypatch.setitem(ARCHITECTURES, "neighbours", Neighbours)
+def folder(world: World, tmp_path: Path) -> Path:
+    """A published encoder of this kind, without a masked word head."""
     torch.manual_seed(0)
-    encoder = Neighbours(len(world.snapshot.vocabulary), 16, 64)
     folder = tmp_path / "published"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(encoder.describe()))
+    NeighboursModel(NeighboursConfig(vocab_size=len(world.snapshot.vocabulary))).save_pretrained(folder)
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(world.snapshot.vocabulary))
-    save_file(encoder.state_dict(), folder / "model.safetensors")
     return folder
 
 
@@ -145,8 +138,8 @@ def options() -> Pretrain:
 def test_retriever_and_reader_learn_on_another_encoder(world: World, folder: Path, copying: dict[str, bool]) -> None:
     retriever, reader = models(world, folder, **copying)
     (start, _), chosen = models(world, folder, **copying), options()
-    assert isinstance(reader.encoder, Neighbours)
-    assert retriever.query.words.startswith("a mean of neighbours, pooling cls, 16 -> 8")
+    assert isinstance(reader.encoder.model, NeighboursModel)
+    assert retriever.query.words.startswith("a neighbours (padded batches), pooling cls, 16 -> 8")
     realm = Realm(retriever, reader, world.snapshot, chosen, FP32)
     all_examples, rng = Examples(world.snapshot, world.spans, chosen), np.random.default_rng(0)
     examples = [all_examples.example(row, rng) for row in range(4)]
@@ -161,21 +154,22 @@ def test_retriever_and_reader_learn_on_another_encoder(world: World, folder: Pat
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
     assert not torch.equal(retriever.query.encoder.word_vectors, start.query.encoder.word_vectors)
-    assert all(encoder.gradient_checkpointing for encoder in reader.modules() if isinstance(encoder, Encoder))
 
 
 def test_both_come_back_from_their_files(world: World, folder: Path, tmp_path: Path) -> None:
-    """The description names the class, and the parameters are those that were written."""
+    """Below the models' folder lie such that transformers opens: the reader's is the whole masked language model."""
     retriever, reader = models(world, folder)
     add_spans(reader, 4, 0)
     (tmp_path / "out").mkdir()
     save_models(tmp_path / "out", retriever, reader, world.snapshot.vocabulary_hash)
-    assert json.loads((tmp_path / "out" / "model.json").read_text())["reader"]["model_type"] == "neighbours"
     found = load_models(tmp_path / "out", world.snapshot.vocabulary_hash)
-    for theirs, ours in zip((retriever, reader), found, strict=True):
+    for ours, theirs in zip((retriever, reader), found, strict=True):
         assert {name: tensor.tolist() for name, tensor in theirs.state_dict().items()} == {
             name: tensor.tolist() for name, tensor in ours.state_dict().items()
         }
+    peer = AutoModelForMaskedLM.from_pretrained(tmp_path / "out/reader_encoder")
+    assert isinstance(peer, NeighboursForMaskedLM)
+    assert torch.equal(peer.decoder.weight, reader.encoder.word_vectors)
     sent = retriever_from_files(retriever_files(retriever, "hash"))
     sequences = document_sequences(world.snapshot, range(4))
     assert torch.equal(embed(sent.document, sequences, FP32), embed(retriever.document, sequences, FP32))
@@ -187,12 +181,7 @@ def test_a_tagger_learns_on_it(world: World, folder: Path) -> None:
     batch = Packed([tokens for tokens, _ in document_sequences(world.snapshot, range(3))])
     tagger(batch).square().sum().backward()
     assert encoder.word_vectors.grad is not None
-    again = described_encoder(encoder.describe(), "here")
+    again, _ = described_encoder(json.loads(json.dumps(encoder.describe())))
     assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
         name: tensor.shape for name, tensor in encoder.state_dict().items()
     }
-
-
-def test_an_encoder_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"here: model_type is 'neighbours'; only BERT encoders can be used"):
-        described_encoder({"model_type": "neighbours"}, "here")

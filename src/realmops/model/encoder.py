@@ -199,9 +199,9 @@ class Encoder(nn.Module):
         if self.model.supports_gradient_checkpointing and on != self._recomputes:
             self._recomputes = on
             if on:
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+                self.model.activation_checkpointing_enable({"use_reentrant": False})
             else:
-                self.model.gradient_checkpointing_disable()
+                self.model.activation_checkpointing_disable()
 
     def set_dropout(self, dropout: float) -> None:
         """Train with another dropout from now on."""
@@ -414,23 +414,21 @@ def save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None = N
 
 def is_decoder(values: Mapping[str, Any]) -> bool:
     """Return whether a configuration is of a model that continues texts, which may retrieve but predicts no mask."""
-    auto = import_transformers().models.auto.modeling_auto
-    return str(values.get("model_type", "bert")) not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return not _opens("AutoModelForMaskedLM", str(values.get("model_type", "bert")))
 
 
 def check_supported(values: Mapping[str, Any], source: str) -> None:
     """Raise ValueError for a configuration of a model that cannot work here: the reason, and one that can."""
-    auto = import_transformers().models.auto.modeling_auto
     kind = str(values.get("model_type", "bert"))
-    if kind not in auto.MODEL_MAPPING_NAMES:
+    if not _opens("AutoModel", kind):
         reason = "is not among those of the installed transformers"
         if "auto_map" in values:
             reason = "comes with code of its own, which is never run"
-    elif values.get("is_encoder_decoder") or kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    elif values.get("is_encoder_decoder") or _opens("AutoModelForSeq2SeqLM", kind):
         reason = "is an encoder with a decoder, which was not trained to predict masked words"
-    elif kind not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and kind not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    elif is_decoder(values) and not _opens("AutoModelForCausalLM", kind):
         reason = "is no encoder of texts"
-    elif kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and values.get("is_decoder"):
+    elif not is_decoder(values) and values.get("is_decoder"):
         reason = "is set up as a decoder (is_decoder), which sees no word after the mask"
     else:
         return
@@ -438,10 +436,16 @@ def check_supported(values: Mapping[str, Any], source: str) -> None:
     raise ValueError(f"{source}: model_type {kind!r} {reason}; the nearest that works here is {near}")
 
 
+def _opens(auto: str, model_type: str) -> bool:
+    """Return whether a class of transformers as AutoModel has models of this type, registered ones too."""
+    transformers = import_transformers()
+    known = transformers.CONFIG_MAPPING
+    return model_type in known and known[model_type] in getattr(transformers, auto)._model_mapping
+
+
 def import_transformers() -> Any:
     """Import transformers without its log lines and progress bars."""
     import transformers
-    import transformers.models.auto.modeling_auto
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -459,7 +463,8 @@ def open_model(
     transformers = import_transformers()
     kind = transformers.AutoModelForMaskedLM if predicts else transformers.AutoModel
     try:
-        config = transformers.AutoConfig.for_model(**{"model_type": "bert", **values})
+        own = {name: value for name, value in values.items() if name != "auto_map"}  # code of the folder's own
+        config = transformers.AutoConfig.for_model(**{"model_type": "bert", **own})
         with torch.random.fork_rng():
             model, report = kind._model_mapping[type(config)].from_pretrained(
                 None, config=config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True

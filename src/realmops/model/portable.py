@@ -147,8 +147,8 @@ def _transformer(tower: Embedder, tokenizer: Tokenizer, limit: int) -> _Module:
 def tokenizer_files(tokenizer: Tokenizer, encoder: Encoder, limit: int, segments: str = "two") -> dict[str, bytes]:
     """Return a tokenizer as files that transformers opens; it joins a pair as ``join_document`` does."""
     special = SpecialTokens.of(tokenizer)
-    names = {"cls_token": special.cls, "sep_token": special.sep, "unk_token": special.unknown}
-    names |= {"pad_token": special.padding}
+    names = {"sep_token": special.sep, "unk_token": special.unknown, "pad_token": special.padding}
+    names |= {} if special.cls is None else {"cls_token": special.cls}
     names |= {} if special.mask_if_any is None else {"mask_token": special.mask}
     about = {name: tokenizer.id_to_token(number) for name, number in names.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -27,7 +27,8 @@ def join_alone(x: np.ndarray, special: SpecialTokens, limit: int) -> np.ndarray:
 
 
 def _join(x: np.ndarray, special: SpecialTokens, limit: int, told: tuple[int, ...]) -> np.ndarray:
-    return np.concatenate([[special.cls, *told], x[: max(0, limit - 2 - len(told))], [special.sep]])
+    before = [*special.begin, *told]
+    return np.concatenate([before, x[: max(0, limit - 1 - len(before))], [special.sep]]).astype(np.int64)
 
 
 def join_document(
@@ -44,11 +45,12 @@ def join_document(
 def _join_pair(
     title: np.ndarray, body: np.ndarray, special: SpecialTokens, limit: int, told: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    title = title[: max(0, limit - 3 - len(told))]
-    body = body[: max(0, limit - 3 - len(told) - len(title))]
-    tokens = np.concatenate([[special.cls, *told], title, [special.sep], body, [special.sep]])
+    before = [*special.begin, *told]
+    title = title[: max(0, limit - 2 - len(before))]
+    body = body[: max(0, limit - 2 - len(before) - len(title))]
+    tokens = np.concatenate([before, title, [special.sep], body, [special.sep]]).astype(np.int64)
     segments = np.zeros(len(tokens), dtype=np.int64)
-    segments[len(told) + len(title) + 2 :] = 1
+    segments[len(before) + len(title) + 1 :] = 1
     return tokens, segments
 
 
@@ -60,4 +62,5 @@ def join_reader(
     ``x`` is kept, the body is cut; the title is left out, as in the release.
     """
     tokens, segments = _join_pair(x, body, special, limit, ())
-    return tokens, segments, min(len(x), limit - 3) + 2
+    alone = limit - 2 - len(special.begin)
+    return tokens, segments, len(special.begin) + min(len(x), alone) + 1

@@ -154,7 +154,7 @@ def document_sequences(snapshot: Snapshot, rows: Sequence[int]) -> list[tuple[np
     if not len(rows):
         return []
     special, row_N = SpecialTokens.of(snapshot.tokenizer), np.asarray(rows, dtype=np.int64)
-    told = [special.cls, *special.document]
+    told = [*special.begin, *special.document]
     room = max(0, snapshot.block_wordpieces - len(told) - 2)
     title_N = np.minimum(snapshot.title_offsets[row_N + 1] - snapshot.title_offsets[row_N], room)
     body_N = np.minimum(snapshot.token_offsets[row_N + 1] - snapshot.token_offsets[row_N], room - title_N)

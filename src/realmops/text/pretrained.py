@@ -78,7 +78,8 @@ def _special_names(folder: Path) -> dict[str, str]:
 def _with_roles(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
     """The same, with what begins and ends a text around it, and its mask under a name that is known."""
     around = tokenizer.encode("").ids
-    if len(around) < 2:
+    ends_only = len(around) == 1 and "cls_token" not in names  # a decoder's
+    if len(around) < 2 and not ends_only:
         ends = [names.get(role) for role in ("cls_token", "sep_token")]
         ids = [None if name is None else tokenizer.token_to_id(name) for name in ends]
         if None in ids:

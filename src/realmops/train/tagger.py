@@ -70,7 +70,7 @@ def tag_names(sentences: Iterable[TaggedSentence]) -> list[str]:
 def _encode(sentence: TaggedSentence, tokenizer: Tokenizer, tags: Sequence[str], limit: int) -> _Encoded:
     special = SpecialTokens.of(tokenizer)
     number = {tag: i for i, tag in enumerate(tags)}
-    tokens, capitals, labels, first = [special.cls], [0], [0], []
+    tokens, capitals, labels, first = special.begin, [0] * len(special.begin), [0] * len(special.begin), []
     blank = "" if getattr(tokenizer.model, "continuing_subword_prefix", None) else " "  # words stand behind one
     for word, tag in zip(sentence.words, sentence.tags, strict=True):
         pieces = tokenizer.encode(blank + word, add_special_tokens=False).ids or [special.unknown]
@@ -197,23 +197,25 @@ def find_entities(
 ) -> dict[int, list[Entity]]:
     """For each of some passages its entities, cut at whole words; ``limit`` wordpieces of a sentence are read."""
     special = SpecialTokens.of(snapshot.tokenizer)
+    before = len(special.begin)
     sequences, places = [], []
     for passage in passages:
         body, text, chars = snapshot.body(passage), snapshot.text(passage), snapshot.chars(passage)
         continues = snapshot.continues(passage)
         for first, end in snapshot.sentences(passage).tolist():
-            end = min(end, first + limit - 2)
-            tokens = np.concatenate([[special.cls], body[first:end], [special.sep]])
+            end = min(end, first + limit - before - 1)
+            tokens = np.array([*special.begin, *body[first:end], special.sep])
             capitals = np.zeros(len(tokens), dtype=np.int64)
             for row in range(first, end):
                 is_word = row == first or not continues[row]
-                capitals[1 + row - first] = text[chars[row, 0]].isupper() if is_word else capitals[row - first]
+                place = before + row - first
+                capitals[place] = text[chars[row, 0]].isupper() if is_word else capitals[place - 1]
             sequences.append((tokens, capitals))
             places.append((passage, first, end))
     found: dict[int, list[Entity]] = {p: [] for p in passages}
     for (passage, first, end), best in zip(places, _predict(tagger, sequences, dtype), strict=True):
         chars, starts_word = snapshot.chars(passage), ~snapshot.continues(passage)[first:end]
-        for start, stop, name in _runs([tagger.tags[b] for b in best[1:-1]], starts_word):
+        for start, stop, name in _runs([tagger.tags[b] for b in best[before:-1]], starts_word):
             found[passage].append((int(chars[first + start, 0]), int(chars[first + stop - 1, 1]), name))
     return found
 
