@@ -128,14 +128,28 @@ class PackedLinear(nn.Module):
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def with_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
-    """Return a copy of a module with each linear layer replaced by ``make`` of it; the copy shares all else."""
+def with_replaced(module: Module, replace: Callable[[nn.Module], nn.Module | None]) -> Module:
+    """Return a copy of a module with other submodules; the copy shares all else.
+
+    Args:
+        replace: returns what a submodule is replaced by, None where it stays.
+    """
     other = copy.copy(module)
-    other._modules = {
-        name: make(part) if type(part) is nn.Linear else part if part is None else with_linears(part, make)
-        for name, part in module._modules.items()
-    }
+    other._modules = {}
+    for name, part in module._modules.items():
+        made = None if part is None else replace(part)
+        other._modules[name] = with_replaced(part, replace) if part is not None and made is None else made
     return other
+
+
+def with_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
+    """Return a copy of a module with each linear layer replaced by ``make`` of it; the copy shares all else.
+
+    A layer without a weight of its own stays: a masked word head's, which gets the word vectors with each call.
+    """
+    return with_replaced(
+        module, lambda part: make(part) if type(part) is nn.Linear and "weight" in part._parameters else None
+    )
 
 
 def with_packed_linears(module: Module, dtype: torch.dtype) -> Module:
