@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from realmops.encoders import packed
+from realmops.model import packed
 
 aten = torch.ops.aten
 ELSEWHERE = torch.device("meta")  # the one that torch knows everywhere and that needs no kernels

@@ -25,9 +25,7 @@ def commit(root: Path, change: Callable[[Path, dict[str, Any]], None]) -> None:
     manifest = read_json(final / MANIFEST)
     fields = {name: manifest[name] for name in ("fingerprint", "sections")}
     with atomic_folder(final) as stage:
-        for path in sorted(final.iterdir()):
-            if path.name != MANIFEST:
-                shutil.copyfile(path, stage / path.name)
+        shutil.copytree(final, stage, ignore=shutil.ignore_patterns(MANIFEST), dirs_exist_ok=True)
         change(stage, fields)
         write_manifest(stage, "finetune", **fields)
 
@@ -40,8 +38,8 @@ def weigh(folder: Path, _: Any = None) -> None:
     """Another reader, by its weights."""
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(folder / "reader.safetensors")
-    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder / "reader.safetensors")
+    path = folder / "reader_encoder/model.safetensors"
+    save_file({name: tensor * 0.5 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
 def remix(folder: Path, _: Any) -> None:
@@ -190,7 +188,7 @@ def test_a_served_generation_is_asked_with_copies_and_answers_the_same(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[nn.Module] = []
-    monkeypatch.setattr(answers, "pack_products", packed.append)
+    monkeypatch.setattr(answers, "with_packed_linears", lambda module, dtype: packed.append(module) or module)
     origin = RunFolder(copy / "root")
     keeper, asked = keeper_of(origin), [answers.Asked(QUESTION)]
     plain = origin.open()
