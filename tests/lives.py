@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from exchange_lab import end_of, forked
-from small_project import Quiet, Values
+from small_project import Quiet, Values, model_files
 
 from realmops.config import load
 from realmops.refresh.builder_process import run_index_builder
@@ -127,9 +127,8 @@ def kill_both(project: Path, kills: int) -> dict[str, Any]:
         root = project / f"killed-{number}"
         number += 1
         run(root, 8)
-        for name in ("retriever.safetensors", "reader.safetensors"):
-            if (root / stage / name).read_bytes() != (project / "calm" / stage / name).read_bytes():
-                done["wrong"].append(f"{root}: other bytes in {name}")
+        if model_files(root / stage) != model_files(project / "calm" / stage):
+            done["wrong"].append(f"{root}: other bytes")
         shutil.rmtree(root)
     return done
 

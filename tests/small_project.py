@@ -16,13 +16,16 @@ from unittest import mock
 
 import yaml
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 from small_world import DOCUMENTS, write_documents
+from torch import Tensor
 
 from realmops import artifacts, config
 from realmops.cli import main
 from realmops.commands.run import run_stages
 from realmops.config import checked
 from realmops.evaluate.predictions import read_predictions, write_predictions
+from realmops.model.checkpoint_files import MODEL, weight_files
 from realmops.stages import chain
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
@@ -188,6 +191,21 @@ def answered(results: Path, right: int) -> None:
     write_predictions(results / "predictions.parquet", rows)
     artifacts.write_json(results / "metrics.json", {**metrics, "em": min(right / len(rows), 1.0)})
     artifacts.write_manifest(results, "evaluate", **{key: manifest[key] for key in ("fingerprint", "sections")})
+
+
+def model_files(folder: Path) -> dict[str, bytes]:
+    """The bytes of model.json, weights and embeddings in a folder of models and below it, by their paths."""
+    files = [path for path in sorted(folder.rglob("*")) if path.name == MODEL or path.suffix == ".safetensors"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def model_tensors(folder: Path, part: str) -> dict[str, Tensor]:
+    """The parameters of a folder's retriever or reader, those of an encoder behind the name of its folder."""
+    return {
+        (path.relative_to(folder).parent / name).as_posix(): tensor
+        for path in weight_files(folder, part)
+        for name, tensor in load_file(path).items()
+    }
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:

@@ -295,11 +295,11 @@ def test_a_damaged_manifest_is_refused_and_its_stage_mends_it(copy: Path, damage
 
 
 def test_a_damaged_file_is_refused(copy: Path) -> None:
-    path = copy / "root/models/ict/reader.safetensors"
+    path = copy / "root/models/ict/reader_encoder/model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     shutil.rmtree(copy / "root/models/pretrain")
-    refused(run(copy, "pretrain"), "models/ict/reader.safetensors", "run the stage that makes it again")
+    refused(run(copy, "pretrain"), "models/ict/reader_encoder/model.safetensors", "run the stage that makes it again")
     nothing_of(copy, "pretrain")
 
 

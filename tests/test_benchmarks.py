@@ -20,7 +20,7 @@ from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
 from bert_files import save_bert
 from generated import encoder_flops, vocabulary
 from seeds import difference
-from small_project import cli, write_project
+from small_project import cli, model_files, write_project
 
 from realmops.model.encoder import Bert, BertConfig
 from realmops.text.vocabulary import vocabulary_bytes
@@ -240,7 +240,7 @@ def test_quality_looks_at_dev_questions_while_the_reader_learns(
         words = ["quality.py", "--params", str(params), "--preset", str(tmp_path / "none.yaml"), "--looks", str(looks)]
         monkeypatch.setattr(sys, "argv", [*words, "--levels", "0", "2", "--root", str(root), "--out", str(tmp_path)])
         quality.main()
-        weights.append((root / "models/finetune/reader.safetensors").read_bytes())
+        weights.append(model_files(root / "models/finetune"))
         found = json.loads((tmp_path / "quality.json").read_text())
         assert len(found["looks"]) == looks
     assert weights[0] == weights[1]

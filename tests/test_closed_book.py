@@ -45,7 +45,6 @@ from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.hub import T5, encoder_files
-from realmops.model.encoder import BertConfig
 from realmops.text.answer_matching import normal_form
 from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import TENSORS
@@ -64,7 +63,9 @@ def options(**changes: Any) -> ClosedBookOptions:
 
 
 def small(snapshot: Snapshot, seed: int = 0, width: int = 16, **changes: Any) -> ClosedBook:
-    shape = BertConfig(len(snapshot.vocabulary), width, 1, 2, 2 * width, 64, 0.3)
+    shape = transformers.BertConfig(
+        hidden_size=width, num_hidden_layers=1, num_attention_heads=2, intermediate_size=2 * width
+    )
     return ClosedBook.build(options(**changes), snapshot, shape, seed)
 
 
@@ -371,7 +372,7 @@ def test_a_t5_of_transformers_with_its_own_tokenizer(world: World, tmp_path: Pat
     """The same loss as transformers' own from the same text; then it learns, is saved, and answers the same."""
     folder = t5_folder(tmp_path / "t5")
     chosen = options(init=str(folder), batch_size=6)
-    model = ClosedBook.build(chosen, world.snapshot, BertConfig(1, 2, 1, 1, 2, 2, 0.0), seed=0)
+    model = ClosedBook.build(chosen, world.snapshot, transformers.BertConfig(), seed=0)
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
     theirs.config.decoder_start_token_id = 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

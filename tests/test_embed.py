@@ -11,15 +11,18 @@ import pytest
 import torch
 from small_encoders import around, byte_bpe
 from small_world import World, at_once, tiny_models
+from torch import nn
 
-from realmops.devices import evaluating, multiplies_bf16, multiply_by, product
-from realmops.encoders import packed
-from realmops.model.encoder import Bert, Foreign
+from realmops.devices import PackedLinear, autocast, evaluating, multiplies_bf16, with_packed_linears
+from realmops.model import packed
+from realmops.model.packed import Packed
+from realmops.model.reader import Reader
 from realmops.model.retriever import Embedder
 from realmops.model.sequences import SpecialTokens, join_document
 from realmops.search import embed as embedding
 from realmops.search.embed import document_sequences, embed, embed_documents, embed_passages, text_queries
 
+TIED = "masked_words.model.cls.predictions.decoder"  # multiplies by the word vectors
 PRECISIONS = [torch.float32, *([torch.bfloat16] if multiplies_bf16() else [])]
 
 
@@ -78,17 +81,22 @@ def test_a_thread_that_begins_beside_an_embedding_has_the_threads_of_all(world: 
     assert len(seen) >= 6
 
 
-def test_products_of_one_caller_are_not_anothers(world: World) -> None:
-    layer = torch.nn.Linear(2, 2)
-    x_TD, doubled = torch.ones(1, 2), lambda x_TD, bias, gelu: 2 * x_TD
-    plain = product(layer, x_TD, None)
-    with multiply_by(layer, lambda _: doubled):
-        assert product(layer, x_TD, None).tolist() == [[2, 2]]
-        assert torch.equal(*at_once(partial(product, layer, x_TD, None)), plain)
-        with multiply_by(layer, lambda _: None):
-            pass
-        assert product(layer, x_TD, None).tolist() == [[2, 2]]
-    assert torch.equal(product(layer, x_TD, None), plain)
+@pytest.mark.skipif(not multiplies_bf16(), reason="this processor does not multiply bf16")
+def test_a_copy_with_packed_linears_computes_nearly_the_same_and_leaves_the_module(world: World) -> None:
+    batch = Packed([np.array([world.special.cls, *range(10, 30), world.special.sep])])
+    retriever, reader = tiny_models(world)
+    for module in (retriever.query, reader):
+        before = dict(module.eval().named_modules())
+        quick = with_packed_linears(module, torch.bfloat16)
+        assert dict(module.named_modules()) == before
+        changed = {name for name, part in quick.named_modules() if isinstance(part, PackedLinear)}
+        assert changed == {name for name, part in before.items() if isinstance(part, nn.Linear)} - {TIED}
+        if isinstance(module, Reader):
+            with torch.no_grad(), autocast(torch.device("cpu"), torch.bfloat16):
+                found, exact = (
+                    one.masked_words(one.encode(batch), one.encoder.word_vectors) for one in (quick, module)
+                )
+            torch.testing.assert_close(found, exact, rtol=0.05, atol=0.05)
 
 
 def test_the_last_of_several_callers_restores_the_mode() -> None:
@@ -135,17 +143,6 @@ def test_an_error_in_one_thread_ends_all(world: World) -> None:
         embed(tower, [(tokens, np.zeros_like(tokens))] * 400, torch.float32, refuse)
     assert len(done) <= 3
     assert torch.get_num_threads() == 3
-
-
-@pytest.mark.usefixtures("threads")
-def test_an_encoder_that_does_not_promise_it_is_called_by_one_thread(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not Foreign.reentrant
-    monkeypatch.setattr(Bert, "reentrant", False)
-    monkeypatch.setattr("realmops.search.embed._side_by_side", None)
-    rows = list(range(len(world.snapshot))) * 3
-    assert len(embed_documents(tiny_models(world)[0], world.snapshot, rows, torch.float32)) == len(rows)
 
 
 @pytest.mark.parametrize("told", [(), (7, 8)])

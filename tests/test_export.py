@@ -12,6 +12,7 @@ import onnxruntime
 import pyarrow.parquet as pq
 import pytest
 import torch
+import transformers
 import yaml
 from sentence_transformers import SentenceTransformer
 from small_project import QUESTIONS, cli
@@ -23,8 +24,8 @@ from realmops.answering.opened_model import OpenedModel
 from realmops.answering.openqa import OpenQa
 from realmops.commands.export import INPUTS, export
 from realmops.devices import freeze_products
-from realmops.encoders.modernbert import ModernBert, ModernConfig
 from realmops.model.checkpoint_files import add_spans, save_models
+from realmops.model.encoder import Encoder
 from realmops.model.retriever import Embedder, Mixture, Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embed import embed, embed_documents
@@ -235,14 +236,21 @@ def test_one_tower_is_one_onnx_file(world: World, tmp_path: Path) -> None:
     np.testing.assert_allclose(document_PE, generation.model.passages.vectors(slice(None)), atol=1e-5)
 
 
+def modernbert(vocabulary: int, local: int) -> Encoder:
+    """Two layers, of which the second sees what is near alone, with attention so sharp that it matters."""
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        vocab_size=vocabulary, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=1024, layer_types=["full_attention", "sliding_attention"], local_attention=local,
+        pad_token_id=0, cls_token_id=2, sep_token_id=3, initializer_range=0.3,
+    )  # fmt: skip
+    return Encoder(transformers.ModernBertModel(config))
+
+
 def test_onnx_keeps_the_window_of_a_modernbert_for_any_length(world: World, tmp_path: Path) -> None:
     """The window is 160 to either side, the example that is traced has five wordpieces."""
-    torch.manual_seed(0)
     vocabulary = len(world.snapshot.vocabulary)
-    tower = Embedder(ModernBert(ModernConfig(vocabulary, 32, 2, 4, 48, 1024, local=320)), 8, "cosine", segments="one")
-    with torch.no_grad():
-        for name, parameter in tower.named_parameters():
-            parameter.mul_(3.0 if "qkv" in name else 1.0)
+    tower = Embedder(modernbert(vocabulary, 320), 8, "cosine", segments="one")
     generation = other_generation(tmp_path / "run", world, Retriever(tower, tower))
     list(export(tmp_path / "out", "onnx", lambda: generation, None))
     session = onnxruntime.InferenceSession(str(tmp_path / "out/encoder.onnx"))
@@ -252,9 +260,8 @@ def test_onnx_keeps_the_window_of_a_modernbert_for_any_length(world: World, tmp_
     inputs = dict(zip(INPUTS[:2], (np.where(is_there_BL, id_BL, 0), is_there_BL.astype(np.int64)), strict=True))
     texts = [(ids[:n], np.zeros(n, np.int64)) for ids, n in zip(id_BL, length_B, strict=True)]
     np.testing.assert_allclose(session.run(None, inputs)[0], embed(tower, texts, FP32), rtol=0, atol=1e-5)
-    for layer in tower.bert.layers:
-        layer.window = None
-    assert np.abs(session.run(None, inputs)[0][0] - embed(tower, texts[:1], FP32).numpy()).max() > 0.01
+    wide = tower.over(modernbert(vocabulary, 2048))
+    assert np.abs(session.run(None, inputs)[0][0] - embed(wide, texts[:1], FP32).numpy()).max() > 0.01
 
 
 def test_the_weights_are_whole_where_the_run_computes_in_bf16(world: World, tmp_path: Path) -> None:

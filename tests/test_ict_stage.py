@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from safetensors.torch import load_file
-from small_project import Quiet, stage, write_project
+from small_project import Quiet, model_tensors, stage, write_project
 
 from realmops.stages import Job, ict
 
@@ -53,7 +52,7 @@ def test_a_retriever_that_crops_made_worse_stays_as_it_came(
         values = yaml.safe_load(write_project(folder, ict={**CROPS, **changes}).read_text())
         for one in ("snapshot", "tag", "ict"):
             stage(one, values, folder, folder / "root")
-        return load_file(folder / "root" / "models" / "ict" / "retriever.safetensors")
+        return model_tensors(folder / "root/models/ict", "retriever")
 
     asked: list[Job] = []
     monkeypatch.setattr(ict, "crops_helped", lambda job: asked.append(job) or helped)

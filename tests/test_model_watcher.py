@@ -42,8 +42,8 @@ def weigh(folder: Path, _: Any = None) -> None:
     """Another reader, by its weights."""
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(folder / "reader.safetensors")
-    save_file({name: tensor * 0.5 for name, tensor in tensors.items()}, folder / "reader.safetensors")
+    path = folder / "reader_encoder/model.safetensors"
+    save_file({name: tensor * 0.5 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
 def remix(folder: Path, _: Any) -> None:

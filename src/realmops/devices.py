@@ -128,19 +128,28 @@ class PackedLinear(nn.Module):
 Module = TypeVar("Module", bound=nn.Module)
 
 
+def with_replaced(module: Module, replace: Callable[[nn.Module], nn.Module | None]) -> Module:
+    """Return a copy of a module with other submodules; the copy shares all else.
+
+    Args:
+        replace: returns what a submodule is replaced by, None where it stays.
+    """
+    other = copy.copy(module)
+    other._modules = {}
+    for name, part in module._modules.items():
+        made = None if part is None else replace(part)
+        other._modules[name] = with_replaced(part, replace) if part is not None and made is None else made
+    return other
+
+
 def with_linears(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
     """Return a copy of a module with each linear layer replaced by ``make`` of it; the copy shares all else.
 
-    A layer whose weight belongs to another module, as a tied decoder, stays.
+    A layer without a weight of its own stays: a masked word head's, which gets the word vectors with each call.
     """
-    other, parts = copy.copy(module), dict(module._modules)
-    for name, part in parts.items():
-        if type(part) is nn.Linear and part._parameters.get("weight") is not None:
-            parts[name] = make(part)
-        elif part is not None:
-            parts[name] = with_linears(part, make)
-    other._modules = parts
-    return other
+    return with_replaced(
+        module, lambda part: make(part) if type(part) is nn.Linear and "weight" in part._parameters else None
+    )
 
 
 def with_packed_linears(module: Module, dtype: torch.dtype) -> Module:

@@ -61,7 +61,9 @@ def packed_attention(
         y_THE = _flash(q_THE.to(v_THE.dtype), k_THE.to(v_THE.dtype), v_THE, packed, scale, reach, causal)
     else:
         y_THE = _padded(q_THE, k_THE, v_THE, packed, scale, dropout, reach, causal)
-    return F.pad(y_THE, (0, 0, 0, 0, 0, rows - len(y_THE)))[None], None
+    if packed.wordpieces is not None:  # of a batch for a graph, whose sizes are not known, all rows are wordpieces
+        y_THE = F.pad(y_THE, (0, 0, 0, 0, 0, rows - len(y_THE)))
+    return y_THE[None], None
 
 
 def _supports_flash(x: Tensor) -> bool:
@@ -106,7 +108,7 @@ def _padded(
         made.append(_attend_group(q_GHLE, k_GHLE, v_GHLE, group, scale, dropout, reach, causal))
     y_PD = made[0] if len(made) == 1 else torch.cat(made)
     y_TD = y_PD if packed.in_place else unpad_rows(y_PD, packed.padded_row_T)
-    return y_TD.view(len(y_TD), heads, -1)
+    return y_TD.view(-1, heads, v_THE.shape[2])
 
 
 def _to_padded(x_TD: Tensor, packed: Packed) -> Tensor:
@@ -132,7 +134,8 @@ def _attend_group(
 def _hidden(group: PaddedGroup, reach: int | None, causal: bool, device: torch.device) -> Tensor | None:
     """Which keys are hidden from a query, G x 1 x (1 or L) x L; None for none. Padding sees all, so no row is empty."""
     padding_GL = group.is_padding_GL
-    if not causal and (reach is None or group.longest <= reach + 1):
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # the graph serves all lengths
+    if not causal and (reach is None or (not is_traced and group.longest <= reach + 1)):
         return None if padding_GL is None else padding_GL[:, None, None, :]
     place_L = torch.arange(group.longest, device=device)
     distance_LL = place_L[:, None] - place_L

@@ -13,7 +13,7 @@ import copy
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -31,6 +31,7 @@ _HALF = 1e-2  # of hidden states in fp16: largest relative error
 _SAME = 1e-3  # of hidden states: largest difference of two ways to compute them that are meant to be one
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 _KEY_BIASES = (".key.bias", ".k_lin.bias", ".k.bias")  # without rotary positions the softmax does not see them
+_NO_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version")  # how a model was opened and saved
 _NEAREST = {  # a model that works, by a word in the name of a kind that does not
     "t5": "FacebookAI/roberta-base, or with several languages FacebookAI/xlm-roberta-base",
     "bart": "FacebookAI/roberta-base",
@@ -225,7 +226,8 @@ class Encoder(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """Return the shape as JSON, the inverse of :func:`described_encoder`."""
-        return {"packs": self.packs, "config": json.loads(self.model.config.to_json_string(use_diff=False))}
+        values = json.loads(self.model.config.to_json_string(use_diff=False))
+        return {"packs": self.packs, "config": {name: x for name, x in values.items() if name not in _NO_SHAPE}}
 
 
 class MaskedWordHead(nn.Module):
@@ -376,6 +378,7 @@ def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Genera
     )  # fmt: skip
     with _without_start():
         model = transformers.BertForMaskedLM(config)
+    model.tie_weights()
     embeddings, transform = model.bert.embeddings, model.cls.predictions.transform
     with torch.no_grad():
         for parameter in model.parameters():
@@ -405,11 +408,10 @@ def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Genera
 
 def save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None = None) -> None:
     """Write config.json and model.safetensors into a folder, as transformers saves an encoder or its whole model."""
-    if head is None:
-        encoder.model.save_pretrained(folder)
-        return
-    with head.whole(encoder) as model:
+    with nullcontext(encoder.model) if head is None else head.whole(encoder) as model:
         model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):  # which safetensors makes readable for the owner alone
+        path.chmod((folder / CONFIG).stat().st_mode)
 
 
 def is_decoder(values: Mapping[str, Any]) -> bool:

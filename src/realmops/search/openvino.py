@@ -11,10 +11,8 @@ G groups of a row.
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any, cast
@@ -24,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.devices import evaluating, full_precision, multiplies_bf16, with_linears
+from realmops.devices import evaluating, full_precision, multiplies_bf16, with_linears, with_replaced
 from realmops.model.encoder import Encoder
 from realmops.model.packed import Packed, Padded
 from realmops.model.retriever import Embedder, Tower
@@ -89,7 +87,7 @@ class Graph:
 
 
 def graph_of(tower: Tower, vectors: int) -> Graph | None:
-    """Return one of a network that packs; None where a number is not finite, which int8 cannot hold, and elsewhere."""
+    """Return a graph of a tower whose encoder packs; None of another, and where a number is not finite."""
     able = isinstance(tower, Embedder) and tower.bert.packs and tower.device.type == "cpu"
     if not able or not all(bool(part.isfinite().all()) for part in tower.parameters()):
         return None
@@ -112,27 +110,56 @@ class _Pooled(nn.Module):
 def _in_int8(encoder: Encoder) -> Encoder:
     """Return a copy whose linear layers have weights in int8, in the form that OpenVINO recognises in a graph."""
     most: dict[nn.Linear, Tensor] = {}
-
-    def observe(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        most[cast(nn.Linear, layer)] = inputs[0].flatten(0, -2).abs().amax(0)
-
     sequences, longest = _SEEN
     rng = np.random.default_rng(0)
     seen = rng.integers(0, encoder.vocabulary, (sequences, min(longest, encoder.positions)))
-    observed = with_linears(encoder, _observed)
-    hooks = [part.register_forward_pre_hook(observe) for part in observed.modules() if isinstance(part, nn.Linear)]
-    observed(Packed(list(seen)))
-    for hook in hooks:
-        hook.remove()
-    largest = {id(layer.weight): most_D for layer, most_D in most.items()}
-    return with_linears(encoder, lambda layer: _Int8Linear(layer, largest[id(layer.weight)]))
+    tabled = _with_rotary_tables(encoder)
+    with_linears(tabled, lambda layer: _ObservedLinear(layer, most))(Packed(list(seen)))
+    return with_linears(tabled, lambda layer: _Int8Linear(layer, most[layer]) if layer in most else layer)
 
 
-def _observed(layer: nn.Linear) -> nn.Linear:
-    """Return a linear layer with the same parameters, which can be given hooks."""
-    other = copy.copy(layer)
-    other._forward_pre_hooks = OrderedDict()
-    return other
+def _with_rotary_tables(encoder: Encoder) -> Encoder:
+    """Return a copy with a table in the place of each module that computes the angles of rotary positions."""
+
+    def table(part: nn.Module) -> nn.Module | None:
+        return _RotaryTable(part, encoder.positions) if type(part).__name__.endswith("RotaryEmbedding") else None
+
+    return with_replaced(encoder, table)
+
+
+class _RotaryTable(nn.Module):
+    """Cosines and sines of rotary positions, computed in fp32 when first called: a graph in bf16 rounds the angles.
+
+    Args:
+        rotary: transformers' module, called with hidden states, positions 1 x T and what chooses among its angles.
+        positions: the number of rows of each table.
+    """
+
+    def __init__(self, rotary: nn.Module, positions: int) -> None:
+        super().__init__()
+        self.rotary, self.positions = rotary, positions
+        self.tables: dict[str, tuple[Tensor, ...]] = {}
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Return cosines and sines, each 1 x T x E."""
+        key = repr((args, kwargs))
+        if key not in self.tables:
+            all_1P = torch.arange(self.positions)[None]
+            self.tables[key] = tuple(table_1PE[0] for table_1PE in self.rotary(x, all_1P, *args, **kwargs))
+        return tuple(F.embedding(position_ids, table_PE) for table_PE in self.tables[key])
+
+
+class _ObservedLinear(nn.Module):
+    """A linear layer in fp32 that enters into ``most`` the largest input of each of its columns."""
+
+    def __init__(self, layer: nn.Linear, most: dict[nn.Linear, Tensor]) -> None:
+        super().__init__()
+        self.layer, self.most = layer, most
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        most_D = x_TD.flatten(0, -2).abs().amax(0)
+        self.most[self.layer] = torch.maximum(self.most.get(self.layer, most_D), most_D)
+        return F.linear(x_TD, *_in_fp32(self.layer))
 
 
 class _Int8Linear(nn.Module):
@@ -140,20 +167,24 @@ class _Int8Linear(nn.Module):
 
     def __init__(self, layer: nn.Linear, most_D: Tensor) -> None:
         super().__init__()
-        weight_ND = layer.weight.detach().float()  # a frozen layer has it in bf16
+        weight_ND, self.bias = _in_fp32(layer)
         smooth_D = (weight_ND.abs().amax(0).clamp(min=_LEAST) / most_D.clamp(min=_LEAST)).sqrt()
         self.smooth_D = smooth_D / smooth_D.mean()
         size = _GROUP if weight_ND.shape[1] % _GROUP == 0 else weight_ND.shape[1]
         weight_NGD = (weight_ND / self.smooth_D).view(len(weight_ND), -1, size)
         self.scale_NG1 = weight_NGD.abs().amax(2, keepdim=True).clamp(min=_LEAST) / 127
         self.whole_NGD = (weight_NGD / self.scale_NG1).round().to(torch.int8)
-        bias: Tensor | None = layer.bias
-        self.bias = None if bias is None else bias.detach().float()
         self.shape = weight_ND.shape
 
     def forward(self, x_TD: Tensor) -> Tensor:
         weight_ND = (self.whole_NGD.float() * self.scale_NG1).view(self.shape)
         return F.linear(x_TD * self.smooth_D, weight_ND, self.bias)
+
+
+def _in_fp32(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Return weight and bias; a frozen layer has them in bf16."""
+    bias: Tensor | None = layer.bias
+    return layer.weight.detach().float(), None if bias is None else bias.detach().float()
 
 
 def _openvino() -> Any:
