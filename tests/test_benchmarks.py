@@ -17,12 +17,11 @@ import serve
 import torch
 import whole_run
 from against import BENCHMARKS, Goal, Row, Spread, interleave, not_run, table
-from bert_files import save_bert
 from generated import encoder_flops, vocabulary
 from seeds import difference
 from small_project import cli, model_files, write_project
+from transformers import BertConfig, BertModel
 
-from realmops.model.encoder import Bert, BertConfig
 from realmops.text.vocabulary import vocabulary_bytes
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -93,7 +92,7 @@ def test_a_row_comes_back_from_json(row: Row) -> None:
 
 def test_operations_of_an_encoder_by_hand() -> None:
     """Each wordpiece: 4 products of 2 x 2 and 2 of 2 x 3; attention: 2 products of L x L x 2; 2 operations each."""
-    config = BertConfig(vocabulary=9, width=2, layers=3, heads=1, intermediate=3, positions=8, dropout=0.0)
+    config = BertConfig(hidden_size=2, num_hidden_layers=3, num_attention_heads=1, intermediate_size=3)
     one = 5 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 5 * 5 * 2
     other = 1 * 2 * (4 * 4 + 2 * 6) + 2 * 2 * 1 * 1 * 2
     assert encoder_flops(config, [5, 1]) == 3 * (one + other) == 1632
@@ -133,7 +132,8 @@ def test_peers_embed_as_ours_and_one_that_is_not_installed_is_named(
 ) -> None:
     """A tiny encoder with random weights, by sentence-transformers and by ONNX Runtime."""
     torch.manual_seed(0)
-    save_bert(tmp_path, Bert(BertConfig(len(vocabulary()), 64, 2, 2, 128, 512, 0.0)))
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    BertModel(BertConfig(vocab_size=len(vocabulary()), **shape)).save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").write_bytes(vocabulary_bytes(vocabulary()))
     monkeypatch.setitem(sys.modules, "nncf", None)
     texts = encode.texts(32)
