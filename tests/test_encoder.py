@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_world import PAPERS_READER, World, section
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput
 
