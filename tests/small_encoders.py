@@ -62,9 +62,9 @@ def unigram(special: tuple[str, ...] = ROBERTAS) -> Tokenizer:
 
 def around(tokenizer: Tokenizer, begin: str, end: str) -> Tokenizer:
     """The tokenizer with a post-processor, as published ones have it."""
-    ids = {token: tokenizer.token_to_id(token) for token in (begin, end)}
+    ids = {token: tokenizer.token_to_id(token) for token in (begin, end) if token}
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A {end}", pair=f"{begin} $A {end} $B {end}", special_tokens=list(ids.items())
+        single=f"{begin} $A {end}".strip(), pair=f"{begin} $A {end} $B {end}".strip(), special_tokens=list(ids.items())
     )
     return tokenizer
 
@@ -73,8 +73,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, special: tuple[str, ...]
     around(tokenizer, begin, end).save(str(folder / "tokenizer.json"))
     roles = {"cls_token": begin, "sep_token": end, "bos_token": begin, "eos_token": end}
     for role in ("pad", "unk", "mask"):
-        roles[f"{role}_token"] = next(token for token in special if role in token.lower())
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, **roles}
+        roles[f"{role}_token"] = next((token for token in special if role in token.lower()), "")
+    named = {role: token for role, token in roles.items() if token}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, **named}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
@@ -112,9 +113,9 @@ _OTHERS: dict[str, dict[str, Any]] = {  # with BERT's tokenizer
     },
     "convbert": {**_SHAPE, **_WIDE},
     "fnet": {**_SHAPE},
-    "qwen3": _DECODER,
     "gemma3_text": {**_DECODER, "sliding_window": 16, "query_pre_attn_scalar": 8},
 }  # fmt: skip
+_QWEN3 = (byte_bpe, ("<pad>", "<|end|>"), _DECODER)  # its tokenizer ends a text, and no more
 PADDED = ("mpnet", "deberta-v2")  # families that need padded batches
 DECODERS = ("qwen3", "gemma3_text")
 ENCODERS = [*FAMILIES, "albert", "ernie", "nomic_bert", "deberta-v2"]
@@ -122,10 +123,12 @@ ENCODERS = [*FAMILIES, "albert", "ernie", "nomic_bert", "deberta-v2"]
 
 def write_encoder(folder: Path, family: str, head: bool = True, **changes: Any) -> Path:
     """A folder of this family with random weights, biases and norms too, with its masked word head or without."""
-    make, special, shape = FAMILIES.get(family) or (wordpiece, SPECIAL_TOKENS, _OTHERS[family])
+    known = FAMILIES | {"qwen3": _QWEN3}
+    make, special, shape = known.get(family) or (wordpiece, SPECIAL_TOKENS, _OTHERS[family])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make(special)
-    write_tokenizer(folder, tokenizer, special, *(("<s>", "</s>") if "<s>" in special else ("[CLS]", "[SEP]")))
+    ends = next(pair for pair in (("<s>", "</s>"), ("[CLS]", "[SEP]"), ("", "<|end|>")) if pair[1] in special)
+    write_tokenizer(folder, tokenizer, special, *ends)
     values = {"vocab_size": tokenizer.get_vocab_size(), **shape, **changes}
     config = transformers.AutoConfig.for_model(family, **values)
     torch.manual_seed(1)

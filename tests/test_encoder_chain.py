@@ -16,7 +16,7 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from serving import client_of
-from small_encoders import FAMILIES, write_encoder
+from small_encoders import DECODERS, FAMILIES, write_encoder
 from small_project import QUESTIONS, cli, stage, stopped_at, toy_values, write_project
 
 from realmops.search.embed import embed, query_sequences, text_queries
@@ -53,7 +53,7 @@ def killed() -> Iterator[None]:
         raise AssertionError("it went on")
 
 
-@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "bert"), "albert"])
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "bert"), "albert", *DECODERS])
 def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -> None:
     """Weights after a kill in each training are those of a run that nothing disturbed."""
     folder, root, whole = write_encoder(tmp_path / "encoder", family, max_position_embeddings=130), *roots(tmp_path)
@@ -65,6 +65,8 @@ def test_a_folder_of_each_family_goes_through_all(family: str, tmp_path: Path) -
         "pretrain": {"steps": steps, "refresh_every": 2, "lag": 0, "builder": "child" if steps else "external"},
         "reader": READERS.get(family, {}),
     }
+    if family in DECODERS:
+        changes |= {"ict": {"reader_steps": 0}, "retriever": {"pooling": "last"}}
     values = toy_values(**changes)
     for name in ("snapshot", "tag"):
         stage(name, values, tmp_path, root)

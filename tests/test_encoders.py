@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from bert_files import save_bert
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,7 @@ from realmops.hub import (
     unused_modules,
 )
 from realmops.model.checkpoint_files import build_models
-from realmops.model.encoder import Bert, BertConfig, MaskedWordHead
+from realmops.model.encoder import load_encoder, save_encoder, small_encoder
 from realmops.model.retriever import Embedder
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes
@@ -42,8 +41,8 @@ CASED = [*SPECIAL_TOKENS, "Oslo", "oslo", "Z", "##ü", "##rich", "z", "##u", "a"
 def write_encoder(folder: Path, pieces: list[str] | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     pieces = pieces or [*SPECIAL_TOKENS, *(f"w{n}" for n in range(35))]
-    config = BertConfig(len(pieces), 8, 1, 2, 16, 512, 0.0)
-    save_bert(folder, Bert(config), MaskedWordHead(config))
+    options = section("bert", width=8, layers=1, heads=2, intermediate=16, positions=512, dropout=0.0)
+    save_encoder(folder, *small_encoder(options, len(pieces), torch.Generator().manual_seed(0)))
     (folder / "vocab.txt").write_bytes(vocabulary_bytes(pieces))
     return folder
 
@@ -271,7 +270,7 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, inside: bool) -> None:
     payload = Payload(target)
     torch.save({**weights, "extra": payload} if inside else payload, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pytorch_model\.bin holds something other than weights.* nothing of it was"):
-        Bert.load(folder)
+        load_encoder(folder)
     assert not target.exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)
     assert target.read_text() == "it ran", "the payload is a live one"
@@ -282,7 +281,7 @@ def test_torchs_old_form_is_refused_unread(tmp_path: Path) -> None:
     as_bin(folder)
     torch.save(Payload(target), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin is not in torch's zip form"):
-        Bert.load(folder)
+        load_encoder(folder)
     assert not target.exists()
 
 
@@ -426,7 +425,7 @@ def test_a_cased_encoder_goes_from_text_to_answers(tmp_path: Path) -> None:
     [
         ("weights", "lacks model.safetensors or pytorch_model.bin"),
         ("header", "model.safetensors is damaged"),
-        ("architecture", "model_type 'gpt2' is no"),
+        ("architecture", "model_type 'vit' is no"),
         ("tokenizer", "lacks vocab.txt or tokenizer.json"),
         ("width", "retriever.projection is pca, and retriever.embedding_width is 4096"),
     ],
@@ -445,7 +444,7 @@ def test_an_encoder_is_opened_before_the_first_stage(
         case "header":
             (folder / "model.safetensors").write_bytes(b"no weights")
         case "architecture":
-            (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+            (folder / "config.json").write_text(json.dumps(config | {"model_type": "vit"}))
         case "tokenizer":
             for name in ("vocab.txt", "tokenizer.json"):
                 (folder / name).unlink(missing_ok=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bert_files import save_bert
 from safetensors.torch import load_file, save_file
 from small_world import World, section, tiny_models
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from realmops.model.checkpoint_files import (
     retriever_from_files,
     save_models,
 )
-from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, export_state
+from realmops.model.encoder import Encoder, MaskedWordHead, load_encoder, save_encoder, small_encoder
 from realmops.model.packed import BATCH_WORDPIECES, Packed
 from realmops.model.reader import SpanHead
 from realmops.model.retriever import Embedder, Mixture
@@ -32,6 +31,15 @@ FP32 = torch.float32
 def batch(world: World) -> Packed:
     sequences = document_sequences(world.snapshot, range(5))
     return Packed([tokens for tokens, _ in sequences], [segments for _, segments in sequences])
+
+
+def write_small(folder: Path) -> tuple[Encoder, MaskedWordHead]:
+    """A published BERT of 150 wordpieces."""
+    options = section("bert", width=16, layers=1, heads=2, intermediate=32, positions=64, dropout=0.0)
+    encoder, head = small_encoder(options, 150, torch.Generator().manual_seed(0))
+    save_encoder(folder, encoder, head)
+    (folder / "vocab.txt").write_text("")
+    return encoder, head
 
 
 # ---- heads
@@ -73,8 +81,23 @@ def test_towers_start_equal_and_are_one_or_two(world: World, share: bool) -> Non
         retriever.query.bert.word_vectors.add_(1.0)
     assert torch.equal(retriever.document.bert.word_vectors, retriever.query.bert.word_vectors) is share
     frozen = [name for name, parameter in retriever.named_parameters() if not parameter.requires_grad]
-    assert frozen == ([] if share else ["document.norm.bias"])
+    assert [name for name in frozen if not name.endswith("key.bias")] == ([] if share else ["document.norm.bias"])
     assert not torch.equal(retriever.query.bert.word_vectors, reader.bert.word_vectors), "the reader has its own"
+
+
+def test_a_small_encoder_predicts_by_its_word_vectors_from_the_start(tmp_path: Path) -> None:
+    """Its value and output matrices are half an identity, and it comes back from its folder as it was."""
+    encoder, head = write_small(tmp_path)
+    assert head.tied
+    layer = encoder.model.encoder.layer[0].attention
+    product_DD = layer.output.dense.weight @ layer.self.value.weight
+    torch.testing.assert_close(product_DD, 0.5 * torch.eye(16), rtol=0, atol=1e-5)
+    logits_VV = head(encoder.word_vectors, encoder.word_vectors)
+    assert (logits_VV.argmax(-1) == torch.arange(150)).float().mean() > 0.8
+    again, its_head, found = load_encoder(tmp_path)
+    assert found
+    same_state(again, encoder)
+    same_state(its_head, head)
 
 
 def test_models_depend_on_the_seed_alone() -> None:
@@ -90,34 +113,28 @@ def test_models_depend_on_the_seed_alone() -> None:
 
 def test_an_encoder_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     """And one with the snapshot's is loaded, with its head or with a near identity in its place."""
-    config = BertConfig(150, 16, 1, 2, 32, 64, 0.0)
-    bert, head = Bert(config), MaskedWordHead(config)
-    (tmp_path / "vocab.txt").write_text("")
-    save_bert(tmp_path, bert, head)
+    bert, head = write_small(tmp_path)
     with pytest.raises(ValueError, match=r"has 64 positions, bert\.positions is 512; set bert\.positions=64"):
         build_models(section("bert", init=str(tmp_path)), section("retriever"), section("reader"), 150, 0)
     options = section("bert", init=str(tmp_path), positions=64)
     with pytest.raises(ValueError, match="the encoder has 150 wordpieces, the snapshot 151; make the snapshot"):
         build_models(options, section("retriever"), section("reader"), 151, 0)
     _, reader = build_models(options, section("retriever"), section("reader"), 150, 0)
-    assert torch.equal(reader.bert.word_vectors, bert.word.weight)
-    assert torch.equal(reader.masked_words.transform.weight, head.transform.weight)
-    save_bert(tmp_path, bert)
+    assert torch.equal(reader.bert.word_vectors, bert.word_vectors)
+    same_state(reader.masked_words, head)
+    save_encoder(tmp_path, bert)
     warned: list[str] = []
     _, reader = build_models(options, section("retriever"), section("reader"), 150, 0, warned.append)
-    assert torch.equal(reader.masked_words.transform.weight, torch.eye(16))
+    assert torch.equal(reader.masked_words.model.cls.predictions.transform.dense.weight, torch.eye(16))
     [warning] = warned
-    assert "has no masked word head (cls.predictions): the reader's starts fresh" in warning
+    assert "has no masked word head: the reader's starts fresh" in warning
 
 
 def test_the_releases_head_starts_from_the_encoders_pooler(tmp_path: Path) -> None:
-    config = BertConfig(150, 16, 1, 2, 32, 64, 0.0)
-    state = export_state(Bert(config)) | {
-        "bert.pooler.dense.weight": torch.full((16, 16), 0.5),
-        "bert.pooler.dense.bias": torch.full((16,), 0.25),
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
-    (tmp_path / "vocab.txt").write_text("")
+    write_small(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["bert.pooler.dense.weight"] = torch.full((16, 16), 0.5)
+    state["bert.pooler.dense.bias"] = torch.full((16,), 0.25)
     save_file(state, tmp_path / "model.safetensors")
     bert, options = section("bert", init=str(tmp_path), positions=64), section("retriever", head="release")
     retriever, _ = build_models(bert, options, section("reader"), 150, 0)
@@ -193,7 +210,11 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
         add_spans(reader, 12, seed=0)
         reader.spans.norm.eps = 1e-3  # as in published readers
     save_models(tmp_path, retriever, reader, "c0ffee")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.json", "reader.safetensors", "retriever.safetensors"]
+    encoders = ["query_encoder", "reader_encoder"] if share else ["document_encoder", "query_encoder", "reader_encoder"]
+    files = {"model.json", "reader.safetensors", "retriever.safetensors"}
+    files |= {f"{name}/{file}" for name in encoders for file in ("config.json", "model.safetensors")}
+    first = {p.relative_to(tmp_path).as_posix(): p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert first.keys() == files
     again_retriever, again_reader = load_models(tmp_path, "c0ffee")
     assert again_retriever.shared is share
     assert again_retriever.query.head == head
@@ -201,9 +222,8 @@ def test_models_read_back_as_written(world: World, tmp_path: Path, head: str, sh
     same_state(again_reader, reader)
     if reader.spans is not None:
         assert again_reader.spans.norm.eps == 1e-3
-    first = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     save_models(tmp_path, again_retriever, again_reader, "c0ffee")
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == first
+    assert {name: (tmp_path / name).read_bytes() for name in files} == first
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -240,7 +260,7 @@ def test_models_of_another_vocabulary_are_refused(world: World, tmp_path: Path) 
 
 
 def test_models_of_an_earlier_version_are_refused_with_what_to_do(world: World, tmp_path: Path) -> None:
-    """Before, attention had a bias for the key that no loss saw: such parameters are not taken for ours."""
+    """Before, an encoder's parameters lay with the others: such are not taken for ours."""
     save_models(tmp_path, *tiny_models(world), "c0ffee")
     path = tmp_path / "reader.safetensors"
     state = load_file(path)

@@ -6,6 +6,7 @@ test_peer_published.py. Names of the other side are mapped here, nowhere else.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from realmops.model import likelihood
-from realmops.model.encoder import Bert, BertConfig, MaskedWordHead, import_state
+from realmops.model.encoder import Encoder, MaskedWordHead, open_model, without_pooler
 from realmops.model.packed import Packed
 from realmops.model.reader import Bodies, Reader, SpanHead, enumerate_spans
 
@@ -30,9 +31,9 @@ def peer() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def config() -> BertConfig:
+def config() -> dict[str, Any]:
     with safe_open(FIXTURE, "pt") as file:
-        return BertConfig.from_json(json.loads(file.metadata()["config"]), str(FIXTURE))
+        return json.loads(file.metadata()["config"]) | {"model_type": "bert"}
 
 
 def state_of(peer: dict[str, Tensor], module: str) -> dict[str, Tensor]:
@@ -42,10 +43,9 @@ def state_of(peer: dict[str, Tensor], module: str) -> dict[str, Tensor]:
     return {ours.replace("realm.", "bert.", 1): peer[name] for name, ours in names.items()}
 
 
-def reader(peer: dict[str, Tensor], module: str, config: BertConfig) -> Reader:
-    ours = Reader(Bert(config), MaskedWordHead(config)).eval()
-    assert import_state(ours.bert, state_of(peer, module), module, ours.masked_words)
-    return ours
+def reader(peer: dict[str, Tensor], module: str, config: dict[str, Any]) -> Reader:
+    model, _ = open_model(state_of(peer, module), config, module, predicts=True)
+    return Reader(Encoder(without_pooler(model.base_model)), MaskedWordHead(model)).eval()
 
 
 def span_head(state: dict[str, Tensor]) -> SpanHead:
@@ -84,7 +84,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours.double(), theirs.double(), **EXACT)
 
 
-def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: BertConfig) -> None:
+def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: dict[str, Any]) -> None:
     """The peer's loss is the mean of the per_token marginal over masked words; gradients are equal too."""
     relevance_BK = peer["scorer.relevance_BK"].float().requires_grad_()
     label_BL = peer["encoder.label_BL"]
@@ -119,7 +119,7 @@ def test_marginal_masked_word_loss(peer: dict[str, Tensor], config: BertConfig) 
     close(gradient_BK, peer["encoder.relevance_gradient_BK"])
 
 
-def test_span_scores_and_both_losses(peer: dict[str, Tensor], config: BertConfig) -> None:
+def test_span_scores_and_both_losses(peer: dict[str, Tensor], config: dict[str, Any]) -> None:
     ours = reader(peer, "reader", config)
     head = span_head(state_of(peer, "reader"))
     batch = packed(peer["reader.token_RL"], peer["reader.segment_RL"])

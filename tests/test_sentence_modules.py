@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, str, dict[str, str], list[tuple[int, torch.nn.Module
     "xlm-roberta": ("xlm-roberta", "mean", E5, [(24, torch.nn.Tanh())], {}),
     "roberta": ("roberta", "cls", E5, [(24, torch.nn.GELU()), (16, torch.nn.Identity())], {}),
     "modernbert": ("modernbert", "lasttoken", {"query": "Find: "}, [], {"projection": "first", "embedding_width": 12}),
+    "qwen3": ("qwen3", "lasttoken", {}, [], {}),
     "mpnet": ("mpnet", "mean", {}, [], {"projection": "first", "embedding_width": 8}),
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ _HALF = 1e-2  # of hidden states in fp16: largest relative error
 _SAME = 1e-3  # of hidden states: largest difference of two ways to compute them that are meant to be one
 _DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout")
 _KEY_BIASES = (".key.bias", ".k_lin.bias", ".k.bias")  # without rotary positions the softmax does not see them
-_NO_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version")  # how a model was opened and saved
+_NOT_SHAPE = ("_name_or_path", "architectures", "dtype", "transformers_version")  # change when a model is saved
 _NEAREST = {  # a model that works, by a word in the name of a kind that does not
     "t5": "FacebookAI/roberta-base, or with several languages FacebookAI/xlm-roberta-base",
     "bart": "FacebookAI/roberta-base",
@@ -227,7 +227,7 @@ class Encoder(nn.Module):
     def describe(self) -> dict[str, Any]:
         """Return the shape as JSON, the inverse of :func:`described_encoder`."""
         values = json.loads(self.model.config.to_json_string(use_diff=False))
-        return {"packs": self.packs, "config": {name: x for name, x in values.items() if name not in _NO_SHAPE}}
+        return {"packs": self.packs, "config": {k: value for k, value in values.items() if k not in _NOT_SHAPE}}
 
 
 class MaskedWordHead(nn.Module):
@@ -318,6 +318,8 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
         decoder = model.get_output_embeddings()
         words = base.get_input_embeddings().weight
         model.config.tie_word_embeddings = decoder is None or decoder.weight is words
+        if not model.config.tie_word_embeddings and decoder.bias is not None:
+            decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # else it is saved as a tied one, and not found
     if absent:
         raise ValueError(f"{folder}: the parameter {absent[0]} is missing; fetch the folder again")
     if dropout is not None:
