@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from exchange_lab import end_of, forked
 from small_project import Quiet, Values, model_files
 
@@ -29,7 +30,9 @@ from realmops.refresh.builder_process import run_index_builder
 from realmops.stages import STAGES, evaluate, finetune, ict, pretrain, sample, snapshot, tag
 from realmops.stages.runner import run_stage
 
-LOADED = (sample, snapshot, tag, ict, pretrain, finetune, evaluate)  # once, for all lives
+LOADED = (  # once, for all lives
+    sample, snapshot, tag, ict, pretrain, finetune, evaluate, transformers.AutoModel, transformers.BertForMaskedLM
+)  # fmt: skip
 LATER = {"sample": 7, "snapshot": 13, "tag": 7, "ict": 1, "pretrain": 5, "finetune": 3, "evaluate": 20}
 
 

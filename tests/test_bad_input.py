@@ -16,6 +16,7 @@ from faults import may_mount, small_disk
 from safetensors.numpy import load as load_tensors
 from small_project import Quiet, cli, litter, run_all_here, run_command, toy_values, write_params, write_project
 
+from realmops import artifacts
 from realmops.commands.run import notes
 from realmops.config import defaults, laid, preset_path
 from realmops.console import Console
@@ -428,6 +429,17 @@ def test_a_file_that_may_not_grow_is_refused(trained: Path, tmp_path: Path) -> N
     refused(result, "File too large")
     assert not (tmp_path / "root/models/ict").exists()
     assert litter(tmp_path / "root") == []
+
+
+def test_models_of_an_earlier_version_are_refused_with_what_to_run(copy: Path) -> None:
+    """They have their encoders among their own tensors, in no folders of transformers."""
+    folder = copy / "root/models/pretrain"
+    for path in folder.glob("*_encoder"):
+        shutil.rmtree(path)
+    manifest = artifacts.read_json(folder / artifacts.MANIFEST)
+    artifacts.write_manifest(folder, "pretrain", **{key: manifest[key] for key in ("fingerprint", "sections")})
+    refused(run(copy, "finetune"), "models/pretrain: trained by an earlier version", "'realmops run ict --force'")
+    nothing_of(copy, "finetune")
 
 
 def test_what_is_written_is_readable_by_others(trained: Path) -> None:

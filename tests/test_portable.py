@@ -14,10 +14,14 @@ from sentence_transformers import SentenceTransformer
 from small_project import QUESTIONS
 from small_world import World
 from test_retriever import embedder
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
+from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import load_models
+from realmops.model.packed import Packed
 from realmops.model.portable import write_retriever
 from realmops.model.retriever import Bag, Retriever, Tower
-from realmops.search.embed import embed, embed_documents, query_sequences, text_queries
+from realmops.search.embed import document_sequences, embed, embed_documents, query_sequences, text_queries
 
 FP32 = torch.float32
 QUERY_LIMIT = 24
@@ -89,6 +93,26 @@ def test_the_library_cuts_texts_to_the_encoders_positions(shared: bool, world: W
         np.testing.assert_allclose(encode(long), embed(tower, cut, FP32), atol=1e-5, rtol=1e-5)
     limits = [json.loads(path.read_text())["max_seq_length"] for path in tmp_path.rglob("sentence_bert_config.json")]
     assert limits == [positions] * (1 if shared else 2)
+
+
+def test_transformers_opens_the_encoders_of_a_run(trained: Path) -> None:
+    """With the same numbers, and a tokenizer that gives the same wordpieces."""
+    snapshot, models = Snapshot.open(trained / "root/data/snapshot/corpus"), trained / "root/models/pretrain"
+    retriever, reader = (model.eval() for model in load_models(models, snapshot.vocabulary_hash))
+    title, text = snapshot.title(3), snapshot.text(3)
+    tokens, segments = document_sequences(snapshot, [3])[0]
+    for name in ("query_encoder", "reader_encoder"):
+        tokenizer = AutoTokenizer.from_pretrained(models / name)
+        encoded = tokenizer(title, text, return_tensors="pt")
+        assert encoded["input_ids"][0].tolist() == tokens.tolist()
+        with torch.no_grad():
+            hidden_TD = AutoModel.from_pretrained(models / name)(**encoded).last_hidden_state[0]
+            logits_TV = AutoModelForMaskedLM.from_pretrained(models / "reader_encoder")(**encoded).logits[0]
+            batch = Packed([tokens], [segments])
+            ours_TD = (reader.encoder if name == "reader_encoder" else retriever.query.encoder)(batch)
+            scores_TV = reader.masked_words(reader.encoder(batch), reader.encoder.word_vectors)
+        torch.testing.assert_close(hidden_TD, ours_TD, rtol=0, atol=1e-4)
+        torch.testing.assert_close(logits_TV, scores_TV, rtol=0, atol=1e-4)
 
 
 def test_a_bag_is_a_table_of_the_library(world: World, tmp_path: Path) -> None:

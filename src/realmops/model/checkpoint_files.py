@@ -379,6 +379,11 @@ def _described(folder: Path, vocabulary_hash: str, remedy: str) -> Iterator[dict
             f"{folder}: trained with the vocabulary {description['vocabulary_hash'][:12]}, the snapshot has "
             f"{vocabulary_hash[:12]}; {remedy}"
         )
+    if not (folder / ENCODERS["reader"]).is_dir():
+        raise ValueError(
+            f"{folder}: trained by an earlier version of realmops, without the folder {ENCODERS['reader']}; run "
+            "'realmops run ict --force', then 'realmops run all' (or import or export it again)"
+        )
     try:
         yield description
     except (KeyError, RuntimeError) as error:  # of the description, of load_state_dict

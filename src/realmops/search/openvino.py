@@ -11,11 +11,13 @@ G groups of a row.
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from realmops.model.encoder import Encoder
 from realmops.model.packed import Packed, Padded
 from realmops.model.retriever import Embedder, Tower
 
+_LOG = logging.getLogger(__name__)
 MANY = 512  # passages, from which on making a graph takes less time than it saves
 _GROUP = 128  # numbers of a row with a scale of their own
 _SEEN = 16, 128  # sequences, and wordpieces of each, that show which columns are large
@@ -88,10 +91,18 @@ class Graph:
 
 def graph_of(tower: Tower, vectors: int) -> Graph | None:
     """Return a graph of a tower whose encoder packs; None of another, and where a number is not finite."""
-    able = isinstance(tower, Embedder) and tower.bert.packs and tower.device.type == "cpu"
-    if not able or not all(bool(part.isfinite().all()) for part in tower.parameters()):
+    if not isinstance(tower, Embedder) or tower.device.type != "cpu":
         return None
-    return Graph(cast(Embedder, tower), vectors)
+    if not tower.encoder.packs:
+        _log_unsupported(tower.encoder.words)
+        return None
+    return Graph(tower, vectors) if all(bool(part.isfinite().all()) for part in tower.parameters()) else None
+
+
+@cache
+def _log_unsupported(encoder: str) -> None:
+    """Log once that an encoder has no graph: an index builder asks for one with each index."""
+    _LOG.warning("run.precision is 'int8', which %s does not support; passages are embedded as with 'auto'", encoder)
 
 
 class _Pooled(nn.Module):
