@@ -72,18 +72,18 @@ def test_who_may_scale_the_builders_may_do_nothing_else(api: tuple[Any, str]) ->
     assert not allowed("get", "secrets", group="")
     assert not allowed("list", "pods", group="")
     with pytest.raises(ValueError, match=r"Deployment mlflow .* may not scale it"):
-        builders.scale("mlflow", 1)
+        builders.patch_replicas("mlflow", 1)
     for replicas in (3, 0):
-        builders.scale(DEPLOYMENT, replicas)
+        builders.patch_replicas(DEPLOYMENT, replicas)
         found = apps.patch_namespaced_deployment_scale(DEPLOYMENT, namespace, {})  # changes nothing
         assert found.spec.replicas == (replicas or None)
     with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace {namespace}, -1 replicas: .*says 422"):
-        builders.scale(DEPLOYMENT, -1)
+        builders.patch_replicas(DEPLOYMENT, -1)
 
 
 def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) -> None:
-    builders.scale(DEPLOYMENT, 3)
-    builders.scale(DEPLOYMENT, 0)
+    builders.patch_replicas(DEPLOYMENT, 3)
+    builders.patch_replicas(DEPLOYMENT, 0)
     assert lab.replicas == [3, 0]
     assert lab.requests == [("PATCH", cluster_lab.SCALE)] * 2
 
@@ -95,7 +95,7 @@ def test_scaling_touches_the_scale_of_one_deployment_and_nothing_else(lab: Lab) 
 def test_a_cluster_that_refuses_is_explained(lab: Lab, status: int, message: str) -> None:
     lab.status = status
     with pytest.raises(ValueError, match=f"Deployment {DEPLOYMENT} in namespace lab, 2 replicas: .*{message}"):
-        builders.scale(DEPLOYMENT, 2)
+        builders.patch_replicas(DEPLOYMENT, 2)
 
 
 def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +105,19 @@ def test_a_cluster_that_does_not_answer_ends_the_scaling(tmp_path: Path, monkeyp
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         cluster_lab.write_kubeconfig(tmp_path / "kubeconfig", {"server": address}, {}, cluster_lab.NAMESPACE)
         with pytest.raises(TimeoutError, match=r"API server does not answer: .*Read timed out"):
-            builders.scale(DEPLOYMENT, 1)
+            builders.patch_replicas(DEPLOYMENT, 1)
 
 
 def test_an_api_server_that_is_busy_is_asked_again(lab: Lab) -> None:
     for lab.status in (429, 500, 503):
         with pytest.raises(TimeoutError, match=f"API server says {lab.status}"):
-            builders.scale(DEPLOYMENT, 1)
+            builders.patch_replicas(DEPLOYMENT, 1)
 
 
 def test_without_a_cluster_one_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"no cluster to speak to .*leave the name of the builders"):
-        builders.scale(DEPLOYMENT, 1)
+        builders.patch_replicas(DEPLOYMENT, 1)
 
 
 def waits_for_builders(lab: Lab, seen: bool) -> str:

@@ -18,7 +18,8 @@ import realmops
 from realmops import config
 from realmops.cli import main
 from realmops.commands.init import ALWAYS, PLACES
-from realmops.corpus import formats, question_sets
+from realmops.corpus import formats
+from realmops.corpus.formats import question_files
 from realmops.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
@@ -190,7 +191,10 @@ def rows_of(text: str, head: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("head", "known"),
-    [("| format | files | a document is |", list(formats.FORMATS)), ("| format | file |", list(question_sets.FORMATS))],
+    [
+        ("| format | files | a document is |", list(formats.FORMATS)),
+        ("| format | file |", list(question_files.FORMATS)),
+    ],
 )
 def test_every_format_is_explained(head: str, known: list[str]) -> None:
     assert rows_of(DATA, head) == known

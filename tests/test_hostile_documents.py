@@ -499,7 +499,7 @@ def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(tmp_path: Path,
 def test_a_document_whose_passages_would_repeat_too_much_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realmops.corpus.snapshot_writer._REPEATED", 1000)
+    monkeypatch.setattr("realmops.corpus.document_cutter._REPEATED", 1000)
     title, more = "a" * 20, "b" * 20  # with {"more":""} 51 characters; of 19 passages 969, of 20 one more than allowed
     lines = [{"title": title, "text": f"{'a' * 26}. " * count, "more": more} for count in (19, 20)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -25,7 +25,7 @@ OPTIONS = {"pretrain": {"steps": 24, "refresh_every": 4, "shard_rows": 1}}
 # No API server answers here: the Deployment has its replica already.
 TRAIN = f"""import sys
 from realmops.cluster import builders, tasks
-builders.scale = lambda deployment, replicas: print("replicas", replicas)
+builders.patch_replicas = lambda deployment, replicas: print("replicas", replicas)
 class Output:
     log_metric = staticmethod(print)
     def __init__(self, path):

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from test_formats_fuzz import SEEDS, damage, fuzz
 
 from realmops.config import QuestionFiles
-from realmops.corpus import question_sets as module
+from realmops.corpus.formats import question_files as module
+from realmops.corpus.formats.question_files import AUTO, FORMATS
 from realmops.corpus.question_sets import (
-    AUTO,
-    FORMATS,
     Question,
     answers_are_expressions,
     in_orqa_dev,

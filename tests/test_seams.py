@@ -18,7 +18,7 @@ from test_fine_tuning import options
 from torch import Tensor, nn
 
 from realmops.answering.answer import Answer, Found, Read, Span
-from realmops.answering.record import record_of, sentence
+from realmops.answering.record import answer_record, sentence
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
 from realmops.model.checkpoint_files import load_models, save_models
@@ -141,7 +141,7 @@ def test_a_reader_of_another_kind_answers_is_saved_and_says_what_it_is(
     assert {answer.text for answer in answers} <= {"yes", "no"}
     for answer in answers:
         assert sum(z.p_y_z for z in answer.read) == pytest.approx(answer.p_y) == answer.probability
-    record = record_of(world.snapshot, answers[0], {}, None)
+    record = answer_record(world.snapshot, answers[0], {}, None)
     assert (record["answer"], record["p_y"], record["abstained"]) == (answers[0].text, answers[0].probability, False)
     assert record["citations"] == []
     assert [passage["span"] for passage in record["passages"]] == [None] * 3

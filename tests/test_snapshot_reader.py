@@ -15,11 +15,12 @@ from small_encoders import byte_bpe
 from small_world import labels_of
 
 from realmops.artifacts import SEAL, atomic_folder, sealed, write_json
-from realmops.corpus import ingest, snapshot_writer
+from realmops.corpus import document_cutter, ingest, snapshot_writer
+from realmops.corpus.document_cutter import is_navigation_title
 from realmops.corpus.formats import sources
 from realmops.corpus.passages import passage_digest
 from realmops.corpus.snapshot_reader import Snapshot
-from realmops.corpus.snapshot_writer import is_navigation_title, write_snapshot
+from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import train_vocabulary
 from realmops.text.flat import GrowingFile
 from realmops.text.vocabulary import SPECIAL_TOKENS, open_tokenizer, pieces_of, vocabulary_hash
@@ -396,9 +397,9 @@ def test_documents_of_an_earlier_snapshot_are_not_cut_again(
     old = snapshot([before], tmp_path / "old", **settings)
     whole = snapshot([after], tmp_path / "whole", **settings)
     cut: list[str] = []
-    really = snapshot_writer.cut_passages
+    really = document_cutter.cut_passages
     monkeypatch.setattr(
-        snapshot_writer,
+        document_cutter,
         "cut_passages",
         lambda some, **more: [cut.extend(d.title for d in some), really(some, **more)][1],
     )

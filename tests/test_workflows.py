@@ -103,7 +103,7 @@ def test_what_is_not_there_is_seen() -> None:
     [
         ("params.yaml", True), ("dvc.lock", True), ("presets/ours.yaml", True), ("corpora/wiki.jsonl.dvc", True),
         ("README.md", False),
-        ("src/realmops/cli.py", False),
+        ("src/realmops/cli/group.py", False),
     ],
 )  # fmt: skip
 def test_a_push_to_main_retrains_when_what_is_trained_changed(changed: str, starts: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from realmops.answering.answer import Found, InvalidRequest
 from realmops.answering.confidence import Confidence
 from realmops.answering.passage_search import Search
-from realmops.answering.record import Record, record_of, sources_of
+from realmops.answering.record import Record, answer_record, sources_record
 from realmops.answering.retrieval import RetrieveAndRead
 from realmops.corpus.question_sets import Question
 from realmops.search.bm25 import Bm25
@@ -68,13 +68,13 @@ class OpenedModel:
 
     def sources(self, found: Found) -> Record:
         """Return the part of an answer's record that is known before anything is read."""
-        return sources_of(self.model.snapshot, found, self.about)
+        return sources_record(self.model.snapshot, found, self.about)
 
     def read(self, found: Sequence[Found], ys: Sequence[str | None] = ()) -> list[Record]:
         """Read all passages in one packed batch and return the records of the answers; ``ys`` as ``Query.y``."""
         ys = ys or [None] * len(found)
         answers = zip(self.model.read(found, ys), ys, strict=True)
-        return [record_of(self.model.snapshot, one, self.about, self.confidence, y) for one, y in answers]
+        return [answer_record(self.model.snapshot, one, self.about, self.confidence, y) for one, y in answers]
 
     def answer(self, queries: Sequence[Query]) -> list[Record]:
         """Find and read for one question after another. Raises InvalidRequest before the first one is answered."""

@@ -14,7 +14,7 @@ _AROUND = 60  # characters shown on either side of a quotation
 _WORD = 30  # characters without a blank from which on they are no word, but a script without blanks
 
 
-def record_of(
+def answer_record(
     snapshot: Snapshot, found: Answer, about: Record, confidence: Confidence | None, y: str | None = None
 ) -> Record:
     """Return the record of one answer.
@@ -53,7 +53,7 @@ def record_of(
     }
 
 
-def sources_of(snapshot: Snapshot, found: Found, about: Record) -> Record:
+def sources_record(snapshot: Snapshot, found: Found, about: Record) -> Record:
     """What is known of an answer before anything was read: its passages, and what they come from."""
     return {
         "question": found.question.question,

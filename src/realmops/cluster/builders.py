@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from realmops.artifacts import read_json, read_manifest
-from realmops.cluster.kube import Cluster, RefusedError, connect, looked
+from realmops.cluster.kube import Cluster, RefusedError, connect, describe_pods
 from realmops.cluster.waiting import Say, awaited
 from realmops.config import Values
 from realmops.stages import Report
@@ -25,8 +25,8 @@ LOWER_SECONDS = 1500.0  # for an API server that is away when builders are given
 RETURN_SECONDS = 60.0  # the same behind shards: what stays is given back at the run's end
 
 
-def scale(deployment: str, replicas: int) -> None:
-    """Set the replicas of a Deployment in this pod's own namespace.
+def patch_replicas(deployment: str, replicas: int) -> None:
+    """Patch the replicas of a Deployment in this pod's own namespace.
 
     Raises ValueError when the Deployment is not there or the ServiceAccount may not scale it, TimeoutError when the
     cluster does not answer.
@@ -55,14 +55,14 @@ def _cluster() -> Cluster:
         ) from None
 
 
-def scale_in_time(deployment: str, replicas: int, seconds: float, say: Say) -> None:
-    """The same, tried again until ``seconds`` have passed while the cluster's API server is away."""
+def patch_replicas_with_retries(deployment: str, replicas: int, seconds: float, say: Say) -> None:
+    """Retry ``patch_replicas`` for up to ``seconds`` while the Kubernetes API server is unreachable."""
     away = TimeoutError()
 
     def look() -> bool | None:
         nonlocal away
         try:
-            scale(deployment, replicas)
+            patch_replicas(deployment, replicas)
         except TimeoutError as error:
             away = error
             return None
@@ -133,7 +133,7 @@ def raise_builders(
     assignment = assignment_of(root)
     with claimed(assignment.parent / SCALING, say):
         assign(assignment, exchange, root / STAGES["snapshot"].folder / "corpus", owner)
-        scale_in_time(deployment, builders, wait_seconds, say)
+        patch_replicas_with_retries(deployment, builders, wait_seconds, say)
     signs = assignment.parent / SIGNS
     first, living = read_signs(signs), set[str]()
 
@@ -154,7 +154,7 @@ def raise_builders(
 def _why(deployment: str) -> str:
     """Why builders do not live, as far as this ServiceAccount may see it, and what shows it to a person."""
     cluster = _cluster()
-    seen = looked(lambda cluster: cluster.warnings(cluster.namespace, f"{deployment}-"))
+    seen = describe_pods(lambda cluster: cluster.warnings(cluster.namespace, f"{deployment}-"))
     kubectl, events = f"kubectl -n {cluster.namespace}", "events --field-selector involvedObject.kind=Pod,type=Warning"
     shown = " ".join([*seen[:3], "more is shown by" if seen else "the reason is shown by"])
     return f"{shown} '{kubectl} get {events}', and what they say by '{kubectl} logs deployment/{deployment}'"
@@ -229,7 +229,7 @@ def _serve(
                 named = json.loads(content)
                 with claimed(assignment.parent / SCALING, report.say):
                     assign(assignment, Path(named["exchange"]), Path(named["snapshot"]), owner)
-                    scale(deployment, builders)
+                    patch_replicas(deployment, builders)
                 report.say(f"{builders} index builders are raised to help with {named['exchange']}")
                 served = content
             ended.wait(LOOK_SECONDS)
@@ -253,7 +253,7 @@ def _lower(deployment: str, assignment: Path, owner: str, seconds: float, say: S
         if read_json(assignment).get("owner") != owner:
             say(f"{assignment}: the index builders work for another run, which gives them back")
             return False
-        scale_in_time(deployment, 0, seconds, say)
+        patch_replicas_with_retries(deployment, 0, seconds, say)
         return True
 
 

@@ -129,10 +129,10 @@ def at_hand() -> Cluster | None:
         return None
 
 
-def looked(look: Callable[[Cluster], list[str]]) -> list[str]:
-    """What is seen in the cluster at hand; nothing where there is none, or it may not be looked."""
+def describe_pods(describe: Callable[[Cluster], list[str]]) -> list[str]:
+    """Return lines about pods of the cluster at hand; empty where there is none, or listing is forbidden."""
     cluster = at_hand()
     try:
-        return look(cluster) if cluster else []
+        return describe(cluster) if cluster else []
     except (RefusedError, TimeoutError):
         return []

@@ -20,7 +20,7 @@ import yaml
 
 from realmops.cluster.key import digests_of_files, image_note, key_of
 from realmops.cluster.kfp_client import Server
-from realmops.cluster.kube import looked
+from realmops.cluster.kube import describe_pods
 from realmops.cluster.options import packed
 from realmops.cluster.place import KINDS, OPTIONAL, RUN_LABEL, check
 from realmops.cluster.waiting import Say, awaited
@@ -267,7 +267,7 @@ def wait(run_id: str, tasks: set[str], server: Server, say: Say) -> str:
     if run.state in FAILURES:
         place = server.place
         say(f"pods that have failed: {place.commands(run_id, 'Failed')}")
-        for line in looked(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Failed")):
+        for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Failed")):
             say(f"the pod {line}")
     return str(run.state)
 
@@ -281,7 +281,7 @@ def _tell_of_pods(tasks: Sequence[str], late: int, run_id: str, server: Server, 
         f"{PENDING_SECONDS:.0f} s; a claim that is not there, an image that cannot be pulled or no room on a node: "
         f"{place.commands(run_id, 'Pending')}"
     )
-    for line in looked(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Pending")):
+    for line in describe_pods(lambda cluster: cluster.pods(place.namespace, f"{RUN_LABEL}={run_id}", "Pending")):
         say(f"the pod {line}")
 
 

@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from realmops.corpus.documents import Outcome, Raw, Rejected, shown
+from realmops.corpus.documents import Document, Dropped, Outcome, Raw, Rejected, shown
 from realmops.corpus.formats import FORMATS, Source
 
 _BATCH_CHARACTERS = 1 << 20
@@ -30,6 +30,33 @@ class Batch:
     """Consecutive records, in runs of one source each: (the source's number, records)."""
 
     runs: list[tuple[int, list[Raw | Rejected]]]
+
+
+@dataclass(slots=True)
+class OutcomeCounts:
+    """Records by outcome; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text.
+
+    ``unread`` are the files that could not be read, by kind.
+    """
+
+    records: int = 0
+    documents: int = 0
+    replaced: int = 0
+    rejected: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    unread: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome) -> None:
+        self.records += 1
+        if isinstance(outcome, Dropped):
+            self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
+        if isinstance(outcome, Document):
+            self.documents += 1
+            self.replaced += "\ufffd" in outcome.title or "\ufffd" in outcome.text
+        if isinstance(outcome, Rejected) and outcome.kind:
+            self.unread[outcome.kind] = self.unread.get(outcome.kind, 0) + 1
+        else:
+            self.rejected += isinstance(outcome, Rejected)
 
 
 def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:

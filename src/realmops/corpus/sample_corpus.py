@@ -14,95 +14,24 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from string import Formatter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import yaml
 
 from realmops.artifacts import canonical_json, seed_for
+from realmops.corpus.sample_world import Entity, Fact, Names, draw_entities, draw_facts, pick, shuffled
 
-LANGUAGE = "sample_language.yaml"
 NER_SENTENCES = {"train": 2000, "dev": 400}
 
-# Parts of the subjects by type, the rest are landmarks; lakes and regions come on top, without facts of their own.
-_PARTS = {"person": 0.37, "city": 0.2, "organisation": 0.18, "work": 0.16, "prize": 0.025}
-_LABELS = {"person": "PER", "organisation": "ORG", "work": "MISC", "prize": "MISC"}
 _FOURTH_TELLING = 0.25
-_SAME_SPLIT = 0.65
 _VISIT_FILLER = 0.25
 _OWN_FILLER = 0.1
 _PRONOUN = 0.12
 _SHORT_WORDS = 19
 _SECOND_TRAIN_QUESTION = 0.3
-# Fewer parts make names more alike: one family name for every 12 subjects, and so on.
-_SUBJECTS_PER_PART = {
-    "town": 15, "family": 12, "brand": 20, "landmark": 30, "woman": 25, "man": 25, "adjective": 25, "noun": 20,
-    "ending": 50,
-}  # fmt: skip
-_CHARTER_YEARS = (1150, 1700)
 _TOKEN = re.compile(r"\w+|[^\w\s]")
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Relation:
-    """One relation and every way of telling it; ``sample_language.yaml`` says what its fields mean."""
-
-    name: str
-    subjects: tuple[str, ...]
-    objects: tuple[str, ...]
-    share: float
-    forward: tuple[str, ...]
-    questions: tuple[str, ...]
-    fillers: tuple[str, ...]
-    inverse: tuple[str, ...] = ()
-    inverse_questions: tuple[str, ...] = ()
-    window: tuple[int, int] | None = None
-    symmetric: bool = False
-
-
-@dataclass(frozen=True)
-class Entity:
-    """Something with a name; `year` is the year of birth, foundation or completion, 0 where there is none."""
-
-    name: str
-    article: str
-    type: str
-    kind: str
-    year: int
-    pronouns: tuple[str, str]
-    split: str
-
-    @property
-    def mention(self) -> str:
-        return self.article + self.name
-
-    @property
-    def label(self) -> str:
-        return _LABELS.get(self.type, "LOC")
-
-    def is_a(self, wanted: tuple[str, ...]) -> bool:
-        return self.type in wanted or self.kind in wanted
-
-    def fits(self, relation: Relation, subject: Entity) -> bool:
-        """Whether it may be the relation's object for a subject, by what it is and by the years."""
-        low, high = relation.window or (self.year - subject.year,) * 2
-        return self is not subject and self.is_a(relation.objects) and low <= self.year - subject.year <= high
-
-
-@dataclass(frozen=True)
-class Fact:
-    """`answers` are the ways in which the object is written; `object` is None for a date or a number."""
-
-    relation: Relation
-    subject: Entity
-    object: Entity | None
-    answers: tuple[str, ...]
-    year: int
 
 
 @dataclass(frozen=True)
@@ -174,136 +103,10 @@ def write_sample(
 def build_world(seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None) -> World:
     """One world; names already in `used` are avoided and the new ones added to it."""
     rng = np.random.default_rng(seed)
-    names = _Names(rng, subjects, set() if used is None else used)
-    entities = _entities(names, rng, subjects, test_share, dev_share)
-    facts = _facts(entities, rng)
+    names = Names(rng, subjects, set() if used is None else used)
+    entities = draw_entities(names, rng, subjects, test_share, dev_share)
+    facts = draw_facts(entities, rng)
     return World(entities, facts, _passages(entities, facts, rng))
-
-
-@cache
-def _language() -> dict[str, Any]:
-    """The names, kinds and relations of all worlds, as people write them."""
-    language: dict[str, Any] = yaml.load(Path(__file__).with_name(LANGUAGE).read_bytes(), yaml.CSafeLoader)
-    return language
-
-
-@cache
-def relations() -> tuple[Relation, ...]:
-    """The relations of all worlds."""
-    found = []
-    for name, said in _language()["relations"].items():
-        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in said.items()}
-        found.append(Relation(name, **fields))
-    return tuple(found)
-
-
-class _Names:
-    """Draws names that occur in no world drawn before it with the same `used`.
-
-    Most names have two parts, each shared with other names of the world: only both together tell who is meant.
-    """
-
-    def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
-        self._rng = rng
-        self._used = used
-        self._pools: dict[str, list[str]] = {
-            pool: parts.split()
-            if isinstance(parts, str)
-            else [head + tail for head in parts["heads"].split() for tail in parts["tails"].split()]
-            for pool, parts in _language()["name_parts"].items()
-        }
-        self._parts = {
-            pool: _shuffled(rng, parts)[: max(6, subjects // _SUBJECTS_PER_PART.get(pool, 1))]
-            for pool, parts in self._pools.items()
-        }
-
-    def new(self, *forms: str) -> str:
-        """A name by one of the forms, such as "{woman} {family}"; of any parts where the world's own are used up."""
-        for attempt in range(1000):
-            form = _pick(self._rng, forms)
-            parts = self._parts if attempt < 100 else self._pools
-            keys = [key for _, key, _, _ in Formatter().parse(form) if key]
-            name = form.format_map({key: _pick(self._rng, parts[key]) for key in keys})
-            if name not in self._used:
-                self._used.add(name)
-                return name
-        raise ValueError(
-            "the name pools of the sample corpus are used up: lower sample.subjects or sample.warmup_worlds"
-        )
-
-
-def _entities(
-    names: _Names, rng: np.random.Generator, subjects: int, test_share: float, dev_share: float
-) -> list[Entity]:
-    """All entities of a world, type by type, each type split by the shares."""
-    counts = {type_: round(subjects * part) for type_, part in _PARTS.items()}
-    counts["landmark"] = subjects - sum(counts.values())
-    counts |= {"region": max(3, counts["city"] // 4), "lake": max(3, counts["landmark"] // 4)}
-    entities: list[Entity] = []
-    for type_, forms in _language()["entities"].items():
-        tests, devs = round(counts[type_] * test_share), round(counts[type_] * dev_share)
-        splits = ["test"] * tests + ["dev"] * devs + ["train"] * (counts[type_] - tests - devs)
-        for number, split in enumerate(_shuffled(rng, splits)):
-            form = forms[number % len(forms)]
-            kind = form["kinds"][number // len(forms) % len(form["kinds"])]
-            name = names.new(*form["names"])
-            year = int(rng.integers(*form["years"])) if "years" in form else 0
-            she, her = form.get("pronouns", ("it", "its"))
-            entities.append(Entity(name, "the " if "article" in form else "", type_, kind, year, (she, her), split))
-    return entities
-
-
-def _facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
-    facts: list[Fact] = []
-    mentions: Counter[str] = Counter()
-    partners: dict[str, set[str]] = defaultdict(set)
-    for relation in relations():
-        paired: set[str] = set()
-        for subject in entities:
-            if not subject.is_a(relation.subjects) or rng.random() >= relation.share:
-                continue
-            if not relation.inverse:
-                facts.append(_literal(relation, subject, rng))
-                continue
-            if subject.name in paired:
-                continue
-            taken = paired | partners[subject.name]
-            candidates = [other for other in entities if other.fits(relation, subject) and other.name not in taken]
-            if not candidates:
-                continue
-            chosen = _choose(candidates, subject.split, mentions, rng)
-            mentions[chosen.name] += 1
-            partners[subject.name].add(chosen.name)
-            partners[chosen.name].add(subject.name)
-            if relation.symmetric:
-                paired.update((subject.name, chosen.name))
-            facts.append(Fact(relation, subject, chosen, (chosen.name,), 0))
-    return facts
-
-
-def _choose(candidates: list[Entity], split: str, mentions: Counter[str], rng: np.random.Generator) -> Entity:
-    """One of a few candidates, the least mentioned: no name becomes frequent enough to be found by chance."""
-    near = [other for other in candidates if other.split == split]
-    pool = near if near and rng.random() < _SAME_SPLIT else candidates
-    few = [_pick(rng, pool) for _ in range(3)]
-    return min(few, key=lambda other: mentions[other.name])
-
-
-def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> Fact:
-    match relation.objects:
-        case ("population",):
-            return Fact(relation, subject, None, (f"{10 * int(rng.integers(150, 9900)):,}",), 0)
-        case ("height",):
-            return Fact(relation, subject, None, (f"{int(rng.integers(1100, 4400)):,}",), 0)
-        case ("day",):
-            year, month, day = subject.year, _pick(rng, _language()["months"]), int(rng.integers(1, 29))
-            return Fact(relation, subject, None, (f"{day} {month} {year}", f"{month} {day}, {year}"), year)
-        case ("charter_year",):
-            year = int(rng.integers(*_CHARTER_YEARS))
-        case _:  # ("year",)
-            assert relation.window is not None, relation.name
-            year = subject.year + int(rng.integers(relation.window[0], relation.window[1] + 1))
-    return Fact(relation, subject, None, (str(year),), year)
 
 
 def _render(template: str, fact: Fact, number: int, rng: np.random.Generator) -> Sentence:
@@ -318,7 +121,7 @@ def _render(template: str, fact: Fact, number: int, rng: np.random.Generator) ->
             start = len(text) + len(entity.article)
             spans.append((start, start + len(entity.name), entity.label))
         if key:
-            text += _pick(rng, fact.answers) if key == "o" and fact.object is None else values[key]
+            text += pick(rng, fact.answers) if key == "o" and fact.object is None else values[key]
     return Sentence(template, text[0].upper() + text[1:], tuple(spans), number, fact.subject.name)
 
 
@@ -359,7 +162,7 @@ class _Fillers:
     def __init__(self, facts: Sequence[Fact], rng: np.random.Generator) -> None:
         self._rng = rng
         self._queues: defaultdict[str, list[tuple[Fact, str]]] = defaultdict(list)
-        for fact in _shuffled(rng, facts):
+        for fact in shuffled(rng, facts):
             for template in rng.permutation(list(fact.relation.fillers)):
                 self._queues[fact.subject.name].append((fact, str(template)))
 
@@ -403,12 +206,12 @@ def _tellings(
     guests: dict[str, list[Sentence]] = defaultdict(list)
     for number, fact in enumerate(facts):
         elsewhere = 1 + int(rng.random() < _FOURTH_TELLING)
-        told = [_render(template, fact, number, rng) for template in _shuffled(rng, fact.relation.forward)]
+        told = [_render(template, fact, number, rng) for template in shuffled(rng, fact.relation.forward)]
         own[fact.subject.name] += told[:2]
         if fact.object is None:
             guests[fact.subject.name] += told[2 : 2 + elsewhere]
         else:
-            for template in _shuffled(rng, fact.relation.inverse)[:elsewhere]:
+            for template in shuffled(rng, fact.relation.inverse)[:elsewhere]:
                 visits[fact.object.name].append(_render(template, fact, number, rng))
     return own, visits, guests
 
@@ -433,7 +236,7 @@ def _distinct_pairs(
     sentences: list[Sentence], fillers: _Fillers, rng: np.random.Generator
 ) -> list[tuple[Sentence, ...]]:
     """Pairs in random order, never of one fact twice, nor of two in the same words; the odd one out gets a filler."""
-    left = _shuffled(rng, sentences)
+    left = shuffled(rng, sentences)
     pairs: list[tuple[Sentence, ...]] = []
     while left:
         first = left.pop(0)
@@ -480,14 +283,14 @@ def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[st
             wordings = _hardest_first(fact.relation.inverse_questions, told[number], rng)
             ask(fact, wordings[:1], fact.object, (fact.subject.name,))
     return {
-        split: [{"id": f"{split}-{number:04d}", **line} for number, line in enumerate(_shuffled(rng, lines))]
+        split: [{"id": f"{split}-{number:04d}", **line} for number, line in enumerate(shuffled(rng, lines))]
         for split, lines in asked.items()
     }
 
 
 def _hardest_first(wordings: Sequence[str], told: set[str], rng: np.random.Generator) -> list[str]:
     """The wordings, those that share the fewest words with the fact's own sentences first."""
-    return sorted(_shuffled(rng, wordings), key=lambda wording: sum(stem in told for stem in _stems(wording)))
+    return sorted(shuffled(rng, wordings), key=lambda wording: sum(stem in told for stem in _stems(wording)))
 
 
 def _stems(text: str) -> list[str]:
@@ -524,11 +327,3 @@ def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
     """Gzipped JSON lines whose bytes depend on the lines alone (no time, no file name in the header)."""
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
         file.writelines(canonical_json(line) + b"\n" for line in lines)
-
-
-def _pick(rng: np.random.Generator, items: Sequence[T]) -> T:
-    return items[int(rng.integers(len(items)))]
-
-
-def _shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
-    return [items[index] for index in rng.permutation(len(items))]

@@ -5,20 +5,16 @@ are kept in a temporary database on disk. Now and then the files are synced and 
 killed writer goes on from there. The same documents and settings give the same bytes whatever the number of workers.
 """
 
-import errno
 import hashlib
 import itertools
 import json
 import os
 import shutil
-import sqlite3
 import time
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,11 +32,12 @@ from realmops.artifacts import (
     write_json,
     write_manifest,
 )
-from realmops.corpus.documents import PAGES, Document, Dropped, Outcome, Rejected, guarded, shown
+from realmops.corpus.document_cutter import DocumentCutter
+from realmops.corpus.documents import PAGES, Document, Outcome, Rejected, shown
 from realmops.corpus.formats import Source
-from realmops.corpus.incremental import Earlier
-from realmops.corpus.ingest import Batch, Progress, Records, batches, convert, workers_in_order
-from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, cut_passages, length
+from realmops.corpus.ingest import Batch, OutcomeCounts, Progress, batches, workers_in_order
+from realmops.corpus.passages import SPECIAL_TOKENS_PER_DOCUMENT, PassageBatch, length
+from realmops.corpus.seen_ids import SeenIds
 from realmops.corpus.snapshot_reader import (
     CONTINUES,
     DOCUMENTS,
@@ -60,13 +57,10 @@ from realmops.hub import TOKENIZER, VOCABULARY
 from realmops.text.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.text.languages import AUTO, ENGLISH, check_language
 from realmops.text.spans import SpansWriter
-from realmops.text.special import SpecialTokens
-from realmops.text.tokenizer import inside_words, texts_tokenizer
+from realmops.text.tokenizer import inside_words
 from realmops.text.vocabulary import (
     UNCASED,
     Casing,
-    build_tokenizer,
-    open_tokenizer,
     vocabulary_bytes,
     vocabulary_hash,
 )
@@ -77,16 +71,9 @@ _CHECKPOINT = "checkpoint.json"
 _CHECKPOINT_SECONDS = 30.0
 _RECORDS_BETWEEN_CHECKS = 1000
 _REJECTS_SHOWN = 10
-_REPEATED = 64 << 20  # characters of title and other columns in all passages of a document
-_DATABASE_KIB = 64 << 10
 _PLACE = "place"  # of documents with an id of their own; needed as long as documents come in
 File = TypeVar("File", bound=GrowingFile)
 _SCHEMA = pa.schema([(name, pa.string()) for name in (*TEXT_COLUMNS, _PLACE)])
-
-
-def is_navigation_title(title: str) -> bool:
-    """Whether REALM leaves out this Wikipedia article: a list, index, outline or disambiguation."""
-    return title.startswith(("List of", "Index of", "Outline of")) or "(disambiguation)" in title
 
 
 def write_snapshot(
@@ -143,7 +130,7 @@ def write_snapshot(
     try:
         with (
             closing(_Writer(work, vocabulary, tokenizer, sources, broken_share, language == AUTO)) as writer,
-            workers_in_order(workers, sources, _Cutter(vocabulary, tokenizer, settings, earlier)) as cut,
+            workers_in_order(workers, sources, DocumentCutter(vocabulary, tokenizer, settings, earlier)) as cut,
         ):
             advance = Progress(sources, progress)
             for batch, (outcomes, passages) in cut(batches(sources, writer.source, writer.counts.records)):
@@ -153,99 +140,6 @@ def write_snapshot(
     except ValueError:
         shutil.rmtree(work, ignore_errors=True)
         raise
-
-
-class _Cutter:
-    """What a worker does: records to documents, and documents to passages."""
-
-    def __init__(
-        self, vocabulary: Sequence[str], tokenizer: str | None, settings: dict[str, Any], earlier: Path | None
-    ) -> None:
-        casing = Casing(**settings["casing"])
-        one = open_tokenizer(tokenizer) if tokenizer else build_tokenizer(vocabulary, casing)
-        self._tokenizer = texts_tokenizer(one)
-        told = len(SpecialTokens.of(one).document) if tokenizer else 0
-        self._block_wordpieces = None if settings["whole_documents"] else settings["block_wordpieces"] - told
-        self._drop_titles = settings["drop_titles"]
-        self._language = settings["language"]
-        # one from before documents had digests is of no use
-        self._earlier_folder = earlier if earlier is not None and (earlier / DOCUMENTS).is_file() else None
-
-    def __call__(self, records: Records, /) -> tuple[list[Outcome], PassageBatch]:
-        """What became of each record, and the passages of those that are documents with wordpieces."""
-        outcomes = [self._admit(outcome) for outcome in convert(records)]
-        documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
-        batch = guarded(partial(self._cut, documents), lambda _: None)
-        if batch is None:  # whose fault is it?
-            outcomes = [self._try(outcome) for outcome in outcomes]
-            documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
-            batch = self._cut(documents)
-        passages = Counter(passage.document for passage in batch.passages)
-        lost = {id(one): _lost(one, passages[number]) for number, one in enumerate(documents)}
-        if any(lost.values()):
-            outcomes = [lost.get(id(one)) or one for one in outcomes]
-            batch = self._cut([outcome for outcome in outcomes if isinstance(outcome, Document)])
-        return outcomes, batch
-
-    def _cut(self, documents: Sequence[Document]) -> PassageBatch:
-        room = self._block_wordpieces
-        cut = partial(cut_passages, tokenizer=self._tokenizer, block_wordpieces=room, language=self._language)
-        return cut(documents) if self._earlier_folder is None else self._earlier.cut(documents, cut)
-
-    @cached_property
-    def _earlier(self) -> Earlier:
-        """Opened where it is used: a worker is a process of its own."""
-        assert self._earlier_folder is not None
-        return Earlier(self._earlier_folder)
-
-    def _try(self, outcome: Outcome) -> Outcome:
-        """The outcome, or Rejected where its passages cannot be cut."""
-        if not isinstance(outcome, Document):
-            return outcome
-        failed = guarded(partial(self._cut, [outcome]), partial(Rejected, outcome.place))
-        return failed if isinstance(failed, Rejected) else outcome
-
-    def _admit(self, outcome: Outcome) -> Outcome:
-        if self._drop_titles and isinstance(outcome, Document) and is_navigation_title(outcome.title):
-            return Dropped(outcome.place, "navigation_title")
-        return outcome
-
-
-def _lost(document: Document, passages: int) -> Dropped | Rejected | None:
-    """Return the outcome of a document without passages, or whose passages would repeat too much; else None."""
-    if passages == 0:
-        return Dropped(document.place, "no_wordpieces")
-    if passages * (len(document.title) + len(document.extra)) > _REPEATED:
-        problem = f"its title and other columns, which each of its {passages:,} passages repeats, are longer than "
-        return Rejected(document.place, f"{problem}{_REPEATED >> 20} Mi characters in all; shorten them")
-    return None
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What became of records; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text.
-
-    ``unread`` are the files that could not be read, by kind.
-    """
-
-    records: int = 0
-    documents: int = 0
-    replaced: int = 0
-    rejected: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    unread: dict[str, int] = field(default_factory=dict)
-
-    def add(self, outcome: Outcome) -> None:
-        self.records += 1
-        if isinstance(outcome, Dropped):
-            self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
-        if isinstance(outcome, Document):
-            self.documents += 1
-            self.replaced += "\ufffd" in outcome.title or "\ufffd" in outcome.text
-        if isinstance(outcome, Rejected) and outcome.kind:
-            self.unread[outcome.kind] = self.unread.get(outcome.kind, 0) + 1
-        else:
-            self.rejected += isinstance(outcome, Rejected)
 
 
 class _Writer:
@@ -297,8 +191,8 @@ class _Writer:
             opened.callback(self._seen.close)
             self._spans_given: bool = state.get("spans_given", False)
             self.source: int = state.get("source", 0)
-            self.counts = _Counts(**state.get("counts", {}))  # of this source
-            self._total = _Counts(**state.get("total", {}))
+            self.counts = OutcomeCounts(**state.get("counts", {}))  # of this source
+            self._total = OutcomeCounts(**state.get("total", {}))
             if not self._texts.size:
                 self._texts.write(_SCHEMA.serialize())
             for rows in self._written() if state else ():
@@ -393,7 +287,7 @@ class _Writer:
             name = shown(one.path.absolute().relative_to(base).as_posix())
             line = {"source": name, "format": one.format.name, "bytes": one.size, **asdict(self.counts)}
             self._told.write(canonical_json(line) + b"\n")
-            self.source, self.counts = self.source + 1, _Counts()
+            self.source, self.counts = self.source + 1, OutcomeCounts()
 
     def _check_rejects(self) -> None:
         """ValueError with the first broken records when they are too many."""
@@ -536,52 +430,3 @@ def _restored(work: Path) -> dict[str, Any]:
     shutil.rmtree(work, ignore_errors=True)
     make_folder(work)
     return {}
-
-
-class SeenIds:
-    """Document ids and passage digests that came before, in a scratch database: exact, and flat in memory."""
-
-    def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)  # a killed writer's
-        self._path = path
-        self._database = sqlite3.connect(path, isolation_level=None)
-        try:
-            for setting in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_DATABASE_KIB}"):
-                self._execute(f"PRAGMA {setting}")
-            self._execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
-            self._execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
-            self._execute("BEGIN")
-        except OSError:
-            self.close()
-            raise
-
-    def check_document(self, identifier: str, place: str) -> str:
-        """Remember a document id; what is wrong when it came before, otherwise nothing."""
-        if self._execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (identifier, place)).rowcount:
-            return ""
-        (earlier,) = self._execute("SELECT place FROM documents WHERE id = ?", (identifier,)).fetchone()
-        return f"the id {identifier!r} was used at {earlier}; give each document its own id"
-
-    def passage_id(self, digest: str) -> str:
-        """Remember a passage; returns its id: the digest, with "-2", "-3" ... when it came before."""
-        statement = "INSERT INTO passages VALUES (?, 1) ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
-        ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
-        return digest if copies == 1 else f"{digest}-{copies}"
-
-    def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
-        for passage, document, place in zip(passages, documents, places, strict=True):
-            self.passage_id(passage.partition("-")[0])
-            if place:
-                self.check_document(document, place)
-
-    def _execute(self, statement: str, values: tuple[str | bytes, ...] = ()) -> sqlite3.Cursor:
-        try:
-            return self._database.execute(statement, values)
-        except sqlite3.OperationalError as error:  # in a database of our own only the disk can be at fault
-            code = errno.ENOSPC if error.sqlite_errorname == "SQLITE_FULL" else errno.EIO
-            raise OSError(code, str(error), str(self._path)) from None
-
-    def close(self) -> None:
-        """Remove the database; closing again does nothing."""
-        self._database.close()
-        self._path.unlink(missing_ok=True)

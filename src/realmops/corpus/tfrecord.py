@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from realmops.corpus.passages import passage_digest
-from realmops.corpus.snapshot_writer import SeenIds
+from realmops.corpus.seen_ids import SeenIds
 from realmops.text.compressed import open_plain
 
 _LARGEST = 16 << 20  # bytes of one record

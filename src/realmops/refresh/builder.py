@@ -113,6 +113,10 @@ class Builder:
         start = self.exchange.clock.monotonic()
         parts = ranges(self.work.rows, self.work.part_rows)
         self._embed(weights, parts)
+        self._commit_index(weights, parts, start)
+
+    def _commit_index(self, weights: Version, parts: list[tuple[int, int]], start: float) -> None:
+        """Merge the parts and publish them as the index generation of these weights (``Versions.publish``)."""
         self._say(f"merging the {len(parts)} parts of step {weights.step}")
         read = (self.exchange.load_part(part_name(weights.name, *part), weights) for part in parts)
         files, meta = self.work.merge(weights, read)

@@ -102,7 +102,8 @@ def _check_room(room: int) -> None:
         raise _Unread("too_large", f"the text is longer than {LINE_LIMIT >> 20} Mi characters; split the file")
 
 
-def _pdf(data: bytes) -> Pages:
+def read_pdf(data: bytes) -> Pages:
+    """Return the title of a PDF and the texts of its pages."""
     import pypdfium2
 
     try:
@@ -169,7 +170,7 @@ def _checked(data: bytes) -> BytesIO:
     return BytesIO(data)
 
 
-def _docx(data: bytes) -> Pages:
+def read_docx(data: bytes) -> Pages:
     import docx
 
     document = docx.Document(_checked(data))
@@ -177,7 +178,7 @@ def _docx(data: bytes) -> Pages:
     return document.core_properties.title, [text]
 
 
-def _pptx(data: bytes) -> Pages:
+def read_pptx(data: bytes) -> Pages:
     import pptx
 
     slides = pptx.Presentation(_checked(data))
@@ -208,7 +209,7 @@ def _paragraphs(root: Any, space: str) -> Iterator[str]:
             yield said
 
 
-def _xlsx(data: bytes) -> Pages:
+def read_xlsx(data: bytes) -> Pages:
     import openpyxl
 
     with warnings.catch_warnings():
@@ -251,7 +252,7 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-_READERS: dict[str, Callable[[bytes], Pages]] = {PDF: _pdf, "docx": _docx, "pptx": _pptx, "xlsx": _xlsx}
+_READERS: dict[str, Callable[[bytes], Pages]] = {PDF: read_pdf, "docx": read_docx, "pptx": read_pptx, "xlsx": read_xlsx}
 _PACKAGES = {PDF: "pypdfium2", "docx": "docx", "pptx": "pptx", "xlsx": "openpyxl"}
 PAGED = tuple(
     Format(name, _records, partial(convert_in_child, __name__, name), is_document=True, needs=_PACKAGES[name])

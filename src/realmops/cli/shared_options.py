@@ -1,0 +1,81 @@
+"""Options that several commands have."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+Values = dict[str, dict[str, Any]]
+Command = Callable[..., Iterable[str] | None]
+
+PATH = click.Path(path_type=Path)
+file = partial(click.option, type=PATH)
+flag = partial(click.option, is_flag=True)
+folders = partial(file, metavar="FOLDER", multiple=True)
+count = partial(click.option, type=click.IntRange(min=1))
+
+
+def repeated(option: str, name: str, metavar: str, help: str, type: Any = None) -> Callable[[Command], Command]:
+    """An option that can be given many times."""
+    return click.option(option, name, multiple=True, metavar=metavar, help=f"{help} Repeatable.", type=type)
+
+
+def _root(must_exist: bool) -> Callable[[Command], Command]:
+    folder = click.Path(path_type=Path, exists=must_exist, file_okay=False)
+    help = "The folder of the run, with data/, models/ and results/."
+    return click.option("--root", type=folder, default=Path(), help=help)
+
+
+new_root, existing_root = _root(False), _root(True)
+watch_parent = click.option("--watch-parent", type=int, metavar="PID", help="End when this process, the parent, ends.")
+question_files = click.argument("files", nargs=-1, required=True, type=PATH)
+format = click.option(
+    "--format",
+    default="auto",
+    metavar="NAME",
+    help="jsonl, webquestions, curatedtrec, squad, dpr, csv, or auto: by content.",
+)
+model = click.option(
+    "--model",
+    metavar="models:/NAME@champion",
+    help="The champion of MLflow's registry; default: the run's folder, with its newest update.",
+)
+
+
+_params = file(
+    "--params",
+    default=Path("params.yaml"),
+    help="The file of options that differ from the defaults; relative file names start at its folder.",
+)
+_preset = repeated(
+    "--preset",
+    "presets",
+    "NAME",
+    "Apply a preset: presets/NAME.yaml, realmops' own NAME, or the file NAME.",
+)
+_set = repeated("--set", "settings", "SECTION.KEY=VALUE", "Change one option, for example pretrain.steps=100.")
+
+
+def params(command: Command) -> Command:
+    """Give a command --params, --preset and --set."""
+    return _params(_preset(_set(command)))
+
+
+def load_values(params: Path, presets: Sequence[str], settings: Sequence[str]) -> Values:
+    """All sections of the params file, presets and settings laid over it."""
+    from realmops import config
+
+    return config.load(params, presets=[config.preset_path(name, params) for name in presets], settings=settings)
+
+
+def values(command: Command) -> Command:
+    """Give a command --params, --preset and --set, as ``values`` and the folder in which their file names start."""
+
+    @params
+    @wraps(command)
+    def with_values(params: Path, presets: Sequence[str], settings: Sequence[str], **others: Any) -> Any:
+        return command(values=load_values(params, presets, settings), project=params.parent, **others)
+
+    return with_values

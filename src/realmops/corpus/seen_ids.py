@@ -1,0 +1,57 @@
+"""Ids and passages that came before, remembered on disk."""
+
+import errno
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+_DATABASE_KIB = 64 << 10
+
+
+class SeenIds:
+    """Document ids and passage digests that came before, in a scratch database: exact, and flat in memory."""
+
+    def __init__(self, path: Path) -> None:
+        path.unlink(missing_ok=True)  # a killed writer's
+        self._path = path
+        self._database = sqlite3.connect(path, isolation_level=None)
+        try:
+            for setting in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_DATABASE_KIB}"):
+                self._execute(f"PRAGMA {setting}")
+            self._execute("CREATE TABLE documents (id TEXT PRIMARY KEY, place TEXT) WITHOUT ROWID")
+            self._execute("CREATE TABLE passages (digest BLOB PRIMARY KEY, copies INT) WITHOUT ROWID")
+            self._execute("BEGIN")
+        except OSError:
+            self.close()
+            raise
+
+    def check_document(self, identifier: str, place: str) -> str:
+        """Remember a document id; what is wrong when it came before, otherwise nothing."""
+        if self._execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (identifier, place)).rowcount:
+            return ""
+        (earlier,) = self._execute("SELECT place FROM documents WHERE id = ?", (identifier,)).fetchone()
+        return f"the id {identifier!r} was used at {earlier}; give each document its own id"
+
+    def passage_id(self, digest: str) -> str:
+        """Remember a passage; returns its id: the digest, with "-2", "-3" ... when it came before."""
+        statement = "INSERT INTO passages VALUES (?, 1) ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
+        ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
+        return digest if copies == 1 else f"{digest}-{copies}"
+
+    def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
+        for passage, document, place in zip(passages, documents, places, strict=True):
+            self.passage_id(passage.partition("-")[0])
+            if place:
+                self.check_document(document, place)
+
+    def _execute(self, statement: str, values: tuple[str | bytes, ...] = ()) -> sqlite3.Cursor:
+        try:
+            return self._database.execute(statement, values)
+        except sqlite3.OperationalError as error:  # in a database of our own only the disk can be at fault
+            code = errno.ENOSPC if error.sqlite_errorname == "SQLITE_FULL" else errno.EIO
+            raise OSError(code, str(error), str(self._path)) from None
+
+    def close(self) -> None:
+        """Remove the database; closing again does nothing."""
+        self._database.close()
+        self._path.unlink(missing_ok=True)
