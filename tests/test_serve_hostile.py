@@ -139,13 +139,6 @@ def test_no_form_to_sign_in_with_brings_a_500(server: Served, form: bytes, statu
     assert "token" in reply
 
 
-def test_half_a_pair_is_refused_by_its_field(server: Served) -> None:
-    good = BODIES["/v2/models/realmops/infer"]
-    for place, told in ((("id",), "id: "), (("inputs", 0, "data", 0), "inputs: ")):
-        status, reply = call(server, "/v2/models/realmops/infer", raw_body(good, place, "\ud800"))
-        assert (status, reply["error"].startswith(told), "half a surrogate" in reply["error"]) == (422, True, True)
-
-
 def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from realmops.answering.opened_model import Query
     from realmops.answering.openqa import OpenQa

@@ -213,8 +213,6 @@ class Sources:
 
     def of(self, question: Question) -> list[int]:
         """Their numbers; a passage that the snapshot has no longer is left out."""
-        if not question.not_in:
-            return []
         return [self._row_of[name] for name in question.not_in if name in self._row_of]
 
     def lost(self, questions: Sequence[Question]) -> tuple[int, int]:
@@ -224,14 +222,7 @@ class Sources:
 
     def among(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Which of the passages found for each question they are, Q x K."""
-
-        def own(question: Question, id_K: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-            if not question.not_in:
-                return np.zeros(len(id_K), bool)
-            name, count = self._snapshot.passage_id, len(self._snapshot)
-            return np.array([0 <= p < count and name(p) in question.not_in for p in id_K.tolist()], bool)
-
-        return np.stack([own(question, id_K) for question, id_K in zip(questions, id_QK, strict=True)])
+        return np.stack([np.isin(id_K, self.of(question)) for question, id_K in zip(questions, id_QK, strict=True)])
 
     def left_out(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
         """The passages found without them, -1 behind the others in their place."""

@@ -120,6 +120,11 @@ def guarded(work: Callable[[], T], failed: Callable[[str], R]) -> T | R:
         return failed(f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
 
 
+def unreadable_rest(place: str, found: str, remedy: str) -> Rejected:
+    """Return what ends a file early: what was found at ``place``, behind which nothing can be read."""
+    return Rejected(place, f"{found}, so that the rest of the file cannot be read; {remedy}", ends_file=True)
+
+
 def shown(name: str | Path) -> str:
     """A file's name or place as text that can be written; bytes of a name that are no UTF-8 are escaped."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")

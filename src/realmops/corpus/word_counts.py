@@ -38,13 +38,12 @@ def train_vocabulary(
 
 def count_words(
     sources: Sequence[Source],
-    distinct_limit: int = _DISTINCT_LIMIT,
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Counter[str]:
     """How often each run of non-blank characters occurs in the documents, in one pass and bounded memory.
 
-    Exact while there are at most ``distinct_limit`` different ones; beyond, the rare lose their count so far.
+    Exact while there are at most ``_DISTINCT_LIMIT`` different ones; beyond, the rare lose their count so far.
     Broken records are left out: the snapshot names them.
     """
     counts: Counter[str] = Counter()
@@ -54,7 +53,7 @@ def count_words(
     with workers_in_order(workers, sources, _words_of) as count:
         for batch, words in count(batches(_sampled(sources, share))):
             counts.update(words)
-            while len(counts) > distinct_limit:
+            while len(counts) > _DISTINCT_LIMIT:
                 floor += 1
                 counts = Counter({word: count for word, count in counts.items() if count > floor})
             advance(batch)

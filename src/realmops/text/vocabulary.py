@@ -59,8 +59,7 @@ def learn_pieces(words: Mapping[str, int], *, size: int, min_count: int = 2) -> 
     """
     if size < 4 * len(SPECIAL_TOKENS):
         raise ValueError(f"a vocabulary of {size} pieces is too small; allow at least {4 * len(SPECIAL_TOKENS)}")
-    if min_count < 1:
-        raise ValueError(f"min_count is {min_count}, wanted 1 or more")
+    assert min_count >= 1, min_count
     alphabet = _alphabet(words, (size - len(SPECIAL_TOKENS)) // 2, min_count)
     characters = {piece.removeprefix(_PREFIX) for piece in alphabet}
     known = {word: count for word, count in words.items() if characters.issuperset(word)}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
 
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, unreadable_rest
 from realmops.text.compressed import DAMAGE, damage, open_compressed
 
 _REQUIRED = ("title", "text")
@@ -23,12 +23,8 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
             columns = next((names for names in heads if set(_REQUIRED) <= set(names)), None)
             if columns is None or len(set(columns)) < len(columns):
                 found = head.strip()[:200].encode(errors="backslashreplace").decode()
-                yield Rejected(
-                    str(path),
-                    f"the first line must name the columns, title and text among them and each once (found: {found}); "
-                    "correct it",
-                    ends_file=True,
-                )
+                problem = "the first line must name the columns, title and text among them and each once"
+                yield Rejected(str(path), f"{problem} (found: {found}); correct it", ends_file=True)
                 return
 
             def lines() -> Iterator[str]:
@@ -47,12 +43,8 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                 elif row:
                     yield Rejected(place, f"the row has {len(row)} columns where the first line names {len(columns)}")
         except csv.Error as error:
-            yield Rejected(
-                f"{path}:{line + 2}",
-                f"no valid CSV ({error}), so that the rest of the file cannot be read; write it with quotes around "
-                "values that hold quotes, delimiters or line ends",
-                ends_file=True,
-            )
+            remedy = "write it with quotes around values that hold quotes, delimiters or line ends"
+            yield unreadable_rest(f"{path}:{line + 2}", f"no valid CSV ({error})", remedy)
         except DAMAGE as error:
             yield Rejected(f"{path}:{line + 2}", damage(error, path), ends_file=True)
 

@@ -7,7 +7,16 @@ from typing import Any, BinaryIO
 
 from lxml.etree import LxmlError, iterparse
 
-from realmops.corpus.documents import LINE_LIMIT, Dropped, Format, Outcome, Raw, Rejected, document_or_dropped
+from realmops.corpus.documents import (
+    LINE_LIMIT,
+    Dropped,
+    Format,
+    Outcome,
+    Raw,
+    Rejected,
+    document_or_dropped,
+    unreadable_rest,
+)
 from realmops.corpus.formats.wikitext import plain_text
 from realmops.text.compressed import DAMAGE, damage, open_compressed
 
@@ -27,12 +36,8 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
         except DAMAGE as error:
             yield Rejected(f"{path}:after page {number}", damage(error, path), ends_file=True)
         except (LxmlError, ValueError) as error:
-            yield Rejected(
-                f"{path}:after page {number}",
-                f"no valid MediaWiki XML ({error}), so that the rest of the file cannot be read; copy or download it "
-                "again",
-                ends_file=True,
-            )
+            found = f"no valid MediaWiki XML ({error})"
+            yield unreadable_rest(f"{path}:after page {number}", found, "copy or download it again")
 
 
 class _Metered:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped
+from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, unreadable_rest
 
 _ROWS = 256
 _SLICE = 1 << 20  # characters and values of rows that are made at a time
@@ -72,12 +72,7 @@ def _parquet_records(path: Path) -> Iterator[Raw | Rejected]:
     except (pa.ArrowException, OSError, ValueError, MemoryError) as error:
         if isinstance(error, FileNotFoundError | PermissionError):
             raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-        yield Rejected(
-            str(path),
-            f"no valid Parquet data ({_first_line(error)}), so that the rest of the file cannot be read; "
-            "write or copy the file again",
-            ends_file=True,
-        )
+        yield unreadable_rest(str(path), f"no valid Parquet data ({_first_line(error)})", "write or copy it again")
 
 
 def _long_lists(metadata: pq.FileMetaData) -> set[str]:
@@ -145,12 +140,8 @@ def _dataset_records(path: Path) -> Iterator[Raw | Rejected]:
         batches = (batch for table in rows.iter(batch_size=_ROWS) for batch in table.to_batches())
         yield from _rows(path, rows.features.arrow_schema, batches, len(rows), _stored_bytes(rows))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
-        yield Rejected(
-            name,
-            f"no valid dataset ({type(error).__name__}: {_first_line(error)}), so that the rest of it cannot be "
-            "read; save it again with save_to_disk",
-            ends_file=True,
-        )
+        found = f"no valid dataset ({type(error).__name__}: {_first_line(error)})"
+        yield unreadable_rest(name, found, "save the dataset again with save_to_disk")
 
 
 def _stored_bytes(rows: Any) -> int:
@@ -168,12 +159,8 @@ def _rows(
     """The rows of a table of ``total``; of its ``size`` in bytes, those of a batch count as read by their share."""
     missing = [name for name in _REQUIRED if name not in schema.names]
     if missing:
-        yield Rejected(
-            str(path),
-            f"the column {missing[0]!r} is missing (columns found: {', '.join(schema.names) or 'none'}); "
-            "rename the columns to title and text",
-            ends_file=True,
-        )
+        found = f"the column {missing[0]!r} is missing (columns found: {', '.join(schema.names) or 'none'})"
+        yield Rejected(str(path), f"{found}; rename the columns to title and text", ends_file=True)
         return
     number = done = 0
     for batch in batches:
@@ -267,8 +254,8 @@ def _understand(raw: Raw) -> Outcome:
             try:
                 record[key] = value.decode()
             except UnicodeDecodeError as error:
-                problem = f"{key!r} is invalid UTF-8 at byte {error.start}; write it as a column of text"
-                raise ValueError(problem) from None
+                what = f"{key!r} is invalid UTF-8 at byte {error.start}"
+                raise ValueError(f"{what}; write it as a column of text") from None
     return document_or_dropped(record, raw.place)
 
 
