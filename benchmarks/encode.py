@@ -61,7 +61,7 @@ def random_model(folder: Path, shape: str) -> None:
     import generated
     import torch
 
-    from realmops.model.encoder import save_encoder
+    from realmops.model.encoder_files import save_encoder
     from realmops.text.vocabulary import vocabulary_bytes
 
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ class Ours:
         import torch
 
         from realmops.devices import with_packed_linears
-        from realmops.model.encoder import load_encoder
+        from realmops.model.encoder_files import load_encoder
         from realmops.model.retriever import Embedder
         from realmops.model.sequences import SpecialTokens
         from realmops.search.openvino import graph_of

@@ -13,7 +13,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from realmops.corpus.sample_corpus import build_world
-from realmops.model.encoder import Encoder, MaskedWordHead, described_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import described_encoder
+from realmops.model.masked_word_head import MaskedWordHead
 from realmops.text.vocabulary import bert_words, build_tokenizer, learn_pieces
 
 VOCABULARY = 30_522

@@ -25,7 +25,7 @@ from realmops.model.checkpoint_files import (
     retriever_from_files,
     save_models,
 )
-from realmops.model.encoder import described_encoder
+from realmops.model.encoder_files import described_encoder
 from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever

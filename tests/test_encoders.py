@@ -30,7 +30,7 @@ from realmops.hub import (
     unused_modules,
 )
 from realmops.model.checkpoint_files import build_models
-from realmops.model.encoder import load_encoder, save_encoder, small_encoder
+from realmops.model.encoder_files import load_encoder, save_encoder, small_encoder
 from realmops.model.retriever import Embedder
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import SPECIAL_TOKENS, Casing, build_tokenizer, vocabulary_bytes

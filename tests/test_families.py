@@ -19,7 +19,7 @@ from torch import Tensor
 
 from realmops.commands.run import check_encoders
 from realmops.model.checkpoint_files import load_models, save_models
-from realmops.model.encoder import described_encoder, load_encoder
+from realmops.model.encoder_files import described_encoder, load_encoder
 from realmops.model.packed import Packed
 from realmops.model.reader import Reader
 from realmops.model.retriever import Embedder, Retriever

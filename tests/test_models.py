@@ -19,7 +19,9 @@ from realmops.model.checkpoint_files import (
     retriever_from_files,
     save_models,
 )
-from realmops.model.encoder import Encoder, MaskedWordHead, load_encoder, save_encoder, small_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import load_encoder, save_encoder, small_encoder
+from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import BATCH_WORDPIECES, Packed
 from realmops.model.reader import SpanHead
 from realmops.model.retriever import Embedder, Mixture

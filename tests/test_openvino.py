@@ -18,8 +18,9 @@ from realmops import devices
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import multiplies_bf16, resolve_precision
 from realmops.model import packed
-from realmops.model.encoder import Encoder, without_pooler
+from realmops.model.encoder import Encoder
 from realmops.model.retriever import Bag, Embedder
+from realmops.model.transformers_models import without_pooler
 from realmops.search import embed as embedding
 from realmops.search import embeddings, openvino
 from realmops.search.embed import Sequences, embed, embed_documents

@@ -15,9 +15,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from realmops.model import likelihood
-from realmops.model.encoder import Encoder, MaskedWordHead, open_model, without_pooler
+from realmops.model.encoder import Encoder
+from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import Packed
 from realmops.model.reader import Bodies, Reader, SpanHead, enumerate_spans
+from realmops.model.transformers_models import open_model, without_pooler
 
 FIXTURE = Path(__file__).parent / "fixtures" / "peer_realm.safetensors"
 EXACT = {"rtol": 0.0, "atol": 1e-5}

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from realmops import devices
 from realmops.devices import autocast, multiplies_bf16
 from realmops.model.checkpoint_files import build_models, describe, retriever_files, retriever_from_files
-from realmops.model.encoder import Encoder, small_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import small_encoder
 from realmops.model.packed import Packed
 from realmops.model.retriever import Bag, Embedder, Retriever, initialise_projection, means
 from realmops.model.sequences import join_document

@@ -25,7 +25,8 @@ from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.model.checkpoint_files import cpu_state
-from realmops.model.encoder import Encoder, described_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import described_encoder
 from realmops.model.likelihood import marginal_span_loss
 from realmops.model.packed import Packed
 from realmops.model.sequences import SpecialTokens, join_reader

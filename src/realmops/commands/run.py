@@ -138,7 +138,7 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
     init, about = values["bert"]["init"], []
     if init != "small" and any("bert" in STAGES[name].sections for name in names):
         from realmops.model.checkpoint_files import build_models
-        from realmops.model.encoder import USUAL
+        from realmops.model.transformers_models import USUAL
 
         folder = encoder_folder(init)
         words, *_ = read_encoder_tokenizer(folder)

@@ -30,15 +30,9 @@ from realmops.hub import (
     sentence_pooling,
     unused_modules,
 )
-from realmops.model.encoder import (
-    Encoder,
-    MaskedWordHead,
-    described_encoder,
-    load_encoder,
-    open_encoder,
-    save_encoder,
-    small_encoder,
-)
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import described_encoder, load_encoder, open_encoder, save_encoder, small_encoder
+from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.portable import tokenizer_files
 from realmops.model.reader import READERS, Reader, SpanHead, initialise_spans
 from realmops.model.retriever import (

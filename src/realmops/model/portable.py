@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from realmops.hub import CONFIG, MODULES, SAFETENSORS, SENTENCE_CONFIG, TOKENIZER, TOKENIZER_CONFIG
-from realmops.model.encoder import Encoder, save_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import save_encoder
 from realmops.model.retriever import Bag, Dense, Embedder, Retriever, Tower
 from realmops.model.sequences import SpecialTokens
 from realmops.text.special import around

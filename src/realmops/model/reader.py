@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import send
-from realmops.model.encoder import Encoder, MaskedWordHead
+from realmops.model.encoder import Encoder
 from realmops.model.lexical_features import Matches
+from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import Packed, even_rows
 from realmops.model.sequences import SpecialTokens, join_alone, join_reader
 

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from realmops.hub import CONFIG, read_config, read_weights
 from realmops.model.checkpoint_files import load_pooler
-from realmops.model.encoder import Encoder, MaskedWordHead, open_model, without_pooler
+from realmops.model.encoder import Encoder
+from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.reader import Reader, SpanHead
 from realmops.model.retriever import Embedder, Retriever
+from realmops.model.transformers_models import open_model, without_pooler
 from realmops.text.pretrained import read_encoder_vocabulary
 from realmops.text.vocabulary import vocabulary_hash
 

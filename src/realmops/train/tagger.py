@@ -23,7 +23,8 @@ from realmops.corpus.phrases import Phrases
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import autocast
 from realmops.model.checkpoint_files import cpu_state
-from realmops.model.encoder import Encoder, described_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import described_encoder
 from realmops.model.packed import Packed, length_batches
 from realmops.model.sequences import SpecialTokens
 from realmops.search.embed import MakeShard, Progress

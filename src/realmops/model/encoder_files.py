@@ -1,0 +1,185 @@
+"""Encoders from published folders, from scratch and from a run, each with the family's masked word head.
+
+Nothing of a folder is executed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from realmops.config import BertOptions
+from realmops.devices import evaluating
+from realmops.hub import CONFIG, read_config, read_weights
+from realmops.model.encoder import SAME, Encoder, set_dropout
+from realmops.model.masked_word_head import MaskedWordHead
+from realmops.model.packed import Packed
+from realmops.model.transformers_models import (
+    USUAL,
+    check_supported,
+    import_transformers,
+    is_decoder,
+    open_model,
+    without_pooler,
+    without_start,
+)
+
+
+def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, MaskedWordHead | None, bool]:
+    """Open a published folder, without any code of its own.
+
+    Args:
+        folder: config.json with weights in safetensors, or in torch's form, of which tensors alone are read.
+        dropout: replaces the folder's.
+
+    Returns:
+        The encoder, its masked word head (None of a decoder, which sees no word after a mask), and whether the folder
+        had all of that head. One that it lacks starts near the identity, over the word vectors.
+
+    Raises:
+        ValueError: names the folder and what is missing, damaged or not supported.
+    """
+    values = read_config(folder)
+    check_supported(values, str(folder / CONFIG))
+    predicts = not is_decoder(values)
+    model, missing = open_model(read_weights(folder), values, str(folder), predicts=predicts)
+    base = model.base_model if predicts else model
+    prefix = f"{model.base_model_prefix}." if predicts else ""
+    absent = [name for name in missing if name.startswith(prefix) and "pooler" not in name]
+    if predicts:
+        head_missing = {name for name in missing if not name.startswith(prefix)}
+        absent = [name for name in absent if name not in head_missing]
+        _start_head(model, head_missing)
+        decoder = model.get_output_embeddings()
+        words = base.get_input_embeddings().weight
+        model.config.tie_word_embeddings = decoder is None or decoder.weight is words
+        if not model.config.tie_word_embeddings and decoder.bias is not None:
+            decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # else it is saved as a tied one, and not found
+    if absent:
+        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; fetch the folder again")
+    if dropout is not None:
+        set_dropout(model, dropout)
+    encoder = Encoder(without_pooler(base))
+    if not encoder.packs and (reason := _padding_matters(encoder)):
+        raise ValueError(f"{folder}: {values.get('model_type')} {reason}; the nearest that works here is {USUAL}")
+    return encoder, MaskedWordHead(model) if predicts else None, predicts and not head_missing
+
+
+def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[Encoder, MaskedWordHead | None]:
+    """Open what :func:`save_encoder` wrote.
+
+    Args:
+        packs: what :meth:`Encoder.describe` says.
+        predicts: whether the folder has a masked word head.
+
+    Raises:
+        RuntimeError: names a parameter that is missing.
+    """
+    values = read_config(folder)
+    predicts = predicts and not is_decoder(values)
+    model, missing = open_model(read_weights(folder), values, str(folder), predicts=predicts)
+    if missing := [name for name in missing if "pooler" not in name]:
+        raise RuntimeError(f"{folder.name} lacks {missing[0]}")
+    return Encoder(without_pooler(model.base_model if predicts else model), packs), (
+        MaskedWordHead(model) if predicts else None
+    )
+
+
+def described_encoder(description: Mapping[str, Any]) -> tuple[Encoder, MaskedWordHead | None]:
+    """Return an encoder and its masked word head of the shape that :meth:`Encoder.describe` wrote, without weights."""
+    transformers = import_transformers()
+    values = dict(description["config"])
+    predicts = not is_decoder(values)
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    kind = transformers.AutoModelForMaskedLM if predicts else transformers.AutoModel
+    with without_start():
+        model = kind.from_config(config, dtype=torch.float32)
+    base = model.base_model if predicts else model
+    model.tie_weights()
+    return Encoder(without_pooler(base), description["packs"]), MaskedWordHead(model) if predicts else None
+
+
+def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Generator) -> tuple[Encoder, MaskedWordHead]:
+    """Return a BERT from scratch that learns to use its second segment within a few hundred steps.
+
+    Attention starts as half an identity (an orthogonal value matrix, its transpose in the output), positions as small
+    sinusoids, the masked word head's transform as 1.5 times the identity. With BERT's usual start a two-layer encoder
+    ignores the retrieved document for the whole of a short training.
+    """
+    transformers, width = import_transformers(), options.width
+    config = transformers.BertConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=options.layers,
+        num_attention_heads=options.heads, intermediate_size=options.intermediate,
+        max_position_embeddings=options.positions, hidden_dropout_prob=options.dropout,
+        attention_probs_dropout_prob=options.dropout,
+    )  # fmt: skip
+    with without_start():
+        model = transformers.BertForMaskedLM(config)
+    model.tie_weights()
+    embeddings, transform = model.bert.embeddings, model.cls.predictions.transform
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        for part in model.modules():
+            if isinstance(part, nn.LayerNorm):
+                part.weight.fill_(1.0)
+        for table in (embeddings.word_embeddings, embeddings.position_embeddings, embeddings.token_type_embeddings):
+            table.weight.normal_(0.0, 0.05, generator=generator)
+        for layer in model.bert.encoder.layer:
+            attends = layer.attention.self
+            drawn_ND = torch.empty(3 * width, width).normal_(0.0, 0.02, generator=generator)
+            for part, weight_DD in zip((attends.query, attends.key, attends.value), drawn_ND.chunk(3), strict=True):
+                part.weight.copy_(weight_DD)
+            for part in (layer.attention.output.dense, layer.intermediate.dense, layer.output.dense):
+                part.weight.normal_(0.0, 0.02, generator=generator)
+        angle = torch.arange(options.positions)[:, None] / 10_000 ** (torch.arange(0, width, 2)[None, :] / width)
+        sinusoid = torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(1)[:, :width]
+        embeddings.position_embeddings.weight.copy_(0.05 * sinusoid)
+        for layer in model.bert.encoder.layer:
+            value_DD = nn.init.orthogonal_(torch.empty(width, width), generator=generator)
+            layer.attention.self.value.weight.copy_(value_DD)
+            layer.attention.output.dense.weight.copy_(0.5 * value_DD.T)
+        transform.dense.weight.copy_(1.5 * torch.eye(width))
+    return Encoder(model.bert, packs=True), MaskedWordHead(model)
+
+
+def save_encoder(folder: Path, encoder: Encoder, head: MaskedWordHead | None = None) -> None:
+    """Write config.json and model.safetensors into a folder, as transformers saves an encoder or its whole model."""
+    with nullcontext(encoder.model) if head is None else head.whole(encoder) as model:
+        model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):  # which safetensors makes readable for the owner alone
+        path.chmod((folder / CONFIG).stat().st_mode)
+
+
+@torch.no_grad()
+def _start_head(model: Any, missing: set[str]) -> None:
+    """Start parameters of a masked word head that a folder lacks: near the identity, over the word vectors."""
+    word_VD = model.base_model.get_input_embeddings().weight
+    for name, parameter in model.named_parameters():
+        if name not in missing or parameter is word_VD:
+            continue
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.copy_(word_VD if parameter.shape == word_VD.shape else torch.eye(*parameter.shape))
+
+
+@torch.no_grad()
+def _padding_matters(encoder: Encoder) -> str:
+    """Return why batches of several sequences cannot be read, if so: a sequence's neighbours must not change it."""
+    if "attention_mask" not in inspect.signature(encoder.model.forward).parameters:
+        return "takes no attention_mask, so that it would read padding"
+    short, long = np.arange(4) + 5, np.arange(9) + 5
+    try:
+        with evaluating(encoder):
+            alone_TD, together_TD = encoder(Packed([short])), encoder(Packed([short, long]))[:4]
+    except Exception as error:  # whatever the library stumbles over
+        return f"does not read a batch ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+    return "" if torch.allclose(alone_TD, together_TD, atol=SAME) else "reads the padding of a batch"
