@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from realmops.devices import autocast
 from realmops.model.attention import packed_attention
-from realmops.model.encoder import Encoder, load_encoder, small_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import load_encoder, small_encoder
 from realmops.model.packed import Packed
 
 LENGTHS = (7, 1, 16, 4)

@@ -16,7 +16,8 @@ from realmops.devices import (
     resolve_precision,
     with_packed_linears,
 )
-from realmops.model.encoder import Encoder, small_encoder
+from realmops.model.encoder import Encoder
+from realmops.model.encoder_files import small_encoder
 from realmops.model.packed import Packed
 from realmops.model.reader import SpanHead
 

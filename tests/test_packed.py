@@ -7,7 +7,7 @@ from small_world import section
 from torch import Tensor
 
 from realmops.devices import autocast
-from realmops.model.encoder import small_encoder
+from realmops.model.encoder_files import small_encoder
 from realmops.model.packed import Packed, even_rows
 from realmops.model.reader import SpanHead
 
