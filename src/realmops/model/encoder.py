@@ -108,7 +108,7 @@ class Encoder(nn.Module):
         for group, row_T in zip(groups, of_groups[1:], strict=True):
             lengths = batch.lengths[group]
             parts.append(self._padded_group(batch, lengths, row_T, None if added_TD is None else added_TD[row_T]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts).index_select(0, of_groups[0])
+        return torch.cat(parts).index_select(0, of_groups[0])
 
     def _padded_group(self, batch: Packed, lengths: np.ndarray, row_T: Tensor, added_TD: Tensor | None) -> Tensor:
         """Hidden states of the sequences of these lengths, whose wordpieces are the rows ``row_T`` of a batch."""
