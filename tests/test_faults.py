@@ -542,7 +542,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
     manifests = {kind: read_manifest(folder, kind) for kind, folder in stage_folders.items()}
     uses: list[tuple[Path, str | None, Callable[[], Any]]] = [
         *((path, "snapshot", use_snapshot) for path in stage_folders["snapshot"].rglob("*.*")),
-        *((path, "ict", use_models) for path in stage_folders["ict"].iterdir()),
+        *((path, "ict", use_models) for path in stage_folders["ict"].rglob("*.*")),
         *((path, "checkpoint", use_checkpoint) for path in stage_folders["checkpoint"].iterdir()),
         (index / "index.safetensors", None, lambda: load_index(index, snapshot)),
         (tmp_path / "encoder" / "pytorch_model.bin", None, lambda: read_weights(tmp_path / "encoder")),
