@@ -1,8 +1,9 @@
 """Documents that an earlier snapshot has, whose passages are taken from there: they are not cut and tokenised again."""
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -16,6 +17,8 @@ from realmops.text.flat import load_flat
 # Shape legend: D documents of the earlier snapshot, P its passages.
 
 Cut = Callable[[Sequence[Document]], PassageBatch]
+# document, characters, digest, wordpieces, their characters, sentences: those of a ``Passage`` and its arrays
+_Row = tuple[int, tuple[int, int], str, NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
 class Earlier:
@@ -38,24 +41,28 @@ class Earlier:
         found = self._numbers(digests)
         fresh = cut([one for one, number in zip(documents, found, strict=True) if number < 0])
         of_fresh = {index: list(some) for index, some in groupby(fresh.passages, lambda one: one.document)}
-        made, old, new = _Growing(), self._snapshot, 0
+        old, new = self._snapshot, 0
+        rows: list[_Row] = []
+        titles: list[list[int]] = []
+        languages: list[str] = []
         for index, (document, number) in enumerate(zip(documents, found, strict=True)):
             if number < 0:
                 for one in of_fresh.get(new, ()):
-                    rows = fresh.ids[slice(*one.tokens)], fresh.chars[slice(*one.tokens)]
-                    made.add(index, one.chars, one.digest, *rows, fresh.sentences[slice(*one.sentences)])
-                made.titles.append(fresh.titles[new])
-                made.languages.append(fresh.languages[new])
+                    tokens, sentences = slice(*one.tokens), slice(*one.sentences)
+                    arrays = fresh.ids[tokens], fresh.chars[tokens], fresh.sentences[sentences]
+                    rows.append((index, one.chars, one.digest, *arrays))
+                titles.append(fresh.titles[new])
+                languages.append(fresh.languages[new])
                 new += 1
                 continue
             first, end = self._first_D[number], self._first_D[number + 1]
             for row in range(first, end):
                 chars = old.start(row), old.start(row) + int(self._length_P[row])
                 digest = passage_digest(document.title, document.text[slice(*chars)])
-                made.add(index, chars, digest, old.body(row).astype(np.int32), old.chars(row), old.sentences(row))
-            made.titles.append(old.title_tokens(first).tolist())
-            made.languages.append(old.language_of(first))
-        return made.batch(digests)
+                rows.append((index, chars, digest, old.body(row), old.chars(row), old.sentences(row)))
+            titles.append(old.title_tokens(first).tolist())
+            languages.append(old.language_of(first))
+        return _batch(rows, titles, languages, digests)
 
     def _numbers(self, digests: Sequence[bytes]) -> list[int]:
         """The number of each document here, -1 where it is not known."""
@@ -66,27 +73,16 @@ class Earlier:
         return numbers
 
 
-class _Growing:
-    """A batch passage by passage."""
+def _batch(rows: Sequence[_Row], titles: list[list[int]], languages: list[str], digests: list[bytes]) -> PassageBatch:
+    """Return the passages as one batch."""
 
-    def __init__(self) -> None:
-        self.titles: list[list[int]] = []
-        self.languages: list[str] = []
-        self._passages: list[Passage] = []
-        self._rows: tuple[list[NDArray[np.int32]], ...] = ([], [], [])
-        self._tokens = self._sentences = 0
+    def flat(column: int, *width: int) -> NDArray[np.int32]:
+        return np.concatenate([np.empty((0, *width), np.int32), *(row[column] for row in rows)], dtype=np.int32)
 
-    def add(self, document: int, chars: tuple[int, int], digest: str, *rows: NDArray[np.int32]) -> None:
-        """``rows`` are a passage's wordpieces, their characters and its sentences, as ``PassageBatch`` has them."""
-        ends = self._sentences + len(rows[2]), self._tokens + len(rows[0])
-        self._passages.append(Passage(document, chars, (self._sentences, ends[0]), (self._tokens, ends[1]), digest))
-        self._sentences, self._tokens = ends
-        for flat, some in zip(self._rows, rows, strict=True):
-            flat.append(some)
-
-    def batch(self, digests: list[bytes]) -> PassageBatch:
-        ids, chars, sentences = (
-            np.concatenate([np.empty(shape, np.int32), *some], dtype=np.int32)
-            for shape, some in zip(((0,), (0, 2), (0, 2)), self._rows, strict=True)
-        )
-        return PassageBatch(self._passages, ids, chars, sentences, self.titles, self.languages, digests)
+    tokens = pairwise(accumulate((len(row[3]) for row in rows), initial=0))
+    sentences = pairwise(accumulate((len(row[5]) for row in rows), initial=0))
+    passages = [
+        Passage(document, chars, *places, digest)
+        for (document, chars, digest, *_), places in zip(rows, zip(sentences, tokens, strict=True), strict=True)
+    ]
+    return PassageBatch(passages, flat(3), flat(4, 2), flat(5, 2), titles, languages, digests)

@@ -159,10 +159,8 @@ def cut_passages(
     search finds the wordpieces of all sentences. A tokenizer whose wordpieces depend on what stands around them does
     so again with the passages, so that theirs are those of the passage's text alone.
     """
-    # A title is often that of the document before (paragraphs of one article): tokenise each only once.
-    titles = list(dict.fromkeys(document.title for document in documents))
-    written = [title and tokenizer.before_titles + title for title in titles]
-    title_ids = dict(zip(titles, tokenizer.encode(written).by_text(), strict=True))
+    written = [document.title and tokenizer.before_titles + document.title for document in documents]
+    titles = tokenizer.encode(written).by_text()
     body = tokenizer.encode([document.text for document in documents])
     chars, bases = body.chars, body.bases.tolist()
     if not tokenizer.in_context:
@@ -178,20 +176,19 @@ def cut_passages(
         borders = [*(sentence_tokens[row][0] for row in rows), *(sentence_tokens[row][1] for row in rows[-1:])]
         lengths = [end - first for first, end in itertools.pairwise(borders)]  # with the blanks behind it
         room = sys.maxsize if block_wordpieces is None else block_wordpieces
-        for first, end in pack_sentences(lengths, len(title_ids[document.title]), room):
+        for first, end in pack_sentences(lengths, len(titles[index]), room):
             low, high = rows.start + first, rows.start + end - 1
             start, stop = sentence_chars[low][0] - bases[index], sentence_chars[high][1] - bases[index]
             tokens = sentence_tokens[low][0], sentence_tokens[high][1]
             digest = passage_digest(document.title, document.text[start:stop])
             passages.append(Passage(index, (start, stop), (low, high + 1), tokens, digest))
-    titles_by_document = [title_ids[document.title] for document in documents]
     digests = [text_digest(document.title, document.text) for document in documents]
     if tokenizer.in_context:
         ends = np.array(sentence_chars, np.int64)
-        return _apart(documents, tokenizer, passages, ends, bases, titles_by_document, languages, digests)
+        return _apart(documents, tokenizer, passages, ends, bases, titles, languages, digests)
     sentences = _relative_sentences(sentence_tokens, passages)
     relative = _relative(chars, passages, bases)
-    return PassageBatch(passages, body.ids, relative, sentences, titles_by_document, languages, digests)
+    return PassageBatch(passages, body.ids, relative, sentences, titles, languages, digests)
 
 
 def _apart(

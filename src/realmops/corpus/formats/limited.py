@@ -57,10 +57,10 @@ def _converted(module: str, name: str, raw: Raw) -> Outcome:
     _child.cache_clear()
     child.communicate()
     if child.returncode == _OUT_OF_MEMORY:
-        problem = f"reading the file takes more than {MEMORY_LIMIT >> 30} GiB of memory; split it"
+        problem = f"reading the file takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; split it"
         return Rejected(raw.place, problem, kind="too_large")
     problem = f"reading the file ended the process that did it (exit status {child.returncode}): the file is damaged"
-    problem += f" or takes more than {MEMORY_LIMIT >> 30} GiB of memory; save it again or split it"
+    problem += f" or takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; save it again or split it"
     return Rejected(raw.place, problem, kind=f"broken_{name}")
 
 
@@ -68,15 +68,16 @@ def _converted(module: str, name: str, raw: Raw) -> Outcome:
 def _child(module: str, parent: int) -> "subprocess.Popen[bytes]":
     """Start the child of this process (not that of a process it was forked from), which ends when its input does."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import convert; from {__name__} import serve; serve"
-    return subprocess.Popen([sys.executable, "-c", f"{code}(convert)"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    code += f"(convert, {MEMORY_LIMIT})"
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def serve(convert: Callable[[str, Raw], Outcome]) -> None:
-    """Convert the files named on standard input, within the memory limit, until it ends."""
+def serve(convert: Callable[[str, Raw], Outcome], memory: int) -> None:
+    """Convert the files named on standard input, with so many bytes of ``memory``, until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no reply
-    _limit_memory()
+    _limit_memory(memory)
     for request in sys.stdin.buffer:
         name, place, path, position = json.loads(request)
         try:
@@ -88,11 +89,10 @@ def serve(convert: Callable[[str, Raw], Outcome]) -> None:
         replies.flush()
 
 
-def _limit_memory() -> None:
+def _limit_memory(memory: int) -> None:
     with suppress(ImportError, OSError, ValueError):  # only Linux limits what a process maps
         import resource
 
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-        limit = used + MEMORY_LIMIT
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (used + memory, used + memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

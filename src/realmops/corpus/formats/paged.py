@@ -62,9 +62,9 @@ def convert(name: str, raw: Raw) -> Outcome:
     """Return the document of a file in a format of ``PAGED``; Rejected with the kind of what cannot be read."""
     try:
         with open_plain(raw.data) as file:
-            data = file.read(_FILE_LIMIT + 1)
-        if len(data) > _FILE_LIMIT:
-            raise _Unread("too_large", f"the file is longer than {_FILE_LIMIT >> 20} MiB; split it")
+            if os.fstat(file.fileno()).st_size > _FILE_LIMIT:
+                raise _Unread("too_large", f"the file is longer than {_FILE_LIMIT >> 20} MiB; split it")
+            data = file.read()  # a number would be taken from the memory limit before it is read
         title, pages = _READERS[name](data)
         title = " ".join(title.split())
         if title.lower() in _NO_TITLES:
@@ -130,7 +130,7 @@ def boxes(path: Path, start: int, end: int) -> Iterator[tuple[int, Box]]:
     """
     import pypdfium2
 
-    with open_plain(path) as file, pypdfium2.PdfDocument(file.read(_FILE_LIMIT)) as document:
+    with open_plain(path) as file, pypdfium2.PdfDocument(file.read()) as document:
         at = 0  # where the page begins in the text of the document
         for number, page in enumerate(document, start=1):
             textpage = page.get_textpage()
