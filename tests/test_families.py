@@ -275,3 +275,6 @@ def test_a_decoder_retrieves_and_predicts_no_masked_words(family: str, tmp_path:
         with pytest.raises(ValueError, match=message):
             check_encoders(["ict", stage], toy_values(**changes, **{"ict": {"reader_steps": 0}, **steps}))
     assert check_encoders(["ict"], toy_values(**changes, ict={"reader_steps": 0})) == []
+    reader = Reader(*load_encoder(folder)[:2])
+    with pytest.raises(ValueError, match=rf"the reader has a {family}, which predicts no masked words; set ict\."):
+        reader._log_vocabulary(torch.zeros(1, reader.encoder.width), None)

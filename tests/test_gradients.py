@@ -167,7 +167,7 @@ def t5(world: World, train: Callable[..., int]) -> None:
     lengths = {"passage_wordpieces": 48, "question_wordpieces": 24, "answer_wordpieces": 8}
     steps = {"steps": 1, "batch_size": 8, "learning_rate": 1.0, "epochs": 1, "checkpoint_every": 1}
     chosen = ClosedBookOptions(init="small", **steps, **lengths)
-    shape = BertConfig(len(world.snapshot.vocabulary), 16, 1, 2, 32)
+    shape = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     model = ClosedBook.build(chosen, world.snapshot, shape, 0)
     anywhere(model.net)
     text = world.snapshot if train is closed_book.pretrain else QUESTIONS

@@ -305,7 +305,7 @@ def test_a_resting_retriever_gets_no_gradient(world: World) -> None:
         loss, _ = realm.loss([example(world, 0, 0)], [[4, 1, 5]], retriever_learns=learns)
         loss.backward()
         assert any(p.grad is not None for p in retriever.parameters()) is learns
-    assert all(p.grad is not None for p in reader.parameters())
+    assert all(p.grad is not None for p in reader.parameters() if p.requires_grad)
 
 
 # ---- collapse

@@ -251,7 +251,11 @@ class Reader(nn.Module):
 
     def _log_vocabulary(self, hidden_MD: Tensor, targets_M: Tensor | None) -> Tensor:
         """log p of the targets by the masked word head, M x 1; without targets of all wordpieces, M x V."""
-        assert self.masked_words is not None, "a decoder predicts no masked words"
+        if self.masked_words is None:
+            raise ValueError(
+                f"the reader has {self.encoder.words}, which predicts no masked words; set ict.reader_steps=0 and "
+                "pretrain.steps=0, or choose an encoder with bert.init"
+            )
         logits_MV: Tensor = self.masked_words(hidden_MD, self.bert.word_vectors)
         if targets_M is None:
             return logits_MV.float().log_softmax(-1)
