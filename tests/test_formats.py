@@ -169,15 +169,6 @@ def test_pipes_sockets_and_devices_are_counted_as_unread(tmp_path: Path, others:
             sources(tmp_path, "jsonl")
 
 
-def test_a_corpus_that_is_a_pipe_or_a_device_is_refused(tmp_path: Path) -> None:
-    for name, kind in special(tmp_path).items():
-        for format in ("auto", "jsonl"):
-            with pytest.raises(ValueError, match=f"{name}: cannot be read: it is a {kind}, expected a regular file"):
-                sources(tmp_path / name, format)
-    with pytest.raises(ValueError, match=r"the folder holds no file; .*1\.jsonl is a pipe"):
-        sources(tmp_path, "auto")
-
-
 def test_a_broken_link_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     """Among JSON lines alone it ends the stage as any of them does that is damaged; in a mixed folder it is counted."""
     write(tmp_path / "a.jsonl", '{"title": "A", "text": "a"}')

@@ -278,20 +278,6 @@ def test_a_cut_file_ends_the_stage_whatever_share_may_be_broken(tmp_path: Path, 
     assert not (tmp_path / "snapshot").exists()
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.bz2", "a.xml.gz", "a.warc.gz"])
-def test_a_download_that_never_came_ends_the_stage_or_is_named_among_mixed_files(tmp_path: Path, name: str) -> None:
-    (tmp_path / "in").mkdir()
-    write_lines(tmp_path / "in/whole.jsonl", "a b.")
-    (tmp_path / "in" / name).touch()
-    if "jsonl" in name:
-        with pytest.raises(ValueError, match=rf"{name}: the file is empty"):
-            snapshot(tmp_path / "in", tmp_path, broken_share=1.0)
-        return
-    [told] = rejects(snapshot(tmp_path / "in", tmp_path, broken_share=0.0).folder, unread=True)
-    assert told["place"].endswith(name)
-    assert "the file is empty" in told["problem"]
-
-
 # Names of columns, files and folders
 
 

@@ -130,6 +130,7 @@ TABLE: list[
     ("documents", "a.jsonl.gz", gzip.compress(5 * DOCUMENT.encode())[:-4], ":6: the gzip file ends in the middle; it"),
     ("documents", "a.jsonl.gz", flipped(gzip.compress(5 * DOCUMENT.encode()), -6), "no valid gzip data"),
     ("documents", "a.jsonl.gz", DOCUMENT, ":1: no valid gzip data .* take .gz off its name"),
+    *(("documents", f"a.{name}", b"", "the file is empty") for name in ("jsonl.gz", "jsonl.bz2", "xml.gz", "warc.gz")),
     ("documents", "a.csv", "", "must name the columns"),
     ("documents", "a.csv", "name,age\nA,1\n", "found: name,age"),
     ("documents", "a.csv", "title,text,text\nA,b,c\n", "each once"),
@@ -206,9 +207,10 @@ def test_what_is_no_file_is_refused_by_its_name(tmp_path: Path, reader: str) -> 
     reports = {
         tmp_path / "pipe.jsonl": "cannot be read: it is a pipe, expected a regular file",
         tmp_path / "absent.jsonl": r"no such file or directory|no such file or folder|does not exist; set tag\.train",
+        Path("/dev/zero"): "it is a device, expected a regular file",
     }
     if reader != "documents":
-        reports |= {Path("/dev/zero"): "it is a device, expected a regular file", tmp_path: "cannot be read"}
+        reports[tmp_path] = "cannot be read"
     for path, report in reports.items():
         with pytest.raises(ValueError, match=re.compile(report, re.IGNORECASE)) as caught:
             READERS[reader](path)
