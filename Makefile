@@ -134,7 +134,7 @@ audit: setup  ## known vulnerabilities of the packages in constraints.txt; asks 
 	$(ACTIVATE)
 	exec pip-audit --strict --disable-pip --no-deps --requirement constraints.txt
 
-faults: setup  ## the campaign against faults, some 8 minutes, with a table; make faults PART=kill runs a part
+faults: setup  ## the campaign against faults at full length; make faults PART=disk runs a part
 	@$(ACTIVATE)
 	export OMP_NUM_THREADS=1 REALMOPS_FAULTS=1
 	pytest --numprocesses $(JOBS) --dist worksteal --timeout 1500 -m faults -k '$(PART)'
@@ -147,7 +147,7 @@ manifests: setup  ## render the Kubernetes overlays into build/manifests and che
 		kubectl kustomize "$$overlay" > "$$file"
 		echo "realmops: $$file"
 	done
-	pytest -p no:xdist -q tests/test_manifests.py
+	pytest -p no:xdist -q tests/test_manifests.py tests/test_gitops.py
 
 bench: setup  ## every benchmark, one table; make bench NAME=... runs one, ARGS=... are its options
 	@$(MAKE) setup EXTRAS=dev,bench STAMP=$(VENV)/bench.stamp

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,46 +23,6 @@ def one_thread() -> None:
     """Tests run beside each other: one thread each, whatever the test before chose."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-
-
-Told = Callable[[str, int, str], None]  # a fault, how often it was done, and what came of it each time
-RESULTS = Path(__file__).parents[1] / "build" / "faults" / "results.json"
-
-
-@pytest.fixture
-def told(record_property: Callable[[str, object], None]) -> Told:
-    """A row of the campaign's table (tests/faults.py); told last, when everything held."""
-
-    def tell(fault: str, injections: int, outcome: str) -> None:
-        assert injections > 0, fault
-        record_property("fault", [fault, injections, outcome])
-
-    return tell
-
-
-def rows_of(reports: list[pytest.TestReport]) -> Iterator[dict[str, object]]:
-    for report in reports:
-        found = [value for name, value in report.user_properties if name == "fault"]
-        if report.failed:
-            yield {"fault": report.nodeid, "injections": 0, "outcome": "FAILED, see above", "seconds": report.duration}
-        for fault, injections, outcome in found if report.passed and report.when == "call" else ():
-            yield {"fault": fault, "injections": injections, "outcome": outcome, "seconds": report.duration}
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The table of a campaign, and the same in build/faults/results.json."""
-    if "REALMOPS_FAULTS" not in os.environ:
-        return
-    stats = terminalreporter.stats
-    rows = list(rows_of([*stats.get("passed", []), *stats.get("failed", []), *stats.get("error", [])]))
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    terminalreporter.section("faults")
-    for row in rows:
-        terminalreporter.write_line(
-            f"{row['fault']!s:<78} {row['injections']!s:>7}  {row['outcome']} ({row['seconds']:.0f} s)"
-        )
-    terminalreporter.write_line(f"{len(rows)} rows, {RESULTS}")
 
 
 @pytest.fixture

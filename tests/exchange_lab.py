@@ -10,7 +10,6 @@ import errno
 import hashlib
 import os
 import random
-import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -93,7 +92,7 @@ class MemoryFiles(Files):
         except FileNotFoundError:
             return []
 
-    def read(self, path: Path, limit: int) -> bytes:
+    def read(self, path: Path, limit: int, *, copied: bool = False) -> bytes:
         content: bytes = self._around("read", path, lambda: self._at(path).data)
         if len(content) > limit:
             raise ValueError(f"{path} has {len(content)} bytes, more than the expected {limit}")
@@ -249,19 +248,6 @@ def end_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-class Dying:
-    """Kills this process before its ``at``-th operation, from 1; ``count`` is how many there were."""
-
-    def __init__(self, at: int) -> None:
-        self.at, self.count = at, 0
-
-    def __call__(self, operation: str, path: Path, effect: Callable[[], Any]) -> Any:
-        self.count += 1
-        if self.count == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return effect()
-
-
 def embed(params: bytes, first: int, end: int) -> bytes:
     return b"".join(hashlib.sha256(params + bytes([row])).digest() for row in range(first, end))
 
@@ -357,6 +343,19 @@ def undisturbed(plan: Plan) -> bytes:
 def builder_on(files: Files, clock: Clock, name: str = "0", root: Path = ROOT) -> Builder:
     exchange = Exchange.open(root, IDENTITY, f"builder-{name}", files=files, clock=clock, grace=0.0)
     return Builder(exchange, WORK, on_status=lambda message: None)
+
+
+def exchange_with_everything(root: Path) -> Exchange:
+    """A checkpoint, weights, a part and an index, and signs of life."""
+    trainer = Trainer(Exchange.open(root, IDENTITY, clock=StillClock(), grace=0.0))
+    trainer.save_checkpoint(0, PARAMS, {})
+    trainer.publish_weights(0, PARAMS, {})
+    trainer.beat(0)
+    builder = builder_on(Files(), StillClock(), root=root)
+    builder.exchange.beat("waiting for weights")
+    assert builder.build_next()
+    unsynced = Files(lambda operation, path, effect: None if "sync" in operation else effect())
+    return Exchange(root, IDENTITY, "trainer", clock=StillClock(), files=unsynced)
 
 
 def sound(files: Files, root: Path = ROOT) -> None:

@@ -1,4 +1,4 @@
-"""What the campaign against faults shares: its length, a disk that fails, and processes that are killed.
+"""What the campaign against faults shares: its length, and disks that fail or are small.
 
 ``make faults`` sets REALMOPS_FAULTS and runs the tests with the marker ``faults`` at full length; ``make test`` runs
 the same tests cut short.
@@ -10,11 +10,9 @@ import builtins
 import contextlib
 import errno
 import io
-import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,16 +29,6 @@ CHANGES = ("fsync", "rename", "replace", "link", "mkdir")
 def times(short: int, long: int) -> int:
     """How often, in ``make test`` and in ``make faults``."""
     return long if CAMPAIGN else short
-
-
-def found_by(script: str, *words: object) -> dict[str, Any]:
-    """What a script beside the tests has found once it has ended, of which nothing is wrong."""
-    command = [sys.executable, Path(__file__).with_name(script), *map(str, words)]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
-    found: dict[str, Any] = json.loads(process.stdout)
-    assert found["wrong"] == [], process.stderr[-3000:]
-    return found
 
 
 class FailingDisk:

@@ -17,12 +17,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote_plus, urlsplit
 
 import kfp_server_api
+import pytest
 import yaml
 from compiled import documents
+
+from realmops.cluster import kfp_client, submit
 
 API = "/apis/v2beta1"
 # the API's filters know these fields, and a request these parameters; what is not here is refused
@@ -352,6 +356,32 @@ def serve(lab: KfpLab) -> Iterator[KfpLab]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def named_by_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KfpLab]:
+    """A server whose runs are RUNNING, whose clients wait for moments; no cluster is at hand."""
+    for module, name in ((submit, "LOOK_SECONDS"), (submit, "WATCH_SECONDS"), (kfp_client, "LOOK_SECONDS")):
+        monkeypatch.setattr(module, name, 0.05)
+    monkeypatch.setattr(submit, "GRACE_SECONDS", 0.3)
+    monkeypatch.setenv("KUBECONFIG", str(folder / "kubeconfig"))
+    monkeypatch.delenv(kfp_client.TOKEN_FILE, raising=False)
+    monkeypatch.delenv("KF_PIPELINES_UI_ENDPOINT", raising=False)
+    with serve(KfpLab("RUNNING")) as found:
+        monkeypatch.setenv("KF_PIPELINES_ENDPOINT", found.url)
+        yield found
+
+
+def arguments_of(run: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = run["runtime_config"]["parameters"]
+    return found
+
+
+def recorded() -> dict[str, Any]:
+    """What a real server answered."""
+    found: dict[str, Any] = json.loads(
+        Path(__file__).with_name("recorded").joinpath("kubeflow-2.17.0.json").read_text()
+    )
+    return found
 
 
 def earlier(run: Object, seconds: float) -> None:

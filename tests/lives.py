@@ -1,7 +1,6 @@
 """Run every stage twice: undisturbed under CALM, and under KILLED in processes that are killed again and again.
 
     python tests/lives.py PROJECT CALM KILLED
-    python tests/lives.py PROJECT KILLS         kills of trainer and builder in pre-training only
 
 A life dies by SIGKILL just before its n-th durable operation (fsync, rename, replace), each life of a stage some
 operations later than the one before; at last one comes to its end.  Prints, as JSON, the exit status of every
@@ -11,11 +10,8 @@ life costs no start-up.
 
 import json
 import os
-import random
-import shutil
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 from exchange_lab import end_of, forked
-from small_project import Quiet, Values, model_files
+from small_project import Quiet, Values
 
 from realmops.config import load
 from realmops.refresh.builder_process import run_index_builder
@@ -86,60 +82,7 @@ def run_all(project: Path, root: Path, *, killed: bool) -> dict[str, list[int]]:
     return found
 
 
-def kill_both(project: Path, kills: int) -> dict[str, Any]:
-    """Pre-training again and again, trainer and builder killed at random, until so many kills are done."""
-    values, rng = load(project / "params.yaml"), random.Random(kills)
-    stage = STAGES["pretrain"].folder
-    done: dict[str, Any] = {"trainer": 0, "builder": 0, "wrong": []}
-
-    def run(root: Path, killed: int) -> None:
-        shutil.copytree(project / "root", root)
-        exchange, corpus = root / "exchange", root / STAGES["snapshot"].folder / "corpus"
-        own = {**values, "pretrain": {**values["pretrain"], "builder": "external", "exchange": str(exchange)}}
-
-        def train() -> int:
-            if killed and rng.random() < 0.5:
-                die_at(rng.randrange(20, 400))
-            run_stage("pretrain", own, project=project, root=root, report=Quiet())
-            return 0
-
-        works = {"trainer": train, "builder": lambda: run_index_builder(exchange, corpus, watch_parent=None, works={})}
-        alive = {role: forked(work) for role, work in works.items()}
-        while "trainer" in alive:
-            time.sleep(0.01)
-            if killed and rng.random() < 0.01:
-                os.kill(alive[rng.choice(list(alive))], signal.SIGKILL)
-            for role, pid in list(alive.items()):
-                found, status = os.waitpid(pid, os.WNOHANG)
-                if found:
-                    del alive[role]
-                    code = os.waitstatus_to_exitcode(status)
-                    if code == -signal.SIGKILL:
-                        done[role] += 1
-                        killed = max(0, killed - 1)
-                        rng.random()  # another fate than in the life before
-                        alive[role] = forked(works[role])
-                    elif code:
-                        done["wrong"].append(f"{root}: {role} ended with {code}")
-        for pid in alive.values():
-            end_of(pid)
-
-    run(project / "calm", 0)
-    number = 0
-    while done["trainer"] + done["builder"] < kills and not done["wrong"]:
-        root = project / f"killed-{number}"
-        number += 1
-        run(root, 8)
-        if model_files(root / stage) != model_files(project / "calm" / stage):
-            done["wrong"].append(f"{root}: other bytes")
-        shutil.rmtree(root)
-    return done
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if len(sys.argv) == 3:
-        print(json.dumps(kill_both(Path(sys.argv[1]), int(sys.argv[2]))))
-        sys.exit()
     place, calm, disturbed = map(Path, sys.argv[1:])
     print(json.dumps([run_all(place, calm, killed=False), run_all(place, disturbed, killed=True)]))

@@ -1,13 +1,21 @@
 """What ``doctor``, ``report`` and ``sync`` say: on nothing, while a stage runs, after it, on damage."""
 
+import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from exchange_lab import IDENTITY, exchange_with_everything
 from small_project import cli, stage, stopped_at
 
-from realmops.refresh.exchange import Exchange
+from realmops.refresh import exchange
+from realmops.refresh.exchange import Exchange, inspect
+from realmops.refresh.trainer import Trainer
+from realmops.refresh.versions import version_name
 from realmops.stages import STAGES
 
 
@@ -141,3 +149,60 @@ def test_sync_with_nothing_to_send(tmp_path: Path) -> None:
     result = cli("sync", "--root", tmp_path)
     assert (result.exit_code, result.stdout) == (0, "0 points and files sent\n")
     assert files(tmp_path) == set()
+
+
+def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = exchange_with_everything(tmp_path / "e").root
+    sign = root / "alive" / "builder" / "builder-0.json"
+    whole = json.loads(sign.read_bytes())
+    now = sign.stat().st_mtime
+    minutes_ago = {path: path.stat().st_mtime - 300 for path in (root / "alive").rglob("*.json")}
+    conditions: dict[str, Callable[[], object]] = {
+        "builder-0 has been silent for 30": lambda: [os.utime(path, (at, at)) for path, at in minutes_ago.items()],
+        "trainer has been silent for 30": lambda: [os.utime(path, (at, at)) for path, at in minutes_ago.items()],
+        "run its stage again: it goes on from the newest checkpoint": lambda: os.utime(
+            root / "alive/trainer/trainer.json", (minutes_ago[sign],) * 2
+        ),
+        "the clock of builder-0 is 86400 s ahead of the volume's": lambda: rewrite(sign, unix=now + 86400),
+        "the clock of builder-0 is 86400 s behind the volume's": lambda: rewrite(sign, unix=now - 86400),
+        "trainer 1 is seen here, but 2 has taken over": lambda: Trainer(Exchange.open(root, IDENTITY, grace=0.0)),
+        "finished: failed: a test": lambda: Trainer(Exchange.open(root, IDENTITY, grace=0.0)).finish(
+            "failed", "a test"
+        ),
+        "builder-0 is realmops 0.0.9, this is": lambda: rewrite(sign, realmops="0.0.9"),
+        "builder-0: its sign of life cannot be read": lambda: sign.write_bytes(b"{"),
+        "written by another version of realmops": lambda: monkeypatch.setattr("realmops.refresh.versions.SCHEMA", 0),
+        "MB are free and the largest version here wants": lambda: monkeypatch.setattr(
+            exchange, "free_bytes", lambda folder: 9
+        ),
+        "cannot be written: the volume is read-only": lambda: monkeypatch.setattr(
+            exchange, "writable", lambda folder: False
+        ),
+        "was set aside as damaged or superseded": lambda: Exchange(root, IDENTITY, "trainer").indexes.set_aside(
+            version_name(1, 0), "a test"
+        ),
+        "awaited: the index of v-000001-00000000": lambda: shutil.rmtree(root / "indexes" / version_name(1, 0)),
+        "builder-0 waits for weights and does not see v-000001-00000000": lambda: (
+            shutil.rmtree(root / "indexes" / version_name(1, 0)),
+            rewrite(sign, doing="waiting for weights"),
+            os.utime(root / "weights" / version_name(1, 0), (minutes_ago[sign],) * 2),
+        ),
+        "no trainer has started here, or it was removed": lambda: shutil.rmtree(root),
+    }
+
+    def rewrite(path: Path, **fields: Any) -> None:
+        written = path.stat().st_mtime
+        path.write_bytes(json.dumps({**whole, "unix": written, "since_unix": 0.0, **fields}).encode())
+        os.utime(path, (written, written))  # a busy machine writes a second later
+
+    for path in minutes_ago:
+        path.write_bytes(json.dumps({**json.loads(path.read_bytes()), "unix": path.stat().st_mtime}).encode())
+    shutil.copytree(root, tmp_path / "kept")
+    for words, cause in conditions.items():
+        assert not [line for line in inspect(root) if words in line], words
+        cause()
+        found = inspect(root)
+        assert [line for line in found if words in line], (words, found)
+        monkeypatch.undo()
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", root)

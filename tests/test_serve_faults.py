@@ -11,8 +11,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import urllib.error
 from collections.abc import Callable, Iterator
@@ -23,18 +21,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import Told
 from faults import CAMPAIGN, FailingDisk, times
 from serving import QUESTION, Served, served, watching
 from small_project import QUESTIONS, cli, run_command, wait_for, write_text
 from small_world import DOCUMENTS
-from updates_killed import TEXTS
 
 from realmops.answering.opened_model import Query
 from realmops.artifacts import read_json, sha256_file, write_manifest
 from realmops.serve.served_model import RunFolder
 
 pytestmark = pytest.mark.faults
+TEXTS = tuple(f"Anna Berg was born in {place}. She wrote The Cold Sea in 1931." for place in ("Bergen", "Fjell"))
 LONG = pytest.mark.skipif(not CAMPAIGN, reason="one of the long parts, which make faults runs")
 ASKED = [question for pairs in QUESTIONS.values() for question, _ in pairs]
 ROUTES = ("/v1/answer", "/v1/search", "/v2/models/realmops/infer")
@@ -137,7 +134,7 @@ class Crowd:
                 end.set()
 
 
-def test_swaps_of_generations_under_load(copy: Path, updates: list[Path], told: Told) -> None:
+def test_swaps_of_generations_under_load(copy: Path, updates: list[Path]) -> None:
     """Each generation is put there and that before the last removed, while callers ask."""
     swaps = times(4, 200)
     with served(copy / "root") as server:
@@ -150,23 +147,6 @@ def test_swaps_of_generations_under_load(copy: Path, updates: list[Path], told: 
         assert crowd.wrong == []
         assert len(crowd.snapshots) == 3, "that of the stages and two updates"
         assert f'realmops_generations_total{{result="served"}} {swaps:.1f}' in server.call("/metrics")[2]
-    told(f"swaps of generations under load ({crowd.answers} answers)", swaps, "each wholly of one generation")
-
-
-@LONG
-def test_sigkills_of_the_updater_under_load(copy: Path, told: Told) -> None:
-    script = Path(__file__).with_name("updates_killed.py")
-    with served(copy / "root") as server:
-        crowd = Crowd(server)
-        with crowd.asking(2):
-            words = [sys.executable, script, copy, str(times(2, 200)), "0"]
-            process = subprocess.run(words, capture_output=True, text=True)
-            assert process.returncode == 0, process.stderr[-3000:]
-            done = json.loads(process.stdout)
-            wait_for(lambda: server.ask()["model"]["index_generation"] == done["updates"], 60, server.process)
-        assert crowd.wrong == []
-        assert server.call("/health/ready")[2]["refused"] is None
-    told(f"SIGKILL of the updater under load ({done['updates']} updates)", done["killed"], "old or new, each whole")
 
 
 def cut(path: Path) -> None:
@@ -179,11 +159,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path], told: Told) -> None:
+def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path]) -> None:
     (copy / "root" / "updates").mkdir()
     names = [path.relative_to(updates[0]) for path in sorted(updates[0].rglob("*")) if path.is_file()]
     cases = [(name, damage) for name in names for damage in (cut, flip, Path.unlink)]
-    done = 0
     with watching(RunFolder(copy / "root")) as (batcher, watcher):
         first = batcher.served
         [wanted] = first.answer([Query(QUESTION)])
@@ -202,15 +181,13 @@ def test_damage_to_any_file_of_a_new_generation(copy: Path, updates: list[Path],
             shutil.rmtree(bad)
             watcher.poll()
             assert watcher.refused is None
-            done += 1
         put(copy / "root", updates[0], len(cases) + 1)
         assert watcher.poll()
-    told("files of a new generation cut, with a flipped bit, or missing", done, "refused, the old one serves on")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files that the failed writer left open
-def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
-    at, failed = times(5, 0), 0
+def test_a_full_disk_under_the_updater(copy: Path) -> None:
+    at = times(5, 0)
     with watching(RunFolder(copy / "root")) as (batcher, watcher):
         write_text(copy, TEXTS[0])
         while True:
@@ -221,7 +198,6 @@ def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
                     assert disk.failed
             if not disk.failed:
                 break
-            failed += 1
             there = len(list((copy / "root/updates").glob("[!.]*")))  # only its answers were not written any more
             another = there > batcher.served.number
             assert watcher.poll() == another, at
@@ -230,7 +206,6 @@ def test_a_full_disk_under_the_updater(copy: Path, told: Told) -> None:
             at += times(60, 3)
         watcher.poll()
         assert batcher.submit([Query(QUESTION)])[0].record.result(30)["model"]["index_generation"] == 1
-    told("a disk that is full, at a write of the updater", failed, "the old one serves on, then the new one")
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +214,7 @@ def server(answering: Path) -> Iterator[Served]:
         yield one
 
 
-def test_clients_that_hang_up_or_send_garbage(server: Served, told: Told) -> None:
+def test_clients_that_hang_up_or_send_garbage(server: Served) -> None:
     rng, count = random.Random(0), times(60, 3000)
     body = json.dumps({"question": QUESTION}).encode()
     whole = b"POST /v1/answer HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -269,7 +244,6 @@ def test_clients_that_hang_up_or_send_garbage(server: Served, told: Told) -> Non
     wait_for(lambda: "realmops_waiting_questions 0.0" in server.call("/metrics")[2], 30, server.process)
     wait_for(lambda: len(list(files.iterdir())) <= before + 2, 60, server.process)
     assert "Traceback" not in "".join(server.log)
-    told(f"clients that hang up or send garbage ({crowd.answers} answers)", count, "others get their answers")
 
 
 SEEDS: tuple[Any, ...] = (
@@ -310,7 +284,7 @@ def fuzzed(rng: random.Random) -> bytes:
     return body
 
 
-def test_fuzzed_bodies(server: Served, told: Told) -> None:
+def test_fuzzed_bodies(server: Served) -> None:
     rng, count = random.Random(1), times(400, 10_000)
     statuses: dict[int, int] = {}
     first = server.ask()
@@ -336,13 +310,11 @@ def test_fuzzed_bodies(server: Served, told: Told) -> None:
     assert "Traceback" not in "".join(server.log)
     assert statuses[200] > count // 50, statuses
     assert statuses[422] > count // 10, statuses
-    told("fuzzed bodies on three routes", count, f"{statuses[200]} answered, all others refused with a reason")
 
 
-def test_sigterm_under_load(answering: Path, told: Told) -> None:
+def test_sigterm_under_load(answering: Path) -> None:
     """What is answered is answered whole; a caller who comes too late is refused or not let in."""
-    turns, answered = times(1, 20), 0
-    for turn in range(turns):
+    for turn in range(times(1, 20)):
         with served(answering / "root") as server:
             outcomes: list[Any] = []
 
@@ -368,12 +340,10 @@ def test_sigterm_under_load(answering: Path, told: Told) -> None:
             assert server.process.wait() in (0, -signal.SIGTERM)
             replies = [one for one in outcomes if isinstance(one, tuple)]
             assert [one for one in replies if one not in ((200, ASKED), (503, []))] == []
-            answered += sum(one[0] == 200 for one in replies)
-    told(f"SIGTERM under load ({answered} answers)", turns, "what was accepted is answered whole")
 
 
 @LONG
-def test_our_commands_never_change_a_file_that_is_being_served(copy: Path, told: Told) -> None:
+def test_our_commands_never_change_a_file_that_is_being_served(copy: Path) -> None:
     """They put new files beside old ones: a cut file under a memory map would end the server (SIGBUS)."""
     root = copy / "root"
     files = [path for folder in ("data", "models") for path in sorted((root / folder).rglob("*")) if path.is_file()]
@@ -396,4 +366,3 @@ def test_our_commands_never_change_a_file_that_is_being_served(copy: Path, told:
     for path, handle in handles.items():
         assert sha256_file(Path(f"/proc/self/fd/{handle}")) == before[path], path
         os.close(handle)
-    told("files in use under update and run --force", len(files), "unchanged until they are let go")

@@ -1,21 +1,25 @@
-"""Tagging and embedding in shards: one worker and eight make the same bytes, and what is committed is used again."""
+"""Tagging and embedding in shards: one worker and six make the same bytes, and what is committed is used again."""
 
 import json
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from faults import CAMPAIGN, found_by
-from shard_kills import PEOPLE, models, some_tagger
+from exchange_lab import end_of, forked
+from faults import CAMPAIGN
 from small_project import Quiet, command, stage, toy_values, wait_for, write_project
 from small_world import DOCUMENTS, World, build_world, section, tiny_models
 
 from realmops.artifacts import read_json
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import build_encoder, retriever_files
 from realmops.refresh import shards
 from realmops.refresh.builder import DONE, MISCONFIGURED
 from realmops.refresh.builder_process import run_index_builder
@@ -27,7 +31,7 @@ from realmops.search.embeddings import embed_corpus, embedding, joined
 from realmops.stages import STAGES
 from realmops.stages.runner import offer_of
 from realmops.stages.sharded_work import WORKS
-from realmops.train.tagger import DATE, find_entities, spans_in, tagger_files, tagging
+from realmops.train.tagger import DATE, Tagger, find_entities, spans_in, tagger_files, tagging
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 ROWS = 5  # of a shard: 12 passages are three
@@ -43,6 +47,23 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 def place(folder: Path, said: list[str] | None = None) -> ShardSettings:
     say: Callable[[str], None] = print if said is None else said.append
     return ShardSettings(folder / "shards", folder / "offer", CPU, FP32, 1, say)
+
+
+def some_tagger(world: World, seed: int = 0) -> Tagger:
+    """A tagger that has learned nothing and tags every other word."""
+    options = section("bert", width=16, layers=1, heads=2, intermediate=32)
+    bert, _ = build_encoder(options, world.snapshot.tokenizer.get_vocab_size(), seed)
+    tagger = Tagger(bert, ["O", "B-NAME", "I-NAME"])
+    with torch.no_grad():
+        tagger.output.weight.normal_(0.0, 1.0, generator=torch.Generator().manual_seed(seed))
+        tagger.output.bias.zero_()
+    return tagger
+
+
+def models(world: World) -> dict[str, dict[str, bytes]]:
+    """By work, the files of a model."""
+    retriever = retriever_files(tiny_models(world)[0], world.snapshot.vocabulary_hash)
+    return {"embedding": retriever, "tagging": tagger_files(some_tagger(world), section("tag"))}
 
 
 def counting(begun: list[int]) -> shards.Work:
@@ -105,10 +126,48 @@ def test_the_spans_are_the_taggers_and_dates_come_first(world: World, tmp_path: 
     ]
 
 
-def test_one_worker_and_eight_make_the_same_bytes_once(tmp_path: Path) -> None:
-    """The script compares with a stage alone, and counts how often a shard is begun."""
-    found = found_by("shard_kills.py", tmp_path, 7, 0, 0)
-    assert (found["done"], found["runs"]) == ({"shards": 2 * len(PEOPLE) // 3, "begun again": 0}, 2)
+@pytest.mark.parametrize("name", WORKS)
+def test_helpers_share_the_shards_and_a_killed_one_loses_that_in_its_hand_alone(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Six processes; the first helper that begins a shard dies by SIGKILL, and the stage begins none before."""
+    monkeypatch.setattr(shards, "SHARD_ROWS", 1)
+    model, log, killed, done = models(world)[name], tmp_path / "log", tmp_path / "killed", tmp_path / "done"
+    alone = list(in_shards(place(tmp_path / "alone"), name, WORKS[name], world.snapshot, model))
+    stage_process = os.getpid()
+
+    def counted(*given: Any) -> shards.MakeShard:
+        make = WORKS[name](*given)
+
+        def begun(first: int, end: int, progress: Progress) -> dict[str, bytes]:
+            with open(log, "a") as file:
+                file.write(f"{first}\n")
+            if os.getpid() == stage_process:
+                wait_for(killed.exists, 60)
+            elif not killed.exists():
+                with suppress(FileExistsError):
+                    killed.mkdir()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return make(first, end, progress)
+
+        return begun
+
+    def helper() -> int:
+        while not done.exists():
+            with suppress(FileNotFoundError):
+                named = read_json(tmp_path / "offer")
+                paths = Path(named["exchange"]), Path(named["snapshot"])
+                return run_index_builder(*paths, watch_parent=None, works={name: counted})
+            time.sleep(0.001)
+        return DONE
+
+    helpers = [forked(helper) for _ in range(5)]
+    assert list(in_shards(place(tmp_path), name, counted, world.snapshot, model)) == alone
+    done.touch()
+    assert sorted(map(end_of, helpers)) == [-signal.SIGKILL, *[DONE] * 4]
+    begun = sorted(map(int, log.read_text().split()))
+    assert len(begun) == 13
+    assert {*begun} == {*range(12)}
 
 
 # What is used again
