@@ -47,7 +47,8 @@ class Graph:
         threads = torch.get_num_threads()
         settings = {
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": _GROUP,
-            "INFERENCE_PRECISION_HINT": "bf16" if multiplies_bf16() else "f32",
+            # Bf16 would round the distances that families compute which do not pack.
+            "INFERENCE_PRECISION_HINT": "bf16" if multiplies_bf16() and tower.encoder.packs else "f32",
             "INFERENCE_NUM_THREADS": threads,
             "NUM_STREAMS": threads,  # each computes on one thread, so that their number changes no digit
             "ENABLE_CPU_PINNING": False,  # trainer and index builder would be bound to the same cores
@@ -90,13 +91,18 @@ class Graph:
 
 
 def graph_of(tower: Tower, vectors: int) -> Graph | None:
-    """Return a graph of a tower whose encoder packs; None of another, and where a number is not finite."""
+    """Return a graph of a tower; None where OpenVINO compiles none, and where a number is not finite."""
     if not isinstance(tower, Embedder) or tower.device.type != "cpu":
         return None
-    if not tower.encoder.packs:
+    if not all(bool(part.isfinite().all()) for part in tower.parameters()):
+        return None
+    try:
+        return Graph(tower, vectors)
+    except Exception:  # whatever the library stumbles over in a family that computes attention itself
+        if tower.encoder.packs:
+            raise
         _log_unsupported(tower.encoder.words)
         return None
-    return Graph(tower, vectors) if all(bool(part.isfinite().all()) for part in tower.parameters()) else None
 
 
 @cache
@@ -114,8 +120,13 @@ class _Pooled(nn.Module):
 
     def forward(self, tokens_BL: Tensor, segments_BL: Tensor, lengths_B: Tensor, share_BML: Tensor) -> Tensor:
         """Return vectors B x M x D."""
-        hidden_TD: Tensor = self.encoder(Padded(tokens_BL, segments_BL, lengths_B))
-        return share_BML @ hidden_TD.view(*tokens_BL.shape, -1)
+        if self.encoder.packs:
+            hidden_TD: Tensor = self.encoder(Padded(tokens_BL, segments_BL, lengths_B))
+            return share_BML @ hidden_TD.view(*tokens_BL.shape, -1)
+        inputs = {"attention_mask": (torch.arange(tokens_BL.shape[1]) < lengths_B[:, None]).long()}
+        inputs |= {"token_type_ids": segments_BL} if self.encoder.segments > 1 else {}
+        hidden_BLD: Tensor = self.encoder.model(tokens_BL, **inputs).last_hidden_state
+        return share_BML @ hidden_BLD
 
 
 def _in_int8(encoder: Encoder) -> Encoder:
