@@ -172,14 +172,6 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-def is_tied(decoder: Tensor | None, words: Tensor | None) -> bool:
-    """Return whether a masked word head multiplies by the word embedding: a folder has no decoder, or an equal one.
-
-    ``tie_word_embeddings`` does not decide: transformers, too, ties no two weights of a folder that differ.
-    """
-    return decoder is None or words is None or decoder.float().equal(words.float())
-
-
 def read_optional(path: Path, what: str) -> dict[str, Any]:
     """A JSON object, empty where there is no such file; ValueError names the file."""
     return _read_object(path, what) if path.is_file() else {}

@@ -25,10 +25,7 @@ from realmops.console import Console, show
     "finds texts that are numbers, as in CSV files.",
 )
 @click.option(
-    "--by",
-    type=click.Choice(["run", "embeddings", "words"]),
-    default="run",
-    help="run: as the run's retriever does.",
+    "--by", type=click.Choice(["run", "embeddings", "words"]), default="run", help="run: as the run's retriever does."
 )
 @option.flag("--json", "as_json", help="Print one line of JSON, with the scores of words and of embeddings.")
 def search(
@@ -84,9 +81,7 @@ def ask(question: Sequence[str], root: Path, model: str | None, file: Path | Non
 @click.option("--host", default="127.0.0.1", help="The address to listen at; 0.0.0.0: all of this machine's.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, help="The port; 0: a free one.")
 @option.file(
-    "--token-file",
-    metavar="FILE",
-    help="The bearer token that callers need; default: the variable REALMOPS_TOKEN.",
+    "--token-file", metavar="FILE", help="The bearer token that callers need; default: the variable REALMOPS_TOKEN."
 )
 @click.option(
     "--every", type=click.FloatRange(min=0.1), default=1.0, help="Seconds between checks for a newer generation."

@@ -23,11 +23,7 @@ def report(root: Path) -> None:
 
 @main.command()
 @click.argument("sentence", required=False)
-@click.option(
-    "--answer",
-    metavar="TEXT",
-    help="The words for [MASK] (one [MASK] for all), or an answer to --question.",
-)
+@click.option("--answer", metavar="TEXT", help="The words for [MASK] (one [MASK] for all), or an answer to --question.")
 @option.flag("--json", help="Print everything about a sentence or a question as JSON.")
 @option.file("--html", help="Write a page, too.")
 @option.flag("--before-after", help='Over the corpus before and after "realmops update".')

@@ -50,10 +50,7 @@ _params = file(
     help="The file of options that differ from the defaults; relative file names start at its folder.",
 )
 _preset = repeated(
-    "--preset",
-    "presets",
-    "NAME",
-    "Apply a preset: presets/NAME.yaml, realmops' own NAME, or the file NAME.",
+    "--preset", "presets", "NAME", "Apply a preset: presets/NAME.yaml, realmops' own NAME, or the file NAME."
 )
 _set = repeated("--set", "settings", "SECTION.KEY=VALUE", "Change one option, for example pretrain.steps=100.")
 

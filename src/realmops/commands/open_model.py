@@ -45,7 +45,7 @@ class Champion:
         self._registry = Registry(self.name, tracking_folder(root), "realmops")
 
     def mark(self) -> Hashable:
-        """The version, and the digest of its files."""
+        """Return the version and the digest of its files. Raises ConnectionError where the registry is away."""
         version = self._version()
         return version.number, version.tags.get(DIGEST_TAG)
 

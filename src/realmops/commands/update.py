@@ -29,17 +29,7 @@ from realmops.model.checkpoint_files import load_models
 from realmops.search import bm25
 from realmops.search.bm25_writer import write_bm25
 from realmops.search.embeddings import INDEX, embed_changed, load_index, save_index
-from realmops.stages import (
-    JOURNAL,
-    METRICS,
-    STAGES,
-    Job,
-    Report,
-    content_of,
-    evaluate,
-    external_files,
-    parse_sections,
-)
+from realmops.stages import JOURNAL, METRICS, STAGES, Job, Report, content_of, evaluate, external_files, parse_sections
 from realmops.stages.corpus_states import RESULTS, UPDATE, UPDATES, CorpusState, model_digest, pipeline_state, states
 from realmops.stages.runner import alone
 from realmops.stages.snapshot import counts, tell_rejects

@@ -58,12 +58,7 @@ from realmops.text.flat import FlatArray, FlatOffsets, GrowingFile
 from realmops.text.languages import AUTO, ENGLISH, check_language
 from realmops.text.spans import SpansWriter
 from realmops.text.tokenizer import inside_words
-from realmops.text.vocabulary import (
-    UNCASED,
-    Casing,
-    vocabulary_bytes,
-    vocabulary_hash,
-)
+from realmops.text.vocabulary import UNCASED, Casing, vocabulary_bytes, vocabulary_hash
 
 _TEXTS = "passages.arrows"  # the rows of passages.arrow while they grow: an Arrow IPC stream
 _IDS = "ids.sqlite"

@@ -121,11 +121,7 @@ def event(name: str, value: object) -> str:
 
 
 def make_app(
-    batcher: RequestBatcher,
-    watcher: ModelWatcher,
-    metrics: Metrics,
-    token: str | None,
-    limits: Limits,
+    batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, token: str | None, limits: Limits
 ) -> FastAPI:
     """The application; ``app.state.service`` is what routes ask, ``app.state.token`` what a browser signs in with."""
     app = FastAPI(

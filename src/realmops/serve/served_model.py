@@ -4,7 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
@@ -62,54 +62,30 @@ class ServedModel(OpenedModel):
             return self._searches[0]
 
 
-class ModelSource(Protocol):
-    """Where served models come from."""
-
-    @property
-    def name(self) -> str:
-        """The model, as clients call it."""
-
-    @property
-    def root(self) -> Path:
-        """The folder in whose work folder feedback is kept."""
-
-    def mark(self) -> Hashable:
-        """Return a cheap value that differs when there is a newer model. Raises ConnectionError when it is unknown."""
-
-    def open(self) -> OpenedModel:
-        """Open the newest model. Any error means that it cannot serve."""
-
-    def before(self, served: OpenedModel) -> OpenedModel | None:
-        """Open the same model over the corpus before all updates; None where it was not updated."""
-
-    def examples(self) -> Sequence[str]:
-        """Questions to try; empty where none are known."""
-
-
 @dataclass(frozen=True)
 class RunFolder:
     """A run's folder: what its stages made, or the newest update of that."""
 
-    root: Path
-    name: str = "realmops"
+    root: Path  # feedback is kept in its work folder
+    name: str = "realmops"  # of the model, as clients call it
 
     def mark(self) -> Hashable:
-        """The manifests in the folder with their inodes, times and sizes."""
+        """Return a cheap value that differs when there is a newer model: the manifests' inodes, times and sizes."""
         return manifest_stats(self.root)
 
     def open(self) -> OpenedModel:
-        """Open the newest model, every file compared with its digest."""
+        """Open the newest model, every file compared with its digest. Any error means that it cannot serve."""
         return open_run(self.root)
 
     def before(self, served: OpenedModel) -> OpenedModel | None:
-        """Open what the stages made; None too where they made another model since."""
+        """Open the same model over the corpus before all updates; None where it was not updated, or has changed."""
         if served.number == 0:
             return None
         opened = open_run(self.root, pipeline_state(self.root))
         return opened if opened.version == served.version else None
 
     def examples(self) -> Sequence[str]:
-        """Return some test questions that are answered rightly, from all parts of their file.
+        """Return questions to try: some test questions that are answered rightly, from all parts of their file.
 
         None that was made from the corpus: such questions are words in disorder.
         """
@@ -134,6 +110,9 @@ class RegisteredChampion(Champion):
     def examples(self) -> Sequence[str]:
         """None are registered."""
         return ()
+
+
+ModelSource = RunFolder | RegisteredChampion
 
 
 def model_source(root: Path, model: str | None) -> ModelSource:
