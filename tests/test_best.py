@@ -322,12 +322,3 @@ def test_ict_hands_on_which_sentences_it_may_not_learn(project: Path, monkeypatc
     spans = Spans.open(project / "root/data/spans/corpus")
     assert seen == [held_out_rows(len(spans.rows), 0).tolist()]
     assert len(seen[0]) == 2
-
-
-def test_both_models_are_as_they_were_after_a_look(world: World) -> None:
-    retriever, reader = tiny_models(world)
-    realm = Realm(retriever, reader.eval(), world.snapshot, section("pretrain"), torch.float32)
-    with module.evaluating(realm):
-        assert not retriever.training
-    assert retriever.training
-    assert not reader.training

@@ -125,19 +125,6 @@ def test_killed_anywhere_it_ends_with_the_same_bits(place: str, delay: int) -> N
     assert journal.without_times() == expected_journal.without_times()
 
 
-def test_killed_again_and_again() -> None:
-    """Seven processes, each killed after a few places more than the one before, and one that ends."""
-    expected, _, expected_journal, _ = undisturbed()
-    checkpoints, journal = FusedCheckpoints(), FusedJournal()
-    for at in range(2, 16, 2):
-        with pytest.raises(Killed):
-            one_process(Fuse(at), checkpoints, journal)
-    assert list(checkpoints.saved) == [3]
-    model, _ = one_process(Fuse(0), checkpoints, journal)
-    assert all(torch.equal(p, expected.get_parameter(name)) for name, p in model.named_parameters())
-    assert journal.without_times() == expected_journal.without_times()
-
-
 def test_a_finished_training_is_not_touched_again() -> None:
     """No step runs, nothing is logged, and what another loop wrote behind its lines stays."""
     model, checkpoints, journal, _ = undisturbed()

@@ -213,7 +213,7 @@ def test_an_index_in_int8_is_made_once_for_all_its_parts(world: World, monkeypat
     assert len(made) == 1
 
 
-def test_what_is_no_number_stays_so_and_what_openvino_does_not_compile_is_no_graph(
+def test_what_is_no_number_and_what_openvino_does_not_compile_is_no_graph(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert graph_of(Bag(WORDS, 8, 0.05), 1) is None

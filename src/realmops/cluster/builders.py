@@ -15,7 +15,8 @@ from realmops.artifacts import read_json, read_manifest
 from realmops.cluster.kube import Cluster, RefusedError, connect, describe_pods
 from realmops.cluster.waiting import Say, awaited
 from realmops.config import Values
-from realmops.stages import Report
+from realmops.refresh.lease import claimed
+from realmops.stages import STAGES, Report, fingerprint
 
 ASSIGNMENT = Path("builder/assignment.json")  # on the shared volume
 SCALING = "scaling"  # beside it: the claim of who changes it and the replicas
@@ -81,8 +82,6 @@ def raised_builders(
     While they are another run's, its end is waited for, or that its signs of life cease. Without a Deployment there is
     nothing to raise. Raises TimeoutError that says what can be done, after ``wait_seconds``.
     """
-    from realmops.refresh.lease import claimed
-    from realmops.stages import STAGES, fingerprint
     from realmops.stages.runner import finished, inputs_of
 
     if not deployment:
@@ -127,8 +126,6 @@ def raise_builders(
     Raises TimeoutError that says what was awaited, for how long, and what shows more.
     """
     from realmops.refresh.builder_process import SIGNS, assign
-    from realmops.refresh.lease import claimed
-    from realmops.stages import STAGES
 
     assignment = assignment_of(root)
     with claimed(assignment.parent / SCALING, say):
@@ -172,70 +169,54 @@ def helped(
     if pods < 2 or not deployment:
         yield
         return
-    ended = threading.Event()
-    lending = threading.Thread(target=_lend, args=(root, stage, deployment, pods - 1, owner, report, ended, held))
+    from realmops.refresh.builder_process import assign
+    from realmops.stages.runner import offer_of
+
+    offer, assignment, ended = offer_of(root, stage), assignment_of(root), threading.Event()
+
+    def serve() -> None:
+        """Keep builders while there is an offer, and let them work on it."""
+        served = b""
+        try:
+            while (content := _content(offer)) and not ended.is_set():
+                if content != served:
+                    named = json.loads(content)
+                    with claimed(assignment.parent / SCALING, report.say):
+                        assign(assignment, Path(named["exchange"]), Path(named["snapshot"]), owner)
+                        patch_replicas(deployment, pods - 1)
+                    report.say(f"{pods - 1} index builders are raised to help with {named['exchange']}")
+                    served = content
+                ended.wait(LOOK_SECONDS)
+        finally:
+            if served:
+                _lower(deployment, assignment, owner, RETURN_SECONDS, report.say)
+
+    def lend() -> None:
+        said = ""
+        while not ended.wait(LOOK_SECONDS):
+            if not offer.is_file():
+                continue
+            try:
+                with nullcontext() if held else claimed(assignment.parent / "claim", report.say, ended):
+                    serve()
+            except InterruptedError:
+                return
+            except ValueError as error:  # for a person to mend
+                report.warn(f"{stage} works without index builders: {error}")
+                return
+            except OSError as error:
+                if str(error) != said:
+                    report.warn(f"{stage} works without index builders, which are asked for again: {error}")
+                said = str(error)
+                ended.wait(AGAIN_SECONDS)
+
+    lending = threading.Thread(target=lend)
     lending.start()
     try:
         yield
     finally:
         ended.set()
         lending.join()
-
-
-def _lend(
-    root: Path,
-    stage: str,
-    deployment: str,
-    builders: int,
-    owner: str,
-    report: Report,
-    ended: threading.Event,
-    held: bool,
-) -> None:
-    """Raise and lower builders as a stage offers shards, until it has ended."""
-    from realmops.refresh.lease import claimed
-    from realmops.stages.runner import offer_of
-
-    offer, assignment, said = offer_of(root, stage), assignment_of(root), ""
-    while not ended.wait(LOOK_SECONDS):
-        if not offer.is_file():
-            continue
-        try:
-            with nullcontext() if held else claimed(assignment.parent / "claim", report.say, ended):
-                _serve(offer, assignment, deployment, builders, owner, report, ended)
-        except InterruptedError:
-            return
-        except ValueError as error:  # for a person to mend
-            report.warn(f"{stage} works without index builders: {error}")
-            return
-        except OSError as error:
-            if str(error) != said:
-                report.warn(f"{stage} works without index builders, which are asked for again: {error}")
-            said = str(error)
-            ended.wait(AGAIN_SECONDS)
-
-
-def _serve(
-    offer: Path, assignment: Path, deployment: str, builders: int, owner: str, report: Report, ended: threading.Event
-) -> None:
-    """Keep builders while there is an offer, and let them work on it."""
-    from realmops.refresh.builder_process import assign
-    from realmops.refresh.lease import claimed
-
-    served = b""
-    try:
-        while (content := _content(offer)) and not ended.is_set():
-            if content != served:
-                named = json.loads(content)
-                with claimed(assignment.parent / SCALING, report.say):
-                    assign(assignment, Path(named["exchange"]), Path(named["snapshot"]), owner)
-                    patch_replicas(deployment, builders)
-                report.say(f"{builders} index builders are raised to help with {named['exchange']}")
-                served = content
-            ended.wait(LOOK_SECONDS)
-    finally:
-        if served:
-            _lower(deployment, assignment, owner, RETURN_SECONDS, report.say)
 
 
 def _content(offer: Path) -> bytes:
@@ -247,8 +228,6 @@ def _content(offer: Path) -> bytes:
 
 def _lower(deployment: str, assignment: Path, owner: str, seconds: float, say: Say) -> bool:
     """Give back the builders that ``owner`` has raised; False where they are another run's by now."""
-    from realmops.refresh.lease import claimed
-
     with claimed(assignment.parent / SCALING, say):  # nobody raises them between the look and the scaling
         if read_json(assignment).get("owner") != owner:
             say(f"{assignment}: the index builders work for another run, which gives them back")
@@ -262,8 +241,6 @@ def give_back(deployment: str, root: Path, owner: str, say: Say) -> None:
 
     Those that another run has raised are left to it.
     """
-    from realmops.stages import STAGES
-
     assignment = assignment_of(root)
     if not deployment or not assignment.is_file():  # nobody has raised them
         return

@@ -72,7 +72,11 @@ def digests_of_files(values: Values, project: Path) -> tuple[dict[str, Any], lis
     notes = []
     project = _plain(project)
     recorded = {record.path: record for record in _locked(project)}
-    for key, path in _outside(values, project).items():
+    outside = outside_files(values, project)
+    for section in ("bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])):  # encoders
+        if (init := values[section]["init"]) != "small":
+            outside[f"{section}.init"] = project / init
+    for key, path in outside.items():
         name, path = option_of(values, key), _plain(path)
         found[key] = _digest(path, _pointed_at(path, project) or recorded.get(path))
         if found[key] is None:
@@ -91,14 +95,6 @@ def image_note(image: str) -> list[str]:
         f"image is {image!r}, and {f'the tag {tag}' if tag else 'no tag'} says which code that is: with other code in "
         "it the key stays the same, and --once finds the older run; name IMAGE@sha256:..., or a tag for each build"
     ]
-
-
-def _outside(values: Values, project: Path) -> dict[str, Path]:
-    """Files and folders that params name and no stage makes; pre-trained encoders are among them."""
-    found = outside_files(values, project)
-    encoders = ["bert", *(["closed_book"] if values["finetune"]["reader"] in CLOSED_BOOK else [])]
-    named = {section: values[section]["init"] for section in encoders}
-    return found | {f"{section}.init": project / name for section, name in named.items() if name != "small"}
 
 
 @dataclass(frozen=True)

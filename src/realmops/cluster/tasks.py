@@ -24,6 +24,7 @@ from realmops.cluster.options import unpacked
 from realmops.cluster.submit import older_run
 from realmops.config import Values
 from realmops.console import CHIEF, Console, end_on_sigterm, explained_errors
+from realmops.refresh.lease import claimed
 from realmops.stages import METRICS, STAGES
 from realmops.tracking.sender import ABOVE
 
@@ -191,7 +192,6 @@ def promote(options: str, root: str, model: str, margin: float, champion: Output
             "into the ConfigMap that the pipeline's parameter settings names, or leave model empty"
         )
     from realmops.commands.promote import promote
-    from realmops.refresh.lease import claimed
     from realmops.tracking.runs import headline
 
     with claimed(place.parent / artifacts.WORK / "promote", report.say):  # MLflow itself takes any of two at once

@@ -109,15 +109,12 @@ def bootstrap_interval(values: npt.ArrayLike, *, seed: int, resamples: int = RES
     return _interval(sample, _resampled_means(sample, seed, resamples))
 
 
-def paired_bootstrap(
-    ours: npt.ArrayLike, theirs: npt.ArrayLike, *, seed: int, resamples: int = RESAMPLES
-) -> Difference:
+def paired_bootstrap(ours: npt.ArrayLike, theirs: npt.ArrayLike, *, seed: int) -> Difference:
     """The mean difference of two runs on the same questions; an interval without 0 shows a difference."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if ours.shape != theirs.shape:
         raise ValueError(f"the runs have {ours.size} and {theirs.size} questions; compare runs on the same ones")
-    sample = ours - theirs
-    return _difference(sample, _resampled_means(sample, seed, resamples))
+    return _bootstrap_difference(ours - theirs, seed, RESAMPLES)
 
 
 def interval_over_seeds(
@@ -145,7 +142,7 @@ def interval_over_seeds(
 
     samples = [np.asarray(one, np.float64) for one in values]
     if len(samples) == 1:
-        return _difference(samples[0], _resampled_means(samples[0], seed, resamples))
+        return _bootstrap_difference(samples[0], seed, resamples)
     means_S = np.array([one.mean() for one in samples])
     mean = float(means_S.mean())
     variance, freedom = [means_S.var(ddof=1) / len(samples)], [len(samples) - 1]  # of the mean, by a_s and e_sq
@@ -164,7 +161,8 @@ def interval_over_seeds(
     return Difference(mean, max(mean - half, least), min(mean + half, 1.0), p_better)
 
 
-def _difference(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -> Difference:
+def _bootstrap_difference(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> Difference:
+    means = _resampled_means(sample, seed, resamples)
     interval = _interval(sample, means)
     p_better = float((means > 0).mean() + (means == 0).mean() / 2)
     return Difference(interval.mean, interval.low, interval.high, p_better)
@@ -177,15 +175,10 @@ def _interval(sample: npt.NDArray[np.float64], means: npt.NDArray[np.float64]) -
 
 
 def _resampled_means(sample: npt.NDArray[np.float64], seed: int, resamples: int) -> npt.NDArray[np.float64]:
+    """Return the mean of each of ``resamples`` draws of the questions with replacement, [R]."""
     if sample.ndim != 1 or not sample.size:
         raise ValueError(f"a bootstrap needs one value for each question, at least one; got shape {sample.shape}")
-    return _drawn_means(sample, np.random.default_rng(seed_for(seed, "bootstrap")), resamples)
-
-
-def _drawn_means(
-    sample: npt.NDArray[np.float64], generator: np.random.Generator, resamples: int
-) -> npt.NDArray[np.float64]:
-    """Of so many draws of the questions with replacement the mean [R]."""
+    generator = np.random.default_rng(seed_for(seed, "bootstrap"))
     means = [np.empty(0)]
     rows = max(1, _DRAWS_AT_ONCE // sample.size)
     for start in range(0, resamples, rows):

@@ -120,12 +120,10 @@ def _read(life: Path) -> dict[str, Any] | None:
 
 
 def _is_over(life: Path, sign: dict[str, Any] | None, ages: Ages) -> bool:
-    if sign and (sign["done"] or (sign["host"] == socket.gethostname() and _is_unlocked(life / LOCK))):
+    if sign and sign["done"]:
         return True
+    if sign and sign["host"] == socket.gethostname():
+        with suppress(OSError), open(life / LOCK, "ab") as file:
+            if artifacts.try_lock(file) is True:
+                return True
     return ages.age(str(life), sign) >= DEAD_SECONDS
-
-
-def _is_unlocked(path: Path) -> bool:
-    with suppress(OSError), open(path, "ab") as file:
-        return artifacts.try_lock(file) is True
-    return False

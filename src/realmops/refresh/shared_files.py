@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from realmops import artifacts
 from realmops.search.mapped import SPARE_ROOM, Content, blocks, mapped, scratch
@@ -51,15 +51,12 @@ class Files:
         except FileNotFoundError:
             return []
 
-    def read(self, path: Path, limit: int) -> bytes:
-        """The bytes of a plain file of at most ``limit`` bytes; ValueError for anything else."""
-        content: bytes = self._around("read", path, lambda: _read(path, limit))
-        return content
+    def read(self, path: Path, limit: int, *, copied: bool = False) -> Any:
+        """Return the bytes of a plain file of at most ``limit`` bytes; ValueError for anything else.
 
-    def copy(self, path: Path, limit: int) -> Content:
-        """The same, of a large file as a mapped copy where there is room for one (mapped.py)."""
-        content: Content = self._around("read", path, lambda: _read(path, limit, copied=True))
-        return content
+        With ``copied``, those of a large file are a mapped copy where there is room for one (mapped.py).
+        """
+        return self._around("read", path, lambda: _read(path, limit, copied))
 
     def write(self, path: Path, content: Content) -> None:
         """Create a file that is not there yet and make its bytes durable.
@@ -117,7 +114,7 @@ class Files:
         self._around("rmdir", folder, lambda: os.rmdir(folder))
 
 
-def _open_plain(path: Path, limit: int) -> IO[bytes]:
+def _read(path: Path, limit: int, copied: bool) -> Content:
     if os.path.islink(path.parent):
         raise ValueError(f"{path.parent} is a symbolic link, wanted a folder")
     try:
@@ -126,22 +123,13 @@ def _open_plain(path: Path, limit: int) -> IO[bytes]:
         if error.errno == errno.ELOOP:
             raise ValueError(f"{path} is a symbolic link, wanted a plain file") from None
         raise
-    file = open(handle, "rb")  # noqa: SIM115
-    try:
+    with open(handle, "rb") as file:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{path} is not a plain file")
         if status.st_size > limit:  # looked at first: nothing is allocated for a file that is too long
             raise ValueError(f"{path} has {status.st_size} bytes, more than the expected {limit}")
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _read(path: Path, limit: int, copied: bool = False) -> Content:
-    with _open_plain(path, limit) as file:
-        room = scratch(os.fstat(file.fileno()).st_size) if copied else None
+        room = scratch(status.st_size) if copied else None
         if room is None:
             return file.read()
         with room:

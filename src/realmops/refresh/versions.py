@@ -210,18 +210,14 @@ class Versions:
         for file, entry in version.listing.items():
             path = self.folder / name / file
             try:
-                read = self.files.copy if file in mapped else self.files.read
-                files[file] = self._checked(path, read(path, entry["bytes"]), entry)
+                files[file] = content = self.files.read(path, entry["bytes"], copied=file in mapped)
             except ValueError as error:
                 raise Damaged(str(error)) from error
+            if len(content) != entry["bytes"]:
+                raise Damaged(f"{path} has {len(content)} bytes, its manifest says {entry['bytes']}")
+            if (found := _sha256(content)) != entry["sha256"]:
+                raise Damaged(f"{path} has sha256 {found}, its manifest says {entry['sha256']}")
         return replace(version, files=files, pin=pin)
-
-    def _checked(self, path: Path, content: Content, entry: Mapping[str, Any]) -> Content:
-        if len(content) != entry["bytes"]:
-            raise ValueError(f"{path} has {len(content)} bytes, its manifest says {entry['bytes']}")
-        if (found := _sha256(content)) != entry["sha256"]:
-            raise ValueError(f"{path} has sha256 {found}, its manifest says {entry['sha256']}")
-        return content
 
     def set_aside(self, name: str, reason: str) -> None:
         """Take a version out of use, loudly; where this side may not write, it is only stepped over."""

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,13 @@ def _redact(record: logging.LogRecord) -> bool:
     if record.exc_info:
         record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
     return True
+
+
+def python_process(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a process that runs a module of this package, wherever the package was found."""
+    search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-W", "ignore", "-m", module, *arguments]
+    return command, {**os.environ, "PYTHONPATH": search_path}
 
 
 def first_line(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from realmops.tracking.client import (
     experiment_id,
     first_line,
     mlflow_client,
+    python_process,
 )
 from realmops.tracking.runs import tracking_folder
 
@@ -112,19 +113,18 @@ class FeedbackSender:
                 self._thread.start()
 
     def _send(self) -> None:
-        search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-        program = [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(self._root)]
+        command, environment = python_process(__name__, str(self._root))
         while self._new.wait():
             self._new.clear()
             try:
                 done = subprocess.run(
-                    program,
+                    command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     text=True,
                     timeout=PATIENCE_SECONDS,
-                    env={**os.environ, "PYTHONPATH": search_path},
+                    env=environment,
                 )
             except (OSError, subprocess.SubprocessError) as error:
                 _LOG.warning("feedback waits to be sent to MLflow: %s", first_line(error))

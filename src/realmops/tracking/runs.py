@@ -19,7 +19,7 @@ from realmops.config import Values, keyed
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
-from realmops.tracking.client import first_line
+from realmops.tracking.client import first_line, python_process
 from realmops.tracking.mlflow_views import as_table
 from realmops.tracking.sender import ABOVE, Ticket, warn
 
@@ -109,14 +109,14 @@ class Tracker:
         with self._only_warning():
             make_folder(self._ticket.path.parent)
             write_json(self._ticket.path, self._content)
-            search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-            program = [sys.executable, "-P", "-W", "ignore", "-m", "realmops.tracking.sender"]
+            words = str(self._ticket.path), str(self._interval)
+            command, environment = python_process("realmops.tracking.sender", *words)
             self._sender = subprocess.Popen(
-                [*program, str(self._ticket.path), str(self._interval)],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C stops the stage; the sender still sends what the stage wrote
-                env={**os.environ, "PYTHONPATH": search_path},
+                env=environment,
             )
         return self
 

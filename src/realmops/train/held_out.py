@@ -6,15 +6,14 @@ What is found and how likely the masked words are is asked here; whether questio
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from torch import nn
 
 from realmops import artifacts
 from realmops.artifacts import seed_for
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.devices import evaluating
 from realmops.model.checkpoint_files import load_models, save_models
 from realmops.model.reader import Reader
 from realmops.model.retriever import Retriever
@@ -86,23 +85,9 @@ def masked_words(
 
 
 def _guesses(realm: Realm, masked: Sequence[Example], found: Sequence[Sequence[int]]) -> Iterator[dict[str, float]]:
-    with evaluating(realm):
+    with evaluating(realm.retriever), evaluating(realm.reader):
         for example, row in zip(masked, found, strict=False):
             yield realm.guess(example, row[: realm.options.documents])
-
-
-@contextmanager
-def evaluating(realm: Realm) -> Iterator[None]:
-    """Both models in evaluation mode, and back as they were."""
-    models: tuple[nn.Module, ...] = (realm.retriever, realm.reader)
-    modes = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, mode in zip(models, modes, strict=True):
-            model.train(mode)
 
 
 class BestModels:

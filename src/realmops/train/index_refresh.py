@@ -107,8 +107,12 @@ def exchange(
         child = Child(command, pause=0.0, log=site.work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"})
 
     def on_wait(message: str, seconds: float) -> None:
-        if child is not None:
-            _keep_alive(child)
+        if child is not None and (code := child.look()) is not None:
+            if code == MISCONFIGURED or child.starts >= MOST_STARTS:
+                raise ChildProcessError(
+                    f"the index builder ended with exit code {code} after {child.starts} starts:\n{child.last_lines()}"
+                )
+            child.look()  # starts it again
         if seconds >= QUIET_SECONDS:
             site.say(message)
 
@@ -123,15 +127,3 @@ def exchange(
         with suppress(Fenced):  # the last word is the successor's
             trainer.finish("failed", str(error))
         raise
-
-
-def _keep_alive(builder: Child) -> None:
-    """Start a builder again when it has ended; ChildProcessError when that is of no use."""
-    code = builder.look()
-    if code is None:
-        return
-    if code == MISCONFIGURED or builder.starts >= MOST_STARTS:
-        raise ChildProcessError(
-            f"the index builder ended with exit code {code} after {builder.starts} starts:\n{builder.last_lines()}"
-        )
-    builder.look()
