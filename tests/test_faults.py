@@ -1,4 +1,4 @@
-"""The campaign against faults: failing disks, damaged files, crowds, old listings, long runs.
+"""The campaign against faults: failing disks, damaged files, old listings, long runs.
 
 ``make test`` runs it cut short, ``make faults`` at full length. Kills are in test_exchange.py (simulated) and, by
 SIGKILL, in test_pipeline_local.py.
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from exchange_lab import (
     IDENTITY,
-    PARAMS,
     ROOT,
     WORK,
     Fault,
@@ -26,7 +25,6 @@ from exchange_lab import (
     StaleFiles,
     StillClock,
     builder_on,
-    check_index,
     exchange_with_everything,
     life,
     sound,
@@ -38,7 +36,7 @@ from realmops.artifacts import atomic_folder, read_manifest, write_manifest
 from realmops.refresh.builder import Builder
 from realmops.refresh.exchange import Exchange, inspect
 from realmops.refresh.shared_files import Files
-from realmops.refresh.trainer import Policy, Trainer
+from realmops.refresh.trainer import Policy
 from realmops.refresh.versions import Damaged, version_name
 
 pytestmark = pytest.mark.faults
@@ -48,7 +46,7 @@ PLAN = Plan(steps=4)
 # A disk that fails
 
 
-def run_on(root: Path, plan: Plan = PLAN) -> bytes:
+def run_on(root: Path) -> bytes:
     """The toy trainer and a builder that works while it waits, in this process, until the run is done."""
     builders: list[Builder] = []
 
@@ -64,7 +62,7 @@ def run_on(root: Path, plan: Plan = PLAN) -> bytes:
     for _ in range(3):
         clock = StillClock(build)
         try:
-            return life(Exchange.open(root, IDENTITY, files=Files(), clock=clock, grace=0.0), plan)
+            return life(Exchange.open(root, IDENTITY, files=Files(), clock=clock, grace=0.0), PLAN)
         except OSError:
             continue
     raise AssertionError("one error of the disk ended three lives")
@@ -185,7 +183,7 @@ def test_an_error_of_the_disk_at_any_write_of_the_index_of_words(world: Any, tmp
         assert read(final) == expected, at
 
 
-# Crowds, clocks, listings
+# Listings
 
 
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed_lag", "as_soon_as_ready"])
@@ -229,43 +227,6 @@ def test_a_listing_that_is_old_for_everybody_delays_and_changes_nothing(fixed: b
             break
         at += times(29, 1)
     assert old > 20
-
-
-@pytest.mark.parametrize("pause", [0.0, 700.0], ids=["overtaken", "stopped"])
-def test_a_builder_before_whose_operation_another_builds_everything_harms_nothing(pause: float) -> None:
-    """I7, two builders at once; or one is stopped for minutes meanwhile, so that its draft is swept."""
-    at, losers = 0, 0
-    while True:
-        files, fault, said = MemoryFiles(), Fault(-1), list[str]()
-        clock = StillClock()
-        trainer = Trainer(Exchange.open(ROOT, IDENTITY, files=files, clock=clock, grace=0.0))
-        trainer.publish_weights(0, PARAMS, {})
-        other = Exchange.open(ROOT, IDENTITY, "builder-1", files=files, clock=clock, grace=0.0)
-
-        def others_first(operation: str, path: Path, effect: Callable[[], Any]) -> Any:
-            if fault.count == at:  # noqa: B023
-                for _ in range(3 if pause else 1):
-                    Builder(other, WORK, on_status=lambda message: None).build_next()  # noqa: B023
-                    other.collect_indexes()  # noqa: B023
-                    clock.now += pause  # noqa: B023
-            fault.count += 1  # noqa: B023
-            return effect()
-
-        seen = files.seen_by(others_first)
-        stopped = Exchange.open(ROOT, IDENTITY, "builder-0", files=seen, clock=clock, grace=0.0)
-        with suppress(OSError, Damaged):  # its loop begins again
-            Builder(stopped, WORK, on_status=said.append).build_next()
-        stopped.collect_indexes()
-        losers += any("another builder published" in message for message in said)
-        assert files.listdir(ROOT / "indexes") == [version_name(1, 0)], at
-        assert files.listdir(ROOT / "parts") == [], at
-        check_index(trainer.index_for(0))
-        sound(files)
-        if fault.count <= at:
-            break
-        at += times(3, 1) if pause else 1
-    assert at > 40
-    assert losers > 0
 
 
 # Damaged files
