@@ -165,7 +165,7 @@ class Bm25:
     """BM25 of a snapshot's passages, memory-mapped: Lucene's formula over the stems of title and text.
 
     The score is the sum, over the words of the query, of ``inverse_document_frequency`` times ``term_weight``. A query
-    reads the postings of its own words only; ``lexical_writer.write_bm25`` makes the folder.
+    reads the postings of its own words only; ``bm25_writer.write_bm25`` makes the folder.
 
     Files:
         words.npy: uint64 [W], the ``codes`` of all words, ascending.
