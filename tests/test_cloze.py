@@ -306,6 +306,7 @@ def test_what_is_missing_is_said(project: Path) -> None:
     assert "run 'realmops cloze' with the same options" in result.stderr
     mine = project / "mine"
     mine.mkdir()
+    (mine / "thesis.txt").write_text("five years of work")
     assert "was not written by this command" in cli("cloze", "--params", params, "--root", root, "--out", mine).stderr
 
 

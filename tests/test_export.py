@@ -142,7 +142,7 @@ def test_a_folder_with_files_of_others_is_left_alone(answering: Path, tmp_path: 
         (folder / name).write_text(content)
         result = cli(*options)
         assert result.exit_code == 2
-        assert f"{folder / name} is there already" in result.stderr
+        assert f"{folder / name} was not written by this command" in result.stderr
         assert (folder / name).read_text() == content
         (folder / name).unlink()
     other = tmp_path / "file"

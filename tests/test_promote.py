@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from small_project import QUESTIONS, cli, write_json_lines
 from small_world import DOCUMENTS
 
 from realmops import artifacts
-from realmops.commands.promote import DIGEST_TAG, FinishedRun, read_run
+from realmops.commands.promote import DIGEST_TAG, read_run
 from realmops.evaluate.predictions import Prediction, read_predictions
 from realmops.tracking import sender
 from realmops.tracking.client import default_uri, mlflow_client
@@ -430,26 +429,6 @@ def test_a_champion_can_be_copied_later(another: Path, server: str) -> None:
     assert mlflow.pyfunc.load_model("models:/later@champion").predict(["Who wrote a novel?"])
     for options in ((), ("--copy",)):
         assert "models:/later/2 is the champion already" in promote(another, "later", *options).stdout
-
-
-def test_a_champion_without_its_bm25_index_is_promoted_again(another: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As earlier versions registered it."""
-
-    def as_earlier(*folders: Path) -> FinishedRun:
-        found = read_run(*folders)
-        files = {name: path for name, path in found.files.items() if not name.startswith("lexical/")}
-        return replace(found, files=files, digest=found.digest_without_words)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("realmops.commands.promote.read_run", as_earlier)
-        assert promote(another, "earlier").exit_code == 0
-    again = promote(another, "earlier")
-    assert again.exit_code == 0, again.output
-    assert "models:/earlier/2 is the champion" in again.stdout
-    assert "before, models:/earlier/1 was the same without its BM25 index" in again.stdout
-    found = [folder.name for folder in (another / "root/promoted").glob("*/*") if folder.is_dir()]
-    assert sorted(found) == ["corpus", "corpus", "finetune", "finetune", "lexical"]
-    assert "models:/earlier/2 is the champion already" in promote(another, "earlier").stdout
 
 
 def test_a_model_that_finds_by_words_takes_their_index_along(another: Path, server: str) -> None:

@@ -63,7 +63,7 @@ def test_what_a_user_put_beside_an_earlier_result_is_kept(tmp_path: Path, trec: 
     result = cli("questions", trec, "--out", out)
     assert result.exit_code == 2
     assert str(mine) in result.stderr
-    assert "--out" in result.stderr
+    assert "name another folder" in result.stderr
     assert mine.read_text() == "five years of work"
 
 

@@ -411,7 +411,7 @@ GOOD = {"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION
         ({"inputs": [{**GOOD, "data": [1]}]}, "no list of strings"),
         ({"inputs": [{**GOOD, "data": [], "shape": [0]}]}, "0 questions, 1 to 64"),
         ({"inputs": [{**GOOD, "data": ["a"] * 65, "shape": [65]}]}, "65 questions, 1 to 64"),
-        ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "more than 2000 characters"),
+        ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "has 2001 characters, at most 2000"),
         ({"inputs": [{**GOOD, "parameters": {"binary_data_size": 9}}]}, "0 bytes follow"),
         ({"inputs": [GOOD], "outputs": [{"name": "logits"}]}, "wanted some of answer"),
         ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "wanted some of answer"),

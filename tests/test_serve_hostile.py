@@ -159,7 +159,7 @@ def test_a_stream_says_when_reading_fails_and_goes_on(answering: Path, monkeypat
     tickets = batcher.submit([Query("Who fails?"), Query(QUESTION)])
 
     async def told() -> list[str]:
-        return [one async for one in _events(tickets)]
+        return [one.decode() async for one in _events(tickets)]
 
     events = asyncio.run(told())
     batcher.close()

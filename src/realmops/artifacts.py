@@ -268,3 +268,23 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
                 "it was changed: run the stage that makes it again"
             )
     return manifest
+
+
+def check_replaceable(folder: Path, kind: str) -> None:
+    """Check that all of a folder's files, which would be replaced, are those of its manifest.
+
+    Raises ValueError that names the first one that a command with this kind of manifest did not write so.
+    """
+    path = folder / MANIFEST
+    manifest = read_json(path) if path.is_file() else {}
+    ours = isinstance(manifest, dict) and manifest.get("kind") == kind and is_sealed(manifest)
+    known = {name: entry["sha256"] for name, entry in manifest["files"].items()} if ours else {}
+    for file in sorted(folder.rglob("*")) if folder.is_dir() else [folder] if folder.exists() else []:
+        written = known.get(file.relative_to(folder).as_posix())
+        if (file.is_dir() and not file.is_symlink()) or (ours and file == path):
+            continue
+        if written is None or written != sha256_file(file):
+            raise ValueError(
+                f"{file} was not written by this command, and {folder} would be replaced; move it away, or name "
+                "another folder"
+            )

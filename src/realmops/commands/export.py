@@ -49,7 +49,7 @@ def export(folder: Path, format: str, open_model: Callable[[], OpenedModel], roo
     Raises ValueError for a folder with files that this command did not write, a model without embeddings, an encoder or
     tower that the format has no form for, and where a package is missing.
     """
-    _refuse_others(folder)
+    artifacts.check_replaceable(folder, KIND)
     if format == "onnx" and not all(map(find_spec, _NEEDED)):
         raise ValueError("--format onnx needs more packages: pip install 'realmops[export]'")
     opened = open_model()
@@ -94,22 +94,6 @@ def _export_reader(folder: Path, opened: OpenedModel, root: Path | None) -> str:
         (out / CARD).write_text(reader_card(opened, opened.confidence, root), encoding="utf-8")
         artifacts.write_manifest(out, KIND, format="reader", realmops=__version__, **opened.about)
     return f"{folder}: the reader of {opened.version}; another run begins with it by reader.init"
-
-
-def _refuse_others(folder: Path) -> None:
-    """ValueError where something stands that an earlier export did not write, or that was changed since."""
-    if not folder.exists():
-        return
-    path = folder / artifacts.MANIFEST
-    manifest = artifacts.read_json(path) if path.is_file() else {}
-    ours = isinstance(manifest, dict) and manifest.get("kind") == KIND and artifacts.is_sealed(manifest)
-    known = {name: entry["sha256"] for name, entry in manifest["files"].items()} if ours else {}
-    for one in sorted(folder.rglob("*")) if folder.is_dir() else [folder]:
-        written = known.get(one.relative_to(folder).as_posix())
-        if (one.is_dir() and not one.is_symlink()) or (ours and one == path):
-            continue
-        if written is None or written != artifacts.sha256_file(one):
-            raise ValueError(f"{one} is there already, and 'realmops export' did not write it so: name another folder")
 
 
 def _notes(format: str, opened: OpenedModel, passages: PassageIndex) -> Iterator[str]:

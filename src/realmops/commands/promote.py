@@ -5,7 +5,7 @@ the next training does not take them from under the registered model.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +82,6 @@ class FinishedRun:
     results: Path
     files: Mapping[str, Path]  # by their names in the folder of a promoted model
     digest: str  # of the files' content and the sections
-    digest_without_words: str  # the same without the BM25 index, which earlier versions left out
     predictions: str  # sha256
     evaluation: str
     rule: str
@@ -154,8 +153,6 @@ def promote(values: Values, *, project: Path, root: Path, name: str, margin: flo
         reason, difference = "there was none before", None
         if champion is not None and champion.tags.get(DIGEST_TAG) == run.digest:
             reason = f"before, {champion.uri} was the same without copies of its files"
-        elif champion is not None and champion.tags.get(DIGEST_TAG) == run.digest_without_words:
-            reason = f"before, {champion.uri} was the same without its BM25 index, so it could not be searched"
         elif champion is not None:
             better, figures, difference = _against(champion, run, registry, margin)
             if not better:
@@ -207,14 +204,10 @@ def read_run(project: Path, root: Path) -> FinishedRun:
         for q in in_languages(questions, Snapshot.open(inputs["snapshot"] / CORPUS, verify=False).common_languages)
     )
 
-    def digest(names: Iterable[str]) -> str:
-        return artifacts.digest_of([{name: entries[name][1]["sha256"] for name in names}, used])
-
     return FinishedRun(
         results=results,
         files={name: path for name, (path, _) in entries.items()},
-        digest=digest(entries),
-        digest_without_words=digest(name for name in entries if not name.startswith(f"{bm25.FOLDER}/")),
+        digest=artifacts.digest_of([{name: entry["sha256"] for name, (_, entry) in entries.items()}, used]),
         predictions=manifest["files"][PREDICTIONS]["sha256"],
         evaluation=artifacts.digest_of({"questions": asked, "rules": [rule, questions[0].match_rule]}),
         rule=rule,

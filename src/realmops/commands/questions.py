@@ -32,7 +32,7 @@ def convert_questions(
     Args:
         drop: beginnings of ids; those questions are left out.
     """
-    _check_replaceable(out)
+    artifacts.check_replaceable(out, KIND)
     impossible: list[str] = []
     found = read_questions(files, format=format, unanswerable=impossible)
     kept = [question for question in found if not question.id.startswith(tuple(drop))]
@@ -57,7 +57,7 @@ def questions_from_feedback(root: Path, out: Path) -> list[str]:
     Args:
         root: of the run whose answers they are.
     """
-    _check_replaceable(out)
+    artifacts.check_replaceable(out, KIND)
     path = feedback_file(root)
     found = list(read_feedback(path))
     kept = questions_of(found)
@@ -80,7 +80,7 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
         limit: of questions; None for that of the questions that are there, else ``CLOZE_LIMIT``.
     """
     out = root / CLOZE if out is None else out
-    _check_replaceable(out)
+    artifacts.check_replaceable(out, KIND)
     folders = {name: root / STAGES[name].folder / "corpus" for name in ("snapshot", "tag")}
     snapshot = Snapshot.open(folders["snapshot"])
     spans = Spans.open(folders["tag"], corpus_hash=snapshot.corpus_hash)
@@ -102,24 +102,6 @@ def make_cloze(root: Path, out: Path | None, *, seed: int, limit: int | None = N
     parts = {f"questions.{name}.jsonl": part for name, part in split(questions, seed).items()}
     line = f"{len(questions)} questions made of {len(spans.rows)} salient spans in {len(snapshot)} passages"
     return [line, *_write(out, parts, **made_of)]
-
-
-def _check_replaceable(folder: Path) -> None:
-    """ValueError for a folder that holds anything but what an earlier call wrote: all of it would go."""
-    if not folder.exists():
-        return
-    if not (folder / artifacts.MANIFEST).is_file():
-        raise ValueError(f"{folder} exists and was not written by this command; name another folder with --out")
-    try:
-        known = {*artifacts.read_manifest(folder, KIND)["files"], artifacts.MANIFEST}
-    except ValueError as error:
-        raise ValueError(f"{folder} would be replaced ({error}); move it away, or name another with --out") from None
-    found = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    if others := [path for path in found if path.relative_to(folder).as_posix() not in known]:
-        raise ValueError(
-            f"{others[0]} was not written by this command, and {folder} would be replaced with it ({len(others)} such "
-            "files); move it away, or name another folder with --out"
-        )
 
 
 def _write(out: Path, parts: Mapping[str, Sequence[Question]], **fields: Any) -> list[str]:

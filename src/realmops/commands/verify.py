@@ -98,21 +98,18 @@ def _records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each answer; a line may also hold several, as ``POST /v1/answer`` gives them for several questions."""
     for place, line in read_json_lines(path):
         for answer in line["answers"] if isinstance(line.get("answers"), list) else [line]:
-            if isinstance(answer, dict) and "error" in answer and "answer" not in answer:
-                continue  # of a question that could not be asked
-            if not _is_answer(answer):
-                raise ValueError(
-                    f"{place}: no answer with 'answer', 'citations' and 'passages'; give what 'realmops ask --json' "
-                    "or POST /v1/answer writes"
-                )
-            yield place, answer
-
-
-def _is_answer(value: Any) -> bool:
-    match value:
-        case {"answer": str() | None, "citations": list(citations), "passages": list(passages)}:
-            return all(isinstance(one, dict) for one in (*citations, *passages))
-    return False
+            match answer:
+                case {"answer": str() | None, "citations": list(citations), "passages": list(passages)} if all(
+                    isinstance(one, dict) for one in (*citations, *passages)
+                ):
+                    yield place, answer
+                case {"error": _} if "answer" not in answer:
+                    pass  # of a question that could not be asked
+                case _:
+                    raise ValueError(
+                        f"{place}: no answer with 'answer', 'citations' and 'passages'; give what "
+                        "'realmops ask --json' or POST /v1/answer writes"
+                    )
 
 
 def _quotations(answer: Mapping[str, Any], place: str) -> Iterator[Quotation]:

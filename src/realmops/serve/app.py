@@ -6,12 +6,12 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.sse import format_sse_event
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -100,24 +100,9 @@ class AnswerService:
         return [await asyncio.wrap_future(ticket.record) for ticket in self.take(queries)]
 
 
-@asynccontextmanager
-async def forgetting(tickets: Sequence[PendingAnswer]) -> AsyncIterator[None]:
-    """While a caller listens; when it has hung up, nobody answers what still waits."""
-    try:
-        yield
-    finally:
-        for ticket in tickets:
-            ticket.gone = True
-
-
 def without_folders(text: str) -> str:
     """A message without the folders of its paths: whoever reads it learns nothing of this machine's disk."""
     return _FOLDERS.sub("", text)
-
-
-def event(name: str, value: object) -> str:
-    """A server-sent event; JSON has no line breaks of its own."""
-    return f"event: {name}\ndata: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def make_app(
@@ -175,14 +160,22 @@ def make_app(
     return app
 
 
-async def _events(tickets: Sequence[PendingAnswer]) -> AsyncIterator[str]:
-    async with forgetting(tickets):
+async def _events(tickets: Sequence[PendingAnswer]) -> AsyncIterator[bytes]:
+    """Yield server-sent events while the caller listens; when it has hung up, what is still pending is left out."""
+
+    def event(index: int, name: str, value: dict[str, Any]) -> bytes:
+        return format_sse_event(event=name, data_str=json.dumps({"index": index} | value, ensure_ascii=False))
+
+    try:
         for index, ticket in enumerate(tickets):
             try:
-                yield event("sources", {"index": index} | await ticket.sources())
-                yield event("answer", {"index": index} | await asyncio.wrap_future(ticket.record))
+                yield event(index, "sources", await ticket.sources())
+                yield event(index, "answer", await asyncio.wrap_future(ticket.record))
             except Exception:  # it is in the log; others may have their answers
-                yield event("error", {"index": index} | problem("", 500, FAILED))
+                yield event(index, "error", problem("", 500, FAILED))
+    finally:
+        for ticket in tickets:
+            ticket.gone = True
 
 
 def _explain_errors(app: FastAPI) -> None:

@@ -6,7 +6,7 @@ It is kept in a file of the run, and sent to MLflow where that is in use.
 import logging
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import urlencode, urlsplit
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
@@ -14,11 +14,10 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from realmops.answering.feedback import Feedback, Full, keep
-from realmops.serve.guard import QUESTION_LIMIT
+from realmops.serve.guard import FIELDS, QUESTION_LIMIT, form_of
 from realmops.tracking.feedback_log import FeedbackSender
 
 _LOG = logging.getLogger(__name__)
-FIELDS = 16  # of the page's form
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 router = APIRouter()
 
@@ -67,10 +66,10 @@ def _refuse_other_sites(request: Request) -> None:
 
 
 @router.post("/v1/feedback", summary="Say whether an answer is right")
-async def feedback(request: Request, said: FeedbackRequest) -> dict[str, bool]:
+def feedback(request: Request, said: FeedbackRequest) -> dict[str, bool]:
     """It is kept with the run. `realmops questions --from-feedback` makes questions of it."""
     _refuse_other_sites(request)
-    await run_in_threadpool(request.app.state.feedback.keep, said)
+    request.app.state.feedback.keep(said)
     return {"kept": True}
 
 
@@ -79,10 +78,10 @@ async def from_page(request: Request) -> RedirectResponse:
     """What the page's buttons send: question, answer and passage stand in the address; back to the question."""
     _refuse_other_sites(request)
     try:
-        form = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=FIELDS)
+        form = await form_of(request)
     except ValueError:
         raise HTTPException(422, f"a form with more than {FIELDS} fields is not read") from None
-    right = form.get("right", [""])[0]
+    right = form.get("right")
     if right not in ("yes", "no"):
         raise HTTPException(422, "right: yes or no is wanted")
     given = request.query_params
@@ -91,7 +90,7 @@ async def from_page(request: Request) -> RedirectResponse:
             question=given.get("q", ""),
             answer=given.get("answer", ""),
             right=right == "yes",
-            correct_answer="" if right == "yes" else form.get("correct", [""])[0].strip(),
+            correct_answer="" if right == "yes" else form.get("correct", ""),
             passage_id=given.get("passage", ""),
         )
     except ValueError:

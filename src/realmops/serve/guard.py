@@ -8,8 +8,10 @@ import time
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
+from urllib.parse import parse_qs
 
-from starlette.requests import cookie_parser
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from realmops.serve.metrics import Metrics
@@ -27,6 +29,7 @@ FOR_BROWSERS = (PAGE, "/docs", "/openapi.json")  # what the cookie opens; the re
 FEEDBACK = "/feedback"  # what the page sends with its cookie
 COOKIE = "realmops"
 SIGNED_IN_SECONDS = 12 * 3600
+FIELDS = 16  # of a form
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,12 @@ def problem(path: str, status: int, message: str) -> dict[str, object]:
     return {"error": message if path.startswith("/v2") else {"message": message}}
 
 
+async def form_of(request: Request) -> dict[str, str]:
+    """Return the first value of each field of a form, without blanks around it. Raises ValueError for too many."""
+    fields = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=FIELDS)
+    return {name: values[0].strip() for name, values in fields.items()}
+
+
 class Token:
     """The bearer token, and the cookie that a browser gets for it.
 
@@ -55,9 +64,9 @@ class Token:
     def __init__(self, token: str) -> None:
         self._token = token.encode()
 
-    def is_(self, given: str | bytes) -> bool:
+    def is_(self, given: str) -> bool:
         """Whether this is the token; takes the same time wherever it differs."""
-        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._token)
+        return hmac.compare_digest(given.encode(), self._token)
 
     def cookie(self, seconds: int = SIGNED_IN_SECONDS) -> str:
         """A value that is good for so long."""
@@ -107,39 +116,35 @@ class Guard:
             self._metrics.request(route, status, time.perf_counter() - started)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
+        request = Request(scope, receive)
+        path = scope["path"]
 
         async def refuse(status: int, message: str) -> None:
-            told = {"connection": "close"} if status in (408, 413) else {}
-            told |= {"www-authenticate": "Bearer"} if status == 401 else {}
-            await JSONResponse(problem(scope["path"], status, message), status, told)(scope, receive, send)
+            headers = {"connection": "close"} if status in (408, 413) else {}
+            headers |= {"www-authenticate": "Bearer"} if status == 401 else {}
+            await JSONResponse(problem(path, status, message), status, headers)(scope, receive, send)
 
-        if self._token is None and _is_rebound(scope, headers):
-            told = (
-                "without a token this machine alone may ask: call the server localhost, or start it with --token-file"
-            )
-            return await refuse(403, told)
-        if not scope["path"].startswith(OPEN_TO_ALL) and not self._may(scope, headers):
-            if scope["path"] == PAGE:  # with the question, so that it is answered then
+        if self._token is None and _is_rebound(request):
+            advice = "call the server localhost, or start it with --token-file"
+            return await refuse(403, f"without a token this machine alone may ask: {advice}")
+        if not path.startswith(OPEN_TO_ALL) and not self._may(request):
+            if path == PAGE:  # with the question, so that it is answered then
                 query = scope["query_string"].decode("latin-1")
-                place = {"location": f"sign-in?{query}" if query else "sign-in", "cache-control": "no-store"}
-                return await Response(None, 303, place)(scope, receive, send)
+                place = f"sign-in?{query}" if query else "sign-in"
+                return await Response(None, 303, {"location": place, "cache-control": "no-store"})(scope, receive, send)
             return await refuse(401, "a bearer token is wanted: send 'Authorization: Bearer TOKEN'")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > BODY_LIMIT:
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > BODY_LIMIT:
             return await refuse(413, f"the body has {int(length[:20])} bytes, at most {BODY_LIMIT} are read")
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                while True:
-                    message = await receive()
-                    if message["type"] != "http.request":
-                        return None  # the client hung up
-                    body += message.get("body", b"")
+                async for part in request.stream():
+                    body += part
                     if len(body) > BODY_LIMIT:
                         return await refuse(413, f"the body is longer than {BODY_LIMIT} bytes")
-                    if not message.get("more_body", False):
-                        break
+        except ClientDisconnect:
+            return None
         except TimeoutError:
             return await refuse(408, f"the body did not come within {self._limits.body_seconds:g} s")
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
@@ -147,7 +152,7 @@ class Guard:
         async def replay() -> Message:
             return whole.pop() if whole else await receive()
 
-        if scope["path"].startswith(PROBES):
+        if path.startswith(PROBES):
             return await self._app(scope, replay, send)
         if self._answering >= self._limits.answering:
             return await refuse(503, f"{self._answering} requests are being answered: ask again a little later")
@@ -157,22 +162,20 @@ class Guard:
         finally:
             self._answering -= 1
 
-    def _may(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
+    def _may(self, request: Request) -> bool:
         if self._token is None:
             return True
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"bearer" and self._token.is_(given.strip()):
+        kind, given = get_authorization_scheme_param(request.headers.get("authorization"))
+        if kind.lower() == "bearer" and self._token.is_(given):
             return True
-        if (scope["method"], scope["path"]) not in (("POST", FEEDBACK), *(("GET", path) for path in FOR_BROWSERS)):
-            return False
-        cookie = cookie_parser(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE, "")
-        return self._token.signed(cookie)
+        by_cookie = (("POST", FEEDBACK), *(("GET", path) for path in FOR_BROWSERS))
+        called = request.method, request.scope["path"]
+        return called in by_cookie and self._token.signed(request.cookies.get(COOKIE, ""))
 
 
-def _is_rebound(scope: Scope, headers: dict[bytes, bytes]) -> bool:
+def _is_rebound(request: Request) -> bool:
     """Whether a name of elsewhere was led to this machine itself, by which a web page could read answers."""
-    server = scope.get("server")
-    name = headers.get(b"host", b"").decode("latin-1")
+    server, name = request.scope.get("server"), request.headers.get("host", "")
     host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     return bool(server and is_loopback(server[0]) and host and not is_loopback(host))
 

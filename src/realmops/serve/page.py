@@ -13,11 +13,11 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 from typing import Any
-from urllib.parse import parse_qs, quote, urlencode
+from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from realmops.answering.opened_model import Query
@@ -25,11 +25,10 @@ from realmops.answering.passage_search import Wanted, highlights, stems_of
 from realmops.answering.record import Record, holds_all
 from realmops.evaluate.report_page import STYLE
 from realmops.serve.batching import PendingAnswer
-from realmops.serve.guard import COOKIE, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token
+from realmops.serve.guard import COOKIE, FIELDS, QUESTION_LIMIT, QUESTIONS_LIMIT, SIGNED_IN_SECONDS, Token, form_of
 from realmops.text.languages import detect
 
 _LOG = logging.getLogger(__name__)
-FIELDS = 16  # of the form to sign in with
 LEADS = 3  # passages that come first where no answer is given
 BEGIN = 60  # characters of a passage that was taken away
 FAILED = "The question could not be answered; the server's log says why."
@@ -139,11 +138,10 @@ async def sign_in(request: Request) -> Response:
     if token is None:
         return _onwards(request)
     try:
-        form = parse_qs((await request.body()).decode(errors="replace"), max_num_fields=FIELDS)
+        given = (await form_of(request)).get("token", "")
     except ValueError:
         return _sign_in(request, f"A form with more than {FIELDS} fields is not read: send the field 'token'.", 422)
-    given = form.get("token", [""])[0]
-    if not token.is_(given.strip()):
+    if not token.is_(given):
         return _sign_in(request, "This is not the server's token.", 401)
     reply = _onwards(request)
     reply.set_cookie(
@@ -263,7 +261,13 @@ def _templates() -> tuple[Environment, dict[str, str]]:
     folder = files(__package__)
     style = f"{STYLE}{(folder / 'page.css').read_text('utf-8')}"
     script = (folder / "page.js").read_text("utf-8")
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    made = Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     made.filters["percent"] = percent
     made.globals |= {
         "style": Markup(style),
@@ -290,10 +294,6 @@ def _digest(text: str) -> str:
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-@cache
-def _template(name: str) -> Template:
-    return _templates()[0].from_string((files(__package__) / name).read_text("utf-8"))
-
-
 def _html(name: str, view: dict[str, Any], status: int) -> HTMLResponse:
-    return HTMLResponse(_template(name).render(view), status, _templates()[1])
+    templates, headers = _templates()
+    return HTMLResponse(templates.get_template(name).render(view), status, headers)

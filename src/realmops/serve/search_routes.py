@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, HTTPException, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,17 +28,13 @@ class SearchRequest(BaseModel):
 
 
 @router.post("/v1/search", summary="Find passages", response_model=None)
-async def search(request: Request, asked: SearchRequest) -> Response:
+def search(request: Request, asked: SearchRequest) -> Response:
     """The best passages with their places, scores of embeddings and of words apart, and where words of the query stand.
 
     Filters are applied before the best are chosen: with a filter the first k are the first k of what it lets through.
     """
     served = request.app.state.service.batcher.served
-
-    def found() -> Response:
-        return JSONResponse(served.shared_search.search(asked.query, asked.k, [asked.filters], asked.by))
-
     try:
-        return await run_in_threadpool(found)  # all work, so that others are heard meanwhile
+        return JSONResponse(served.shared_search.search(asked.query, asked.k, [asked.filters], asked.by))
     except InvalidRequest as error:
         raise HTTPException(422, str(error)) from None

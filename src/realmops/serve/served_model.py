@@ -78,9 +78,7 @@ class RunFolder:
         return open_run(self.root)
 
     def before(self, served: OpenedModel) -> OpenedModel | None:
-        """Open the same model over the corpus before all updates; None where it was not updated, or has changed."""
-        if served.number == 0:
-            return None
+        """Open the same model over the corpus before all updates; None where the model has changed."""
         opened = open_run(self.root, pipeline_state(self.root))
         return opened if opened.version == served.version else None
 

@@ -34,7 +34,7 @@ from realmops.stages.tuned_model import save_tuned
 from realmops.train.fine_tuning import finetune, finetune_steps
 from realmops.train.fusion_weights import READING_OF_MADE, fit_reading, fit_to_questions
 from realmops.train.parallel import team
-from realmops.train.windows import WindowLesson, lessons_of, train_in_windows
+from realmops.train.windows import lessons_of, train_in_windows
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,6 @@ def _learn_to_read(trainings: StageTrainings, model: OpenQa, questions: list[Que
         surroundings = trainings.context("finetune", finetune_steps(len(questions), options), "fine-tuning")
         finetune(surroundings, model, questions, options, job.section(Optimiser))
         return {}
-    lessons = _lessons(job, model, questions)
-    surroundings = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
-    train_in_windows(surroundings, model, lessons, options, job.section(Optimiser))
-    return {"questions_with_evidence": len(lessons)}
-
-
-def _lessons(job: Job, model: OpenQa, questions: list[Question]) -> list[WindowLesson]:
-    """What the reader learns from in windows; ValueError where no question teaches anything."""
     lessons = lessons_of(model, questions, EVIDENCE, job.report.progress("evidence", len(questions)))
     if not lessons:
         raise ValueError(
@@ -127,7 +119,9 @@ def _lessons(job: Job, model: OpenQa, questions: list[Question]) -> list[WindowL
             "windows; check that questions.train belongs to these documents, or set "
             "finetune.reader_training=passages"
         )
-    return lessons
+    surroundings = trainings.context("finetune", finetune_steps(len(lessons), options), "fine-tuning")
+    train_in_windows(surroundings, model, lessons, options, job.section(Optimiser))
+    return {"questions_with_evidence": len(lessons)}
 
 
 def _closed_book(
