@@ -147,7 +147,7 @@ manifests: setup  ## render the Kubernetes overlays into build/manifests and che
 		kubectl kustomize "$$overlay" > "$$file"
 		echo "realmops: $$file"
 	done
-	pytest -p no:xdist -q tests/test_manifests.py tests/test_gitops.py
+	pytest -p no:xdist -q tests/cluster/test_manifests.py tests/project/test_gitops.py
 
 bench: setup  ## every benchmark, one table; make bench NAME=... runs one, ARGS=... are its options
 	@$(MAKE) setup EXTRAS=dev,bench STAMP=$(VENV)/bench.stamp
@@ -156,7 +156,7 @@ bench: setup  ## every benchmark, one table; make bench NAME=... runs one, ARGS=
 
 golden: setup  ## write tests/fixtures/golden.json again after an intended change of the data or its order
 	@$(ACTIVATE)
-	OMP_NUM_THREADS=1 python tests/test_golden.py
+	OMP_NUM_THREADS=1 PYTHONPATH=tests python tests/project/test_golden.py
 
 docs: setup  ## write the generated pages of docs/ again after a change of commands, options, components, pipelines or records
 	@$(ACTIVATE)

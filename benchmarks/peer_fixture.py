@@ -6,9 +6,9 @@ transformers dropped REALM after 4.x, so this runs in a throw-away environment:
     runs/peer/bin/pip install transformers==4.35.2 torch 'numpy<2' safetensors
     runs/peer/bin/python benchmarks/peer_fixture.py
 
-All weights are small and random. tests/test_peer.py loads the first file's weights into our modules and compares
-numbers; tests/test_peer_published.py imports the folders under peer_published, which the peer saved in the format of
-the checkpoints on the hub, and compares retrieval, scores and answers (expected.safetensors, expected.json).
+All weights are small and random. tests/model/test_peer.py loads the first file's weights into our modules and compares
+numbers; tests/model/test_peer_published.py imports the folders under peer_published, which the peer saved in the format
+of the checkpoints on the hub, and compares retrieval, scores and answers (expected.safetensors, expected.json).
 
 Shape suffixes: B queries, K candidates of each, L padded length, R passages that are read, P passages that
 are retrieved, A answers of a passage, S spans.

@@ -44,8 +44,8 @@ PLACE = ("folder", "digest", "fingerprint")  # where it lies on the volume, of i
 HEADLINE = ("em", "f1", "recall_at_5")
 OF_THE_STAGE = "every number in the stage's `metrics.json`"
 CHIEF_ONES = "the numbers that `realmops run` prints"
-# What Kubeflow shows of an output beside its type: keys, and what else. tests/test_pipelines_run.py holds it against
-# runs.
+# What Kubeflow shows of an output beside its type: keys, and what else.
+# tests/cluster/test_pipelines_run.py holds it against runs.
 METADATA: dict[tuple[str, str], tuple[tuple[str, ...], str]] = {
     **{(name, what): (PLACE, OF_THE_STAGE) for name in STAGES for what in ("manifest", "corpus", "model")},
     **{(name, "metrics"): ((), CHIEF_ONES) for name in STAGES},

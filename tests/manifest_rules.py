@@ -32,7 +32,7 @@ from manifests import (
 EXTERNAL = "external.realmops"  # annotation external.realmops/secret-NAME: what people have to make, with its keys
 HANDLERS = {"exec", "httpGet", "tcpSocket", "grpc"}
 ADDRESS = re.compile(r"https?://([a-z0-9-]+)(?:\.([a-z0-9-]+))?[a-z.]*:(\d+)")
-# by program: where it answers; tests/test_mlflow_server.py and tests/test_serve.py ask each of them
+# by program: where it answers; tests/tracking/test_mlflow_server.py and tests/serve/test_serve.py ask each of them
 ANSWERS = {"mlflow": {"/health", "/version", "/metrics"}, "serve": {"/health/live", "/health/ready", "/metrics"}}
 OF_PODS = ("runAsNonRoot", "runAsUser", "runAsGroup", "seccompProfile")  # which a container has from its pod
 SECURE = {

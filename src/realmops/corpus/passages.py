@@ -2,7 +2,7 @@
 
 Sentences come from ``sentencex`` (Wikimedia's splitter). Of five splitters tried on 22 short texts and on Wikipedia
 paragraphs it was right most often and fastest, and faster than the tokenizer: sentencex 20 right and 42 MB/s, nupunkt
-19 and 4.0, pysbd 18 and 0.12, syntok 17 and 0.64, blingfire 17 and 9.3. ``tests/test_passages.py`` keeps the 20.
+19 and 4.0, pysbd 18 and 0.12, syntok 17 and 0.64, blingfire 17 and 9.3. ``tests/corpus/test_passages.py`` keeps the 20.
 """
 
 from __future__ import annotations

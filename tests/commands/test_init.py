@@ -1,0 +1,437 @@
+"""``realmops init``: a folder that is no clone of ours, with what its documents and questions ask for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import manifests
+import pytest
+import small_project
+import yaml
+from manifest_rules import faults
+from manifests import find, instructions, read_all, render
+from small_project import cli
+
+from realmops import __version__, config
+from realmops.commands import init
+from realmops.commands.init import BASES, dvc_text
+from realmops.config_yaml import read_params
+from realmops.stages import STAGES, chain
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hub, no download."""
+
+    def none(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(init, "urlopen", none)
+    monkeypatch.setattr("urllib.request.urlopen", none)
+
+
+def made(folder: Path, *words: str | Path) -> str:
+    result = cli("init", folder, *words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def with_documents(folder: Path) -> Path:
+    folder.mkdir()
+    small_project.write_documents(folder / "documents.jsonl")
+    return folder
+
+
+def questions(path: Path, count: int) -> Path:
+    records = [{"question": f"Who wrote book {n}?", "answers": ["Anna Berg"]} for n in range(count)]
+    return small_project.write_json_lines(path, records)
+
+
+def test_without_documents_it_is_the_sample_and_the_chain_is_ours(tmp_path: Path) -> None:
+    made(tmp_path / "mine")
+    values = config.load(tmp_path / "mine" / "params.yaml")
+    assert values == config.load(ROOT / "params.yaml") | {"tracking": values["tracking"]}
+    assert values["tracking"]["experiment"] == "mine"
+    assert chain(values) == tuple(STAGES)
+    _, own = read_params(ROOT / "params.yaml")
+    assert (ROOT / "dvc.yaml").read_text(encoding="utf-8") == dvc_text(config.load(ROOT / "params.yaml"), own)
+
+
+def test_documents_alone_have_questions_made_and_no_sample(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    told = made(folder, "--documents", folder / "documents.jsonl")
+    assert "documents: 1 of jsonl" in told
+    assert "encoder: from scratch (preset squad)" in told
+    assert "questions: none" in told
+    assert "dates alone are masked" in told
+    presets, own = read_params(folder / "params.yaml")
+    assert presets == ["squad", "documents"]
+    assert own["snapshot"] == {"documents": "documents.jsonl"}
+    stages = yaml.safe_load((folder / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+    assert [*stages] == ["snapshot", "tag", "cloze", "ict", "pretrain", "finetune", "evaluate"]
+    assert stages["finetune"]["deps"].count("data/cloze") == 1
+    assert "sample" not in str(stages)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "encoder", "size", "presets"),
+    [
+        ("NVIDIA L4", "google-bert/bert-base-uncased", 0, ["squad", "bert-base"]),
+        ("NVIDIA L4", "plain", 0, ["squad", "bert-base"]),
+        ("NVIDIA L4", "pooled", 0, ["squad", "minilm"]),
+        ("NVIDIA L4", "some/name", 0, ["squad", "minilm"]),
+        ("NVIDIA L4", "some/name-base-v2", 0, ["squad", "minilm", "base"]),
+        ("", "wide", 0, ["squad", "minilm", "base"]),
+        ("", "google-bert/bert-base-uncased", 0, ["squad", "minilm", "base"]),
+        ("NVIDIA L4", "small", 0, ["squad"]),
+        ("", "small", 20_000_000, ["squad", "large"]),
+    ],
+)
+def test_encoder_gpu_and_size_choose_the_presets(
+    gpu: str, encoder: str, size: int, presets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is a stand-in that says its name, or that it finds no GPU."""
+    driver = tmp_path / "bin" / "nvidia-smi"
+    driver.parent.mkdir()
+    driver.write_text(f'#!/bin/sh\necho "{gpu}"; test "{gpu}"\n')
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(driver.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(init, "version", lambda name: "2.9.1")
+    for name in ("plain", "wide"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "wide" / "config.json").write_text('{"hidden_size": 768}')
+    (tmp_path / "pooled" / "1_Pooling").mkdir(parents=True)
+    (tmp_path / "pooled" / "1_Pooling" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    documents = with_documents(tmp_path / "docs")
+    with (documents / "large.txt").open("wb") as file:
+        file.write(b"Words.\n")
+        file.truncate(max(7, size))
+    told = made(tmp_path / "mine", "--documents", documents, "--encoder", encoder)
+    assert f"({'presets' if len(presets) > 1 else 'preset'} {', '.join(presets)})" in told
+    assert "documents: 1 of jsonl, 1 of txt," in told
+    assert (f"GPU: {gpu}" in told) == bool(gpu)
+    values = yaml.safe_load((tmp_path / "mine" / "params.yaml").read_text())
+    assert values["presets"] == [*presets, "documents"]
+    by_openvino = not gpu and encoder != "small"
+    assert (values["run"] or {}).get("precision") == ("int8" if by_openvino else None)
+    assert ("by OpenVINO, which is installed here" in told) == by_openvino
+    monkeypatch.setattr(init, "find_spec", lambda name: None)
+    monkeypatch.setattr(init, "version", lambda name: "2.9.1+cpu")
+    told = made(tmp_path / "other", "--documents", documents, "--encoder", encoder)
+    assert "GPU" not in told, "torch uses none"
+    assert "OpenVINO" not in told
+    assert "or with DVC (pip install 'realmops[dvc]'): " in told
+
+
+def test_questions_are_split_once_and_for_all(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    told = made(folder, "--documents", folder, "--questions", questions(tmp_path / "asked.jsonl", 100))
+    parts = {name: (folder / f"questions/{name}.jsonl").read_text().splitlines() for name in ("train", "dev", "test")}
+    assert sum(map(len, parts.values())) == 100
+    assert min(map(len, parts.values())) > 3
+    assert f"questions.test: {len(parts['test'])} of 100" in told
+    assert config.load(folder / "params.yaml")["questions"]["train"] == "questions/train.jsonl"
+    again = with_documents(tmp_path / "again")
+    made(again, "--documents", again, "--questions", questions(tmp_path / "asked.jsonl", 140))
+    for name, lines in parts.items():
+        assert lines == (again / f"questions/{name}.jsonl").read_text().splitlines()[: len(lines)]
+
+
+def test_files_that_are_named_by_their_parts_are_taken_as_they_are(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    files = [questions(folder / f"my.{name}.jsonl", 5) for name in ("test", "train", "dev")]
+    made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
+    assert read_params(folder / "params.yaml")[1]["questions"] == {
+        name: f"my.{name}.jsonl" for name in ("train", "dev", "test")
+    }
+    assert "questions" not in [path.name for path in folder.iterdir()]
+
+
+def test_a_split_is_a_whole_word_of_a_file_name(tmp_path: Path) -> None:
+    """``test`` is no word of ``latest_dev``, nor ``train`` of ``constraints``."""
+    folder = with_documents(tmp_path / "mine")
+    files = [questions(folder / f"{name}.jsonl", 5) for name in ("latest_dev", "my-TRAIN", "final.test")]
+    made(folder, "--documents", folder / "documents.jsonl", *(word for file in files for word in ("--questions", file)))
+    assert read_params(folder / "params.yaml")[1]["questions"] == {
+        "train": "my-TRAIN.jsonl", "dev": "latest_dev.jsonl", "test": "final.test.jsonl",
+    }  # fmt: skip
+    assert init._by_name([Path("latest_dev.jsonl"), Path("constraints.jsonl"), Path("test.jsonl")]) == {}
+    assert init._by_name([Path("train/a.jsonl"), Path("dev/a.jsonl"), Path("test/a.jsonl")]) == {}, "folders' names"
+    assert init._by_name([Path("train_dev_test.jsonl")]) == {}, "one file for all is split"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("test_2.jsonl", "test.jsonl and mine/test_2.jsonl could each be questions.test; give one file for each of"),
+        ("train_test.jsonl", "--questions: mine/train_test.jsonl: no split by the name; give one file for each of"),
+        ("others.jsonl", "--questions: mine/others.jsonl: no split by the name; give one file for each of"),
+    ],
+)
+def test_question_files_of_no_clear_split_are_refused(
+    more: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_documents(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    names = ("train.jsonl", "dev.jsonl", "test.jsonl", more)
+    files = [questions(folder / name, 5).relative_to(tmp_path) for name in names]
+    before = sorted(folder.rglob("*"))
+    words = [word for file in files for word in ("--questions", str(file))]
+    result = cli("init", "mine", "--documents", "mine/documents.jsonl", *words)
+    assert (result.exit_code, told in " ".join(result.stderr.split())) == (2, True), result.stderr
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_sixty_questions_are_split_and_one_fewer_is_refused(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    words = ("--documents", folder / "documents.jsonl", "--questions", tmp_path / "asked.jsonl")
+    questions(tmp_path / "asked.jsonl", 59)
+    result = cli("init", folder, *words)
+    assert (result.exit_code, "59 questions; from 60 on they are split" in result.stderr) == (2, True)
+    questions(tmp_path / "asked.jsonl", 60)
+    made(folder, *words)
+    assert sum(len(path.read_text().splitlines()) for path in (folder / "questions").iterdir()) == 60
+
+
+def test_pipes_among_documents_are_counted_and_as_questions_refused(tmp_path: Path) -> None:
+    folder = with_documents(tmp_path / "mine")
+    os.mkfifo(folder / "pipe.jsonl")
+    result = cli("init", folder, "--documents", folder, "--questions", folder / "pipe.jsonl")
+    assert (result.exit_code, "pipe.jsonl: cannot be read: it is a pipe" in result.stderr) == (2, True)
+    assert "documents: 1 of jsonl, 1 of unread, " in made(folder, "--documents", folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--documents", "nowhere"], "nowhere: there is no such file or folder"),
+        (["--questions", "asked.jsonl"], "want --documents"),
+        (["--documents", "documents.jsonl", "--questions", "asked.jsonl"], "5 questions; from 60 on they are split"),
+        (["--documents", "documents.jsonl", "--questions", "documents.jsonl"], "documents.jsonl"),
+    ],
+)
+def test_what_cannot_be_is_told_and_nothing_is_written(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_documents(tmp_path / "mine")
+    questions(folder / "asked.jsonl", 5)
+    before = sorted(folder.rglob("*"))
+    monkeypatch.chdir(folder)
+    result = cli("init", ".", *words)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_what_a_user_has_stays(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("mine\n")
+    (tmp_path / ".gitignore").write_text("*.log\n/data/")
+    assert "README.md is yours" in made(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine\n"
+    lines = (tmp_path / ".gitignore").read_text().splitlines()
+    assert lines[:2] == ["*.log", "/data/"]
+    assert lines.count("/data/") == 1
+    assert "/models/ict/" in lines
+    assert "/models/" not in lines, "an encoder of the user's may lie beside ours"
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    result = cli("init", tmp_path)
+    assert (result.exit_code, "params.yaml exists, and would be overwritten" in result.stderr) == (2, True)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("name", ["1e5", "no", "2020-01-01", "a: b", "it's, [x]"])
+def test_a_folder_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """Of texts that one YAML reader or the other takes for something else, too."""
+    folder = with_documents(tmp_path / name)
+    told = made(folder, "--documents", folder / "documents.jsonl")
+    assert config.load(folder / "params.yaml")["tracking"]["experiment"] == name
+    assert yaml.safe_load((folder / "params.yaml").read_text())["tracking"]["experiment"] == name
+    assert f"next: cd {shlex.quote(str(folder))} && realmops run all" in told
+
+
+@pytest.mark.parametrize(
+    ("there", "words"),
+    [
+        ((), "git init && dvc init && dvc repro"),
+        (("mine/.git",), "dvc init && dvc repro"),
+        ((".git",), "dvc init --subdir && dvc repro"),
+        (("mine/.git", "mine/.dvc"), "dvc repro"),
+    ],
+)
+def test_it_says_how_dvc_begins_here(there: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    """And what it says works: dvc repro then knows the chain."""
+    for name in there:
+        (tmp_path / name).mkdir(parents=True)
+    folder = tmp_path / "mine"
+    assert made(folder).endswith(f"with DVC: cd {folder} && {words}\n")
+    for name in there:
+        shutil.rmtree(tmp_path / name)
+    if ".git" in there:
+        subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    if ".dvc" not in "".join(there):
+        setting = words.replace("dvc repro", "dvc stage list --name-only")
+        if "mine/.git" in there:
+            setting = f"git init --quiet && {setting}"
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        listed = subprocess.run(
+            setting, shell=True, cwd=folder, capture_output=True, text=True, env={**os.environ, "PATH": path}
+        )
+        assert listed.stdout.split()[-len(STAGES) :] == [*STAGES], listed.stderr
+
+
+def test_a_broken_record_is_told_of_at_once(tmp_path: Path) -> None:
+    (tmp_path / "documents.jsonl").write_text('{"title": "A", "text": "x"}\n{"title": "B", "te')
+    told = made(tmp_path / "mine", "--documents", tmp_path / "documents.jsonl")
+    assert f"documents: {tmp_path / 'documents.jsonl'}:2: not valid JSON" in told
+
+
+def test_other_languages_are_told_of(tmp_path: Path) -> None:
+    german = "Die Stadt wurde von ihren Bewohnern am Fluss erbaut, und viele Menschen leben heute noch dort. " * 30
+    english = "The town was built by the people of the valley, and many of them live in it to this day. " * 30
+    chinese = "这座城市由山谷里的人们建造，其中许多人至今仍住在这里。" * 30
+    for name, texts, language, told in (
+        ("german", [german], "de", "language: German 100% (snapshot.language: de)"),
+        ("chinese", [chinese], "zh", "language: Chinese 100% (snapshot.language: zh)"),
+        ("both", [english, german, english], "auto", "language: English 67%, German 33% (snapshot.language: auto)"),
+        ("english", [english], "en", ""),
+    ):
+        documents = [{"title": "", "text": text} for text in texts]
+        small_project.write_json_lines(tmp_path / "documents.jsonl", documents)
+        said = made(tmp_path / name, "--documents", tmp_path / "documents.jsonl")
+        values = config.load(tmp_path / name / "params.yaml")
+        assert told in said
+        assert ("language: " in said) == bool(told)
+        assert values["snapshot"]["language"] == language
+        assert values["tag"]["method"] == ("phrases" if told else "dates")
+
+
+# What a cluster gets
+
+
+@pytest.mark.parametrize(("cluster", "namespace"), init.CLUSTERS.items())
+def test_a_cluster_takes_the_folder(cluster: str, namespace: str, tmp_path: Path) -> None:
+    """And the Job of Argo CD or Flux submits the project's own params."""
+    made(tmp_path, "--cluster", cluster)
+    assert faults(render(tmp_path)) == []
+    argo = read_all(tmp_path / "k8s" / "argo-cd.yaml")[0]["spec"]
+    flux = read_all(tmp_path / "k8s" / "flux.yaml")[1]["spec"]
+    assert (
+        argo["source"]["kustomize"]["components"] == flux["components"] == [f"k8s/{BASES}/components/retrain-on-sync"]
+    )
+    assert (argo["source"]["path"], flux["path"]) == (".", "./")
+    assert argo["destination"]["namespace"] == namespace
+    file = tmp_path / "kustomization.yaml"
+    own = yaml.safe_load(file.read_text())
+    own["components"] = [*own.get("components", []), *flux["components"]]
+    file.write_text(yaml.safe_dump(own))
+
+    def job_and_params() -> tuple[manifests.Object, manifests.Object]:
+        objects = render(tmp_path)
+        assert faults(objects) == []
+        [params] = [
+            one for one in objects if one["kind"] == "ConfigMap" and "realmops-params" in one["metadata"]["name"]
+        ]
+        return find(objects, "Job/realmops-retrain"), params
+
+    job, params = job_and_params()
+    [volume] = [one for one in job["spec"]["template"]["spec"]["volumes"] if one["name"] == "params"]
+    assert volume["configMap"]["name"] == params["metadata"]["name"]
+    assert params["data"]["params.yaml"] == (tmp_path / "params.yaml").read_text()
+    assert cli("params", "--params", tmp_path / "params.yaml", "--set", "pretrain.steps=7", "--write").exit_code == 0
+    other, _ = job_and_params()
+    assert other["spec"] != job["spec"], "an option's change is another Job, and no other image"
+    [container], [same] = (one["spec"]["template"]["spec"]["containers"] for one in (other, job))
+    assert container["image"] == same["image"]
+
+
+def test_the_workflow_is_ours_but_for_what_it_installs(tmp_path: Path) -> None:
+    made(tmp_path)
+    ours, own = (folder / ".github/workflows/retrain.yml" for folder in (ROOT, tmp_path))
+    lines = [
+        (a, b)
+        for a, b in zip(ours.read_text().splitlines(), own.read_text().splitlines(), strict=True)
+        if a != b and "#" not in a
+    ]
+    assert [b.strip() for _, b in lines] == [f"- run: python -m pip install 'realmops[cluster]=={__version__}'"]
+
+
+# An installed package
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is made of the sdist, unpacked as an installer does it; of the files that the image is made of."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    copied = [rest for word, rest in instructions() if word == "COPY" and not rest.startswith("--from")]
+    for path in {ROOT / name for rest in copied for name in rest.split()[:-1]}:
+        if path.is_dir():
+            shutil.copytree(path, source / path.name, ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
+        else:
+            shutil.copy(path, source)
+
+    def build(kind: str, place: Path) -> None:
+        code = f"from setuptools import build_meta; import sys; print(build_meta.build_{kind}(sys.argv[1]))"
+        done = subprocess.run([sys.executable, "-c", code, folder], cwd=place, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    build("sdist", source)
+    name = f"realmops-{__version__}"
+    with tarfile.open(folder / f"{name}.tar.gz") as file:
+        file.extractall(folder, filter="data")
+    build("wheel", folder / name)
+    [wheel] = folder.glob("*.whl")
+    assert wheel.name == f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_a_wheel_has_every_file_of_the_package(installed: Path) -> None:
+    package = ROOT / "src" / "realmops"
+    wanted = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
+    wanted = {path for path in wanted if "__pycache__" not in path.parts}
+    wanted |= {path.relative_to(ROOT) for path in (*(ROOT / "k8s").rglob("*.*"), *(ROOT / "pipelines").glob("*.yaml"))}
+    assert {path.relative_to(installed / "realmops") for path in (installed / "realmops").rglob("*.*")} == {
+        path for path in wanted if "." in path.name
+    }
+
+
+def test_an_installed_package_makes_a_project_and_runs_it_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    """The sample chain, made small, then a pipeline, presets and manifests of the package."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    environment |= {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
+
+    def run(*words: str, code: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "realmops", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    run("init")
+    small = {name: keys for name, keys in small_project.SMALL.items() if name not in ("questions", "snapshot")}
+    small |= {"tag": {"steps": 4, "batch_size": 4}, "evaluate": {"bootstrap": 20}}
+    settings = [
+        f"{section}.{key}={json.dumps(value)}" for section, keys in small.items() for key, value in keys.items()
+    ]
+    run("params", "--write", *(word for one in settings for word in ("--set", one)))
+    run("run", "all")
+    assert "realmops ask" in run("report")
+    assert json.loads(run("params", "--preset", "ablations/t5", "--json"))["finetune"]["reader"] == "t5"
+    assert faults(render(tmp_path)) == []
+    told = run("submit", "--pipeline", "ablations", "--argument", "none=1", code=2)
+    assert f"{installed}/realmops/pipelines/ablations.yaml takes " in told

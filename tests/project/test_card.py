@@ -1,0 +1,78 @@
+"""What the project was asked for: its entries at the top, its packages, and its files in what is installed."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from realmops.resources import resource
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FOLDERS = ("components", "pipelines", "k8s", "src", "tests")
+FILES = ("dvc.yaml", "params.yaml", "pyproject.toml")
+PACKAGES = ("kfp", "torch", "transformers", "faiss-gpu", "mlflow", "dvc", "kubernetes", "pyyaml")
+
+
+def packages(requirements: list[str]) -> set[str]:
+    """The names in requirements, without versions and extras."""
+    return {re.split(r"[^\w-]", one)[0].lower() for one in requirements}
+
+
+def test_the_entries_are_at_the_top_and_in_git() -> None:
+    assert [name for name in FOLDERS if not (ROOT / name).is_dir()] == []
+    assert [name for name in FILES if not (ROOT / name).is_file()] == []
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    kept = done.stdout.splitlines()
+    assert {*FOLDERS} <= {path.split("/")[0] for path in kept if "/" in path}
+    assert {*FILES} <= {*kept}
+
+
+def test_the_packages_are_dependencies_or_extras() -> None:
+    extras = [one for requirements in PROJECT["optional-dependencies"].values() for one in requirements]
+    assert packages([*PROJECT["dependencies"], *extras]) >= {*PACKAGES}
+    assert packages(PROJECT["dependencies"]) >= {"torch", "transformers", "pyyaml"}
+
+
+def test_no_extra_brings_both_packages_of_the_module_faiss() -> None:
+    extras = PROJECT["optional-dependencies"]
+
+    def reached(extra: str) -> set[str]:
+        inner = [name for one in extras[extra] for name in re.findall(r"^realmops\[(.*)\]", one)]
+        found = packages(extras[extra])
+        return found.union(*(reached(name) for names in inner for name in names.split(",")))
+
+    assert reached("gpu") == {"faiss-gpu"}
+    assert "faiss-cpu" in reached("dev")
+    assert [extra for extra in extras if {"faiss-cpu", "faiss-gpu"} <= reached(extra)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [("k8s", "overlays/production/kustomization.yaml"), ("k8s", "base/data.yaml"), ("pipelines", "train.yaml")],
+)
+def test_manifests_and_pipelines_are_those_at_the_top(name: str, some: str) -> None:
+    assert resource(name) == ROOT / name
+    assert (resource(name) / some).is_file()
+
+
+def test_src_has_no_second_copy() -> None:
+    source = ROOT / "src"
+    own = {path.name for folder in ("k8s", "pipelines") for path in (ROOT / folder).rglob("*.yaml")}
+    assert {path.name for path in source.rglob("*.yaml")} & own == set()
+    assert not [path for name in ("k8s", "pipelines", "kubeflow") for path in source.rglob(name) if path.is_dir()]
+
+
+def test_an_installed_package_finds_its_own_copy(tmp_path: Path) -> None:
+    """Not that of a checkout around it; tests/commands/test_init.py builds the package."""
+    package = tmp_path / "src" / "realmops"
+    for folder in (package / "k8s", tmp_path / "k8s", tmp_path / "pipelines"):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "resources.py").write_text((ROOT / "src/realmops/resources.py").read_text())
+    program = "from realmops.resources import resource; print(resource('k8s'), resource('pipelines'))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "src", capture_output=True, text=True)
+    assert done.stdout.split() == [str(package / "k8s"), str(tmp_path / "pipelines")], done.stderr

@@ -1,0 +1,228 @@
+"""One pipeline: the stages as data, dvc.yaml, params.yaml, the presets and the command line say the same."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_project
+import yaml
+from small_project import cli, stage, toy_values, write_project
+
+from realmops import config
+from realmops.stages import STAGES, Stage, chain, in_use, parse_sections
+
+ROOT = Path(__file__).parents[2]
+PARAMS = ROOT / "params.yaml"
+PIPELINE: dict[str, Any] = yaml.safe_load((ROOT / "dvc.yaml").read_text())
+ALL_STAGES = ("tracking",)  # sections that the runner reads for every stage and that change no output
+
+
+# dvc.yaml
+
+
+def test_dvc_yaml_has_the_stages_and_nothing_else() -> None:
+    values = config.load(PARAMS)
+    wanted = {
+        name: {
+            "cmd": f"realmops run {name}",
+            "deps": [*(STAGES[need].folder for need in one.needs), *(f"${{{key}}}" for key in in_use(one, values))],
+            "params": ["presets", *one.sections],
+            "outs": [{one.folder: {"persist": True}}],  # or DVC removes what realmops run has made
+        }
+        for name, one in STAGES.items()
+    }
+    assert {name: {"deps": [], **entry} for name, entry in PIPELINE["stages"].items()} == wanted
+    assert list(PIPELINE["stages"]) == list(STAGES)
+
+
+def test_dvc_goes_on_with_what_realmops_run_has_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a stage whose options changed replaces its folder."""
+    params = write_project(tmp_path)
+    params.write_text(f"presets: []\n{params.read_text()}")
+    (tmp_path / "dvc.yaml").write_bytes((ROOT / "dvc.yaml").read_bytes())
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+
+    def dvc(*words: str) -> None:
+        told = subprocess.run(["dvc", *words], capture_output=True, text=True)
+        assert told.returncode == 0, told.stdout + told.stderr
+
+    manifest = tmp_path / "data/snapshot/corpus/manifest.json"
+    dvc("init", "--no-scm")
+    for name in ("sample", "snapshot"):
+        assert cli("run", name).exit_code == 0
+    made = manifest.stat().st_ino, manifest.read_bytes()
+    dvc("repro", "snapshot")
+    assert (manifest.stat().st_ino, manifest.read_bytes()) == made
+    assert cli("params", "--set", "snapshot.block_wordpieces=60", "--write").exit_code == 0
+    dvc("repro", "snapshot")
+    assert manifest.read_bytes() != made[1]
+
+
+def test_metrics_and_plots_of_dvc_yaml_lie_in_outputs_of_stages() -> None:
+    folders = {Path(one.folder) for one in STAGES.values()}
+    plots = [path for plot in PIPELINE["plots"] for entry in plot.values() for path in entry["y"]]
+    assert plots
+    for path in (*PIPELINE["metrics"], *plots):
+        assert folders & set(Path(path).parents), path
+
+
+# The stages among themselves and the command line
+
+
+def test_the_stages_fit_together() -> None:
+    for place, (name, one) in enumerate(STAGES.items()):
+        assert one.name == name
+        assert {*one.needs} <= {*list(STAGES)[:place]}, "what comes before it"
+        assert {*one.sections} <= config.SECTIONS.keys()
+        for section, _, option in (key.partition(".") for key in one.files):
+            assert section in one.sections
+            assert option in config.SECTIONS[section].model_fields
+    folders = [Path(one.folder) for one in STAGES.values()]
+    assert len({*folders}) == len(folders)
+    assert not [(a, b) for a in folders for b in folders if a in b.parents]
+
+
+def test_the_command_line_offers_the_stages_in_their_order() -> None:
+    assert ", ".join(STAGES) in " ".join(cli("--help").output.split())
+    first_words = [line.split()[0] for line in cli("run", "--help").output.splitlines() if line.strip()]
+    assert [word for word in first_words if word in STAGES] == list(STAGES)
+    refused = cli("run", "train")
+    assert refused.exit_code == 2
+    assert all(name in refused.output for name in STAGES)
+
+
+def test_the_tagger_is_left_out_where_nothing_reads_spans() -> None:
+    """The reader's warm start, REALM and made questions read them."""
+    idle = {"ict": {"reader_steps": 0}, "pretrain": {"steps": 0}}
+    made = {"questions": {"train": "data/cloze/questions.train.jsonl"}}
+    assert chain(toy_values(**idle)) == ("snapshot", "ict", "pretrain", "finetune", "evaluate")
+    for changes in ({}, idle | {"pretrain": {"steps": 1}}, idle | {"ict": {"reader_steps": 1}}, idle | made):
+        assert "tag" in chain(toy_values(**changes)), changes
+
+
+# params.yaml and the presets
+
+
+def test_params_yaml_has_the_sections_of_the_stages_each_key_with_a_comment() -> None:
+    text = PARAMS.read_text()
+    sections = {section for one in STAGES.values() for section in one.sections}
+    assert yaml.safe_load(text).keys() == sections | {"presets", *ALL_STAGES}
+    assert [line for line in text.splitlines() if re.match(r"  \w+:", line) and "  # " not in line] == []
+
+
+def read_names() -> set[str]:
+    """Every attribute that the code outside config.py reads, and every ``section.key`` in its texts."""
+    names: set[str] = {key for one in STAGES.values() for key in one.files}
+    for path in (ROOT / "src/realmops").rglob("*.py"):
+        if path.name != "config.py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    names.add(node.attr)
+    return names
+
+
+def test_every_option_is_read_somewhere() -> None:
+    names = read_names()
+    for name, section in config.SECTIONS.items():
+        for key in section.model_fields if name not in ALL_STAGES else ():
+            assert names & {key, f"{name}.{key}"}, f"{name}.{key}"
+
+
+# A stage reads the sections that it declares, all of them and no other
+
+
+class Recording(dict[str, Any]):
+    """A mapping that remembers which keys were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def test_a_stage_is_given_its_sections_and_no_other() -> None:
+    for one in STAGES.values():
+        assert tuple(parse_sections(one, toy_values())) == one.sections
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    write_project(folder)
+    return folder
+
+
+VALUES = toy_values(tag={"method": "tagger"}, pretrain={"steps": 1})
+
+
+@pytest.fixture(scope="module")
+def read(project: Path) -> dict[str, set[str]]:
+    """What the work of each stage has read of its sections, those for the names of its files included; all are done."""
+    read: dict[str, set[str]] = {}
+    jobs: list[Recording] = []
+
+    def parse(one: Stage, values: Mapping[str, Mapping[str, Any]]) -> Recording:
+        jobs.append(Recording(parse_sections(one, values)))
+        return jobs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("realmops.stages.runner.parse_sections", parse)
+        for name in STAGES:
+            stage(name, VALUES, project, project / "root")
+            read[name] = jobs[-1].read | {key.partition(".")[0] for key in STAGES[name].files}
+    return read
+
+
+def test_a_stage_reads_every_section_that_it_declares(read: dict[str, set[str]]) -> None:
+    """But for the section of a reader that reads no passages, where that is not the reader."""
+    assert read == {name: {*one.sections} - {"closed_book"} for name, one in STAGES.items()}
+
+
+@pytest.mark.usefixtures("read")
+def test_every_file_that_a_stage_reads_counts_for_what_is_made_from_it(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Change one byte of each external file: the stages that name it run again, no other."""
+
+    class Runs(Exception):
+        pass
+
+    def refuse(*_: Any) -> Any:
+        raise Runs
+
+    monkeypatch.setattr("realmops.stages.Stage.run", refuse)
+    keys = {key for one in STAGES.values() for key in one.files if (project / path_of(VALUES, key)).is_file()}
+    assert keys == {"snapshot.documents", "questions.train", "questions.dev", "questions.test", "tag.train", "tag.dev"}
+    for key in sorted(keys):
+        path = project / path_of(VALUES, key)
+        content = path.read_bytes()
+        same = {k for k in keys if path_of(VALUES, k) == path_of(VALUES, key)}
+        path.write_bytes(content + b"\n")
+        started = {
+            name for name in STAGES if not finishes(lambda n=name: stage(n, VALUES, project, project / "root"), Runs)
+        }
+        path.write_bytes(content)
+        assert started == {name for name, one in STAGES.items() if same & set(one.files)}, key
+
+
+def path_of(values: small_project.Values, key: str) -> str:
+    section, _, option = key.partition(".")
+    return str(values[section][option])
+
+
+def finishes(work: Callable[[], Any], error: type[Exception]) -> bool:
+    try:
+        work()
+    except error:
+        return False
+    return True

@@ -1,0 +1,262 @@
+"""What a training step sends to a GPU and waits for, counted without one, at any size of the batch.
+
+    PYTHONPATH=src:tests python tests/train/test_steps.py
+
+prints the counts of every kind of step (tests/elsewhere.py says what they are).
+"""
+
+import copy
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elsewhere import ELSEWHERE, Counts, recorded
+from small_world import World, build_world, section, tiny_context, tiny_models, tiny_optimiser
+
+from realmops.answering.openqa import OpenQa
+from realmops.corpus.question_sets import Question
+from realmops.devices import bring, send
+from realmops.model import packed
+from realmops.model.checkpoint_files import add_spans
+from realmops.model.packed import Packed
+from realmops.model.retriever import HYBRID_START, Mixture, Retriever
+from realmops.search.bm25 import Bm25
+from realmops.search.embed import document_sequences, embed, embed_documents, embed_there, query_sequences
+from realmops.search.exact import Exact, PassageIndex, exact
+from realmops.search.hybrid import Hybrid
+from realmops.train.examples import Examples
+from realmops.train.fine_tuning import finetune
+from realmops.train.index_source import Index
+from realmops.train.pretraining import pretrain
+from realmops.train.realm import Realm
+
+STEPS = 3
+FP32 = torch.float32
+CPU = torch.device("cpu")
+ASKED = (("Where was Anna Berg born?", "Oslo"), ("Which town is a port?", "Bergen"), ("Who built The Star?", "Jon Vik"))
+
+
+class Steps:
+    """The counts of each step, told of by the training loop."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts, self.before, self.steps = counts, replace(counts), list[Counts]()
+
+    def __call__(self, done: int) -> None:
+        self.steps.append(self.counts - self.before)
+        self.before = replace(self.counts)
+
+
+def passages_of(world: World, retriever: Retriever) -> PassageIndex:
+    embedding_PX = embed_documents(retriever, world.snapshot, range(len(world.snapshot)), FP32)
+    return exact(embedding_PX.to(ELSEWHERE), retriever.vectors)
+
+
+@dataclass
+class Once:
+    """One index, adopted at the first step."""
+
+    world: World
+
+    def at_step(self, step: int, retriever: Retriever) -> Index | None:
+        searcher = copy.deepcopy(retriever).eval()
+        return None if step else Index(0, passages_of(self.world, searcher), searcher, 0.0, True)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of step: what is not as usual, and how many copies there and back it may have."""
+
+    copies: int
+    options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    hybrid: bool = False
+    not_in: tuple[int, ...] = ()  # passages
+    means: bool = False  # of each sequence, which are operations of their own
+
+
+VECTORS = {"head": "cosine", "pooling": "mean", "document_vectors": 3}
+
+
+PRETRAIN = {
+    "as usual": Kind(10), "per token": Kind(10, {"marginal": "per_token"}),
+    "without null": Kind(10, {"null_document": False}), "fresh": Kind(10, {"query_encoder": "fresh"}),
+    "crops": Kind(12, {"crop_weight": 0.5}), "copies": Kind(10, model={"copying": {"copies": True}}),
+    "matches": Kind(10, model={"copying": {"matches": True}}),
+    "apart": Kind(11, model={"copying": {"copies": True, "apart": True}}),
+    "crops, vectors": Kind(13, {"crop_weight": 0.5}, VECTORS, means=True),
+}  # fmt: skip
+FINETUNE = {
+    "as usual": Kind(8), "all passages": Kind(8, {"retriever_candidates": 50}),
+    "hard EM": Kind(8, {"span_loss": "hard_em"}), "per passage": Kind(9, {"span_loss": "per_passage"}),
+    "sources left out": Kind(9, not_in=(0,)), "matches": Kind(8, model={"copying": {"matches": True}}),
+    "hybrid": Kind(11, hybrid=True), "hybrid, vectors": Kind(11, model=VECTORS, hybrid=True, means=True),
+}  # fmt: skip
+
+
+def pretraining(world: World, kind: Kind, batch: int) -> list[Counts]:
+    values = {"steps": STEPS, "batch_size": batch, "candidates": 8, "refresh_every": 100, "staleness_queries": 0}
+    lengths = {"query_wordpieces": 40, "reader_wordpieces": 60, "retriever_delay": 0}
+    chosen = section("pretrain", **{**values, **lengths, **kind.options})
+    with recorded() as counts:
+        retriever, reader = tiny_models(world, dropout=0.1, **kind.model)
+        realm = Realm(retriever.to(ELSEWHERE), reader.to(ELSEWHERE), world.snapshot, chosen, FP32)
+        context = tiny_context(device=ELSEWHERE, progress=Steps(counts))
+        examples = Examples(world.snapshot, world.spans, chosen)
+        pretrain(context, realm, examples, tiny_optimiser(), Once(world), evaluate=lambda index: {}, warn=print)
+    return context.progress.steps[2:]  # type: ignore[attr-defined]
+
+
+def finetuning(world: World, kind: Kind, batch: int) -> list[Counts]:
+    values = {"epochs": 1, "batch_size": batch, "retriever_candidates": 8, "reader_candidates": 3}
+    lengths = {"query_wordpieces": 24, "reader_wordpieces": 60, "answer_wordpieces": 4, "checkpoint_every": 100}
+    chosen = section("finetune", **{**values, **lengths, **kind.options})
+    not_in = tuple(map(world.snapshot.passage_id, kind.not_in))
+    asked = [(str(i), *ASKED[i % len(ASKED)]) for i in range(STEPS * batch)]
+    questions = [Question(name, text, (answer,), not_in=not_in) for name, text, answer in asked]
+    with recorded() as counts:
+        retriever, reader = tiny_models(world, **kind.model)
+        add_spans(reader, 8, seed=0)
+        retriever.to(ELSEWHERE)
+        passages = passages_of(world, retriever)
+        words = Bm25.of(world.snapshot) if kind.hybrid else None
+        retriever.mixture = HYBRID_START if kind.hybrid else retriever.mixture
+        model = OpenQa(retriever, reader.to(ELSEWHERE), world.snapshot, passages, chosen, FP32, words=words)
+        context = tiny_context(device=ELSEWHERE, progress=Steps(counts))
+        finetune(context, model, questions, chosen, tiny_optimiser())
+    return context.progress.steps[2:]  # type: ignore[attr-defined]
+
+
+def check(few: list[Counts], many: list[Counts], kind: Kind) -> None:
+    for counts in (*few, *many):
+        assert counts.waits == counts.brought == 2, "once for what was found, once for the metrics"
+        assert counts.sent + counts.brought <= kind.copies
+    assert kind.means or max(c.operations for c in many) <= max(c.operations for c in few)
+
+
+@pytest.mark.parametrize("name", PRETRAIN)
+def test_a_pre_training_step_waits_twice_whatever_the_batch(world: World, name: str) -> None:
+    kind = PRETRAIN[name]
+    check(pretraining(world, kind, 4), pretraining(world, kind, 16), kind)
+
+
+@pytest.mark.parametrize("name", FINETUNE)
+def test_a_fine_tuning_step_waits_twice_whatever_the_batch(world: World, name: str) -> None:
+    kind = FINETUNE[name]
+    few, many = finetuning(world, kind, 4), finetuning(world, kind, 16)
+    if kind.hybrid:  # the best of words and of embeddings are scored once more, where the embeddings are
+        few, many = ([replace(c, waits=c.waits - 1, brought=c.brought - 1) for c in steps] for steps in (few, many))
+    check(few, many, kind)
+
+
+def test_waits_and_copies_are_counted() -> None:
+    with recorded() as counts:
+        layer = torch.nn.Linear(4, 3).to(ELSEWHERE)
+        assert (counts.sent, counts.waits) == (2, 0)
+        whole = layer(torch.ones(5, 4, device=ELSEWHERE)).sum()
+        whole.backward()
+        loss = whole.detach()
+        assert layer.weight.grad.device == ELSEWHERE
+        assert (counts.sent, counts.waits) == (2, 0)
+        for number, wait in enumerate(
+            (
+                loss.item, lambda: float(loss), lambda: bool(loss), loss.tolist, loss.cpu, layer.weight.nonzero,
+                lambda: layer.weight[layer.weight > 0], lambda: torch.ones(2).copy_(layer.weight[0, :2]),
+            ),
+            start=1,
+        ):  # fmt: skip
+            wait()
+            assert counts.waits == number
+        assert (counts.sent, counts.brought) == (2, 2)
+        _ = layer.weight[torch.tensor([0, 1])]
+        assert counts.sent == 3, "an index is sent"
+        with pytest.raises(RuntimeError, match="tensors of two devices"):
+            layer(torch.ones(5, 4))
+        with pytest.raises(TypeError, match="no numpy array"):
+            loss.numpy()
+
+
+def test_what_is_sent_and_brought_together_stays_the_same() -> None:
+    whole, truth = torch.tensor([[1, 1 << 40], [-3, 0]]), torch.tensor([True, False])
+    part = torch.tensor([0.1, -0.0, torch.inf, 1e-45])
+    with recorded() as counts:
+        there = send(ELSEWHERE, whole, truth, part)
+        assert (counts.sent, counts.waits) == (1, 0)
+        assert [tensor.device for tensor in there] == [ELSEWHERE] * 3
+        double = torch.tensor(1 / 3, dtype=torch.float64)
+        back = bring(*there, double.to(ELSEWHERE), part)
+        assert (counts.sent, counts.brought) == (2, 1)
+    for found, expected in zip(back, (whole, truth, part, double, part), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+    assert [id(tensor) for tensor in send(CPU, whole, part)] == [id(whole), id(part)]
+
+
+@pytest.mark.parametrize(("pooling", "segments"), [("cls", "two"), ("mean", "one")])
+def test_embeddings_and_what_is_found_with_them_are_those_of_the_cpu(world: World, pooling: str, segments: str) -> None:
+    """In batches by length as out of them; for words and embeddings together, too."""
+    retriever, _ = tiny_models(world, pooling=pooling, segments=segments)
+    sequences = document_sequences(world.snapshot, range(len(world.snapshot)))
+    texts = [f"{title} {world.snapshot.text(row)}" for row, title in enumerate(world.snapshot.column("title"))][:5]
+    queries = query_sequences([world.wordpieces(text) for text in texts])
+    words, mixture = Bm25.of(world.snapshot), Mixture(1.0, 2.0)
+
+    def found() -> list[Any]:
+        embedding_PE = embed_there(retriever.document, sequences, FP32)
+        hybrid = Hybrid(Exact(embedding_PE), words, mixture, retriever.scale)
+        best = hybrid.search(embed_there(retriever.query, queries, FP32), texts, 4, 6)
+        return [*bring(embedding_PE), best.id_QK, best.dense_QK, best.words_QK]
+
+    expected = found()
+    assert torch.equal(expected[0], embed(retriever.document, sequences, FP32))
+    assert retriever.document.training, "as it was before"
+    assert not embed_there(retriever.eval().document, sequences[:1], FP32).requires_grad
+    assert not retriever.document.training
+    with recorded():
+        retriever.to(ELSEWHERE)
+        there = found()
+    for ours, theirs in zip(there, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("together", [1 << 20, 1])
+def test_hidden_states_are_those_of_the_cpu(world: World, monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """Of sequences in any order of lengths, attended to together and in groups of like lengths."""
+    monkeypatch.setattr(packed, "_SCORES_TOGETHER", together)
+    monkeypatch.setattr(packed, "_SCORES_OF_GROUP", 200)
+    _, reader = tiny_models(world)
+    sequences = [np.arange(5, 5 + length) for length in (9, 3, 7, 3, 8, 1)]
+    segments = [np.arange(len(one)) % 2 for one in sequences]
+    expected_TD = reader.bert(Packed(sequences, segments)).detach()
+    batch = Packed(sequences, segments)
+    assert len(batch.groups) == (1 if together > 1 else 2)
+    with recorded() as counts:
+        reader.to(ELSEWHERE)
+        before = counts.sent
+        hidden_TD = reader.bert(batch)
+        assert counts.sent == before + 1
+        hidden_TD.sum().backward()
+        (found_TD,) = bring(hidden_TD)
+    torch.testing.assert_close(found_TD, expected_TD, rtol=1e-4, atol=1e-5)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = build_world(Path(folder))
+        for what, count, kinds in (("pre-training", pretraining, PRETRAIN), ("fine-tuning", finetuning, FINETUNE)):
+            for name, kind in kinds.items():
+                for batch in (4, 8, 16):
+                    one = count(world, kind, batch)[0]
+                    sys.stdout.write(
+                        f"{what}, {name}, batch of {batch}: {one.operations} operations, {one.sent} copies there, "
+                        f"{one.brought} back, {one.waits} waits\n"
+                    )
+
+
+if __name__ == "__main__":
+    main()
