@@ -1,6 +1,7 @@
 """What a refresh takes in memory at its most, in copies of the embeddings, and what a stage leaves behind."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,18 +14,23 @@ COPY = PASSAGES * WIDTH * 4  # 64 MiB: small beside it are a part, both models, 
 
 
 def test_a_builder_holds_less_than_the_index_and_a_trainer_two_generations(tmp_path: Path) -> None:
-    child = subprocess.run([sys.executable, __file__, str(tmp_path)], check=True, stdout=subprocess.PIPE, text=True)
-    took = [json.loads(line) for line in child.stdout.splitlines()]
+    took = [json.loads(line) for line in run_here(str(tmp_path)).splitlines()]
     assert [what for what, _ in took] == ["build", "build", "adopt", "adopt beside another"]
     assert all(copies < 1 for what, copies in took if what == "build"), took  # the matrix is mapped, and let go
     assert all(0.9 < copies < 1.3 for what, copies in took if what != "build"), took
 
 
 def test_a_stage_begins_without_what_the_one_before_it_kept() -> None:
-    child = subprocess.run([sys.executable, __file__], check=True, stdout=subprocess.PIPE, text=True)
-    kept, given_back = json.loads(child.stdout)
+    kept, given_back = json.loads(run_here())
     assert kept > 0.9
     assert given_back < 0.1
+
+
+def run_here(*arguments: str) -> str:
+    """Return what this file prints in a process of its own, which finds the modules that this one finds."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, __file__, *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
 
 
 def anonymous() -> int:
