@@ -160,11 +160,8 @@ def _filled(text: str, opened: OpenedModel, retriever: Retriever) -> str:
     tower = retriever.query
     inputs = inputs_of(tower.encoder) if isinstance(tower, Embedder) else []
     tokenizer, special = opened.model.snapshot.tokenizer, opened.model.special
-    blanks = {
-        "QUERY_BLANK": blank_before(tokenizer, special.query),
-        "DOCUMENT_BLANK": blank_before(tokenizer, special.document),
-    }
-    note = " A blank before each question or title belongs to its first word." if any(blanks.values()) else ""
+    query, document = (blank_before(tokenizer, first) for first in (special.query, special.document))
+    note = " A blank before each question or title belongs to its first word." if query or document else ""
     values = {
         "ONNX_INPUTS": json.dumps({name: _ONNX[name] for name in _ONNX if name in inputs}),
         "PADDING": special.padding,
@@ -172,8 +169,9 @@ def _filled(text: str, opened: OpenedModel, retriever: Retriever) -> str:
         "DOCUMENT_LIMIT": opened.model.snapshot.block_wordpieces,
         "QUERY_FILE": "encoder.onnx" if retriever.shared else "query.onnx",
         "DOCUMENT_FILE": "encoder.onnx" if retriever.shared else "document.onnx",
+        "QUERY_BLANK": query,
+        "DOCUMENT_BLANK": document,
         "BLANK_NOTE": note,
-        **blanks,
     }
     for name, value in values.items():
         text = text.replace(name, str(value))

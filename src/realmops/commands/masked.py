@@ -41,13 +41,6 @@ class Pretrained:
     index: Index
     searched: str
 
-    def candidates(self, batch: list[Example]) -> tuple[list[list[int]], Tensor, Tensor]:
-        """The passages of each sentence as in pre-training, and what ``Realm.log_prior`` gives for them."""
-        realm = self.realm
-        query_BE = embed(realm.retriever.query, query_sequences(realm.queries(batch)), realm.dtype)
-        found = Candidates(realm.snapshot, realm.options, realm.words).retrieve(batch, query_BE, self.index)
-        return found, *realm.log_prior(batch, found)
-
 
 @torch.no_grad()
 def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str | None = None) -> dict[str, Any]:
@@ -77,7 +70,9 @@ def explain_sentence(sentence: str, root: Path, where: CorpusState, answer: str 
             "compare with"
         )
     example = _example(sentence, answer, realm)
-    [passages], prior_BK, missing_BK = model.candidates([example])
+    query_BE = embed(realm.retriever.query, query_sequences(realm.queries([example])), realm.dtype)
+    [passages] = Candidates(snapshot, realm.options, realm.words).retrieve([example], query_BE, model.index)
+    prior_BK, missing_BK = realm.log_prior([example], [passages])
     log_prior_K = prior_BK[0, ~missing_BK[0]].double().cpu()  # the null document last, as in log_word_KMV
     log_word_KMV = realm.log_words(example, passages).double().cpu()
 

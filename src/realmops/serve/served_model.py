@@ -1,10 +1,10 @@
 """The model that a server holds, and where it comes from: a run's folder or MLflow's registry."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from threading import Lock
-from typing import Any, Self
+from typing import Self
 
 from realmops.answering.confidence import Confidence
 from realmops.answering.opened_model import OpenedModel
@@ -26,9 +26,6 @@ EXAMPLES = 6
 @dataclass(frozen=True, eq=False)
 class ServedModel(OpenedModel):
     """An opened model that many callers ask at once."""
-
-    _lock: Any = field(default_factory=Lock, init=False, repr=False)
-    _searches: list[Search] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
     def of(cls, opened: OpenedModel) -> Self:
@@ -53,13 +50,10 @@ class ServedModel(OpenedModel):
             model.retriever.query = with_packed_linears(model.retriever.query, model.dtype)
         model.reader = with_packed_linears(model.reader, model.dtype)
 
-    @property
+    @cached_property
     def shared_search(self) -> Search:
-        """The search of the model's corpus, built on first use and shared by all threads."""
-        with self._lock:
-            if not self._searches:
-                self._searches.append(self.passage_search())
-            return self._searches[0]
+        """The search of the model's corpus, shared by all threads."""
+        return self.passage_search()
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,8 @@ def in_use(stage: Stage, values: Values) -> list[str]:
 
 def named_below(folder: str, names: Collection[str], values: Values) -> bool:
     """Whether an option in use of one of these stages names a file in a folder of the run."""
-    keys = [key for name in names for key in in_use(STAGES[name], values)]
-    return any(Path(folder) in Path(values[section][key]).parents for section, key in (key.split(".") for key in keys))
+    files = (option_of(values, key) for name in names for key in in_use(STAGES[name], values))
+    return any(Path(folder) in Path(file).parents for file in files)
 
 
 def reads_spans(values: Values) -> bool:
