@@ -101,9 +101,9 @@ def whole(rows: int, seed: int, most: int = 1000) -> Tensor:
     return numbers.float()
 
 
-def check_scores(query_QE: Tensor, embedding_PE: Tensor, k: int) -> None:
+def check_scores(query_QE: Tensor, embedding_PE: Tensor, k: int, often: bool = False) -> None:
     """All scores are those of the best, to the last bit, each that of its passage, and no passage comes twice."""
-    score_QK, id_QK = Exact(embedding_PE).search(query_QE, k)
+    score_QK, id_QK = Exact(embedding_PE, often).search(query_QE, k)
     true_QP = query_QE.double() @ embedding_PE.double().T
     assert torch.equal(score_QK.double(), true_QP.topk(min(k, len(embedding_PE)), dim=1).values)
     assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
@@ -277,12 +277,7 @@ def only_bytes(in_bytes: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_often(query_QE: Tensor, embedding_PE: Tensor, k: int) -> None:
-    """All scores are those of the best, to the last bit, each that of its passage, and no passage comes twice."""
-    score_QK, id_QK = searched_often(Exact(embedding_PE)).search(query_QE, k)
-    true_QP = query_QE.double() @ embedding_PE.double().T
-    assert torch.equal(score_QK.double(), true_QP.topk(k, dim=1).values)
-    assert torch.equal(true_QP.gather(1, id_QK), score_QK.double())
-    assert all(len(set(row)) == len(row) for row in id_QK.tolist())
+    check_scores(query_QE, embedding_PE, k, often=True)
 
 
 @pytest.mark.usefixtures("only_bytes")

@@ -19,12 +19,13 @@ from realmops.artifacts import seed_for
 from realmops.config import BertOptions, ReaderOptions, RetrieverOptions
 from realmops.config_rules import check, vector_rules, width_rules
 from realmops.hub import (
+    CONFIG,
     MODULES,
     POOLING,
     SAFETENSORS,
     encoder_folder,
     is_sentence_encoder,
-    read_layer,
+    read_optional,
     read_weights,
     sentence_layers,
     sentence_pooling,
@@ -185,7 +186,7 @@ def load_pooler(pooler: nn.Linear, state: Mapping[str, Tensor]) -> bool:
 
 def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
     """A layer of a sentence encoder; ValueError names what it has that is not known here."""
-    about, state = read_layer(folder)
+    about, state = read_optional(folder / CONFIG, "dense layer"), read_weights(folder)
     activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{folder}: activation_function is {activation!r}; {', '.join(ACTIVATIONS)} are known")
