@@ -247,7 +247,7 @@ def _described_tower(description: Mapping[str, Any], encoder: Encoder | None = N
     if description["tower"] == "bag":
         return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
     if encoder is None:
-        encoder, _ = described_encoder(description["bert"])
+        encoder = described_encoder(description["bert"])
     kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
     dense = [DenseShape(**shape) for shape in description.get("dense", ())]
     return Embedder(encoder, description["embedding_width"], description["head"], dense=dense, **kind)
