@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from realmops.corpus.sample_corpus import build_world
 from realmops.model.encoder import Encoder
-from realmops.model.encoder_files import described_encoder
 from realmops.model.masked_word_head import MaskedWordHead
+from realmops.model.transformers_models import without_pooler, without_start
 from realmops.text.vocabulary import bert_words, build_tokenizer, learn_pieces
 
 VOCABULARY = 30_522
@@ -34,9 +34,12 @@ SHAPES = {
 def random_bert(shape: str, std: float = 0.02) -> tuple[Encoder, MaskedWordHead]:
     """Return a BERT with normal weights of torch's global generator, and its masked word head."""
     import torch
+    from transformers import BertConfig, BertForMaskedLM
 
-    encoder, head = described_encoder({"packs": True, "config": SHAPES[shape]})
-    assert head is not None
+    with without_start():
+        model = BertForMaskedLM(BertConfig(**SHAPES[shape]))
+    model.tie_weights()
+    encoder, head = Encoder(without_pooler(model.bert), packs=True), MaskedWordHead(model)
     with torch.no_grad():
         for part in (encoder, head):
             for name, parameter in part.named_parameters():

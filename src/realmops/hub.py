@@ -7,7 +7,6 @@ the one place that reads the latter: with torch's restricted loader, which makes
 from __future__ import annotations
 
 import json
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,17 +157,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_object(folder / CONFIG, "model configuration")
 
 
-def read_layer(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration of a sentence encoder's dense layer, and its weights."""
-    return _read_object(folder / CONFIG, "dense layer"), read_weights(folder)
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """All parameters of a folder by name, memory-mapped; ValueError names the file that cannot be read."""
     weights: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         if path.suffix != ".json":
-            weights |= _read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path)
+            weights |= _read_weights(path)
     return weights
 
 
@@ -235,38 +229,26 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in files]
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); fetch it again") from None
-
-
-def _read_bin(path: Path) -> dict[str, Tensor]:
-    """The tensors of torch's zip form; nothing that the file holds is executed."""
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of one file; nothing that it holds is executed."""
     import torch
+    from safetensors.torch import load_file
 
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"{path} is not in torch's zip form: it was cut, or written by torch before 1.6; "
-            f"fetch it again, or take the model's {SAFETENSORS[0]}"
-        )
     try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
         weights = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # whatever the restricted loader stumbles over: the file is of no use
+    except Exception as error:  # whatever either library stumbles over: the file is of no use
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{path} holds something other than weights, or is damaged ({type(error).__name__}: {reason}); nothing "
-            f"of it was executed: do not use it, take the model's {SAFETENSORS[0]} from a source that you trust"
+            f"{path} is damaged, or holds something other than weights ({type(error).__name__}: {reason}); nothing of "
+            f"it was executed: fetch it again, or take the model's {SAFETENSORS[0]} from a source that you trust"
         ) from None
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in weights.items()
     ):
         raise ValueError(f"{path} holds no mapping from names to tensors; take the model's {SAFETENSORS[0]}")
-    return dict(weights)
+    return weights
 
 
 def _read_object(path: Path, what: str) -> dict[str, Any]:

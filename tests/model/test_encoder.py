@@ -181,7 +181,7 @@ def test_a_tagger_learns_on_it(world: World, folder: Path) -> None:
     batch = Packed([tokens for tokens, _ in document_sequences(world.snapshot, range(3))])
     tagger(batch).square().sum().backward()
     assert encoder.word_vectors.grad is not None
-    again, _ = described_encoder(json.loads(json.dumps(encoder.describe())))
+    again = described_encoder(json.loads(json.dumps(encoder.describe())))
     assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
         name: tensor.shape for name, tensor in encoder.state_dict().items()
     }

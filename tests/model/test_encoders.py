@@ -269,7 +269,7 @@ def test_a_malicious_pickle_does_not_run(tmp_path: Path, inside: bool) -> None:
     weights = as_bin(folder)
     payload = Payload(target)
     torch.save({**weights, "extra": payload} if inside else payload, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds something other than weights.* nothing of it was"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin .*something other than weights.* nothing of it was"):
         load_encoder(folder)
     assert not target.exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)
@@ -280,7 +280,7 @@ def test_torchs_old_form_is_refused_unread(tmp_path: Path) -> None:
     folder, target = write_encoder(tmp_path / "encoder"), tmp_path / "proof"
     as_bin(folder)
     torch.save(Payload(target), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not in torch's zip form"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged.* nothing of it was executed"):
         load_encoder(folder)
     assert not target.exists()
 
@@ -300,11 +300,11 @@ def test_a_damaged_bin_file_is_named(tmp_path: Path) -> None:
     path = folder / "pytorch_model.bin"
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not in torch's zip form: it was cut"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is damaged"):
         read_weights(folder)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("readme", "no weights")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds something other than weights"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin .*holds something other than weights"):
         read_weights(folder)
 
 

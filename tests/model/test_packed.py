@@ -16,8 +16,8 @@ def test_groups_are_of_like_lengths_and_cover_all_rows(monkeypatch: pytest.Monke
     monkeypatch.setattr("realmops.model.packed._SCORES_TOGETHER", 1)
     monkeypatch.setattr("realmops.model.packed._SCORES_OF_GROUP", 8)  # two of 2 x 2; a longer one stays alone
     batch = Packed([np.arange(length) for length in (5, 2, 1, 2)])
-    found = [(g.first, g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
-    assert found == [(0, 2, 8, True), (16, 1, 2, False), (18, 1, 5, False)]
+    found = [(g.size, g.longest, g.is_padding_GL is not None) for g in batch.groups]
+    assert found == [(2, 8, True), (1, 2, False), (1, 5, False)]
     assert batch.padded_row_T.tolist() == [18, 19, 20, 21, 22, 8, 9, 0, 16, 17]
     assert batch.padded_rows == 23
 

@@ -389,7 +389,6 @@ def test_what_a_gpu_cannot_search_is_searched_on_the_cpu_with_the_reason_once(
     assert (record.levelname, record.getMessage()) == (level, f"index: {kind} is searched on {first.place}")
     expected = built(embedding_PE, query_QE, type=kind, target_recall=0.1)
     assert torch.equal(second.search(query_QE, 5)[1], expected.search(query_QE, 5)[1])
-    assert not approximate.searches_on_gpu(kind, width, CUDA) or "index_cpu_to_gpu" in change
 
 
 def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> None:
@@ -415,15 +414,6 @@ def test_a_stage_reports_once_where_its_index_is(card: pytest.MonkeyPatch) -> No
         f"pretrain: index.type ivf is on the GPU {CARD}",
         "pretrain: index.type hnsw is on the CPU (FAISS has no hnsw for GPUs)",
     ]
-
-
-@pytest.mark.usefixtures("card")
-def test_the_types_that_a_gpu_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = ("exact", "ivf", "pq", "hnsw")
-    assert [kind for kind in kinds if approximate.searches_on_gpu(kind, 128, CUDA)] == ["ivf", "pq"]
-    assert not any(approximate.searches_on_gpu(kind, 128, CPU) for kind in kinds)
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    assert not any(approximate.searches_on_gpu(kind, 128, CUDA) for kind in kinds)
 
 
 @pytest.fixture

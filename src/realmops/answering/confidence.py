@@ -10,7 +10,7 @@ Shape suffix: Q questions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -45,17 +45,15 @@ class Confidence:
     def load(cls, folder: Path) -> Confidence | None:
         """Load the calibration of a fine-tuned model; None for an imported model, which has no such file.
 
-        Files of 0.1.0 have ``null`` for ``HOLDS_ALL``. ValueError names a file that is damaged.
+        ValueError names a file that is damaged.
         """
         path = folder / FILE
         if not path.is_file():
             return None
-        values = read_json(path)
         try:
-            found = cls(**values)
+            return cls(**read_json(path))
         except TypeError as error:
             raise ValueError(f"{path} holds no calibration of this version ({error}); fine-tune again") from None
-        return replace(found, threshold=HOLDS_ALL) if values["threshold"] is None else found
 
     def save(self, folder: Path) -> None:
         write_json(folder / FILE, asdict(self))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from realmops.answering.answer import InvalidRequest
-from realmops.answering.record import Record, cited
+from realmops.answering.record import Record, passage_record
 from realmops.artifacts import canonical_json
 from realmops.corpus.snapshot_reader import Snapshot, fields_of
 from realmops.model.retriever import EMBEDDINGS_ALONE, Retriever
@@ -333,11 +333,9 @@ class Search:
         return torch.cat(found) if found else torch.empty(0)
 
     def _shown(self, passage: int, score: float, dense: float | None, bm25: float, *, wanted: Wanted) -> Record:
-        text = self.snapshot.text(passage)
-        place = cited(self.snapshot, passage, (0, len(text)))
-        del place["quote"]
-        found = {"score": score, "embeddings": dense, "words": bm25, "highlights": highlights(text, wanted)}
-        return {**place, "text": text, "extra": self.snapshot.extra(passage), **found}
+        place = passage_record(self.snapshot, passage)
+        found = {"score": score, "embeddings": dense, "words": bm25, "highlights": highlights(place["text"], wanted)}
+        return {**place, "extra": self.snapshot.extra(passage), **found}
 
 
 def _best_by_words(query: str, k: int, allowed: Ids | None, words: Bm25) -> tuple[Ids, list[float], list[float | None]]:
@@ -368,7 +366,7 @@ def highlights(text: str, wanted: Wanted) -> list[tuple[int, int]]:
     return places
 
 
-def stems_of(query: str, spoken: Sequence[str] = (ENGLISH,)) -> Wanted:
+def stems_of(query: str, spoken: Sequence[str]) -> Wanted:
     """The stems of a query's words in languages, without words that stand everywhere: what ``highlights`` marks."""
     stop = {code: STOP_WORDS if code == ENGLISH else languages()[code].stop for code in spoken}
     return {

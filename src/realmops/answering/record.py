@@ -42,7 +42,8 @@ def answer_record(
         "quote": cited(snapshot, best.passage, sentence(snapshot, best)) if best else None,
         "passages": [
             {
-                **_passage(snapshot, one.passage, one.p_z),
+                **passage_record(snapshot, one.passage),
+                "p_z": one.p_z,
                 "p_z_given_y": one.p_z_given_y,
                 "span": one.best.text if one.best else None,
                 "score": one.best.score if one.best else None,
@@ -57,16 +58,17 @@ def sources_record(snapshot: Snapshot, found: Found, about: Record) -> Record:
     """What is known of an answer before anything was read: its passages, and what they come from."""
     return {
         "question": found.question.question,
-        "passages": [_passage(snapshot, p, p_z) for p, p_z in zip(found.passages, found.p_z, strict=True)],
+        "passages": [
+            passage_record(snapshot, p) | {"p_z": p_z} for p, p_z in zip(found.passages, found.p_z, strict=True)
+        ],
         "model": about,
     }
 
 
-def _passage(snapshot: Snapshot, passage: int, p_z: float) -> Record:
-    text = snapshot.text(passage)
-    place = cited(snapshot, passage, (0, len(text)))
-    del place["quote"]
-    return {**place, "text": text, "p_z": p_z}
+def passage_record(snapshot: Snapshot, passage: int) -> Record:
+    """Return where a whole passage stands, and its text."""
+    place = cited(snapshot, passage, (0, len(snapshot.text(passage))))
+    return place | {"text": place.pop("quote")}
 
 
 def sentence(snapshot: Snapshot, span: Span) -> tuple[int, int]:

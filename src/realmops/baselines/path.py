@@ -89,7 +89,7 @@ class PathRetriever:
     def load(
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
     ) -> Self:
-        scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text()))[0])
+        scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text())))
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)
 

@@ -143,17 +143,17 @@ def check_encoders(names: Collection[str], values: Values) -> list[str]:
         folder = encoder_folder(init)
         words, *_ = read_encoder_tokenizer(folder)
         bert, retriever, reader = (parse_section(name, values[name]) for name in ("bert", "retriever", "reader"))
-        encoder = build_models(bert, retriever, reader, len(words), seed=0)[1].encoder
-        kind = encoder.model.config.model_type
+        _, built = build_models(bert, retriever, reader, len(words), seed=0)
+        kind = built.encoder.model.config.model_type
         steps = {"ict": "ict.reader_steps", "pretrain": "pretrain.steps"}
         for stage, key in steps.items():
             section, _, name = key.partition(".")
-            if not encoder.predicts and stage in names and values[section][name]:
+            if built.masked_words is None and stage in names and values[section][name]:
                 raise ValueError(
                     f"{folder}: a {kind} continues texts and sees no word after a mask, so it predicts no masked "
                     f"words and may retrieve alone; set {key}=0, or choose an encoder, for example {USUAL}"
                 )
-        if not encoder.packs:
+        if not built.encoder.packs:
             about.append(
                 f"bert.init is a {kind}, whose batches are padded: it is slower than a family of transformers that "
                 "supports its attention interface, for example BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realmops.model.packed import Packed, PaddedGroup, pad_rows, unpad_rows
+from realmops.model.packed import Packed, PaddedGroup
 
 NAME = "realmops_packed"  # as transformers knows the function
 
@@ -107,12 +107,14 @@ def _padded(
         q_GHLE, k_GHLE, v_GHLE = (x_PD.view(shape).transpose(1, 2) for x_PD in (q_PD, k_PD, v_PD))
         made.append(_attend_group(q_GHLE, k_GHLE, v_GHLE, group, scale, dropout, reach, causal))
     y_PD = made[0] if len(made) == 1 else torch.cat(made)
-    y_TD = y_PD if packed.in_place else unpad_rows(y_PD, packed.padded_row_T)
+    y_TD = y_PD if packed.in_place else y_PD.index_select(0, packed.padded_row_T)
     return y_TD.view(-1, heads, v_THE.shape[2])
 
 
 def _to_padded(x_TD: Tensor, packed: Packed) -> Tensor:
-    return x_TD if packed.in_place else pad_rows(x_TD, packed.padded_row_T, packed.padded_rows)
+    if packed.in_place:
+        return x_TD
+    return x_TD.new_zeros(packed.padded_rows, x_TD.shape[1]).index_copy_(0, packed.padded_row_T, x_TD)
 
 
 def _attend_group(

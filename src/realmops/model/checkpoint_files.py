@@ -19,12 +19,13 @@ from realmops.artifacts import seed_for
 from realmops.config import BertOptions, ReaderOptions, RetrieverOptions
 from realmops.config_rules import check, vector_rules, width_rules
 from realmops.hub import (
+    CONFIG,
     MODULES,
     POOLING,
     SAFETENSORS,
     encoder_folder,
     is_sentence_encoder,
-    read_layer,
+    read_optional,
     read_weights,
     sentence_layers,
     sentence_pooling,
@@ -185,7 +186,7 @@ def load_pooler(pooler: nn.Linear, state: Mapping[str, Tensor]) -> bool:
 
 def _dense_layer(folder: Path) -> tuple[DenseShape, dict[str, Tensor]]:
     """A layer of a sentence encoder; ValueError names what it has that is not known here."""
-    about, state = read_layer(folder)
+    about, state = read_optional(folder / CONFIG, "dense layer"), read_weights(folder)
     activation = about.get("activation_function", "torch.nn.modules.activation.Tanh")
     if activation not in ACTIVATIONS:
         raise ValueError(f"{folder}: activation_function is {activation!r}; {', '.join(ACTIVATIONS)} are known")
@@ -246,7 +247,7 @@ def _described_tower(description: Mapping[str, Any], encoder: Encoder | None = N
     if description["tower"] == "bag":
         return Bag(description["vocabulary"], description["embedding_width"], description["temperature"])
     if encoder is None:
-        encoder, _ = described_encoder(description["bert"])
+        encoder = described_encoder(description["bert"])
     kind = {name: description[name] for name in ("pooling", "projection", "segments", "temperature")}
     dense = [DenseShape(**shape) for shape in description.get("dense", ())]
     return Embedder(encoder, description["embedding_width"], description["head"], dense=dense, **kind)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from realmops.devices import evaluating, send
 from realmops.model.attention import NAME, register
 from realmops.model.packed import Packed, even_rows, similar_lengths
-from realmops.model.transformers_models import is_decoder
 
 _HALF = 1e-2  # of hidden states in fp16: largest relative error
 SAME = 1e-3  # of hidden states: largest difference of two ways to compute them that are meant to be one
@@ -64,11 +63,6 @@ class Encoder(nn.Module):
             self.packs = packs or self._computes_alike()
             if not self.packs:
                 model.set_attn_implementation("sdpa")
-
-    @property
-    def predicts(self) -> bool:
-        """Whether the family predicts masked words; a decoder does not, as it sees no word after them."""
-        return not is_decoder({"model_type": self.model.config.model_type})
 
     @property
     def words(self) -> str:

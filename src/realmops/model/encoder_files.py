@@ -92,18 +92,14 @@ def open_encoder(folder: Path, packs: bool, *, predicts: bool = False) -> tuple[
     )
 
 
-def described_encoder(description: Mapping[str, Any]) -> tuple[Encoder, MaskedWordHead | None]:
-    """Return an encoder and its masked word head of the shape that :meth:`Encoder.describe` wrote, without weights."""
+def described_encoder(description: Mapping[str, Any]) -> Encoder:
+    """Return an encoder of the shape that :meth:`Encoder.describe` wrote, without weights."""
     transformers = import_transformers()
     values = dict(description["config"])
-    predicts = not is_decoder(values)
     config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    kind = transformers.AutoModelForMaskedLM if predicts else transformers.AutoModel
     with without_start():
-        model = kind.from_config(config, dtype=torch.float32)
-    base = model.base_model if predicts else model
-    model.tie_weights()
-    return Encoder(without_pooler(base), description["packs"]), MaskedWordHead(model) if predicts else None
+        model = transformers.AutoModel.from_config(config, dtype=torch.float32)
+    return Encoder(without_pooler(model), description["packs"])
 
 
 def small_encoder(options: BertOptions, vocabulary: int, generator: torch.Generator) -> tuple[Encoder, MaskedWordHead]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +31,8 @@ _LENGTHS = 8  # sequences are padded to a multiple of it
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """Sequences that attention pads together: ``size`` times ``longest`` padded rows from ``first`` on."""
+    """Sequences that attention pads together: ``size`` times ``longest`` padded rows."""
 
-    first: int
     size: int
     longest: int
     is_padding_GL: Tensor | None  # None: all are of one length
@@ -76,7 +74,7 @@ class Packed:
                 longest += -longest % _LENGTHS
             first_row_B[rows] = self.padded_rows + np.arange(size) * longest
             padding = _is_padding(torch.from_numpy(lengths_G), longest) if lengths_G.min() < longest else None
-            self.groups.append(PaddedGroup(self.padded_rows, size, longest, padding))
+            self.groups.append(PaddedGroup(size, longest, padding))
             self.padded_rows += size * longest
         padded_row_T = np.repeat(first_row_B, self.lengths) + position_T
         self.in_place = len(self.groups) == 1 and self.groups[0].is_padding_GL is None
@@ -130,7 +128,7 @@ class Padded(Packed):
         size, longest = tokens_BL.shape
         place_BL = torch.arange(longest) + torch.zeros_like(tokens_BL)
         self.tokens_T, self.segments_T, self.positions_T = (x.flatten() for x in (tokens_BL, segments_BL, place_BL))
-        self.groups = [PaddedGroup(0, size, longest, place_BL >= lengths_B[:, None])]
+        self.groups = [PaddedGroup(size, longest, place_BL >= lengths_B[:, None])]
         self.in_place, self.longest, self._numbers = True, 0, tokens_BL
         self.wordpieces = None  # type: ignore[assignment]  # a slice up to here is the whole
 
@@ -173,32 +171,6 @@ def similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
             groups.append([])
         groups[-1].append(number)
     return [np.array(group) for group in groups]
-
-
-def pad_rows(x_TD: Tensor, rows_T: Tensor, count: int) -> Tensor:
-    """Rows of a packed tensor to their places in a padded one."""
-    return x_TD.new_zeros(count, x_TD.shape[1]).index_copy_(0, rows_T, x_TD)
-
-
-class _Unpad(torch.autograd.Function):
-    """The inverse of :func:`pad_rows`; no two rows share a place, so that gradients are copied and not added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x_PD: Tensor, rows_T: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_T)
-        ctx.count = x_PD.shape[0]
-        return x_PD.index_select(0, rows_T)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (rows_T,) = ctx.saved_tensors
-        grad_TD = grads[0]
-        return pad_rows(grad_TD, rows_T, ctx.count), None
-
-
-def unpad_rows(x_PD: Tensor, rows_T: Tensor) -> Tensor:
-    packed: Tensor = _Unpad.apply(x_PD, rows_T)  # type: ignore[no-untyped-call]
-    return packed
 
 
 def even_rows(x_N: Tensor) -> Tensor:

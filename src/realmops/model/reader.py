@@ -265,16 +265,10 @@ class Reader(nn.Module):
 class ReaderApart(Reader):
     """Encodes x and z each on its own, once, and the copy head alone brings them together.
 
-    Any number of passages can then be tried for any number of sentences.
+    Any number of passages can then be tried for any number of sentences. It needs ``copies``.
     """
 
     apart = True
-
-    def __init__(
-        self, encoder: Encoder, head: MaskedWordHead | None, *, copies: bool = True, matches: bool = False
-    ) -> None:
-        assert copies, "only the copy head joins what is read apart"
-        super().__init__(encoder, head, copies=copies, matches=matches)
 
     def log_masked(
         self, masked: Masked, documents: Sequence[np.ndarray], column_BK: np.ndarray
@@ -313,7 +307,7 @@ class ReaderApart(Reader):
 
         Without targets the same of every wordpiece of the vocabulary: U x M x V, and M x V.
         """
-        assert self.copy is not None
+        assert self.copy is not None, "only the copy head joins what is read apart"
         x_TD, z_TD = self.bert(x), self.bert(z)
         wanted_M = rows_M if targets_M is None else targets_M
         rows_M, wanted_M, *of_bodies = send(x_TD.device, rows_M, wanted_M, bodies.rows_NL, bodies.there_NL)

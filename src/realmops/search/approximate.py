@@ -207,16 +207,6 @@ def _log_once(level: int, kind: str, place: str) -> None:
     log.log(level, "index: %s is searched on %s", kind, place)
 
 
-def searches_on_gpu(kind: str, width: int, device: torch.device) -> bool:
-    """Return whether an index of a type over vectors of ``width`` numbers is searched on ``device``, a GPU."""
-    if kind not in TYPES or device.type != "cuda":
-        return False
-    try:
-        return not faiss_gpu.why_cpu(_faiss(kind, _CODE_VALUES, width), kind, width, device)
-    except ValueError:  # FAISS is not installed
-        return False
-
-
 def approximate(passages: PassageIndex | None) -> Approximate | None:
     """The approximate index that finds the passages, or their vectors where they have several; None where none does."""
     found = passages.each if isinstance(passages, BestVector) else passages

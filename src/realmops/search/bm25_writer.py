@@ -83,8 +83,8 @@ def _write_languages(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
     if snapshot.languages == [ENGLISH]:
         return {}
     if len(snapshot.languages) > 1:
-        with closing(FlatArray(folder / "groups.npy", np.dtype(np.uint8))) as file:
-            file.append(sum((snapshot.code_P == code.encode()) * n for n, code in enumerate(snapshot.languages)))
+        group_P = sum((snapshot.code_P == code.encode()) * n for n, code in enumerate(snapshot.languages))
+        np.save(folder / "groups.npy", np.asarray(group_P, np.uint8))
     return {"languages": snapshot.languages, "common_languages": len(snapshot.common_languages)}
 
 
@@ -226,8 +226,7 @@ def _merge(parts: Sequence[_Part], folder: Path, passages: int) -> dict[str, Any
     word_W, with_word_W = word_W[with_word_W > 0], with_word_W[with_word_W > 0]
     offset_W = np.concatenate([[0], np.cumsum(with_word_W)])
     for name, values in (("words", word_W), ("posting_offsets", offset_W), ("lengths", length_P)):
-        with closing(FlatArray(folder / f"{name}.npy", values.dtype)) as file:
-            file.append(values)
+        np.save(folder / f"{name}.npy", values)
     ranges = list(_ranges(offset_W))
     borders = word_W[[first for first, _ in ranges]]
     cuts = [[*np.searchsorted(part.word_W, borders).tolist(), len(part.word_W)] for part in parts]

@@ -242,20 +242,16 @@ class Halves:
             return None
         return Halves(embedding_PE, mean_E, half_PE, max(lengths), max(losses))
 
-    def search(self, query_QE: Tensor, k: int, groups: int = 0) -> tuple[Tensor, Tensor]:
-        """As the function of that name; so many groups of 16 passages are scored in fp32, or more where they must."""
-        groups = groups or k + k // 2 + 8
-        share = _SHARE if len(query_QE) >= _FEW else _SHARE_OF_FEW
-        if groups * SMALL_GROUP * share > len(self.half_PE):
+    def search(self, query_QE: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """As the function of that name; the best groups of 16 passages are scored in fp32, or all where they must."""
+        groups = k + k // 2 + 8
+        if groups * SMALL_GROUP * _SHARE > len(self.half_PE):
             return search(query_QE, self.embedding_PE, k)
         most_QG, group_QG = self._best_groups(query_QE, groups + 1)
         score_QK, id_QK = self._score(query_QE, group_QG[:, :-1], k)
         again_Q = ~(self.bound(query_QE, most_QG[:, -1]) < score_QK[:, -1])  # what is not a number is not sure either
         if again_Q.any():
-            again_QE = query_QE[again_Q]
-            few = 4 * len(again_QE) <= len(query_QE)  # where bf16 cannot tell most of them, more groups seldom help
-            found = self.search(again_QE, k, 4 * groups) if few else search(again_QE, self.embedding_PE, k)
-            score_QK[again_Q], id_QK[again_Q] = found
+            score_QK[again_Q], id_QK[again_Q] = search(query_QE[again_Q], self.embedding_PE, k)
         return score_QK, id_QK
 
     def bound(self, query_QE: Tensor, score_Q: Tensor) -> Tensor:

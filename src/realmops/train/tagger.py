@@ -159,7 +159,7 @@ def tagging(snapshot: Snapshot, files: Mapping[str, bytes], device: torch.device
     """
     known, tagger = json.loads(files[TAGGER]), None
     if WEIGHTS in files:
-        tagger = Tagger(described_encoder(known["bert"])[0], known["tags"])
+        tagger = Tagger(described_encoder(known["bert"]), known["tags"])
         tagger.load_state_dict(load_tensors(files[WEIGHTS]))
         tagger.to(device)
 
