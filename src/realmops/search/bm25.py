@@ -158,17 +158,17 @@ def _least(score_n: Scores, k: int) -> float:
 class Bm25:
     """BM25 of a snapshot's passages, memory-mapped: Lucene's formula over the stems of title and text.
 
-            The score is the sum, over the words of the query, of ``inverse_document_frequency`` times count / (``saturation`` +
-        count). A query reads the postings of its own words only; ``bm25_writer.write_bm25`` makes the folder.
-    
-        Files:
-            words.npy: uint64 [W], the ``codes`` of all words, ascending.
-            posting_offsets.npy: int64 [W + 1], the postings of each word.
-            postings.npy: int32 [N], the passages that have the word, ascending.
-            counts.npy: uint8 (uint16 or uint32 where a passage has a word more often) [N], how often.
-            lengths.npy: int32 [P], words of each passage, repetitions counted, stop words not.
-            groups.npy: uint8 [P], which of the manifest's ``languages`` each passage is in; only where there are several.
-                The words of a query in one of them are then as rare, and passages as long, as among those of the language.
+    The score is the sum, over the words of the query, of ``inverse_document_frequency`` times count / (``saturation`` +
+    count). A query reads the postings of its own words only; ``bm25_writer.write_bm25`` makes the folder.
+
+    Files:
+        words.npy: uint64 [W], the ``codes`` of all words, ascending.
+        posting_offsets.npy: int64 [W + 1], the postings of each word.
+        postings.npy: int32 [N], the passages that have the word, ascending.
+        counts.npy: uint8 (uint16 or uint32 where a passage has a word more often) [N], how often.
+        lengths.npy: int32 [P], words of each passage, repetitions counted, stop words not.
+        groups.npy: uint8 [P], which of the manifest's ``languages`` each passage is in; only where there are several.
+            The words of a query in one of them are then as rare, and passages as long, as among those of the language.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
