@@ -225,7 +225,7 @@ def test_an_unknown_format_of_questions_is_refused_with_those_there_are(tmp_path
 
 
 def test_a_file_of_questions_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.corpus.question_sets.LARGEST_CONTENT", 1 << 20)
+    monkeypatch.setattr("realmops.corpus.formats.question_files.LARGEST_CONTENT", 1 << 20)
     (tmp_path / "bomb.json.gz").write_bytes(gzip.compress(b"[" + b" " * (1 << 21)))
     with pytest.raises(ValueError, match="more than 1 MiB"):
         READERS["questions"](tmp_path / "bomb.json.gz")
