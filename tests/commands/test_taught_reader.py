@@ -47,7 +47,9 @@ def test_the_folder_has_the_reader_its_calibration_and_a_card(reader: Path, answ
     for name in (MODEL, READER, CONFIDENCE):
         assert (reader / name).read_bytes() == (tuned / name).read_bytes()
     manifest = artifacts.read_manifest(reader, "export")
-    assert sorted(manifest["files"]) == sorted([MODEL, READER, CONFIDENCE, "tokenizer.json", "README.md"])
+    files = {MODEL, READER, CONFIDENCE, "tokenizer.json", "README.md"}
+    encoder = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    assert manifest["files"].keys() == files | {f"reader_encoder/{name}" for name in encoder}
     _, front, text = (reader / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(front)["license"] == "unknown"
     for part in ("questions.train.jsonl", "documents.jsonl", "2 questions of questions.dev.jsonl", "| EM (test"):

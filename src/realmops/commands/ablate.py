@@ -82,7 +82,7 @@ class Ablation:
         presets = [preset_path(name, self.params) for name in names]
         settings = [*self.settings, f"run.seed={seed}", f"sample.seed={seed}"]
         values = config.load(self.params, presets=presets, settings=settings)
-        return Task(variant, seed, self.params, presets, settings, values, self.out / variant / f"seed-{seed}")
+        return Task(variant, seed, self.params, presets, settings, values, folder_of(self.out, variant, seed))
 
     @cached_property
     def tasks(self) -> list[Task]:
@@ -222,6 +222,11 @@ def is_made(home: Path, stage: Stage) -> bool:
     """Whether a stage is done, seen by listing folders: NFS hides for a while a name that was looked for too early."""
     names = (*Path(stage.folder).parts, artifacts.MANIFEST)
     return all(name in Files().listdir(home.joinpath(*names[:depth])) for depth, name in enumerate(names))
+
+
+def folder_of(out: Path, variant: str, seed: int) -> Path:
+    """Return the folder of a variant's run in the folder of an ablation."""
+    return out / variant / f"seed-{seed}"
 
 
 def put_link(target: Path, link: Path) -> None:

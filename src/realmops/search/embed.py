@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from itertools import accumulate
-from threading import Lock, Semaphore
+from threading import Event, Lock, Semaphore
 from typing import Any
 
 import numpy as np
@@ -125,12 +125,13 @@ def _side_by_side(work: Callable[[], None], threads: int, left: deque[Any]) -> N
     Batches are small: sharing each among threads leaves a third of two cores unused, and changes last digits.
     """
 
-    started = Semaphore(0)
+    started, may_work = Semaphore(0), Event()
 
     def alone() -> None:
         torch.get_num_threads()  # makes itself known; else the number that was set last replaces this one later
         torch.set_num_threads(1)
         started.release()
+        may_work.wait()  # until a new thread gets the number of threads of all again
         work()
 
     try:
@@ -141,10 +142,12 @@ def _side_by_side(work: Callable[[], None], threads: int, left: deque[Any]) -> N
                     for _ in running:
                         started.acquire()
                     torch.set_num_threads(threads)
+                may_work.set()
                 for done in running:
                     done.result()
             finally:
                 left.clear()  # what ends one of them, or this one, ends all
+                may_work.set()
     finally:
         torch.set_num_threads(threads)
 
