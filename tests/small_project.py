@@ -25,7 +25,7 @@ from realmops.cli import main
 from realmops.commands.run import run_stages
 from realmops.config import checked
 from realmops.evaluate.predictions import read_predictions, write_predictions
-from realmops.model.checkpoint_files import MODEL, weight_files
+from realmops.model.checkpoint_files import MODEL, identifying_files
 from realmops.stages import chain
 from realmops.stages.runner import run_stage
 from realmops.train.index_source import ExchangeSource
@@ -203,7 +203,8 @@ def model_tensors(folder: Path, part: str) -> dict[str, Tensor]:
     """The parameters of a folder's retriever or reader, those of an encoder behind the name of its folder."""
     return {
         (path.relative_to(folder).parent / name).as_posix(): tensor
-        for path in weight_files(folder, part)
+        for path in identifying_files(folder, part)
+        if path.suffix == ".safetensors"
         for name, tensor in load_file(path).items()
     }
 

@@ -1,4 +1,4 @@
-"""What options demand of each other: rules, each with the message for where it is broken."""
+"""Rules across options, each with the message for where it is broken."""
 
 from collections.abc import Iterable, Mapping
 from itertools import product
@@ -15,7 +15,7 @@ def check(rules: Rules) -> None:
 
 
 def option_rules(values: Mapping[str, Mapping[str, Any]]) -> Rules:
-    """What options demand of each other, as far as it is known before a stage runs; a message names all their keys."""
+    """Return the rules that can be checked before a stage runs; a message names the keys of all its options."""
     bert, sample, reader, finetune = (values[name] for name in ("bert", "sample", "reader", "finetune"))
     positions, shares = bert["positions"], sample["test_share"] + sample["dev_share"]
     for section, key in product(values, ("block_wordpieces", "wordpieces", "query_wordpieces", "reader_wordpieces")):
@@ -47,7 +47,7 @@ def option_rules(values: Mapping[str, Mapping[str, Any]]) -> Rules:
 
 
 def _tower_rules(options: Mapping[str, Any], bert: Mapping[str, Any]) -> Rules:
-    """What the options of the retriever demand of each other, as far as it is seen without the encoder."""
+    """Return the rules of the retriever's options that can be checked without the encoder."""
     head, width, vectors = options["head"], options["embedding_width"], options["document_vectors"]
     pooling, projection = options["pooling"], options["projection"]
     if options["tower"] == "bag":

@@ -18,8 +18,10 @@ from small_project import cli
 
 from realmops.answering import passage_search
 from realmops.answering.passage_search import Filters, Search, highlights
+from realmops.artifacts import MANIFEST, atomic_folder, read_json, write_json, write_manifest
 from realmops.commands.search import filter_of
 from realmops.corpus.snapshot_reader import Snapshot
+from realmops.model.checkpoint_files import MODEL
 from realmops.search.approximate import Faiss, Recipe
 from realmops.search.bm25 import stems
 from realmops.search.exact import over_vectors
@@ -101,6 +103,23 @@ def test_two_who_search_at_the_same_moment_take_nothing_from_each_other(root: Pa
     assert found(copy, "Item7", "-k", "1") == found(root, "Item7", "-k", "1")
     assert (kept / ".at-work").is_dir()
     assert not (kept / "of-another").exists()
+
+
+def test_passages_are_embedded_again_where_the_pooling_alone_is_another(root: Path, tmp_path: Path) -> None:
+    """The weights are then the same: as where nothing is trained, and an option is changed between two runs."""
+    copy = Path(shutil.copytree(root, tmp_path / "copy"))
+    before = found(copy, "Item7", "--by", "embeddings")
+    final = copy / "models" / "ict"
+    manifest = read_json(final / MANIFEST)
+    about = read_json(final / MODEL)
+    with atomic_folder(final) as stage:
+        shutil.copytree(final, stage, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST))
+        write_json(stage / MODEL, about | {"pooling": "mean" if about["pooling"] == "cls" else "cls"})
+        write_manifest(stage, "ict", **{name: manifest[name] for name in ("fingerprint", "sections")})
+    after = found(copy, "Item7", "--by", "embeddings")
+    shutil.rmtree(copy / ".realmops" / "search")
+    assert after == found(copy, "Item7", "--by", "embeddings"), "nothing of before is searched"
+    assert [one["score"] for one in after["passages"]] != [one["score"] for one in before["passages"]]
 
 
 def test_people_see_the_words_in_brackets(root: Path) -> None:

@@ -228,6 +228,52 @@ def test_an_encoder_that_reads_padding_is_refused(tmp_path: Path) -> None:
             load_encoder(folder)
 
 
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+def test_hidden_states_of_any_size_are_compared_by_their_size(family: str, tmp_path: Path) -> None:
+    """Their rounding grows with them: such an encoder packs as another does, or is padded, and has its last bias."""
+    folder = write_encoder(tmp_path, family)
+    weights = load_file(folder / "model.safetensors")
+    last = f"{family}.encoder.layer.1.output.LayerNorm.weight"
+    save_file({**weights, last: 1e5 * weights[last]}, folder / "model.safetensors", {"format": "pt"})
+    encoder, _, _ = load_encoder(folder)
+    assert float(encoder.eval()(Packed(sequences(encoder.vocabulary))).detach().abs().max()) > 1e4
+    assert encoder.packs == (family == "bert")
+
+
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None:
+    folder, name = write_encoder(tmp_path, "bert"), "bert.encoder.layer.0.output.dense.weight"
+    weights = load_file(folder / "model.safetensors")
+    weights[name][3, 4] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=f"{re.escape(str(folder))}: the parameter {name} has a value that is not finite"
+    ):
+        load_encoder(folder)
+
+
+def test_an_encoder_under_the_names_of_realm_is_a_bert(tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path, "bert")
+    encoder, _, _ = load_encoder(folder, 0.0)
+    weights = {name.replace("bert.", "realm.", 1): one for name, one in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "realm"}))
+    again, head, found = load_encoder(folder, 0.0)
+    assert found
+    assert head is not None
+    batch = Packed(sequences(encoder.vocabulary))
+    with torch.no_grad():
+        assert torch.equal(again.eval()(batch), encoder.eval()(batch))
+
+
+def test_an_encoder_is_opened_without_taking_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training on a CPU, or on one GPU of several, leaves the others alone."""
+    folder = write_encoder(tmp_path, "bert")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *args: pytest.fail("a GPU was taken"))
+    described_encoder(load_encoder(folder)[0].describe())
+
+
 def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     """Neither now nor by whoever opens what is saved: it is not named there."""
     folder, target = write_encoder(tmp_path / "encoder", "bert"), tmp_path / "proof"

@@ -343,22 +343,21 @@ def load_reader(folder: Path, vocabulary_hash: str) -> Reader:
 
 
 def copy_models(source: Path, target: Path, *parts: str) -> None:
-    """Copy the files of models, "retriever" and "reader" as :func:`weight_files` knows them; both if none is named."""
-    for path in weight_files(source, *parts or ("retriever", "reader")):
+    """Copy the files of "retriever" or "reader" (:func:`identifying_files`); of both if none is named."""
+    for path in identifying_files(source, *parts or ("retriever", "reader")):
         if path.parent == source:
             shutil.copyfile(path, target / path.name)
         else:
             shutil.copytree(path.parent, target / path.parent.name)
-    shutil.copyfile(source / MODEL, target / MODEL)
 
 
-def weight_files(folder: Path, *parts: str) -> list[Path]:
-    """Return the files with the weights of a folder's models, in a fixed order.
+def identifying_files(folder: Path, *parts: str) -> list[Path]:
+    """Return the files that decide what a folder's models compute, in a fixed order: their description, their weights.
 
     Args:
         parts: "retriever" and "reader", or one of them.
     """
-    files = []
+    files = [folder / MODEL]
     if "retriever" in parts:
         files += [folder / RETRIEVER, *(folder / ENCODERS[name] / WEIGHTS for name in ("query", "document"))]
     if "reader" in parts:

@@ -18,7 +18,7 @@ from torch import nn
 from realmops.config import BertOptions
 from realmops.devices import evaluating
 from realmops.hub import CONFIG, read_config, read_weights
-from realmops.model.encoder import SAME, Encoder, set_dropout
+from realmops.model.encoder import Encoder, is_near, set_dropout
 from realmops.model.masked_word_head import MaskedWordHead
 from realmops.model.packed import Packed
 from realmops.model.transformers_models import (
@@ -64,6 +64,9 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
             decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # else it is saved as a tied one, and not found
     if absent:
         raise ValueError(f"{folder}: the parameter {absent[0]} is missing; fetch the folder again")
+    strange = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
+    if strange is not None:
+        raise ValueError(f"{folder}: the parameter {strange} has a value that is not finite; choose other weights")
     if dropout is not None:
         set_dropout(model, dropout)
     encoder = Encoder(without_pooler(base))
@@ -178,4 +181,4 @@ def _padding_matters(encoder: Encoder) -> str:
             alone_TD, together_TD = encoder(Packed([short])), encoder(Packed([short, long]))[:7]
     except Exception as error:  # whatever the library stumbles over
         return f"does not read a batch ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-    return "" if torch.allclose(alone_TD, together_TD, atol=SAME) else "reads the padding of a batch"
+    return "" if is_near(together_TD, alone_TD) else "reads the padding of a batch"

@@ -163,10 +163,9 @@ def _span_head(state: Mapping[str, Tensor], eps: float, source: str) -> SpanHead
 
 
 def _bert(config: Mapping[str, Any], state: Mapping[str, Tensor], source: str) -> tuple[Encoder, MaskedWordHead | None]:
-    """Return a BERT, and its masked word head if the weights have one; REALM's own names say ``realm`` for ``bert``."""
-    theirs = {name.replace("realm.", "bert.", 1): t for name, t in state.items() if name.startswith(_BERT_NAMES)}
-    values = {**config, "model_type": "bert"}
-    model, missing = open_model(theirs, values, source, predicts=True)
+    """Return a BERT, and its masked word head if the weights have one."""
+    theirs = {name: tensor for name, tensor in state.items() if name.startswith(_BERT_NAMES)}
+    model, missing = open_model(theirs, config, source, predicts=True)
     if absent := [name for name in missing if name.startswith("bert.") and "pooler" not in name]:
         name = absent[0].replace("bert.", "realm.", 1)
         raise ValueError(f"{source}: the parameter {name} is missing; fetch it again")

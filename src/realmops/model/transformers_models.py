@@ -17,14 +17,20 @@ _NEAREST = {  # a model that works, by a word in the name of a kind that does no
 USUAL = "answerdotai/ModernBERT-base, or with several languages FacebookAI/xlm-roberta-base"
 
 
+def model_type_of(values: Mapping[str, Any]) -> str:
+    """Return the family of a configuration: that of REALM, which transformers has no more, and of none is BERT."""
+    kind = str(values.get("model_type", "bert"))
+    return "bert" if kind == "realm" else kind
+
+
 def is_decoder(values: Mapping[str, Any]) -> bool:
     """Return whether a configuration is of a model that continues texts, which may retrieve but predicts no mask."""
-    return not _opens("AutoModelForMaskedLM", str(values.get("model_type", "bert")))
+    return not _opens("AutoModelForMaskedLM", model_type_of(values))
 
 
 def check_supported(values: Mapping[str, Any], source: str) -> None:
     """Raise ValueError for a configuration of a model that cannot work here: the reason, and one that can."""
-    kind = str(values.get("model_type", "bert"))
+    kind = model_type_of(values)
     if not _opens("AutoModel", kind):
         reason = "is not among those of the installed transformers"
         if "auto_map" in values:
@@ -62,6 +68,8 @@ def open_model(
 ) -> tuple[Any, list[str]]:
     """Return transformers' model of a configuration with these weights, and the names of parameters they lack.
 
+    REALM's names of a BERT's parameters (``realm.``) are known too.
+
     Raises:
         ValueError: transformers cannot open it; names the source.
     """
@@ -69,10 +77,11 @@ def open_model(
     kind = transformers.AutoModelForMaskedLM if predicts else transformers.AutoModel
     try:
         own = {name: value for name, value in values.items() if name != "auto_map"}  # code of the folder's own
-        config = transformers.AutoConfig.for_model(**{"model_type": "bert", **own})
-        with torch.random.fork_rng():
+        config = transformers.AutoConfig.for_model(**{**own, "model_type": model_type_of(values)})
+        theirs = {f"bert.{name[6:]}" if name.startswith("realm.") else name: t for name, t in state.items()}
+        with torch.random.fork_rng(devices=[]):  # of the CPU alone: else every GPU of the machine is taken
             model, report = kind._model_mapping[type(config)].from_pretrained(
-                None, config=config, state_dict=dict(state), dtype=torch.float32, output_loading_info=True
+                None, config=config, state_dict=theirs, dtype=torch.float32, output_loading_info=True
             )
     except Exception as error:  # whatever the library stumbles over: the folder is of no use
         reason = " ".join(str(error).split())[:200]
@@ -87,7 +96,7 @@ def without_start() -> Iterator[None]:
     """Within it transformers makes models without drawing weights, and torch's random numbers stay as they are."""
     from transformers.initialization import no_init_weights
 
-    with torch.random.fork_rng(), no_init_weights():
+    with torch.random.fork_rng(devices=[]), no_init_weights():
         yield
 
 

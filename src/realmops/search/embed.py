@@ -6,7 +6,6 @@ Shape suffixes: P passages, Q queries, E embedding width.
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from itertools import accumulate
 from threading import Event, Lock, Semaphore
 from typing import Any
@@ -138,7 +137,7 @@ def _side_by_side(work: Callable[[], None], threads: int, left: deque[Any]) -> N
         with ThreadPoolExecutor(threads) as pool:
             try:
                 with _STARTING:
-                    running = [pool.submit(copy_context().run, alone) for _ in range(threads)]
+                    running = [pool.submit(alone) for _ in range(threads)]
                     for _ in running:
                         started.acquire()
                     torch.set_num_threads(threads)

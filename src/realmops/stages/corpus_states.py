@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realmops import artifacts
-from realmops.model.checkpoint_files import weight_files
+from realmops.model.checkpoint_files import identifying_files
 from realmops.stages import CORPUS, STAGES
 
 UPDATE = "update"  # the kind of an update's manifest
@@ -62,10 +62,10 @@ def before_and_after(root: Path) -> tuple[CorpusState, CorpusState]:
 
 
 def model_digest(pipeline: CorpusState) -> str:
-    """Return the digest of the pipeline's weights and corpus, which its updates begin from.
+    """Return the digest of the pipeline's models and corpus, which its updates begin from.
 
-    A closed-book model has no such weights, and is never updated.
+    A closed-book model has no such files, and is never updated.
     """
-    weights = weight_files(pipeline.finetune, "retriever", "reader")
+    files = identifying_files(pipeline.finetune, "retriever", "reader")
     corpus = artifacts.read_json(pipeline.snapshot / artifacts.MANIFEST)["files"][f"{CORPUS}/{artifacts.MANIFEST}"]
-    return artifacts.digest_of([*(artifacts.sha256_file(path) for path in weights), corpus])
+    return artifacts.digest_of([*(artifacts.sha256_file(path) for path in files), corpus])

@@ -15,7 +15,7 @@ from realmops.artifacts import MANIFEST, WORK
 from realmops.config import RunOptions, defaults, parse_section
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import device_and_dtype, freeze_products, tune_process
-from realmops.model.checkpoint_files import load_models, weight_files
+from realmops.model.checkpoint_files import identifying_files, load_models
 from realmops.model.retriever import Retriever
 from realmops.search.bm25 import Bm25
 from realmops.search.embeddings import INDEX, embed_corpus, load_passages, save_passages
@@ -117,8 +117,8 @@ def _embedded(
     retriever, _ = load_models(folder, snapshot.vocabulary_hash)
     freeze_products(retriever.eval(), dtype)
     retriever = retriever.to(device)
-    weights = [path.relative_to(folder).as_posix() for path in weight_files(folder, "retriever")]
-    digests = [manifest["files"][name]["sha256"] for name in weights]
+    names = [path.relative_to(folder).as_posix() for path in identifying_files(folder, "retriever")]
+    digests = [manifest["files"][name]["sha256"] for name in names]
     key = artifacts.digest_of([*digests, snapshot.corpus_hash, str(dtype)])[:16]
     kept = root / WORK / EMBEDDINGS / key
     if not kept.is_dir():
