@@ -270,6 +270,23 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
     return manifest
 
 
+def read_bound_manifest(
+    folder: Path, kind: str, corpus_hash: str | None, stage: str, *, verify: bool = True
+) -> dict[str, Any]:
+    """Return the manifest of a folder that a stage made for one corpus.
+
+    Raises:
+        ValueError: as of :func:`read_manifest`, and where ``corpus_hash`` is given and another than the folder's.
+    """
+    manifest = read_manifest(folder, kind, verify=verify)
+    if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
+        raise ValueError(
+            f"{folder}: made for corpus {manifest['corpus_hash']}, but the snapshot is {corpus_hash}; run the {stage} "
+            "stage again"
+        )
+    return manifest
+
+
 def check_replaceable(folder: Path, kind: str) -> None:
     """Check that all of a folder's files, which would be replaced, are those of its manifest.
 

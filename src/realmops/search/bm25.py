@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.artifacts import read_manifest
+from realmops.artifacts import read_bound_manifest
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.text.flat import load_flat
 from realmops.text.languages import ENGLISH, composed, detect, languages, placed, word_spans
@@ -192,13 +192,7 @@ class Bm25:
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
         """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
-        manifest = read_manifest(folder, KIND, verify=verify)
-        if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
-            raise ValueError(
-                f"{folder}: made for corpus {manifest['corpus_hash']}, but the snapshot is {corpus_hash}; "
-                "run the snapshot stage again"
-            )
-        return cls(folder, manifest)
+        return cls(folder, read_bound_manifest(folder, KIND, corpus_hash, "snapshot", verify=verify))
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, verify: bool = False) -> Self:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from realmops.artifacts import read_manifest, sync_folder, write_manifest
+from realmops.artifacts import read_bound_manifest, sync_folder, write_manifest
 from realmops.text.flat import FlatArray, FlatOffsets, load_flat
 
 # Shape legend: N spans, P passages, n spans of one passage, t wordpieces and s sentences of one passage.
@@ -157,13 +157,7 @@ class Spans:
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
         """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
-        manifest = read_manifest(folder, KIND, verify=verify)
-        if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
-            raise ValueError(
-                f"{folder}: made for corpus {manifest['corpus_hash']}, but the snapshot is {corpus_hash}; "
-                "run the tag stage again"
-            )
-        return cls(folder, manifest)
+        return cls(folder, read_bound_manifest(folder, KIND, corpus_hash, "tag", verify=verify))
 
     def __len__(self) -> int:
         """Number of passages."""
