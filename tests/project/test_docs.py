@@ -209,7 +209,7 @@ def test_readme_is_one_page() -> None:
 
 
 def test_each_figure_of_the_readme_stands_below_its_command() -> None:
-    section = README[README.index("## Six figures") :].split("\n## ")[0]
+    section = README[README.index("## Six measurements") :].split("\n## ")[0]
     _, *pieces = section.split("```\n")
     assert len(pieces) == 2 * FIGURES
     for command, figure in zip(pieces[::2], pieces[1::2], strict=True):

@@ -1,0 +1,100 @@
+"""How the project speaks: the field's own words in sources, pages and the CHANGELOG, and docstrings without clauses.
+
+A line may use a word of ``WORDS`` only where the right meaning is the plain one: ``ALLOWED`` lists such lines by file.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# Words that everyday English uses where the field has a term, and what to write instead.
+WORDS = {
+    r"told|tells?|says?|said|saying": "log, print, report, return",
+    r"wanted|wants": "required, requested, expected, needs",
+    r"behind|in front": "after, before, following",
+    r"beside": "next to, alongside, together with",
+    r"stands?|stood|lies": "is",
+    r"anew|afresh": "again, from scratch",
+    r"in the place of": "instead of",
+    r"nobody|somebody|who": "a process, a caller, the user",
+    r"hand(?:ed)? on": "passed on, saved",
+    r"mend(?:s|ed)?": "fix",
+    r"ma[dk]e again": "recomputed, rebuilt",
+    r"of (?:its|their|our|his) own": "its, separate",
+    r"as (?:it is|they are)": "unchanged",
+    r"so (?:many|much|long)": "n, at most",
+    r"(?:looks?|looked|looking)(?! ?up)": "poll, check, inspect",
+    r"signs? of life": "heartbeat",
+    r"way back": "backward pass",
+    r"in which numbers": "dtype",
+    r"ask a run": "query",
+    r"turns?": "repeat",
+}
+PATTERN = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(WORDS)})(?![A-Za-z])", re.IGNORECASE)
+CLAUSE = re.compile(r"(What|Whether|The same|Who|Where|How|As|When|Which|Why|That)\b")
+CLAUSES = 60  # docstrings that may begin with a clause, most of them "Whether" of a property
+
+# Where a word is the right one: file -> parts of the lines that may use it.
+ALLOWED: dict[str, tuple[str, ...]] = {}
+
+
+def private_words(path: Path) -> Iterator[str]:
+    """Yield file, line and word of each line that uses a word of ``WORDS`` and is not allowed."""
+    name = path.relative_to(ROOT).as_posix()
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if any(part in line for part in ALLOWED.get(name, ())):
+            continue
+        for match in PATTERN.finditer(line):
+            yield f"{name}:{number}: {match[0]!r} in {line.strip()!r}"
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_fields_words_are_used(path: Path) -> None:
+    assert list(private_words(path)) == []
+
+
+def test_allowed_lines_exist() -> None:
+    stale = [
+        (name, part)
+        for name, parts in ALLOWED.items()
+        for part in parts
+        if not any(part in line and PATTERN.search(line) for line in (ROOT / name).read_text("utf-8").splitlines())
+    ]
+    assert stale == []
+
+
+def test_few_docstrings_begin_with_a_clause() -> None:
+    clauses = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                docstring = ast.get_docstring(node) or ""
+                if CLAUSE.match(docstring):
+                    clauses.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
+    assert len(clauses) <= CLAUSES, "\n".join(clauses)
+
+
+def test_changelog_has_short_lines_in_keep_a_changelogs_sections() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= {
+        "Added",
+        "Changed",
+        "Deprecated",
+        "Removed",
+        "Fixed",
+        "Security",
+    }
+    released = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
+    assert released[0] == ("Unreleased", "")
+    assert all(date for _, date in released[1:])
+    assert len(re.findall(r"^## ", text, re.MULTILINE)) == len(released)
