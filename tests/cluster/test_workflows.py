@@ -87,7 +87,7 @@ def test_the_cluster_is_made_as_the_page_says() -> None:
     """Every kubectl of docs/operate.md that makes the cluster, but for what differs in names of variables."""
     script = "\n".join(step.get("run", "") for step in steps(read(ROOT / ".github" / "workflows" / "kind.yml")))
     page = (ROOT / "docs" / "operate.md").read_text(encoding="utf-8")
-    block = page[page.index("### From an empty cluster to a run") :].split("```")[1]
+    block = page[page.index("### Set up a cluster and submit a run") :].split("```")[1]
     wanted = [line.split("  #")[0].strip() for line in block.splitlines() if line.startswith(("kubectl apply", "kind"))]
     assert len(wanted) == 4
     assert [line for line in wanted if line.replace("$kfp", "$KFP").replace("$ref", "$REF") not in script] == []
