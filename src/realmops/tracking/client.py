@@ -47,7 +47,7 @@ def chosen_uri(folder: Path) -> str:
     return os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder)
 
 
-def digest_of_address(folder: Path) -> str:
+def uri_digest(folder: Path) -> str:
     """What is kept of that address, which may hold a password."""
     return hashlib.sha256(chosen_uri(folder).encode()).hexdigest()
 
@@ -81,11 +81,11 @@ def mlflow_client(uri: str) -> Any:
     from mlflow import MlflowClient
 
     for handler in logging.getLogger("mlflow").handlers:  # its own warnings name the address, too
-        handler.addFilter(_redact)
+        handler.addFilter(_redact_record)
     return MlflowClient(tracking_uri=uri)
 
 
-def _redact(record: logging.LogRecord) -> bool:
+def _redact_record(record: logging.LogRecord) -> bool:
     record.msg, record.args = redacted(record.getMessage()), None
     if record.exc_info:
         record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
@@ -99,7 +99,7 @@ def python_process(module: str, *arguments: str) -> tuple[list[str], dict[str, s
     return command, {**os.environ, "PYTHONPATH": search_path}
 
 
-def first_line(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """An error's kind and the first line of its text, without what is secret in addresses."""
     lines = redacted(str(error)).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0][:300]}"

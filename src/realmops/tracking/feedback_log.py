@@ -18,16 +18,16 @@ from realmops.artifacts import read_json, write_json
 from realmops.tracking.client import (
     chosen_uri,
     default_uri,
-    digest_of_address,
+    error_summary,
     experiment_id,
-    first_line,
     mlflow_client,
     python_process,
+    uri_digest,
 )
 from realmops.tracking.runs import tracking_folder
 
-SENT = "feedback.json"  # in the tracking folder: how much of the file was sent, and where to
-PATIENCE_SECONDS = 300.0  # the longest that one call of the process takes
+SENT_STATE = "feedback.json"  # in the tracking folder: how much of the file was sent, and where to
+SEND_TIMEOUT_SECONDS = 300.0  # the longest that one call of the process takes
 _LOG = logging.getLogger(__name__)
 
 
@@ -45,10 +45,10 @@ def send(root: Path) -> int:
     """
     folder, path = tracking_folder(root), feedback_file(root)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{SENT}.lock", "w") as lock, open(path, "rb") as file:
+    with open(folder / f"{SENT_STATE}.lock", "w") as lock, open(path, "rb") as file:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        state: dict[str, Any] = {"destination": digest_of_address(folder), "bytes": 0}
-        if (folder / SENT).is_file() and (found := read_json(folder / SENT))["destination"] == state["destination"]:
+        state: dict[str, Any] = {"destination": uri_digest(folder), "bytes": 0}
+        if (folder / SENT_STATE).is_file() and (found := read_json(folder / SENT_STATE))["destination"] == state["destination"]:
             state = found
         if state["bytes"] > path.stat().st_size:  # another file lies there
             state["bytes"] = 0
@@ -68,7 +68,7 @@ def send(root: Path) -> int:
                 _assess(client, experiment, feedback, chosen_uri(folder))
                 sent += 1
             state["bytes"] += len(line)
-            write_json(folder / SENT, state)
+            write_json(folder / SENT_STATE, state)
     return sent
 
 
@@ -123,11 +123,11 @@ class FeedbackSender:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     text=True,
-                    timeout=PATIENCE_SECONDS,
+                    timeout=SEND_TIMEOUT_SECONDS,
                     env=environment,
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                _LOG.warning("feedback waits to be sent to MLflow: %s", first_line(error))
+                _LOG.warning("feedback waits to be sent to MLflow: %s", error_summary(error))
                 continue
             if done.returncode:
                 last = (done.stderr.strip().splitlines() or ["no message"])[-1]
@@ -139,4 +139,4 @@ if __name__ == "__main__":
     try:
         send(Path(sys.argv[1]))
     except Exception as error:  # what is not sent goes with the next
-        sys.exit(first_line(error))
+        sys.exit(error_summary(error))

@@ -68,6 +68,6 @@ def _chart(kind: str, name: str, **options: Any) -> dict[str, Any]:
     return {**shown, "deleted": False, "isGenerated": False, **options}
 
 
-def as_table(rows: Sequence[Mapping[str, Any]]) -> bytes:
+def table_json(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """Rows, at least one, as an artifact that MLflow shows as a table when its name has ``TABLE_ENDING``."""
     return canonical_json({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})

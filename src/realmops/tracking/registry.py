@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.journal import NAME
-from realmops.tracking.client import chosen_uri, experiment_id, first_line, mlflow_client
+from realmops.tracking.client import chosen_uri, error_summary, experiment_id, mlflow_client
 
 CHAMPION = "champion"
 
@@ -162,7 +162,7 @@ def _trouble_in_one_line() -> Iterator[None]:
             raise
         # Not "from error": a traceback would print its text with the address, and the password in that.
         place = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "of the local database"
-        raise ConnectionError(f"the model registry {place} failed: {first_line(error)}") from None
+        raise ConnectionError(f"the model registry {place} failed: {error_summary(error)}") from None
 
 
 @contextmanager

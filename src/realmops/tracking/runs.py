@@ -19,11 +19,11 @@ from realmops.config import Values, keyed
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
-from realmops.tracking.client import first_line, python_process
-from realmops.tracking.mlflow_views import as_table
-from realmops.tracking.sender import ABOVE, Ticket, warn
+from realmops.tracking.client import error_summary, python_process
+from realmops.tracking.mlflow_views import table_json
+from realmops.tracking.sender import ABOVE, OutboxEntry, warn_unsent
 
-PATIENCE_SECONDS = 60.0  # the longest that a stage's end waits
+EXIT_TIMEOUT_SECONDS = 60.0  # the longest that a stage's end waits
 ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
 UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
 _LONGEST_PARAM = 6000
@@ -61,24 +61,24 @@ class TrackedRun:
     began: float | None = None  # in seconds, where that is not now
     else_named: str | None = None  # a run that neither its maker nor DVC has named
 
-    def ticket(self) -> dict[str, Any]:
+    def entry_content(self) -> dict[str, Any]:
         """What the process that sends needs to know; MLflow's variables come first, DVC's names what has no name."""
         return {
             **asdict(self),
             "name": self.name or os.environ.get("DVC_EXP_NAME") or self.else_named,
             "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
-            "params": flat_params(self.params),
+            "params": flatten_params(self.params),
             "run_id": os.environ.get("MLFLOW_RUN_ID"),
             "above": os.environ.get(ABOVE),
         }
 
 
-def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Nested sections as ``section.key`` with the values as text, cut to MLflow's limit."""
     flat: dict[str, str] = {}
     for name, value in params.items():
         if isinstance(value, Mapping):
-            flat |= flat_params(value, f"{prefix}{name}.")
+            flat |= flatten_params(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = str(value)[:_LONGEST_PARAM]
     return flat
@@ -97,9 +97,9 @@ class Tracker:
     """
 
     def __init__(self, journal: Path, stage: str, run: TrackedRun, folder: Path, *, interval: float = 5.0) -> None:
-        self._ticket = Ticket.of(folder, run.key, stage)
+        self._entry = OutboxEntry.of(folder, run.key, stage)
         self._journal, self._interval = journal.absolute(), interval
-        self._content = {"journal": str(self._journal), "stage": stage, **run.ticket()}
+        self._content = {"journal": str(self._journal), "stage": stage, **run.entry_content()}
         self._metrics: Mapping[str, Any] = {}
         self._files: Mapping[str, Path | bytes] = {}
         self._warned = False
@@ -107,9 +107,9 @@ class Tracker:
 
     def __enter__(self) -> Self:
         with self._only_warning():
-            make_folder(self._ticket.path.parent)
-            write_json(self._ticket.path, self._content)
-            words = str(self._ticket.path), str(self._interval)
+            make_folder(self._entry.path.parent)
+            write_json(self._entry.path, self._content)
+            words = str(self._entry.path), str(self._interval)
             command, environment = python_process("realmops.tracking.sender", *words)
             self._sender = subprocess.Popen(
                 command,
@@ -128,14 +128,14 @@ class Tracker:
         """Let the sender send what is left, one try when the server is away; what it could not send stays."""
         with self._only_warning():
             status = "FAILED" if kind else "FINISHED"
-            self._ticket.end(self._content, status, time.time(), [self._journal], self._metrics, self._files)
+            self._entry.end(self._content, status, time.time(), [self._journal], self._metrics, self._files)
             if self._sender is not None:
                 try:
-                    self._sender.communicate(timeout=PATIENCE_SECONDS)
+                    self._sender.communicate(timeout=EXIT_TIMEOUT_SECONDS)
                 except subprocess.TimeoutExpired:
                     self._sender.kill()
                     self._sender.wait()
-                    warn(f"no answer within {PATIENCE_SECONDS:.0f} s", self._content["journal"])
+                    warn_unsent(f"no answer within {EXIT_TIMEOUT_SECONDS:.0f} s", self._content["journal"])
 
     @contextmanager
     def _only_warning(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class Tracker:
             yield
         except Exception as error:  # whatever goes wrong here, training goes on
             if not self._warned:
-                warn(first_line(error), self._content["journal"])
+                warn_unsent(error_summary(error), self._content["journal"])
             self._warned = True
 
 
@@ -156,8 +156,8 @@ def keep_finished(
     folder: Path,
 ) -> None:
     """Put a run that is over, since ``ended`` in seconds, into the spool, from where ``sync`` sends it."""
-    content = {"stage": "whole", **run.ticket()}
-    Ticket.of(folder, run.key, "whole").end(content, "FINISHED", ended, journals, metrics, files)
+    content = {"stage": "whole", **run.entry_content()}
+    OutboxEntry.of(folder, run.key, "whole").end(content, "FINISHED", ended, journals, metrics, files)
 
 
 def tracking_folder(root: Path) -> Path:
@@ -232,7 +232,7 @@ def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
         return {}
     rows = [prediction.shown_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
     found = {file: folder / file for file in (PREDICTIONS, "report.html")}
-    return {**found, "predictions.table.json": as_table(rows)}
+    return {**found, "predictions.table.json": table_json(rows)}
 
 
 def headline(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:

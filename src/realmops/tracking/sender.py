@@ -1,7 +1,7 @@
 """The one sender: it follows the journal of a stage, which is the truth, and gives MLflow each of its points once.
 
 While a stage runs, a process of its own sends, which training never waits for; ``sync`` sends what is left. What was
-sent is kept beside the ticket, so that sending again sends the rest.
+sent is kept beside the entry, so that sending again sends the rest.
 """
 
 import fcntl
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 
 from realmops.artifacts import link_or_copy, make_folder, read_json, sha256_file, try_lock, write_bytes, write_json
 from realmops.journal import RESERVED
-from realmops.tracking.client import chosen_uri, digest_of_address, experiment_id, first_line, mlflow_client
+from realmops.tracking.client import chosen_uri, error_summary, experiment_id, mlflow_client, uri_digest
 from realmops.tracking.mlflow_views import TABLE_ENDING
 
 RUN_KEY_TAG = "realmops.run_key"
@@ -34,7 +34,7 @@ _PARENT_TAG = "mlflow.parentRunId"
 _Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
-class Ticket:
+class OutboxEntry:
     """One stage's figures on their way to MLflow, as files of the spool.
 
     ``path`` says what is to be sent, by the key ``final`` also how the stage ended. Beside it lie ``shipped``, what
@@ -77,12 +77,12 @@ class Ticket:
         write_bytes(self.journal, b"".join(path.read_bytes() for path in journals))
         digests = {name: sha256_file(self.files / name) for name in files}
         content["journal"] = str(self.journal.absolute())
-        content["final"] = {"time": ended, "metrics": finite(metrics), "status": status, "files": digests}
+        content["final"] = {"time": ended, "metrics": finite_metrics(metrics), "status": status, "files": digests}
         write_json(self.path, content)
 
-    def others_run(self) -> bool:
-        """Whether another stage of the run is at work: its process holds the lock of its ticket."""
-        for other in tickets(self.path.parent.parent):
+    def has_running_sibling(self) -> bool:
+        """Whether another stage of the run is at work: its process holds the lock of its entry."""
+        for other in outbox_entries(self.path.parent.parent):
             content = other.read()
             if other.path != self.path and content["key"] == self.read()["key"] and "final" not in content:
                 with open(other.lock, "ab") as file:
@@ -90,8 +90,8 @@ class Ticket:
                         return True
         return False
 
-    def forget(self, content: Mapping[str, Any]) -> None:
-        """Remove all but what says that it was sent; not a ticket that a stage which began again has put there."""
+    def discard(self, content: Mapping[str, Any]) -> None:
+        """Remove all but what says that it was sent; not a entry that a stage which began again has put there."""
         taken = self.path.with_suffix(".sent")
         os.replace(self.path, taken)  # at once: what is written from here on stays
         if read_json(taken) == content:
@@ -103,35 +103,35 @@ class Ticket:
         taken.unlink()
 
 
-def tickets(folder: Path) -> list[Ticket]:
+def outbox_entries(folder: Path) -> list[OutboxEntry]:
     """All of a tracking folder."""
-    return [Ticket(path) for path in sorted((folder / "spool").glob(f"*{_ENDING}"))]
+    return [OutboxEntry(path) for path in sorted((folder / "spool").glob(f"*{_ENDING}"))]
 
 
 def unsent(folder: Path) -> list[str]:
     """The journals of finished stages under this tracking folder that MLflow has not got whole."""
-    return [content["journal"] for ticket in tickets(folder) if "final" in (content := ticket.read())]
+    return [content["journal"] for entry in outbox_entries(folder) if "final" in (content := entry.read())]
 
 
 def sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str | None:
     """The id of the run that holds these final figures of a stage; None when they were sent nowhere or elsewhere."""
-    wanted = finite({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
+    wanted = finite_metrics({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
     for path in sorted((folder / "spool").glob(f"*.{stage}.shipped.json")):
         shipped = read_json(path)
         place, run_id = shipped["destination"]
-        if place == digest_of_address(folder) and shipped["final"] and wanted <= shipped["final"]["metrics"].items():
+        if place == uri_digest(folder) and shipped["final"] and wanted <= shipped["final"]["metrics"].items():
             return str(run_id)
     return None
 
 
-def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are finite numbers."""
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are finite_metrics numbers."""
     return {
         name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
     }
 
 
-def warn(trouble: str, journal: str) -> None:
+def warn_unsent(trouble: str, journal: str) -> None:
     """Say that something was not sent, and where it is kept."""
     kept = f"Nothing is lost: metrics are in {journal}; `realmops sync` sends what is left."
     print(f"warning: MLflow tracking: {trouble}. {kept}", file=sys.stderr, flush=True)
@@ -147,25 +147,25 @@ class SyncReport(NamedTuple):
 def sync(folder: Path) -> SyncReport:
     """Send what stages under this tracking folder could not send. Sending twice does no harm."""
     sent, problems = 0, list[str]()
-    for ticket in tickets(folder):
+    for entry in outbox_entries(folder):
         try:
-            with _locked(ticket.lock, wait=False):
-                content = ticket.read()
+            with _locked(entry.lock, wait=False):
+                content = entry.read()
                 gone = not Path(content["journal"]).is_file()
-                sent += _Sender(ticket).send()
-                if gone and ticket.path.is_file():
-                    ticket.forget(content)
+                sent += _Sender(entry).send()
+                if gone and entry.path.is_file():
+                    entry.discard(content)
             told = f"{content['journal']} is gone; what else there was is sent, and it is forgotten" if gone else ""
         except BlockingIOError:
             told = "a running stage sends it"
         except Exception as error:  # each journal is tried; the caller prints the trouble
-            told = first_line(error)
+            told = error_summary(error)
         if told:
-            problems.append(f"{ticket.path.name}: {told}")
+            problems.append(f"{entry.path.name}: {told}")
     return SyncReport(sent, tuple(problems))
 
 
-def send_until_parent_ends(ticket: Ticket, interval: float) -> None:
+def send_until_parent_ends(entry: OutboxEntry, interval: float) -> None:
     """The child process: send every ``interval`` seconds, once more at the end of standard input, and return.
 
     After a failure it waits 1 s, then 2, 4 and so on, at most 60 s.
@@ -174,16 +174,16 @@ def send_until_parent_ends(ticket: Ticket, interval: float) -> None:
     sender, back_off = None, 1.0
     warned = last = False
     # A killed stage's child may still send when the resumed stage starts its own.
-    with _locked(ticket.lock, wait=True):
-        while ticket.path.is_file():
+    with _locked(entry.lock, wait=True):
+        while entry.path.is_file():
             try:
-                sender = sender or _Sender(ticket)
+                sender = sender or _Sender(entry)
                 sender.send()
                 wait, back_off = interval, 1.0
             except Exception as error:  # whatever MLflow, its database or its server does
                 sender = None  # the next try connects anew and reads the journal from its start
                 if not warned:
-                    warn(first_line(error), ticket.read()["journal"])
+                    warn_unsent(error_summary(error), entry.read()["journal"])
                     warned = True
                 wait, back_off = back_off, min(2 * back_off, LONGEST_BACK_OFF_SECONDS)
             if last:
@@ -200,19 +200,19 @@ def _locked(path: Path, *, wait: bool) -> Iterator[None]:
 
 
 class _Sender:
-    """Sends one ticket's journal. What was sent is kept beside the ticket: the last step of each metric."""
+    """Sends one entry's journal. What was sent is kept beside the entry: the last step of each metric."""
 
-    def __init__(self, ticket: Ticket) -> None:
+    def __init__(self, entry: OutboxEntry) -> None:
         """Find or make the run, and log what it is; may raise anything, as all here."""
-        self._ticket = ticket
+        self._entry = entry
         self._offset, self._last_line = 0, b""  # of the journal, as far as it was read
-        folder, content = ticket.path.parent.parent, ticket.read()
-        self._shipped = read_json(ticket.shipped) if ticket.shipped.is_file() else {}
+        folder, content = entry.path.parent.parent, entry.read()
+        self._shipped = read_json(entry.shipped) if entry.shipped.is_file() else {}
         # Two stages would make the database, or the run, twice.
-        with _locked(ticket.path.with_name("connect.lock"), wait=True):
+        with _locked(entry.path.with_name("connect.lock"), wait=True):
             self._client = mlflow_client(chosen_uri(folder))
             self._run_id = content["run_id"] or self._find_or_create_run(content, folder)
-            destination = [digest_of_address(folder), self._run_id]
+            destination = [uri_digest(folder), self._run_id]
             if self._shipped.get("destination") != destination:
                 self._shipped = {"destination": destination, "steps": {}, "final": None}
             if self._shipped["final"] is None or self._shipped["final"] != content.get("final"):
@@ -263,9 +263,9 @@ class _Sender:
     def send(self) -> int:
         """Send all whole lines that were not sent yet; the number of points and files.
 
-        The ticket of a stage that has ended goes with that, unless it began again meanwhile.
+        The entry of a stage that has ended goes with that, unless it began again meanwhile.
         """
-        content = self._ticket.read()
+        content = self._entry.read()
         final: Any = content.get("final")
         ended = final is not None and final != self._shipped["final"]
         sent = 0
@@ -276,11 +276,11 @@ class _Sender:
         for points in self._points(Path(content["journal"])):
             sent += self._log(points)
             self._shipped["steps"] |= {name: step for name, _, _, step in points}
-            write_json(self._ticket.shipped, self._shipped)
+            write_json(self._entry.shipped, self._shipped)
         if ended:
             sent += self._end_run(content)
         if final is not None:
-            self._ticket.forget(content)
+            self._entry.discard(content)
         return sent
 
     def _log(self, points: Sequence[_Point]) -> int:
@@ -298,7 +298,7 @@ class _Sender:
         if not journal.is_file():
             return
         with open(journal, "rb") as file:
-            self._tell_of_new_journal(file.readline(), journal)
+            self._warn_of_new_journal(file.readline(), journal)
             file.seek(self._offset - len(self._last_line))
             if file.read(len(self._last_line)) != self._last_line:
                 self._offset, self._last_line = 0, b""
@@ -311,12 +311,12 @@ class _Sender:
                 self._offset += sum(map(len, lines))
                 self._last_line = lines[-1]
 
-    def _tell_of_new_journal(self, first_line: bytes, journal: Path) -> None:
+    def _warn_of_new_journal(self, first_line: bytes, journal: Path) -> None:
         """Whoever changed the code without a commit sees the points of before, and is told."""
         if first_line.endswith(b"\n") and (began := json.loads(first_line)["time"]) != self._shipped.get("began"):
             if self._shipped["steps"]:
                 known = max(self._shipped["steps"].values())
-                warn(f"the stage began anew; up to step {known} MLflow keeps the points of before", str(journal))
+                warn_unsent(f"the stage began anew; up to step {known} MLflow keeps the points of before", str(journal))
             self._shipped["began"] = began
 
     def _not_sent(self, lines: Sequence[bytes]) -> list[_Point]:
@@ -335,19 +335,19 @@ class _Sender:
     def _end_run(self, content: Mapping[str, Any]) -> int:
         """Say how the run ended, and send its files: last, so that figures get through where files do not."""
         final = content["final"]
-        if not content["run_id"] and not self._ticket.others_run():
+        if not content["run_id"] and not self._entry.has_running_sibling():
             self._client.set_terminated(self._run_id, final["status"], int(final["time"] * 1000))
         for name in final["files"]:
-            self._client.log_artifact(self._run_id, self._ticket.files / name)
+            self._client.log_artifact(self._run_id, self._entry.files / name)
         # MLflow's own ``log_table`` would add rows again
         if tables := [{"path": name, "type": "table"} for name in final["files"] if name.endswith(TABLE_ENDING)]:
             known = json.loads(self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "[]"))
             new = [table for table in tables if table not in known]
             self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(known + new))
         self._shipped["final"] = final
-        write_json(self._ticket.shipped, self._shipped)
+        write_json(self._entry.shipped, self._shipped)
         return len(final["files"])
 
 
 if __name__ == "__main__":
-    send_until_parent_ends(Ticket(Path(sys.argv[1])), float(sys.argv[2]))
+    send_until_parent_ends(OutboxEntry(Path(sys.argv[1])), float(sys.argv[2]))
