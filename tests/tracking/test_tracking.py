@@ -169,7 +169,7 @@ def test_a_stage_that_begins_anew_doubles_no_point(
             tracker.finish({"em": 0.25})
     points = query(folder, "SELECT key, step, value FROM metrics ORDER BY key, step")
     assert points == [("em", 0, 0.25), ("ict/loss", 1, 3.0), ("ict/loss", 2, 2.0), ("ict/loss", 3, 1.0)]
-    assert capfd.readouterr().err.count("began anew; up to step 2 MLflow keeps the points of before") == 1
+    assert capfd.readouterr().err.count("was restarted; up to step 2 MLflow keeps the earlier points") == 1
     assert outbox_entries(folder) == [], "the sender itself removes what it has sent whole"
 
 
