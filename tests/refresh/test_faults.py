@@ -432,7 +432,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
         (tmp_path / "encoder" / "pytorch_model.bin", None, lambda: read_weights(tmp_path / "encoder")),
         (tmp_path / "coder" / "model.safetensors", None, lambda: read_weights(tmp_path / "coder")),
         (tmp_path / "predictions.parquet", None, lambda: read_predictions(tmp_path / "predictions.parquet")),
-        (tmp_path / "assignment.json", None, lambda: Follower(tmp_path / "assignment.json", None).look()),
+        (tmp_path / "assignment.json", None, lambda: Follower(tmp_path / "assignment.json", None).poll_once()),
         *((path, None, lambda: inspect(exchange.root)) for path in (exchange.root / "alive").rglob("*.json")),
         *((path, None, lambda: inspect(exchange.root)) for path in exchange.root.glob("*/v-*/*")),
     ]
