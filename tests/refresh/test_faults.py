@@ -272,7 +272,7 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path) ->
     for role, holder in (("trainer", "trainer"), ("builder", "builder-0")):
         path = tmp_path / "e" / "alive" / role / f"{holder}.json"
         read = lambda: (exchange.describe_builders(), inspect(exchange.root, StillClock()))[1] and None  # noqa: E731
-        endure(f"the {role}'s sign of life", path, read, may_change=True)
+        endure(f"the {role}'s heartbeat", path, read, may_change=True)
     assignment = tmp_path / "assignment.json"
     assign(assignment, tmp_path / "e", tmp_path / "s", "a run")
     follower = Follower(assignment, None)

@@ -1,4 +1,4 @@
-"""Signs of life: given not too often, judged by their change."""
+"""Heartbeats: written not too often, judged by their change."""
 
 import json
 from pathlib import Path

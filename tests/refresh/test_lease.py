@@ -1,4 +1,4 @@
-"""Claims: one of several processes at a time, the dead one's place is taken, a sleeper finds out that it was."""
+"""Leases: held by one process at a time, taken over from a dead holder, and lost by one that was suspended."""
 
 import json
 import subprocess

@@ -78,7 +78,7 @@ class Builder:
                 if not built:
                     self._report("waiting for weights")
                     self.exchange.clock.sleep(self.poll)
-            except (FileNotFoundError, CorruptVersionError) as error:  # the weights or parts were removed
+            except (FileNotFoundError, CorruptVersionError) as error:  # removed or quarantined meanwhile
                 self._report(f"starting over: {error}")
                 self.exchange.clock.sleep(self.poll)
             except OSError as error:
@@ -125,8 +125,8 @@ class Builder:
         contents = (self.exchange.load_part(part_name(weights.name, *part), weights) for part in parts)
         files, meta = self.work.merge(weights, contents)
         seconds = self.exchange.clock.monotonic() - start
-        facts = {"step": weights.step, "weights": weights.digest, "rows": self.work.rows, "seconds": seconds}
-        is_first = self.exchange.indexes.publish(weights.name, files, {**meta, **facts})
+        fields = {"step": weights.step, "weights": weights.digest, "rows": self.work.rows, "seconds": seconds}
+        is_first = self.exchange.indexes.publish(weights.name, files, {**meta, **fields})
         self._report(f"{'published' if is_first else 'another builder published'} the index of step {weights.step}")
 
     def _embed(self, weights: Version, parts: list[tuple[int, int]]) -> None:

@@ -55,7 +55,7 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, wor
         root: the exchange folder.
         folder: the snapshot.
         watch_parent: the id of the parent process, with which this process ends.
-        works: by name, how to make the shards that a stage may offer on the exchange.
+        works: the sharded computations that a stage may offer on the exchange, by name.
 
     Returns:
         The exit code of the process, as :func:`run_builder`.
@@ -90,7 +90,7 @@ def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, wor
 
 
 def _run_shard_helper(root: Path, run: dict[str, Any], snapshot: Snapshot, works: Mapping[str, Work]) -> int:
-    """Make shards for a stage, which may end at any time and remove its exchange."""
+    """Compute shards for a stage, which may end at any time and remove its exchange."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
     tune_process(run["threads"])
@@ -108,7 +108,7 @@ def _run_shard_helper(root: Path, run: dict[str, Any], snapshot: Snapshot, works
                 log.exception("the index builder failed")
                 return FAULT
             time.sleep(0.1)
-    _print_status(f"{root}: no shards are left to make")
+    _print_status(f"{root}: no shards are left to compute")
     return DONE
 
 

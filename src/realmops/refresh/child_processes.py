@@ -71,8 +71,8 @@ class Child:
         code = self._process.poll()
         if code is not None:
             self._process = None
-            lived_long = now - self._started > MAX_PAUSE_SECONDS
-            self.pause = self._first_pause if lived_long else min(2 * self.pause, MAX_PAUSE_SECONDS)
+            was_stable = now - self._started > MAX_PAUSE_SECONDS
+            self.pause = self._first_pause if was_stable else min(2 * self.pause, MAX_PAUSE_SECONDS)
             self._next = now + self.pause
         return code
 

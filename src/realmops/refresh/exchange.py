@@ -18,7 +18,7 @@ any instruction, the disk is full, two builders work at once, or a suspended tra
     <root>/pins/<role>/<kind>.<version>.<holder>.<nonce>
                                  a reader uses this version
     <root>/alive/<role>/<holder>.json
-                                 a heartbeat, replaced often; only for messages and for pins of dead readers
+                                 a heartbeat, replaced often; used in messages and to expire the pins of dead readers
 
 Every ``v-`` folder is an immutable version (versions.py), so every kind has one parent folder and one mount.
 The trainer removes checkpoints and weights, builders remove parts and indexes. The retention is

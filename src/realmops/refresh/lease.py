@@ -1,4 +1,4 @@
-"""Leases: of several processes, or pods on one volume, that need the same work done, one does it and the others wait.
+"""Leases: mutual exclusion of processes, or of pods on one volume; one does the work while the others wait.
 
 A lease is a folder of numbered terms ``<lease>/000001``, each taken by mkdir and never removed, so that no number is
 given twice. A term holds the holder's heartbeat, which changes while the holder lives and records when it has ended. A
