@@ -265,7 +265,7 @@ WORK = BuilderWork(ROWS, PART_ROWS, embedder, merge)
 
 
 def check_index(index: Version) -> None:
-    """I1: neither torn nor mixed: all rows are embedded with the parameters that lie beside them."""
+    """I1: neither torn nor mixed: all rows are embedded with the parameters that are stored next to them."""
     assert index.files["rows.bin"] == embed(index.files["params.bin"], 0, ROWS)
     assert index.meta["step"] == index.step
 
@@ -346,7 +346,7 @@ def builder_on(files: Files, clock: Clock, name: str = "0", root: Path = ROOT) -
 
 
 def exchange_with_everything(root: Path) -> Exchange:
-    """A checkpoint, weights, a part and an index, and signs of life."""
+    """A checkpoint, weights, a part and an index, and heartbeats."""
     trainer = Trainer(Exchange.open(root, IDENTITY, clock=StillClock(), grace=0.0))
     trainer.save_checkpoint(0, PARAMS, {})
     trainer.publish_weights(0, PARAMS, {})

@@ -209,9 +209,9 @@ def change_manifest(folder: Path, **changes: Any) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut": (
         lambda x: os.truncate(x / "a.bin", 255),
-        r"a\.bin has 255 bytes, its manifest says 256; it was cut or changed: run the stage",
+        r"a\.bin has 255 bytes, its manifest lists 256; it was truncated or changed: run the stage",
     ),
-    "longer": (lambda x: os.truncate(x / "a.bin", 257), r"a\.bin has 257 bytes, its manifest says 256"),
+    "longer": (lambda x: os.truncate(x / "a.bin", 257), r"a\.bin has 257 bytes, its manifest lists 256"),
     "missing": (
         lambda x: (x / "sub/b.txt").unlink(),
         r"sub/b\.txt is missing \(named in .*manifest\.json\); run the stage",
@@ -219,8 +219,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda x: (x / "manifest.json").unlink(), r"x holds no manifest\.json: it is no finished thing"),
     "cut manifest": (lambda x: os.truncate(x / "manifest.json", 60), r"manifest\.json is not valid JSON"),
     "no object": (lambda x: (x / "manifest.json").write_text("[1]"), r"kind and schema are list"),
-    "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 3\), wanted \('thing', 3\)"),
-    "schema": (lambda x: change_manifest(x, schema=2), r"are \('thing', 2\), wanted \('thing', 3\)"),
+    "kind": (lambda x: change_manifest(x, kind="other"), r"are \('other', 3\), expected \('thing', 3\)"),
+    "schema": (lambda x: change_manifest(x, schema=2), r"are \('thing', 2\), expected \('thing', 3\)"),
     "no files": (lambda x: change_manifest(x, files=None), r"manifest\.json has no list of files"),
     "entry": (lambda x: change_manifest(x, files={"a.bin": {"bytes": 256}}), r"manifest\.json has no list of files"),
     "long name": (
@@ -269,7 +269,7 @@ def test_a_file_behind_a_link_is_refused(tmp_path: Path) -> None:
     folder = folder_with_manifest(tmp_path / "x")
     (folder / "sub").rename(tmp_path / "elsewhere")
     (folder / "sub").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"sub/b\.txt lies behind a symbolic link"):
+    with pytest.raises(ValueError, match=r"sub/b\.txt is in a folder that is a symbolic link"):
         read_manifest(folder, "thing")
     (folder / "sub").unlink()
     (tmp_path / "elsewhere").rename(folder / "sub")

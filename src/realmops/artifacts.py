@@ -1,4 +1,4 @@
-"""What stages hand over: folders with a manifest, written whole or not at all."""
+"""Artifacts that stages pass on: folders with a manifest, written atomically; and durable, canonical JSON files."""
 
 import fcntl
 import glob
@@ -15,71 +15,74 @@ from pathlib import Path
 from typing import IO, Any
 
 SCHEMA = 3
-WORK = ".realmops"  # under a root: unfinished work, locks, the local MLflow database
+WORK = ".realmops"  # folder below a root for unfinished work, locks and the local MLflow database
 MANIFEST = "manifest.json"
 SEAL = "manifest_digest"
-JSON_LIMIT = 1 << 28
+JSON_LIMIT = 1 << 28  # bytes
 _CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def special_kind(mode: int) -> str:
-    """Name the kind of what has this ``st_mode`` and is no regular file, "" for a regular file."""
+    """Return the kind of a special file with this ``st_mode``, or "" for a regular file."""
     kinds = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFDIR: "folder", stat.S_IFREG: ""}
     return kinds.get(stat.S_IFMT(mode), "device")
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a regular file to read its bytes: opening a named pipe waits for a writer, opening a device may change it.
+    """Open a regular file for reading; a named pipe would block until it has a writer, and a device could be changed.
 
     Raises:
         ValueError: the path names a folder, a pipe or a device.
         OSError: the path cannot be opened.
     """
     if kind := special_kind(os.stat(path).st_mode):
-        raise ValueError(
-            f"{path}: cannot be read: it is a {kind}, expected a regular file; copy what it gives into one"
-        )
+        raise ValueError(f"{path}: cannot be read: it is a {kind}, expected a regular file; copy its content into one")
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def sha256_file(path: Path) -> str:
+    """Return the sha256 of a regular file as hexadecimal digits."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:
-    """One byte string for equal values: sorted keys, no spaces, no NaN."""
+    """Encode a value as canonical JSON, the same bytes for equal values: sorted keys, no spaces, no NaN."""
     return _CANONICAL.encode(value).encode()
 
 
 def digest_of(value: Any) -> str:
-    """The sha256 of a JSON value in canonical form."""
+    """Return the sha256 of a JSON value in canonical form."""
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """A JSON object with its own digest beside its fields."""
+    """Return a JSON object with its digest added as a field."""
     return {**value, SEAL: digest_of(value)}
 
 
 def is_sealed(value: Mapping[str, Any]) -> bool:
-    """Whether an object still has the digest that :func:`sealed` gave it."""
+    """Return whether the digest that :func:`sealed` added still matches the other fields."""
     try:
         return bool(value.get(SEAL) == digest_of({k: v for k, v in value.items() if k != SEAL}))
-    except ValueError:  # NaN, which nothing of ours has
+    except ValueError:  # NaN, which canonical JSON never contains
         return False
 
 
 def seed_for(seed: int, *stream: int | str) -> int:
-    """A 63-bit seed for one named stream of random numbers, for example ``seed_for(0, "masks", step)``."""
+    """Derive a 63-bit seed for one named stream of random numbers, for example ``seed_for(0, "masks", step)``."""
     return int.from_bytes(hashlib.sha256(canonical_json([seed, *stream])).digest()[:8], "big") >> 1
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in a file; ValueError names the file and the place when it cannot be read."""
+    """Read a JSON file.
+
+    Raises:
+        ValueError: the file is not valid JSON or too large; the message names the file and the position.
+    """
     try:
         if (size := path.stat().st_size) > JSON_LIMIT:  # before anything is allocated
-            raise ValueError(f"it has {size} bytes, at most {JSON_LIMIT} are read")
+            raise ValueError(f"it has {size} bytes, the limit is {JSON_LIMIT}")
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(
@@ -88,34 +91,34 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a file by a JSON value: temporary file, fsync, rename."""
+    """Write a JSON file atomically and durably."""
     text = json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     write_bytes(path, (text + "\n").encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file by these bytes: temporary file, fsync, rename, fsync of the folder."""
-    with atomic_file(path) as stage:
-        stage.write_bytes(content)
+    """Write a file atomically and durably: temporary file, fsync, rename, fsync of the folder."""
+    with atomic_file(path) as draft:
+        draft.write_bytes(content)
 
 
 @contextmanager
 def atomic_file(final: Path) -> Iterator[Path]:
-    """The name of a file beside ``final`` that takes its place, synced, when the block ends without an error."""
-    stage = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    """Yield the path of a draft in the same folder, which is synced and replaces ``final`` unless an error occurs."""
+    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
     try:
-        yield stage
-        with open(stage, "rb") as file:
+        yield draft
+        with open(draft, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(stage, final)
+        os.replace(draft, final)
     except BaseException:
-        stage.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
     sync_folder(final.parent)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder where it is missing, and those above it, each with a durable name."""
+    """Create a folder and its missing parents, each with a durable name."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
@@ -124,7 +127,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Sync a folder, which makes the names in it durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -133,7 +136,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def try_lock(file: IO[Any] | int, kind: int = fcntl.LOCK_EX) -> bool | None:
-    """Take a lock on an open file; False while another process has it, None on a volume without locks."""
+    """Try to lock an open file; return False if another process holds the lock, None if the volume has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
         return True
@@ -144,7 +147,7 @@ def try_lock(file: IO[Any] | int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name, the one that a symbolic link leads to; copy it where the disk knows no links."""
+    """Create a hard link to a file or to the target of a symbolic link; copy it if the disk does not support links."""
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -153,33 +156,33 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 @contextmanager
 def atomic_folder(final: Path) -> Iterator[Path]:
-    """A stage folder beside ``final`` that takes its place when the block ends without an error.
+    """Yield a draft folder next to ``final``, which is synced and replaces it at the end of the block.
 
-    Until then ``final`` stays as it was; after an error the stage folder is gone.  That of a killed process
-    goes when ``final`` is made the next time.
+    Until then ``final`` is unchanged; after an error the draft is deleted. The draft of a killed process is deleted
+    when ``final`` is next written.
     """
-    if final.is_symlink():  # somebody keeps the folder on another disk: what it leads to is replaced, not the link
+    if final.is_symlink():  # the folder is kept on another disk: replace the target, not the link
         final = final.resolve()
     make_folder(final.parent)
     _remove_abandoned(final)
-    stage = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
-    stage.mkdir()
-    handle = os.open(stage, os.O_RDONLY)
+    draft = final.with_name(f".{final.name}.{uuid.uuid4().hex}")
+    draft.mkdir()
+    handle = os.open(draft, os.O_RDONLY)
     try:
-        try_lock(handle, fcntl.LOCK_SH)  # without locks nobody takes the folder for abandoned either
-        yield stage
-        for path in sorted(stage.rglob("*")):
+        try_lock(handle, fcntl.LOCK_SH)  # on a volume without locks, drafts are never taken for abandoned
+        yield draft
+        for path in sorted(draft.rglob("*")):
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
             else:
                 sync_folder(path)
-        sync_folder(stage)
+        sync_folder(draft)
         old = final.with_name(f".{final.name}.{uuid.uuid4().hex}.old")
         if final.exists():
             os.rename(final, old)
         try:
-            os.rename(stage, final)
+            os.rename(draft, final)
         except BaseException:
             if old.exists():
                 os.rename(old, final)
@@ -187,17 +190,14 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         sync_folder(final.parent)
         shutil.rmtree(old, ignore_errors=True)
     except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
     finally:
         os.close(handle)
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Clear up after killed processes: remove their stage folders, which nobody has a lock on.
-
-    What was moved out of the way and not replaced any more comes back.
-    """
+    """Delete the drafts of killed processes, which no process locks; restore an old folder that was not replaced."""
     for folder in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 32}*"):
         with suppress(OSError):
             handle = os.open(folder, os.O_RDONLY)
@@ -212,7 +212,7 @@ def _remove_abandoned(final: Path) -> None:
 
 
 def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
-    """Write ``manifest.json`` over all files in the folder, with size and sha256 of each, and its own digest."""
+    """Write the ``manifest.json`` of a folder, with size and sha256 of each file, and with its own digest."""
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for path in sorted(folder.rglob("*"))
@@ -224,47 +224,49 @@ def write_manifest(folder: Path, kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, Any]:
-    """The manifest of a folder, its files checked against it: all of them by size, with ``verify`` also by sha256.
+    """Read the manifest of a folder and check all files against it: by size, with ``verify`` also by sha256.
 
-    A file may be a symbolic link, as DVC makes them where its ``cache.type`` is symlink; its sha256 is always compared.
-    Raises ValueError that names the file when the folder is of another kind or schema, or when a file
-    is missing, cut, changed or in a folder that is a link.
+    A file may be a symbolic link, as from DVC with ``cache.type: symlink``; its sha256 is always compared.
+
+    Raises:
+        ValueError: the folder has another kind or schema, or a file is missing, truncated, changed, or in a folder
+            that is a symbolic link; the message names the file.
     """
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} holds no {MANIFEST}: it is no finished {kind}; run the stage that makes it")
     manifest = read_json(path)
-    found = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
-    if not isinstance(manifest, dict) or found != (kind, SCHEMA):
+    actual = (manifest.get("kind"), manifest.get("schema")) if isinstance(manifest, dict) else type(manifest).__name__
+    if not isinstance(manifest, dict) or actual != (kind, SCHEMA):
         raise ValueError(
-            f"{path}: kind and schema are {found}, wanted {(kind, SCHEMA)}; run the stage that makes it again"
+            f"{path}: kind and schema are {actual}, expected {(kind, SCHEMA)}; run the stage that makes it again"
         )
     if not is_sealed(manifest):
-        raise ValueError(f"{path} does not have the digest that it names; run the stage that makes it again")
+        raise ValueError(f"{path} does not match its own digest; run the stage that makes it again")
     files = manifest.get("files")
     if not isinstance(files, dict) or not all(
         isinstance(e, dict) and {"bytes", "sha256"} <= e.keys() for e in files.values()
     ):
         raise ValueError(f"{path} has no list of files with their bytes and sha256; run the stage that makes it again")
-    place = folder.resolve()
+    resolved = folder.resolve()
     for name, expected in files.items():
         file = folder / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{path}: the file name {name!r} leaves the folder; do not use this {kind}")
-        if not os.path.isfile(file):  # False also for a name that no disk takes
+        if not os.path.isfile(file):  # False also for a name that is invalid on the disk
             raise ValueError(f"{file} is missing (named in {path}); run the stage that makes it again")
-        if file.parent.resolve() != (place / name).parent:
+        if file.parent.resolve() != (resolved / name).parent:
             raise ValueError(
-                f"{file} lies behind a symbolic link, wanted a folder of its own; run the stage that makes it again"
+                f"{file} is in a folder that is a symbolic link, expected a folder; run the stage that makes it again"
             )
         if file.stat().st_size != expected["bytes"]:
             raise ValueError(
-                f"{file} has {file.stat().st_size} bytes, its manifest says {expected['bytes']}; "
-                "it was cut or changed: run the stage that makes it again"
+                f"{file} has {file.stat().st_size} bytes, its manifest lists {expected['bytes']}; "
+                "it was truncated or changed: run the stage that makes it again"
             )
-        if (verify or file.is_symlink()) and (found_digest := sha256_file(file)) != expected["sha256"]:
+        if (verify or file.is_symlink()) and (digest := sha256_file(file)) != expected["sha256"]:
             raise ValueError(
-                f"{file} has sha256 {found_digest}, its manifest says {expected['sha256']}; "
+                f"{file} has sha256 {digest}, its manifest lists {expected['sha256']}; "
                 "it was changed: run the stage that makes it again"
             )
     return manifest
@@ -273,10 +275,10 @@ def read_manifest(folder: Path, kind: str, *, verify: bool = True) -> dict[str, 
 def read_bound_manifest(
     folder: Path, kind: str, corpus_hash: str | None, stage: str, *, verify: bool = True
 ) -> dict[str, Any]:
-    """Return the manifest of a folder that a stage made for one corpus.
+    """Read the manifest of a folder that ``stage`` made for one corpus.
 
     Raises:
-        ValueError: as of :func:`read_manifest`, and where ``corpus_hash`` is given and another than the folder's.
+        ValueError: as :func:`read_manifest`, or the folder was made for another corpus than ``corpus_hash``.
     """
     manifest = read_manifest(folder, kind, verify=verify)
     if corpus_hash is not None and manifest["corpus_hash"] != corpus_hash:
@@ -288,19 +290,20 @@ def read_bound_manifest(
 
 
 def check_replaceable(folder: Path, kind: str) -> None:
-    """Check that all of a folder's files, which would be replaced, are those of its manifest.
+    """Check that a folder to be replaced contains only the unchanged files of its manifest.
 
-    Raises ValueError that names the first one that a command with this kind of manifest did not write so.
+    Raises:
+        ValueError: a file was added or changed since; the message names the first one.
     """
     path = folder / MANIFEST
     manifest = read_json(path) if path.is_file() else {}
-    ours = isinstance(manifest, dict) and manifest.get("kind") == kind and is_sealed(manifest)
-    known = {name: entry["sha256"] for name, entry in manifest["files"].items()} if ours else {}
+    is_valid = isinstance(manifest, dict) and manifest.get("kind") == kind and is_sealed(manifest)
+    digests = {name: entry["sha256"] for name, entry in manifest["files"].items()} if is_valid else {}
     for file in sorted(folder.rglob("*")) if folder.is_dir() else [folder] if folder.exists() else []:
-        written = known.get(file.relative_to(folder).as_posix())
-        if (file.is_dir() and not file.is_symlink()) or (ours and file == path):
+        digest = digests.get(file.relative_to(folder).as_posix())
+        if (file.is_dir() and not file.is_symlink()) or (is_valid and file == path):
             continue
-        if written is None or written != sha256_file(file):
+        if digest is None or digest != sha256_file(file):
             raise ValueError(
                 f"{file} was not written by this command, and {folder} would be replaced; move it away, or name "
                 "another folder"

@@ -1,4 +1,4 @@
-"""Metrics of a stage as JSON lines: the writer, the reader, series and means."""
+"""Metrics of a stage as JSON lines: writer, reader, series and means."""
 
 import json
 import math
@@ -18,7 +18,7 @@ RESERVED = ("stage", "step", "time")
 
 @dataclass(frozen=True)
 class Series:
-    """One line: ``steps`` ascending, a finite value for each."""
+    """One curve of a metric: ``steps`` ascending, with a finite value for each."""
 
     name: str
     steps: Sequence[float]
@@ -26,10 +26,10 @@ class Series:
 
 
 class Journal:
-    """One stage's metrics as JSON lines: ``{"stage": ..., "step": ..., "time": seconds, name: value, ...}``.
+    """The metrics file of one stage, with lines ``{"stage": ..., "step": ..., "time": seconds, name: value, ...}``.
 
-    A line is written by one system call; an unfinished last line of a killed process is cut off when the
-    file is opened again. NaN and infinities become null, which plots and MLflow leave out.
+    Each line is written by one system call; an unfinished last line of a killed process is truncated when the file is
+    opened again. NaN and infinities are written as null, which plots and MLflow omit.
     """
 
     def __init__(self, path: Path, stage: str) -> None:
@@ -44,7 +44,7 @@ class Journal:
         self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def log(self, step: int, **metrics: float) -> None:
-        """Append one line. Steps never go back, except after ``truncate``."""
+        """Append one line; steps must not decrease, except after ``truncate``."""
         assert step >= self._last_step, (step, self._last_step)
         assert not set(metrics) & set(RESERVED), sorted(metrics)
         self._last_step = step
@@ -53,22 +53,23 @@ class Journal:
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
 
     def position(self) -> int:
-        """The journal's length in bytes, made durable first: store it in a checkpoint."""
+        """Sync the journal and return its length in bytes, to be stored in a checkpoint."""
         os.fsync(self._file.fileno())
         return self.path.stat().st_size
 
     def truncate(self, position: int) -> None:
-        """Go back to a checkpoint's position: the steps after it come again."""
+        """Truncate the journal to the position of a checkpoint; the later steps will be logged again."""
         size = self.path.stat().st_size
         if position > size:
             raise ValueError(
-                f"{self.path} has {size} bytes, the checkpoint was made at {position}: the file was cut or "
+                f"{self.path} has {size} bytes, its checkpoint recorded {position}: the file was truncated or "
                 "replaced; restore it, or remove the checkpoint to start the stage again"
             )
         self._file.truncate(position)
         self._last_step = -1
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -85,7 +86,11 @@ def _finite(value: float) -> float | int | None:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; an unfinished last line of a running stage is left out."""
+    """Read the records of a metrics.jsonl, without an unfinished last line of a running stage.
+
+    Raises:
+        ValueError: a line is damaged; the message names the file and the line.
+    """
     records = []
     lines = path.read_bytes().split(b"\n")
     for line_number, line in enumerate(lines[:-1], 1):
@@ -102,22 +107,23 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def series_of(records: Iterable[Mapping[str, Any]], stage: str, metric: str) -> Series:
-    """The steps at which a stage logged a finite value of one metric, with the values."""
-    found = [(r["step"], r[metric]) for r in records if r["stage"] == stage and r.get(metric) is not None]
-    return Series(metric, [step for step, _ in found], [float(value) for _, value in found])
+    """Return the finite values that a stage logged of one metric, with their steps."""
+    points = [(r["step"], r[metric]) for r in records if r["stage"] == stage and r.get(metric) is not None]
+    return Series(metric, [step for step, _ in points], [float(value) for _, value in points])
 
 
 class JournalValues:
-    """What the stage logged, read once: a metric's values in the order of the steps."""
+    """The metrics that a stage has logged so far, read once."""
 
     def __init__(self, journal: Journal) -> None:
         self.stage, self.records = journal.stage, read_journal(journal.path)
 
     def of(self, metric: str) -> Sequence[float]:
+        """Return the finite values of a metric in step order."""
         return series_of(self.records, self.stage, metric).values
 
     def mean(self, metric: str, last: int | None = None) -> float:
-        """Their mean, or that of the last ones; NaN where there is none, or where one of them is not finite."""
+        """Return the mean of all or the ``last`` values of a metric; NaN if there is none, or if one is not finite."""
         values = [r[metric] for r in self.records if r["stage"] == self.stage and metric in r][
             -last if last else None :
         ]

@@ -160,7 +160,7 @@ def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytes
     conditions: dict[str, Callable[[], object]] = {
         "builder-0 has been silent for 30": lambda: [os.utime(path, (at, at)) for path, at in minutes_ago.items()],
         "trainer has been silent for 30": lambda: [os.utime(path, (at, at)) for path, at in minutes_ago.items()],
-        "run its stage again: it goes on from the newest checkpoint": lambda: os.utime(
+        "run its stage again: it resumes from the newest checkpoint": lambda: os.utime(
             root / "alive/trainer/trainer.json", (minutes_ago[sign],) * 2
         ),
         "the clock of builder-0 is 86400 s ahead of the volume's": lambda: rewrite(sign, unix=now + 86400),
@@ -170,15 +170,15 @@ def test_doctor_names_each_condition_in_words(tmp_path: Path, monkeypatch: pytes
             "failed", "a test"
         ),
         "builder-0 is realmops 0.0.9, this is": lambda: rewrite(sign, realmops="0.0.9"),
-        "builder-0: its sign of life cannot be read": lambda: sign.write_bytes(b"{"),
+        "builder-0: its heartbeat cannot be read": lambda: sign.write_bytes(b"{"),
         "written by another version of realmops": lambda: monkeypatch.setattr("realmops.refresh.versions.SCHEMA", 0),
-        "MB are free and the largest version here wants": lambda: monkeypatch.setattr(
+        "MB are free and the largest version here needs": lambda: monkeypatch.setattr(
             exchange, "free_bytes", lambda folder: 9
         ),
         "cannot be written: the volume is read-only": lambda: monkeypatch.setattr(
-            exchange, "writable", lambda folder: False
+            exchange, "is_writable", lambda folder: False
         ),
-        "was set aside as damaged or superseded": lambda: Exchange(root, IDENTITY, "trainer").indexes.set_aside(
+        "was quarantined as damaged or superseded": lambda: Exchange(root, IDENTITY, "trainer").indexes.quarantine(
             version_name(1, 0), "a test"
         ),
         "awaited: the index of v-000001-00000000": lambda: shutil.rmtree(root / "indexes" / version_name(1, 0)),

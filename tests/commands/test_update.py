@@ -277,7 +277,7 @@ def test_a_damaged_newest_update_is_refused(project: Path) -> None:
     path = newest_state(root).snapshot.parent / "metrics.json"
     content = path.read_bytes()
     path.write_bytes(content.replace(b"1", b"2"))  # as many bytes as before
-    with pytest.raises(ValueError, match=r"metrics\.json has sha256 .*, its manifest says"):
+    with pytest.raises(ValueError, match=r"metrics\.json has sha256 .*, its manifest lists"):
         newest_state(root)
     path.write_bytes(content)
     assert newest_state(root).number

@@ -35,7 +35,7 @@ from small_project import wait_for
 from realmops.refresh import child_processes as process
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, Builder, BuilderWork, run_builder
 from realmops.refresh.builder_process import Follower, assign, builder_name, merge
-from realmops.refresh.exchange import CARD, Exchange, part_name, ranges
+from realmops.refresh.exchange import IDENTITY_VERSION, Exchange, part_name, row_ranges
 from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import Policy, Trainer
 from realmops.refresh.versions import Version, version_name
@@ -61,8 +61,8 @@ def builder_with(work: BuilderWork, files: Files, name: str = "0") -> Builder:
 
 
 def test_ranges_cover_all_rows_once() -> None:
-    assert ranges(5, 3) == [(0, 3), (3, 5)]
-    assert ranges(6, 3) == [(0, 3), (3, 6)]
+    assert row_ranges(5, 3) == [(0, 3), (3, 5)]
+    assert row_ranges(6, 3) == [(0, 3), (3, 6)]
 
 
 def test_an_index_says_what_it_was_made_of() -> None:
@@ -154,7 +154,7 @@ def test_a_part_that_is_damaged_or_of_other_weights_is_set_aside_and_embedded_ag
     parts.publish(name, embedder(weights)(0, 3), {"weights": digest})
     if harm in ("cut", "changed"):
         files._at(ROOT / "parts" / name / "rows.bin").data = b"" if harm == "cut" else b"x" * 96
-    assert run_until_idle(files) == ["begins again"]
+    assert run_until_idle(files) == ["starting over"]
     check_index(trainer.index_for(0))
 
 
@@ -173,7 +173,7 @@ def run_until_idle(files: MemoryFiles) -> list[str]:
     exchange = Exchange.open(ROOT, IDENTITY, "builder-0", files=files, clock=StillClock(), grace=0.0)
     with pytest.raises(Idle):
         Builder(exchange, WORK, on_status=on_status).run()
-    return [message.split(":")[0] for message in said if message.startswith(("begins again", "tries again"))]
+    return [message.split(":")[0] for message in said if message.startswith(("starting over", "retrying"))]
 
 
 def test_a_volume_that_keeps_failing_ends_the_builder_with_1_and_a_short_failure_does_not() -> None:
@@ -225,7 +225,7 @@ def test_a_finished_run_ends_the_builder_with_0_until_a_new_trainer_takes_over()
     open_trainer(files).finish("failed", "loss is not a number")
     said: list[str] = []
     assert run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock(), on_status=said.append) == DONE
-    assert said == ["ends: the trainer has finished (failed: loss is not a number)"]
+    assert said == ["stopping: the trainer has finished (failed: loss is not a number)"]
     again = open_trainer(files)
     assert again.exchange.finished() is None
 
@@ -279,7 +279,7 @@ def test_a_builder_that_ends_with_a_fault_is_started_again_after_a_longer_pause_
     assign(tmp_path / "assignment.json", tmp_path / "exchange", tmp_path / "corpus", "run")
     follower = Follower(tmp_path / "assignment.json", None)
     for started.now in range(100):
-        follower.look()
+        follower.poll_once()
     assert started.times == starts
 
 
@@ -290,22 +290,22 @@ def test_no_builder_is_left_for_an_exchange_that_is_gone_with_its_file(
     """A stage removes both at its end; a file alone that cannot be read for a moment changes nothing."""
     started = Started(monkeypatch, lives)
     file, exchange = tmp_path / "tag.shards.json", tmp_path / "exchange"
-    (exchange / "run" / CARD).mkdir(parents=True)
+    (exchange / "run" / IDENTITY_VERSION).mkdir(parents=True)
     assign(file, exchange, tmp_path / "corpus", "run")
     follower = Follower(file, None)
-    follower.look()
+    follower.poll_once()
     content = file.read_bytes()
     file.unlink()
-    follower.look()
+    follower.poll_once()
     assert (started.ended, follower._builder is None) == (0, False)
     shutil.rmtree(exchange)
     for started.now in range(100):
-        follower.look()
+        follower.poll_once()
     assert follower._builder is None
     assert started.ended == 1
     assert started.times == [0]
     file.write_bytes(content)  # the same work again
-    follower.look()
+    follower.poll_once()
     assert started.times == [0, 99]
 
 

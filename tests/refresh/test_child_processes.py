@@ -26,9 +26,9 @@ def test_a_child_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(child_processes, "END_SECONDS", 0.1)
     with Child([sys.executable, "-c", STUBBORN], pause=0.0, log=tmp_path / "log") as child:
         wait_for(lambda: child.last_lines() == "ready", 60)
-        assert child.runs
+        assert child.is_running
         assert child.look() is None
-    assert not child.runs
+    assert not child.is_running
 
 
 def test_each_end_is_told_once_and_followed_by_a_start(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_folder_for_temporary_files_that_takes_no_socket_is_named(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(folder)}, capture_output=True, text=True
     )
-    assert f"ValueError: {folder}: no socket can be made in a folder there (AF_UNIX path too long)" in done.stderr
+    assert f"ValueError: {folder}: no socket can be created in a folder there (AF_UNIX path too long)" in done.stderr
     assert "set TMPDIR to a folder of this machine with a short name" in done.stderr
 
 

@@ -37,7 +37,7 @@ from realmops.refresh import versions
 from realmops.refresh.builder import DONE, MISCONFIGURED, Builder, run_builder
 from realmops.refresh.exchange import Exchange, Fenced
 from realmops.refresh.trainer import Policy, Trainer
-from realmops.refresh.versions import Damaged, version_name
+from realmops.refresh.versions import CorruptVersionError, version_name
 
 PLAN = Plan()
 LONGEST = 500.0  # seconds of a town's time; it takes 10
@@ -66,10 +66,10 @@ class Pair:
                     files = self.files.seen_by(around)
                     builder = self.builders[number] = builder_on(files, StillClock(), str(number))
                 builder.build_next()
-                builder.exchange.collect_indexes()
+                builder.exchange.collect_garbage()
             except Killed:
                 self.builders[number] = None
-            except (OSError, Damaged):
+            except (OSError, CorruptVersionError):
                 pass
 
     def run(self) -> bytes:
@@ -275,7 +275,7 @@ def test_the_schedules_notice_a_trainer_that_does_not_look_at_its_fence(monkeypa
 def build(files: MemoryFiles, name: str = "0") -> bool:
     builder = builder_on(files, StillClock(), name)
     built = builder.build_next()
-    builder.exchange.collect_indexes()
+    builder.exchange.collect_garbage()
     return built
 
 
@@ -283,9 +283,9 @@ def test_i8_an_exchange_of_another_run_is_refused_with_the_field_and_both_values
     files = MemoryFiles()
     open_trainer(files)
     for holder in ("trainer", "builder-0"):
-        with pytest.raises(ValueError, match=r"vocabulary is 'beef' there and 'dead' here"):
+        with pytest.raises(ValueError, match=r"vocabulary is 'beef', expected 'dead'"):
             Exchange.open(ROOT, {**IDENTITY, "vocabulary": "dead"}, holder, files=files)
-        with pytest.raises(ValueError, match="dtype is None there and 'bf16' here"):
+        with pytest.raises(ValueError, match="dtype is None, expected 'bf16'"):
             Exchange.open(ROOT, {**IDENTITY, "dtype": "bf16"}, holder, files=files)
     with pytest.raises(FileNotFoundError, match="no exchange yet: its trainer has not started"):
         Exchange.open(Path("/elsewhere"), IDENTITY, "builder-0", files=files)
@@ -306,7 +306,7 @@ def test_i8_an_index_of_another_run_that_was_copied_in_is_never_adopted() -> Non
     files._folder(ROOT / "indexes")[name] = foreign._folder(ROOT / "indexes")[name]
     with pytest.raises(TimeoutError):
         ours.index_for(0)
-    assert ours.exchange.indexes.bad() != []
+    assert ours.exchange.indexes.quarantined() != []
 
 
 def test_i5_a_wait_says_what_for_how_long_and_when_the_builder_was_last_alive() -> None:
@@ -319,13 +319,13 @@ def test_i5_a_wait_says_what_for_how_long_and_when_the_builder_was_last_alive() 
         trainer.index_for(0)
     assert [seconds for seconds, _ in told] == [0.0, 1.0, 2.0, 3.0]
     builder_on(files, StillClock()).exchange.beat("embedding part 1 of 2")
-    with pytest.raises(TimeoutError, match=r"builder-0 \(embedding part 1 of 2\) last gave a sign of life 4 s ago"):
+    with pytest.raises(TimeoutError, match=r"builder-0 \(embedding part 1 of 2\), last heartbeat 4 s ago"):
         trainer.index_for(0)
 
 
 def test_an_index_whose_weights_were_never_published_is_an_error_at_once() -> None:
     trainer = open_trainer(MemoryFiles())
-    with pytest.raises(ValueError, match=r"no index of step 5 can come: its weights were not published"):
+    with pytest.raises(ValueError, match=r"no index of step 5 is possible: its weights were not published"):
         trainer.index_for(5)
     with pytest.raises(ValueError, match="publish the weights of this step first"):
         trainer.newest_index(5)
@@ -341,7 +341,7 @@ def test_restore_falls_back_over_damaged_checkpoints_loudly_and_never_to_step_0(
     trainer = Trainer(pair.exchange(), PLAN.policy)
     checkpoint = trainer.restore()
     assert (checkpoint.step, checkpoint.meta["trainer"]) == (4, {"loss": 0.5})
-    assert "v-000001-00000006 is set aside" in caplog.text
+    assert "v-000001-00000006 is quarantined" in caplog.text
     assert life(pair.exchange(), PLAN) == undisturbed(PLAN)
     for name in [name for name in pair.files.listdir(checkpoints) if name.startswith("v-")]:
         del pair.files._folder(checkpoints / name)["params.bin"]
@@ -376,7 +376,7 @@ def test_i6_a_damaged_index_is_set_aside_and_built_again() -> None:
     node = files._at(ROOT / "indexes" / version_name(1, 0) / "rows.bin")
     node.data = bytes([node.data[0] ^ 1]) + node.data[1:]
     check_index(trainer.index_for(0))
-    assert len(trainer.exchange.indexes.bad()) == 1
+    assert len(trainer.exchange.indexes.quarantined()) == 1
 
 
 def test_weights_that_were_damaged_before_they_were_built_end_the_wait() -> None:
@@ -384,7 +384,7 @@ def test_weights_that_were_damaged_before_they_were_built_end_the_wait() -> None
     trainer = Trainer(pair.exchange(), PLAN.policy)
     trainer.publish_weights(0, PARAMS, {})
     pair.files._at(ROOT / "weights" / version_name(1, 0) / "params.bin").data = b""
-    with pytest.raises(RuntimeError, match="start again: training goes on from the checkpoint before"):
+    with pytest.raises(RuntimeError, match="run the stage again: training resumes from the previous checkpoint"):
         trainer.index_for(0)
 
 
@@ -577,8 +577,8 @@ def test_a_builder_whose_exchange_was_removed_waits_and_says_so() -> None:
             trainer.finish("done")
 
     assert run_builder(ROOT, IDENTITY, WORK, files=files, clock=StillClock(), on_status=taken) == DONE
-    assert said[1] == f"begins again: {ROOT} is no exchange yet: its trainer has not started"
-    assert said[-1] == "ends: the trainer has finished (done)"
+    assert said[1] == f"starting over: {ROOT} is no exchange yet: its trainer has not started"
+    assert said[-1] == "stopping: the trainer has finished (done)"
 
 
 @pytest.mark.parametrize("holder", ["trainer", "builder-0"])

@@ -37,7 +37,7 @@ from realmops.refresh.builder import Builder
 from realmops.refresh.exchange import Exchange, inspect
 from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import Policy
-from realmops.refresh.versions import Damaged, version_name
+from realmops.refresh.versions import CorruptVersionError, version_name
 
 pytestmark = pytest.mark.faults
 PLAN = Plan(steps=4)
@@ -55,8 +55,8 @@ def run_on(root: Path) -> bytes:
             if not builders:
                 builders.append(builder_on(Files(), StillClock(), root=root))
             builders[0].build_next()
-            builders[0].exchange.collect_indexes()
-        except (OSError, Damaged):
+            builders[0].exchange.collect_garbage()
+        except (OSError, CorruptVersionError):
             pass
 
     for _ in range(3):
@@ -207,8 +207,8 @@ def test_a_listing_that_is_old_for_everybody_delays_and_changes_nothing(fixed: b
                     exchange = Exchange.open(ROOT, IDENTITY, "builder-0", files=files, clock=there, grace=120.0)  # noqa: B023
                     builders.append(Builder(exchange, WORK, on_status=lambda message: None))  # noqa: B023
                 builders[0].build_next()  # noqa: B023
-                builders[0].exchange.collect_indexes()  # noqa: B023
-            except (OSError, Damaged):
+                builders[0].exchange.collect_garbage()  # noqa: B023
+            except (OSError, CorruptVersionError):
                 pass
 
         here = StillClock(build)
@@ -241,7 +241,7 @@ def damaged(content: bytes, flips: int, rng: random.Random) -> Iterator[bytes]:
         yield content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
 
 
-REFUSED = (ValueError, Damaged)
+REFUSED = (ValueError, CorruptVersionError)
 
 
 def endure(kind: str, path: Path, read: Callable[[], Any], *, alike: int = 1, may_change: bool = False) -> None:
@@ -271,8 +271,8 @@ def test_damage_to_files_that_carry_no_digest_ends_no_process(tmp_path: Path) ->
     exchange = exchange_with_everything(tmp_path / "e")
     for role, holder in (("trainer", "trainer"), ("builder", "builder-0")):
         path = tmp_path / "e" / "alive" / role / f"{holder}.json"
-        read = lambda: (exchange.builders_in_words(), inspect(exchange.root, StillClock()))[1] and None  # noqa: E731
-        endure(f"the {role}'s sign of life", path, read, may_change=True)
+        read = lambda: (exchange.describe_builders(), inspect(exchange.root, StillClock()))[1] and None  # noqa: E731
+        endure(f"the {role}'s heartbeat", path, read, may_change=True)
     assignment = tmp_path / "assignment.json"
     assign(assignment, tmp_path / "e", tmp_path / "s", "a run")
     follower = Follower(assignment, None)
@@ -295,11 +295,11 @@ def test_an_assignment_that_nobody_of_ours_wrote_is_passed_over(tmp_path: Path, 
 
     (tmp_path / "assignment.json").write_bytes(content)
     follower = Follower(tmp_path / "assignment.json", None)
-    follower.look()
+    follower.poll_once()
     assert follower._builder is None
     (tmp_path / "assignment.json").unlink()
     (tmp_path / "assignment.json").symlink_to("/dev/zero")
-    follower.look()
+    follower.poll_once()
     assert follower._builder is None
 
 
@@ -432,7 +432,7 @@ def test_a_pickle_planted_anywhere_is_never_run(stage_folders: dict[str, Path], 
         (tmp_path / "encoder" / "pytorch_model.bin", None, lambda: read_weights(tmp_path / "encoder")),
         (tmp_path / "coder" / "model.safetensors", None, lambda: read_weights(tmp_path / "coder")),
         (tmp_path / "predictions.parquet", None, lambda: read_predictions(tmp_path / "predictions.parquet")),
-        (tmp_path / "assignment.json", None, lambda: Follower(tmp_path / "assignment.json", None).look()),
+        (tmp_path / "assignment.json", None, lambda: Follower(tmp_path / "assignment.json", None).poll_once()),
         *((path, None, lambda: inspect(exchange.root)) for path in (exchange.root / "alive").rglob("*.json")),
         *((path, None, lambda: inspect(exchange.root)) for path in exchange.root.glob("*/v-*/*")),
     ]
@@ -488,7 +488,7 @@ def test_a_run_of_fifty_times_the_length_keeps_its_files_and_its_room(tmp_path: 
         if not builder:
             builder.append(builder_on(Files(), StillClock(), root=tmp_path / "e"))
         builder[0].build_next()
-        builder[0].exchange.collect_indexes()
+        builder[0].exchange.collect_garbage()
 
     def look(step: int) -> None:
         if step % 20 == 0:

@@ -1,32 +1,32 @@
-"""Signs of life: given not too often, judged by their change."""
+"""Heartbeats: written not too often, judged by their change."""
 
 import json
 from pathlib import Path
 
 from exchange_lab import MemoryFiles, StillClock
 
-from realmops.refresh.heartbeat import Ages, Sign
+from realmops.refresh.heartbeat import Heartbeat, LivenessTracker
 
 
 def test_age_counts_from_when_a_change_was_seen_by_ones_own_clock() -> None:
     clock = StillClock()
-    ages = Ages(clock)
-    assert ages.age("a", 1) == 0
+    liveness = LivenessTracker(clock)
+    assert liveness.seconds_unchanged("a", 1) == 0
     clock.now = 5.0
-    assert ages.age("a", 1) == 5
-    assert ages.age("b", 1) == 0
-    assert ages.age("a", 2) == 0
+    assert liveness.seconds_unchanged("a", 1) == 5
+    assert liveness.seconds_unchanged("b", 1) == 0
+    assert liveness.seconds_unchanged("a", 2) == 0
     clock.now = 7.0
-    assert ages.age("a", 2) == 2
+    assert liveness.seconds_unchanged("a", 2) == 2
 
 
 def test_a_sign_is_replaced_when_it_is_old_or_says_something_else() -> None:
     files, clock = MemoryFiles(), StillClock()
     path = Path("/sign.json")
-    sign = Sign(path, 2.0, files, clock)
+    heartbeat = Heartbeat(path, 2.0, files, clock)
 
     def given(doing: str, step: int) -> tuple[str, int, int]:
-        sign.give(doing, step=step)
+        heartbeat.beat(doing, step=step)
         said = json.loads(files.read(path, 1 << 20))
         return said["doing"], said["step"], said["beat"]
 
@@ -39,9 +39,9 @@ def test_a_sign_is_replaced_when_it_is_old_or_says_something_else() -> None:
 
 
 def test_no_two_signs_are_alike(tmp_path: Path) -> None:
-    sign = Sign(tmp_path / "sign.json", 0.0)
+    heartbeat = Heartbeat(tmp_path / "sign.json", 0.0)
     said = set()
     for _ in range(5):
-        sign.give()
-        said.add(sign.path.read_bytes())
+        heartbeat.beat()
+        said.add(heartbeat.path.read_bytes())
     assert len(said) == 5

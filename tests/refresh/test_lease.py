@@ -1,17 +1,18 @@
-"""Claims: one of several processes at a time, the dead one's place is taken, a sleeper finds out that it was."""
+"""Leases: held by one process at a time, taken over from a dead holder, and lost by one that was suspended."""
 
 import json
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 from small_project import wait_for
 
 from realmops.refresh import lease
-from realmops.refresh.heartbeat import Ages
-from realmops.refresh.lease import claimed, claimed_if_free
+from realmops.refresh.heartbeat import LivenessTracker
+from realmops.refresh.lease import claimed, try_acquire_lease
 from realmops.refresh.shared_files import Clock
 
 # Adds one to a number in a file, slowly: two at once would lose one of the additions.
@@ -39,9 +40,9 @@ def never(message: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.02)
-    monkeypatch.setattr(lease, "DEAD_SECONDS", 1000.0)
+    monkeypatch.setattr(lease, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "HEARTBEAT_SECONDS", 0.02)
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 1000.0)
 
 
 def test_processes_hold_a_claim_one_after_another(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def elsewhere(claim: Path, beat: int, done: bool = False) -> None:
 def test_a_holder_elsewhere_is_waited_for_while_its_sign_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "DEAD_SECONDS", 2.0)
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 2.0)
     claim = tmp_path / "claim"
     elsewhere(claim, 0)
     taken = threading.Event()
@@ -112,26 +113,27 @@ def test_who_slept_too_long_is_told_that_the_claim_is_lost(tmp_path: Path) -> No
 def test_of_many_claims_those_that_are_free_are_taken_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "DEAD_SECONDS", 0.5)
-    ages = Ages(Clock())
+    monkeypatch.setattr(lease, "EXPIRY_SECONDS", 0.5)
+    liveness = LivenessTracker(Clock())
     elsewhere(tmp_path / "held", 0)
     elsewhere(tmp_path / "ended", 0, done=True)
-    with claimed_if_free(tmp_path / "free", ages) as free, claimed_if_free(tmp_path / "ended", ages) as ended:
+    acquire = partial(try_acquire_lease, liveness=liveness)
+    with acquire(tmp_path / "free") as free, acquire(tmp_path / "ended") as ended:
         assert free is not None
         assert ended is not None
-        with claimed_if_free(tmp_path / "held", ages) as held, claimed_if_free(tmp_path / "free", ages) as again:
+        with acquire(tmp_path / "held") as held, acquire(tmp_path / "free") as again:
             assert held is None
             assert again is None
     assert sorted(path.name for path in (tmp_path / "held").iterdir()) == ["000001"]
-    with claimed_if_free(tmp_path / "free", ages) as free:
+    with acquire(tmp_path / "free") as free:
         assert free is not None
 
     def dead() -> bool:
-        with claimed_if_free(tmp_path / "held", ages) as held:
+        with acquire(tmp_path / "held") as held:
             return held is not None
 
     wait_for(dead, 60)
-    with pytest.raises(FileNotFoundError), claimed_if_free(tmp_path / "gone" / "1", ages):
+    with pytest.raises(FileNotFoundError), acquire(tmp_path / "gone" / "1"):
         pass
 
 

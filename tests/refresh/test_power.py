@@ -27,7 +27,7 @@ from realmops.journal import Journal
 from realmops.refresh.exchange import Exchange
 from realmops.refresh.shared_files import Files
 from realmops.refresh.trainer import Policy, Trainer
-from realmops.refresh.versions import MOST_BAD, Damaged, Versions
+from realmops.refresh.versions import MAX_QUARANTINED, CorruptVersionError, Versions
 from realmops.text.spans import SpansWriter
 from realmops.text.vocabulary import SPECIAL_TOKENS
 from realmops.train.checkpoints import FolderCheckpoints
@@ -212,7 +212,7 @@ def test_whatever_the_exchange_has_committed_survives_a_power_cut(
 
         def on_sleep() -> None:
             builder.build_next()
-            builder.exchange.collect_indexes()
+            builder.exchange.collect_garbage()
 
         clock.while_asleep = on_sleep
         life(exchange, Plan(steps=6, policy=Policy(builder_timeout=1e6)))
@@ -227,15 +227,15 @@ def test_what_is_set_aside_or_brought_back_stays_so_after_a_power_cut(tmp_path: 
     with Disk(tmp_path, hints=hint) as disk:
         trainer = Trainer(Exchange.open(tmp_path / "exchange", IDENTITY, grace=0.0, clock=StillClock()))
         store = trainer.exchange.weights
-        for step in range(MOST_BAD + 2):
+        for step in range(MAX_QUARANTINED + 2):
             trainer.publish_weights(step, {"params.bin": b"right"}, {})
             name = store.names()[-1]
             (store.folder / name / "params.bin").write_bytes(b"wrong")
-            with pytest.raises(Damaged):
+            with pytest.raises(CorruptVersionError):
                 store.load(name)
-            store.set_aside(name, "test")
+            store.quarantine(name, "test")
             assert name not in disk.safe_names(store.folder), "a power cut would bring it back"
-        assert len(store.bad()) == MOST_BAD
+        assert len(store.quarantined()) == MAX_QUARANTINED
         trainer.publish_weights(100, {"params.bin": b"right"}, {})
         name = store.names()[-1]
         asked: list[set[str]] = [set(), {name}]  # nobody needs it, until somebody does

@@ -41,7 +41,7 @@ Files = Mapping[str, bytes]
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SHARD_ROWS", ROWS)
-    monkeypatch.setattr(shards, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(shards, "POLL_SECONDS", 0.01)
 
 
 def place(folder: Path, said: list[str] | None = None) -> ShardSettings:
@@ -234,7 +234,7 @@ def test_a_shard_that_another_makes_is_left_to_it_and_waited_for(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here a helper on another machine has the second shard, and commits it when the stage has said that it waits."""
-    monkeypatch.setattr(shards, "SAID_SECONDS", 0.05)
+    monkeypatch.setattr(shards, "LOG_SECONDS", 0.05)
     begun: list[int] = []
     said: list[str] = []
 
@@ -288,7 +288,7 @@ def test_a_helper_refuses_what_is_not_for_it(
         assert run_index_builder(root, folder, watch_parent=None, works=works) == MISCONFIGURED
         return capfd.readouterr().err
 
-    assert "wants 'toy', which this version of realmops does not know" in told(world.snapshot.folder, WORKS)
+    assert "offers 'toy', which this version of realmops does not support" in told(world.snapshot.folder, WORKS)
     (tmp_path / "other").mkdir()
     other = build_world(tmp_path / "other", DOCUMENTS[:5])
     assert "belongs to another run: corpus_hash is" in told(other.snapshot.folder, {"toy": counting([])})
@@ -368,7 +368,7 @@ def test_a_builder_that_follows_a_stage_makes_shards_for_it(
         monkeypatch.setattr(Shards, "make_one", lazy)  # here alone: the follower has been forked
         report = Quiet()
         stage(name, values, tmp_path, root, report)
-        wait_for(lambda: "names none" in (tmp_path / "said").read_text().partition("helps with")[2], 60)
+        wait_for(lambda: "names none" in (tmp_path / "said").read_text().partition("helping with")[2], 60)
         follower._process.terminate()
         wait_for(lambda: follower.look() == 0, 60)
     assert set(by_others) <= {2}, "of three shards, where the stage made one at all"
@@ -381,5 +381,5 @@ def test_a_builder_that_follows_a_stage_makes_shards_for_it(
         paths = [p for p in (folder / file, *(folder / file).rglob("*")) if p.is_file()]
         for path in paths:
             assert path.read_bytes() == (alone / path.relative_to(folder)).read_bytes(), path
-    assert "helps with" in (tmp_path / "said").read_text()
+    assert "helping with" in (tmp_path / "said").read_text()
     assert os.listdir(root / ".realmops/work") == []

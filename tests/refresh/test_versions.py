@@ -19,7 +19,7 @@ from realmops.refresh.shared_files import Files
 from realmops.refresh.versions import (
     MANIFEST,
     STALE_SECONDS,
-    Damaged,
+    CorruptVersionError,
     Versions,
     fence_of,
     step_of,
@@ -61,7 +61,7 @@ def visible_faults(files: Files, expected: Mapping[str, Mapping[str, bytes]] | N
             version = store.load(name)
             store.unpin(version)
             found[name] = version.files
-        except (Damaged, OSError) as error:
+        except (CorruptVersionError, OSError) as error:
             wrong.append(f"visible but not whole: {error}")
     wrong += [f"{name} is lost or changed" for name in expected or {} if found.get(name) != (expected or {})[name]]
     return wrong
@@ -93,7 +93,7 @@ def test_a_large_file_is_copied_while_it_is_checked_and_mapped(tmp_path: Path, m
     assert store.load(NEW).files == CONTENT
     file = tmp_path / "kind" / NEW / "a.bin"
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
-    with pytest.raises(Damaged, match=r"a\.bin has sha256"):
+    with pytest.raises(CorruptVersionError, match=r"a\.bin has sha256"):
         store.load(NEW, mapped=("a.bin",))
 
 
@@ -187,7 +187,7 @@ def test_i6_files_that_are_cut_flipped_or_longer_are_refused_before_use(file: st
         for bit in range(8)
     ]
     for node.data in [*cut, *flipped, whole + b"\0"]:
-        with pytest.raises(Damaged, match=re.escape(str(ROOT / "kind" / OLD / file))):
+        with pytest.raises(CorruptVersionError, match=re.escape(str(ROOT / "kind" / OLD / file))):
             store_on(files).load(OLD)
     node.data = whole
     assert store_on(files).load(OLD).files == CONTENT
@@ -251,7 +251,7 @@ def test_a_missing_file_is_damage_after_a_second_look(tmp_path: Path) -> None:
     store = store_on(Files(), root=real_volume(tmp_path))
     store.publish(OLD, CONTENT, {})
     (tmp_path / "kind" / OLD / "b.bin").unlink()
-    with pytest.raises(Damaged, match=r"b\.bin is missing"):
+    with pytest.raises(CorruptVersionError, match=r"b\.bin is missing"):
         store.load(OLD)
     with pytest.raises(FileNotFoundError):
         store.load(NEW)
@@ -264,7 +264,7 @@ def test_a_version_of_which_something_is_a_link_is_refused(tmp_path: Path, linke
     store.publish(OLD, CONTENT, {})
     (tmp_path / "kind" / OLD / linked).rename(tmp_path / "elsewhere")
     (tmp_path / "kind" / OLD / linked).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(Damaged, match="symbolic link"):
+    with pytest.raises(CorruptVersionError, match="symbolic link"):
         store.load(OLD)
 
 
@@ -287,7 +287,7 @@ def test_a_version_larger_than_the_memory_is_refused_before_it_is_read(tmp_path:
     os.truncate(tmp_path / "kind" / OLD / "a.bin", 1 << 42)  # takes no room on the disk
     listing = {"a.bin": {"bytes": 1 << 42, "sha256": "0" * 64}}
     (tmp_path / "kind" / OLD / MANIFEST).write_bytes(forged({"listing": listing}))
-    with pytest.raises(OSError, match="more than the memory here") as caught:
+    with pytest.raises(OSError, match="more than the memory of this machine") as caught:
         store.load(OLD)
     assert caught.value.filename == str(tmp_path / "kind" / OLD / MANIFEST)
     assert store.names() == [OLD]
@@ -306,9 +306,9 @@ def forged(changes: Mapping[str, Any]) -> bytes:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": {**RUN, "corpus": "dead"}}, "corpus is 'dead' there and 'c0ffee' here"),
-        ({"run": {"corpus": "c0ffee"}}, "dimensions is None there and 4 here"),
-        ({"schema": 2}, "schema other than 1"), ({"surprise": 1}, "surprise"),
+        ({"run": {**RUN, "corpus": "dead"}}, "corpus is 'dead', expected 'c0ffee'"),
+        ({"run": {"corpus": "c0ffee"}}, "dimensions is None, expected 4"),
+        ({"schema": 2}, "the schema is 2, expected 1"), ({"surprise": 1}, "surprise"),
         ({"kind": "weights"}, "describes weights"), ({"name": NEW}, f"describes kind {NEW}"),
         ({"listing": {"../a": {"bytes": 1, "sha256": ""}}}, r"lists the file '\.\./a'"),
         ({"listing": {"a": {"bytes": "1", "sha256": ""}}}, "lists the file 'a'"),
@@ -320,7 +320,7 @@ def test_i8_a_manifest_that_is_not_ours_is_refused(changes: dict[str, Any], mess
     files = volume()
     files.mkdir(ROOT / "kind" / OLD)
     files.write(ROOT / "kind" / OLD / MANIFEST, forged(changes))
-    with pytest.raises(Damaged, match=message):
+    with pytest.raises(CorruptVersionError, match=message):
         store_on(files).load(OLD)
 
 
@@ -333,7 +333,7 @@ def test_other_spellings_of_a_manifest_are_refused() -> None:
     twice = forged({}).replace(b'{"created_unix"', b'{"created_unix":1.0,"created_unix"')
     for content in (forged({}) + b" ", twice, b"[" * 5000, b"3", b"null", b'{"a":NaN}', b"\xff"):
         files._at(node).data = content
-        with pytest.raises(Damaged):
+        with pytest.raises(CorruptVersionError):
             store_on(files).load(OLD)
 
 
@@ -342,9 +342,9 @@ def test_damaged_versions_are_set_aside_and_only_a_few_are_kept() -> None:
     store = store_on(files)
     for step in range(6):
         store.publish(version_name(1, step), CONTENT, {})
-        store.set_aside(version_name(1, step), "a test")
-    assert len(store.bad()) == 4
-    assert files.listdir(ROOT / "kind") == store.bad()
+        store.quarantine(version_name(1, step), "a test")
+    assert len(store.quarantined()) == 4
+    assert files.listdir(ROOT / "kind") == store.quarantined()
     assert store.publish(OLD, CONTENT, {})
 
 
@@ -358,7 +358,7 @@ def test_where_a_reader_may_not_write_it_steps_over_what_is_damaged() -> None:
         return effect()
 
     reader = store_on(files.seen_by(read_only), holder="builder-1")
-    reader.set_aside(OLD, "a test")
+    reader.quarantine(OLD, "a test")
     assert reader.names() == []
     assert store_on(files).names() == [OLD]
 
@@ -370,7 +370,7 @@ def test_a_damaged_version_that_has_the_name_makes_way_for_a_sound_one() -> None
     files._at(ROOT / "kind" / OLD / MANIFEST).data = b"{}"
     assert store.publish(OLD, CONTENT, {})
     assert store.load(OLD).files == CONTENT
-    assert len(store.bad()) == 1
+    assert len(store.quarantined()) == 1
 
 
 def test_a_volume_that_fails_says_nothing_about_the_version() -> None:
@@ -416,7 +416,7 @@ def swept_before(files: MemoryFiles, operation: str, most: int = 99) -> MemoryFi
 
 def test_a_draft_that_was_swept_under_its_owner_is_reported_and_never_half_published() -> None:
     files = volume()
-    with pytest.raises(OSError, match="swept away"):
+    with pytest.raises(OSError, match="the draft was swept"):
         store_on(swept_before(files, "rename")).publish(OLD, CONTENT, {})
     assert files.listdir(ROOT / "kind") == []
 
@@ -481,10 +481,10 @@ def test_trash_waits_for_its_grace_and_returns_when_it_is_needed() -> None:
     store = store_on(files, grace=120.0)
     store.publish(OLD, CONTENT, {})
     store.collect(set)
-    assert (store.names(), store.present(OLD)) == ([], True)
+    assert (store.names(), store.exists(OLD)) == ([], True)
     store.clock.sleep(119.0)
     store.collect(set)
-    assert store.present(OLD)
+    assert store.exists(OLD)
     store.clock.sleep(1.0)
     store.collect(lambda: {OLD})
     assert store.load(OLD).files == CONTENT
@@ -492,7 +492,7 @@ def test_trash_waits_for_its_grace_and_returns_when_it_is_needed() -> None:
     store.collect(set)
     store.clock.sleep(120.0)
     store.collect(set)
-    assert not store.present(OLD)
+    assert not store.exists(OLD)
 
 
 def test_a_collector_killed_anywhere_is_finished_by_the_next_and_shows_nothing_half() -> None:

@@ -21,17 +21,17 @@ from realmops.artifacts import write_json
 from realmops.journal import Journal
 from realmops.tracking import runs, sender
 from realmops.tracking.client import default_uri, mlflow_client
-from realmops.tracking.mlflow_views import as_table
+from realmops.tracking.mlflow_views import table_json
 from realmops.tracking.runs import (
     TrackedDataset,
     TrackedRun,
     Tracker,
-    flat_params,
+    flatten_params,
     git_commit,
     keep_finished,
     provenance_tags,
 )
-from realmops.tracking.sender import SyncReport, Ticket, finite, sync, tickets, unsent
+from realmops.tracking.sender import OutboxEntry, SyncReport, finite_metrics, outbox_entries, sync, unsent
 
 RUN = TrackedRun("5eed", {"seed": 7, "ict": {"batch": 32, "lr": 5e-4}}, {"realmops.corpus_hash": "c0"}, name="first")
 
@@ -46,11 +46,11 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_params_are_flat() -> None:
-    assert flat_params(RUN.params) == {"seed": "7", "ict.batch": "32", "ict.lr": "0.0005"}
+    assert flatten_params(RUN.params) == {"seed": "7", "ict.batch": "32", "ict.lr": "0.0005"}
 
 
 def test_only_finite_numbers_are_final_figures() -> None:
-    assert finite({"em": 1, "loss": float("nan"), "most": float("inf"), "note": "1"}) == {"em": 1.0}
+    assert finite_metrics({"em": 1, "loss": float("nan"), "most": float("inf"), "note": "1"}) == {"em": 1.0}
 
 
 def test_git_commit_says_when_files_were_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +169,8 @@ def test_a_stage_that_begins_anew_doubles_no_point(
             tracker.finish({"em": 0.25})
     points = query(folder, "SELECT key, step, value FROM metrics ORDER BY key, step")
     assert points == [("em", 0, 0.25), ("ict/loss", 1, 3.0), ("ict/loss", 2, 2.0), ("ict/loss", 3, 1.0)]
-    assert capfd.readouterr().err.count("began anew; up to step 2 MLflow keeps the points of before") == 1
-    assert tickets(folder) == [], "the sender itself removes what it has sent whole"
+    assert capfd.readouterr().err.count("was restarted; up to step 2 MLflow keeps the earlier points") == 1
+    assert outbox_entries(folder) == [], "the sender itself removes what it has sent whole"
 
 
 def test_a_late_ticket_leaves_the_run_to_the_stage_that_runs(
@@ -199,11 +199,11 @@ def test_a_ticket_without_its_journal_is_told_of_once(
         journal.log(1, loss=3.0)
         tracker.finish({"em": 0.25})
     dead_sender.undo()
-    [ticket] = tickets(folder)
-    content = ticket.read()
+    [entry] = outbox_entries(folder)
+    content = entry.read()
     Path(content["journal"]).unlink()
     if not has_ended:  # killed
-        write_json(ticket.path, {key: value for key, value in content.items() if key != "final"})
+        write_json(entry.path, {key: value for key, value in content.items() if key != "final"})
     [problem] = sync(folder).problems
     assert "is gone" in problem
     assert sync(folder).problems == ()
@@ -212,16 +212,16 @@ def test_a_ticket_without_its_journal_is_told_of_once(
 
 def test_a_ticket_that_a_stage_wrote_meanwhile_is_not_forgotten(tmp_path: Path) -> None:
     """The stage began again between the last look of the one that sends and its removal."""
-    ticket = Ticket.of(tmp_path, "run", "pretrain")
-    ticket.path.parent.mkdir(parents=True)
+    entry = OutboxEntry.of(tmp_path, "run", "pretrain")
+    entry.path.parent.mkdir(parents=True)
     old, new = {"key": "run", "final": {"status": "FINISHED"}}, {"key": "run"}
-    write_json(ticket.path, new)
-    ticket.journal.write_text("of the new one\n")
-    ticket.forget(old)
-    assert ticket.read() == new
-    assert ticket.journal.read_text() == "of the new one\n"
-    ticket.forget(new)
-    assert list(ticket.path.parent.iterdir()) == []
+    write_json(entry.path, new)
+    entry.journal.write_text("of the new one\n")
+    entry.discard(old)
+    assert entry.read() == new
+    assert entry.journal.read_text() == "of the new one\n"
+    entry.discard(new)
+    assert list(entry.path.parent.iterdir()) == []
 
 
 def _interrupted_stage(journal: Journal, folder: Path) -> None:
@@ -265,7 +265,7 @@ def test_datasets_and_files_reach_the_run_once_also_after_an_outage(tmp_path: Pa
         ):
             journal.log(1, loss=1.0)
             if stage == "evaluate":
-                tracker.finish({"em": 0.5}, {"report.html": report, "predictions.table.json": as_table(ROWS)})
+                tracker.finish({"em": 0.5}, {"report.html": report, "predictions.table.json": table_json(ROWS)})
     report.unlink()  # the stage's folder was moved away
     with pytest.MonkeyPatch.context() as patch:
         Away(away).put(patch)

@@ -1,4 +1,4 @@
-"""The index builder's process: REALM's retriever behind the exchange's builder loop, or help with a stage's shards."""
+"""The index builder's process: the builder loop with REALM's retriever, or a helper for the shards of a stage."""
 
 import json
 import logging
@@ -19,17 +19,17 @@ from realmops.devices import resolve_device, resolve_precision, tune_process
 from realmops.model.checkpoint_files import MODEL, RETRIEVER
 from realmops.refresh.builder import DONE, FAULT, MISCONFIGURED, BuilderWork, Parts, run_builder
 from realmops.refresh.child_processes import Child, end_with
-from realmops.refresh.exchange import CARD, Exchange
-from realmops.refresh.heartbeat import Sign
-from realmops.refresh.shards import Work, facts_of, help_with
+from realmops.refresh.exchange import IDENTITY_VERSION, Exchange
+from realmops.refresh.heartbeat import Heartbeat
+from realmops.refresh.shards import Work, corpus_identity, help_make_shards
 from realmops.refresh.shared_files import Files
-from realmops.refresh.versions import HOLDER, MANIFEST_LIMIT, Damaged, Version
+from realmops.refresh.versions import HOLDER, MANIFEST_LIMIT, CorruptVersionError, Version
 from realmops.search.embed import no_progress
 from realmops.search.embeddings import EMBEDDINGS, embedding, embeddings_in, index_header
 from realmops.search.mapped import Content, mapped, scratch
 
-SIGNS, SIGN_SECONDS = "alive", 5.0
-GOING_SECONDS = 3.0
+SIGNS, HEARTBEAT_SECONDS = "alive", 5.0
+REMOVAL_SECONDS = 3.0  # a stage removes its exchange file by file
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +37,10 @@ log = logging.getLogger(__name__)
 def identity(
     snapshot: Snapshot, *, run_key: str, embedding_width: int, precision: str, threads: int, part_rows: int
 ) -> dict[str, Any]:
-    """What trainer and builder must agree on: another corpus, vocabulary, width or precision is refused."""
+    """Return the identity of a run, on which trainer and builders must agree; a process with another one is refused."""
     return {
         "run_key": run_key,
-        **facts_of(snapshot),
+        **corpus_identity(snapshot),
         "embedding_width": embedding_width,
         "precision": precision,
         "threads": threads,
@@ -49,148 +49,160 @@ def identity(
 
 
 def run_index_builder(root: Path, folder: Path, *, watch_parent: int | None, works: Mapping[str, Work]) -> int:
-    """Serve one exchange until its trainer has finished; returns the exit code (builder.run_builder).
+    """Serve one exchange until its trainer has finished.
 
-    Where a stage offers shards there, ``works`` says by name how they are made.
+    Args:
+        root: the exchange folder.
+        folder: the snapshot.
+        watch_parent: the id of the parent process, with which this process ends.
+        works: the sharded computations that a stage may offer on the exchange, by name.
+
+    Returns:
+        The exit code of the process, as :func:`run_builder`.
     """
     if watch_parent is not None:
         end_with(watch_parent)
     snapshot = Snapshot.open(folder)
     exchange = Exchange(root, None, "builder-new")
-    while CARD not in exchange.card.names():
-        _say(f"waiting for a trainer to begin at {root}")
+    while IDENTITY_VERSION not in exchange.identity_store.names():
+        _print_status(f"waiting for a trainer at {root}")
         exchange.clock.sleep(1.0)
     try:
-        card = exchange.card.manifest(CARD).run
-        if "work" in card:
-            return _help(root, card, snapshot, works)
-        agreed = {key: card[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
+        run = exchange.identity_store.manifest(IDENTITY_VERSION).run
+        if "work" in run:
+            return _run_shard_helper(root, run, snapshot, works)
+        shared = {key: run[key] for key in ("run_key", "embedding_width", "precision", "threads", "part_rows")}
         device = resolve_device("auto")
-        dtype = resolve_precision(card["precision"], device)
-    except (Damaged, KeyError, ValueError) as error:
-        _say(f"the exchange {root} cannot be served here: {error}")
+        dtype = resolve_precision(run["precision"], device)
+    except (CorruptVersionError, KeyError, ValueError) as error:
+        _print_status(f"the exchange {root} cannot be served on this machine: {error}")
         return MISCONFIGURED
-    tune_process(card["threads"])
+    tune_process(run["threads"])
 
     def embedder(weights: Version) -> Callable[[int, int], dict[str, bytes]]:
-        make = embedding(snapshot, weights.files, device, dtype)
-        return lambda first, end: make(first, end, no_progress)
+        embed = embedding(snapshot, weights.files, device, dtype)
+        return lambda first, end: embed(first, end, no_progress)
 
-    work = BuilderWork(len(snapshot), card["part_rows"], embedder, merge)
-    ours, name = identity(snapshot, **agreed), builder_name(os.environ.get("HOSTNAME", "0"))
+    work = BuilderWork(len(snapshot), run["part_rows"], embedder, merge)
+    expected, name = identity(snapshot, **shared), builder_name(os.environ.get("HOSTNAME", "0"))
     grace = 120.0 if watch_parent is None else 0.0
-    return run_builder(root, ours, work, name=name, poll=0.1, grace=grace, on_status=_say)
+    return run_builder(root, expected, work, name=name, poll=0.1, grace=grace, on_status=_print_status)
 
 
-def _help(root: Path, card: dict[str, Any], snapshot: Snapshot, works: Mapping[str, Work]) -> int:
-    """Make shards for a stage; it may end at any time, and its exchange with it."""
+def _run_shard_helper(root: Path, run: dict[str, Any], snapshot: Snapshot, works: Mapping[str, Work]) -> int:
+    """Compute shards for a stage, which may end at any time and remove its exchange."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
-    tune_process(card["threads"])
+    tune_process(run["threads"])
     name = builder_name(f"{os.environ.get('HOSTNAME', '0')}-{os.getpid()}")  # several may run on one machine
     try:
-        opened = Exchange.open(root, {**card, **facts_of(snapshot)}, f"builder-{name}")
-        help_with(opened, snapshot, works, _say)
+        exchange = Exchange.open(root, {**run, **corpus_identity(snapshot)}, f"builder-{name}")
+        help_make_shards(exchange, snapshot, works, _print_status)
     except ValueError as error:
-        _say(str(error))
+        _print_status(str(error))
         return MISCONFIGURED
     except Exception:
-        until = time.monotonic() + GOING_SECONDS  # the stage may be removing its exchange, file by file
-        while (root / "run" / CARD).is_dir():
-            if time.monotonic() > until:
+        deadline = time.monotonic() + REMOVAL_SECONDS
+        while _is_exchange(root):
+            if time.monotonic() > deadline:
                 log.exception("the index builder failed")
                 return FAULT
             time.sleep(0.1)
-    _say(f"{root} needs no more help")
+    _print_status(f"{root}: no shards are left to compute")
     return DONE
 
 
+def _is_exchange(root: Path) -> bool:
+    return (root / "run" / IDENTITY_VERSION).is_dir()
+
+
 def builder_name(host: str) -> str:
-    """The name of a host's builder on the exchange: the host's own where the exchange takes it; no two share one."""
+    """Return a unique builder name for a host: the host name itself if the exchange allows it, else with a digest."""
     if HOLDER.fullmatch(f"builder-{host}"):
         return host
     return f"{re.sub(r'[^a-z0-9-]+', '-', host.lower())[:31]}-{digest_of(host)[:8]}"
 
 
-def builder_command(exchange: Path | str, snapshot: Path | str, *more: str) -> list[str]:
-    """The words that start an index builder as a process."""
-    options = ["--exchange", str(exchange), "--snapshot", str(snapshot), *more]
+def builder_command(exchange: Path | str, snapshot: Path | str, *arguments: str) -> list[str]:
+    """Return the command line of an index builder process."""
+    options = ["--exchange", str(exchange), "--snapshot", str(snapshot), *arguments]
     return [sys.executable, "-P", "-m", "realmops", "index-builder", *options]
 
 
 def assign(path: Path, exchange: Path, snapshot: Path, owner: str) -> None:
-    """Tell the builders that follow a file which exchange to serve; the same one again after its trainer has ended.
+    """Write the assignment file that builders follow; an exchange whose trainer has ended can be assigned again.
 
-    ``owner`` is the id of the pipeline's run that wants them: nobody else gives them back.
+    ``owner`` is the id of the pipeline run that uses the builders; no other run releases them.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"exchange": str(exchange), "snapshot": str(snapshot), "owner": owner, "time": time.time()})
 
 
 class Follower:
-    """Serves the exchanges that a file names, one after another, each by a process of its own.
+    """A process that serves the exchanges of an assignment file, one after another, each by a child process.
 
-    The file is written by :func:`assign`. A builder that has done its work, or does not fit its exchange, is not
-    started again before the file changes; one that failed is, as a pod would be, each time after a longer pause. One
-    whose file and exchange are both gone is ended. A sign of life lies in the folder ``alive`` beside the file.
+    The file is written by :func:`assign`. A builder that has finished, or does not fit its exchange, is not restarted
+    until the file changes; one that failed is restarted with back-off, as a pod would be. A builder is stopped when
+    both its assignment and its exchange are removed. The follower's heartbeat is in the folder ``alive`` next to the
+    file; ``alive`` is a file that it touches for a liveness probe.
     """
 
     def __init__(self, path: Path, alive: Path | None, poll: float = 1.0) -> None:
         self.path, self.alive, self.poll = path, alive, poll
-        self._sign = Sign(path.parent / SIGNS / f"{os.environ.get('HOSTNAME', '0')}.json", SIGN_SECONDS)
-        self._served: bytes | None = None  # the file's content
-        self._builder: Child | None = None  # None when the work of that is done, too
-        self._exchange = self._said = ""
+        self._heartbeat = Heartbeat(path.parent / SIGNS / f"{os.environ.get('HOSTNAME', '0')}.json", HEARTBEAT_SECONDS)
+        self._served: bytes | None = None  # the content of the assignment file
+        self._builder: Child | None = None  # also None after the assignment is done
+        self._exchange = self._last_status = ""
 
     def run(self) -> None:
-        """Until SIGTERM, which the builder is handed on."""
+        """Follow the file until SIGTERM, which is passed on to the builder."""
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(DONE))
         try:
             while True:
                 if self.alive is not None:
                     self.alive.touch()
-                self._live()
-                self.look()
+                self._beat()
+                self.poll_once()
                 time.sleep(self.poll)
         finally:
             self._end()
 
-    def look(self) -> None:
-        """Look at the file and at the builder once."""
+    def poll_once(self) -> None:
+        """Check the assignment file and the builder once."""
         content = self._read()
         if content is not None and content != self._served:
             self._end()
-            named, self._served = json.loads(content), content
-            self._exchange = named["exchange"]
-            self._builder = Child(builder_command(named["exchange"], named["snapshot"]), pause=self.poll)
-        elif content is None and self._builder is not None and not (Path(self._exchange) / "run" / CARD).is_dir():
-            self._end()  # a stage has ended, and its exchange with it
+            assignment, self._served = json.loads(content), content
+            self._exchange = assignment["exchange"]
+            self._builder = Child(builder_command(self._exchange, assignment["snapshot"]), pause=self.poll)
+        elif content is None and self._builder is not None and not _is_exchange(Path(self._exchange)):
+            self._end()  # a stage has ended and removed its exchange
             self._builder = self._served = None
         if self._builder is None:
-            self._tell(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
+            self._report(f"waiting for work: {self.path} {'names none' if content is None else 'is done'}")
             return
         code = self._builder.look()
         if code in (DONE, MISCONFIGURED):
             self._builder = None
         elif code is not None:
             pause = self._builder.pause
-            self._tell(f"the builder ended with exit code {code}; the next is started in {pause:.0f} s")
-        elif self._builder.runs:
-            self._tell(f"serving {self._exchange}")
+            self._report(f"the builder ended with exit code {code}; restarting it in {pause:.0f} s")
+        elif self._builder.is_running:
+            self._report(f"serving {self._exchange}")
 
-    def _live(self) -> None:
+    def _beat(self) -> None:
         try:
-            if not self._sign.path.parent.is_dir():
-                self._sign.path.parent.mkdir(parents=True, exist_ok=True)
-            self._sign.give()
+            if not self._heartbeat.path.parent.is_dir():
+                self._heartbeat.path.parent.mkdir(parents=True, exist_ok=True)
+            self._heartbeat.beat()
         except OSError as error:
-            self._tell(f"the shared volume cannot be written: {error}")
+            self._report(f"the shared volume cannot be written: {error}")
 
     def _read(self) -> bytes | None:
         try:
             content = Files().read(self.path, MANIFEST_LIMIT)
-            named = json.loads(content)
-            paths = (named["exchange"], named["snapshot"])
+            assignment = json.loads(content)
+            paths = (assignment["exchange"], assignment["snapshot"])
             return content if all(isinstance(path, str) and path and "\0" not in path for path in paths) else None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -199,18 +211,18 @@ class Follower:
         if self._builder is not None:
             self._builder.end()
 
-    def _tell(self, message: str) -> None:
-        if message != self._said:
-            self._said = message
-            _say(message)
+    def _report(self, message: str) -> None:
+        if message != self._last_status:
+            self._last_status = message
+            _print_status(message)
 
 
 def merge(weights: Version, parts: Parts) -> tuple[dict[str, Content], dict[str, Any]]:
-    """All parts as one matrix, mapped where it is large, beside the retriever that made it; one part is in memory."""
+    """Merge all parts into one embedding matrix, memory-mapped if large; add the retriever that embedded them."""
     passages, width = weights.run["passages"], weights.run["embedding_width"]
     header = index_header(passages, width)
     size = len(header) + 4 * passages * width
-    with scratch(size) or BytesIO(bytes(size)) as file:  # at once: growing would copy
+    with scratch(size) or BytesIO(bytes(size)) as file:  # allocated at once: growing would copy it
         file.write(header)
         for part in parts:
             file.write(embeddings_in(part.pop(EMBEDDINGS)).numpy().data)
@@ -220,5 +232,5 @@ def merge(weights: Version, parts: Parts) -> tuple[dict[str, Content], dict[str,
     return files, {"published": weights.meta["trainer"]["published"]}
 
 
-def _say(message: str) -> None:
+def _print_status(message: str) -> None:
     print(f"index builder: {message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Processes that belong together: a child that is watched, and a process that ends with its parent."""
+"""Child processes: supervised and restarted ones, work in a fresh process, and processes that end with their parent."""
 
 import math
 import os
@@ -16,23 +16,23 @@ from runpy import run_module
 from tempfile import gettempdir
 from typing import Self
 
-LONGEST_PAUSE = 30.0  # seconds before a process that failed is started again
-END_SECONDS = 30.0  # for a process that was asked to end
-LAST_LINES = 5  # of a log
-PARENT_SECONDS = 0.5  # between two looks
+MAX_PAUSE_SECONDS = 30.0  # before a process that failed is restarted
+END_SECONDS = 30.0  # after SIGTERM, before SIGKILL
+LAST_LINES = 5  # of a log, shown in an error
+PARENT_SECONDS = 0.5  # between two checks of the parent process
 _SAFE_PATH = "PYTHONSAFEPATH"
-_TOLD = {  # of processes that could not say so themselves
-    -signal.SIGKILL: "was killed, as the system does where memory is short",
+_ABNORMAL_EXITS = {  # of processes that could not report them
+    -signal.SIGKILL: "was killed, as the system does when it runs out of memory",
     255: "was lost, as the process that it was forked from was killed: run the same command again",
 }
-_ASKING = threading.Lock()  # an exit code can be read once, and each start asks for those of all processes
+_EXIT_CODES = threading.Lock()  # an exit code can be read once, and each start of a process reads those of all
 
 
 class Child:
-    """A child process: started, watched, started again after a pause, and ended.
+    """A supervised child process, restarted after each exit with exponential back-off.
 
-    Each pause is twice as long as the one before, up to ``LONGEST_PAUSE``; behind a process that lived for longer than
-    that it is ``pause`` seconds again.
+    The back-off begins at ``pause`` seconds and doubles up to ``MAX_PAUSE_SECONDS``; it is reset after a process that
+    ran for longer than that. Output is appended to ``log``.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Child:
         self.end()
 
     @property
-    def runs(self) -> bool:
-        """Whether the process runs, as far as was seen at the last look."""
+    def is_running(self) -> bool:
+        """Whether the process was running at the last call of :meth:`look`."""
         return self._process is not None
 
     def look(self) -> int | None:
-        """Start the process when it does not run and its pause is over; the exit code, once, of one that has ended."""
+        """Start the process if none runs and the back-off is over; return the exit code of one that has ended, once."""
         now = time.monotonic()
         if self._process is None:
             if now >= self._next:
@@ -71,13 +71,13 @@ class Child:
         code = self._process.poll()
         if code is not None:
             self._process = None
-            lived_long = now - self._started > LONGEST_PAUSE
-            self.pause = self._first_pause if lived_long else min(2 * self.pause, LONGEST_PAUSE)
+            was_stable = now - self._started > MAX_PAUSE_SECONDS
+            self.pause = self._first_pause if was_stable else min(2 * self.pause, MAX_PAUSE_SECONDS)
             self._next = now + self.pause
         return code
 
     def end(self) -> None:
-        """Ask the process to end, wait for it, and kill it when that takes too long."""
+        """Send SIGTERM and wait; send SIGKILL after ``END_SECONDS``."""
         if self._process is None:
             return
         self._process.terminate()
@@ -89,13 +89,13 @@ class Child:
         self._process = None
 
     def last_lines(self) -> str:
-        """What the processes wrote last."""
+        """Return the last lines of the log."""
         assert self.log is not None
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
 def end_with(parent: int) -> None:
-    """End this process, as SIGTERM does, when it is no longer the child of ``parent``."""
+    """Send this process SIGTERM as soon as it is no longer a child of ``parent``."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -106,75 +106,76 @@ def end_with(parent: int) -> None:
 
 
 class Apart:
-    """Work in a process of its own, whose memory goes back as a whole; it ends with this process.
+    """Work in a separate process, which frees all of its memory at exit and ends with this process.
 
     Args:
-        module: is imported once for all such processes, each of which begins as a copy of one that knows nothing else.
-        work: a function of a module, or a partial of one.
+        module: the module that the fork server imports once; each process is forked from there.
+        work: a module-level function, or a partial of one.
 
     Raises:
-        ValueError: where the folder for temporary files takes no socket.
+        ValueError: no socket can be created in the folder for temporary files.
     """
 
     def __init__(self, module: str, work: Callable[[], None]) -> None:
         context = get_context("forkserver")
-        with _ASKING:
+        with _EXIT_CODES:
             context.set_forkserver_preload([module])
-            own = dict(os.environ)
-            os.environ[_SAFE_PATH] = "1"  # or the server would import what lies in the folder that it is started in
+            environment = dict(os.environ)
+            os.environ[_SAFE_PATH] = "1"  # else the server would import modules of the working directory
             try:
                 ensure_running()
             except OSError as error:
                 raise ValueError(
-                    f"{gettempdir()}: no socket can be made in a folder there ({error}), through which stages get "
-                    "processes of their own; set TMPDIR to a folder of this machine with a short name, as TMPDIR=/tmp"
+                    f"{gettempdir()}: no socket can be created in a folder there ({error}), which processes of stages "
+                    "need; set TMPDIR to a folder of this machine with a short name, for example TMPDIR=/tmp"
                 ) from error
             finally:
                 del os.environ[_SAFE_PATH]
-                os.environ.update(own)
-            self._process = context.Process(target=_end_with_work, args=(work, own))
+                os.environ.update(environment)
+            self._process = context.Process(target=_end_with_work, args=(work, environment))
             self._process.start()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether it has ended, after so many seconds at most."""
+        """Wait for the process for at most ``seconds``; return whether it has ended."""
         connection.wait([self._process.sentinel], seconds)
-        with _ASKING:
+        with _EXIT_CODES:
             return self._process.exitcode is not None
 
     def end(self) -> int:
-        """Ask it to end, kill it when that takes too long; its exit code, that of a signal below 0.
+        """Send SIGTERM, then SIGKILL after twice ``END_SECONDS``.
 
-        255 where nobody knows: the process that it was forked from has ended before it.
+        Returns:
+            The exit code; negative for a signal, 255 if unknown because the fork server ended first.
         """
-        self._process.terminate()  # nothing, where it has ended
-        if not self.wait(2 * END_SECONDS):  # its own children have half of that
+        self._process.terminate()  # no effect if it has ended
+        if not self.wait(2 * END_SECONDS):  # it gives its own children half of that
             self._process.kill()
             self.wait()
         assert self._process.exitcode is not None
         return self._process.exitcode
 
 
-def apart(what: str, module: str, work: Callable[[], None]) -> int:
-    """Do work in a process of its own (:class:`Apart`), and name it where it is killed; its exit code."""
+def apart(name: str, module: str, work: Callable[[], None]) -> int:
+    """Do work in a separate process (:class:`Apart`); print ``name`` if it was killed, and return an exit code."""
     process = Apart(module, work)
     try:
         process.wait()
     except KeyboardInterrupt:
-        process.wait(END_SECONDS)  # a terminal has told it too
+        process.wait(END_SECONDS)  # the terminal has sent SIGINT to it too
     finally:
         code = process.end()
-    if code in _TOLD:
-        print(f"realmops: {what} {fate(code)}", file=sys.stderr, flush=True)
+    if code in _ABNORMAL_EXITS:
+        print(f"realmops: {name} {fate(code)}", file=sys.stderr, flush=True)
     return code if code >= 0 else 128 - code
 
 
 def fate(code: int) -> str:
-    """How work in a process of its own ended, by what :meth:`Apart.end` gives."""
-    return _TOLD.get(code, f"ended with {code}")
+    """Describe the exit code that :meth:`Apart.end` returned."""
+    return _ABNORMAL_EXITS.get(code, f"ended with exit code {code}")
 
 
 def run_command(arguments: Sequence[str], log: Path) -> None:
-    """``realmops`` with these arguments in this process; what it writes goes behind a file's end."""
+    """Run ``realmops`` with these arguments in this process; append its output to ``log``."""
     with open(log, "ab") as output:
         for stream in (1, 2):
             os.dup2(output.fileno(), stream)
@@ -183,14 +184,14 @@ def run_command(arguments: Sequence[str], log: Path) -> None:
 
 
 def _end_with_work(work: Callable[[], None], environment: Mapping[str, str]) -> None:
-    """Do it, and end as SIGTERM does when the process that asked is gone, whose child is this one's parent."""
+    """Do the work; on the end of the starting process, whose child is the fork server, send this process SIGTERM."""
     os.environ.clear()
     os.environ.update(environment)
-    asked = parent_process()
-    assert asked is not None
+    starter = parent_process()
+    assert starter is not None
 
     def watch() -> None:
-        asked.join()
+        starter.join()
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -1,6 +1,6 @@
-"""Signs of life on a shared volume: how a holder gives them, and how others judge by them.
+"""Heartbeats on a shared volume: how a process writes them, and how others judge by them whether it is alive.
 
-Nobody compares the clocks of two machines: who looks counts by its own clock how long a sign has stayed the same.
+The clocks of two machines are never compared: a reader counts by its own clock how long a heartbeat has not changed.
 """
 
 import os
@@ -12,37 +12,41 @@ from realmops.artifacts import canonical_json
 from realmops.refresh.shared_files import Clock, Files
 
 
-class Sign:
-    """A holder's sign of life: a small file that is replaced often, at most every ``seconds`` seconds."""
+class Heartbeat:
+    """The heartbeat file of one process: small, and replaced at most every ``seconds`` seconds."""
 
     def __init__(self, path: Path, seconds: float, files: Files | None = None, clock: Clock | None = None) -> None:
         self.path, self.seconds = path, seconds
         self._files, self._clock = files or Files(), clock or Clock()
         self._beats, self._last, self._doing = 0, float("-inf"), ""
 
-    def give(self, doing: str = "", **fields: Any) -> None:
-        """Say what this process does, at once where that is something else than before; OSError of the volume."""
+    def beat(self, doing: str = "", **fields: Any) -> None:
+        """Write a heartbeat if ``seconds`` have passed, or at once if ``doing`` has changed.
+
+        Raises:
+            OSError: the volume cannot be written.
+        """
         now = self._clock.monotonic()
         if now - self._last < self.seconds and doing == self._doing:
             return
         self._last, self._doing, self._beats = now, doing, self._beats + 1
-        sign = {"doing": doing, **fields, "pid": os.getpid(), "host": socket.gethostname(), "beat": self._beats}
-        self._files.replace(self.path, canonical_json({**sign, "unix": self._clock.unix()}))
+        content = {"doing": doing, **fields, "pid": os.getpid(), "host": socket.gethostname(), "beat": self._beats}
+        self._files.replace(self.path, canonical_json({**content, "unix": self._clock.unix()}))
 
 
-class Ages:
-    """How long each thing has looked the same, by the monotonic clock of whoever looks.
+class LivenessTracker:
+    """The time since each observed content changed, by the monotonic clock of the observer.
 
-    This is the only way in which the exchange judges life and death: file times and the clocks of other
-    machines are not trusted, and what is seen for the first time is new.
+    This is the only way in which the exchange judges whether a process is alive: file times and the clocks of other
+    machines are not trusted, and content that is observed for the first time counts as new.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._seen: dict[str, tuple[object, float]] = {}
 
-    def age(self, key: str, content: object) -> float:
-        """Seconds since ``content`` of ``key`` was seen to change."""
+    def seconds_unchanged(self, key: str, content: object) -> float:
+        """Record the present ``content`` of ``key`` and return the seconds since it was first observed."""
         now = self._clock.monotonic()
         if key not in self._seen or self._seen[key][0] != content:
             self._seen[key] = (content, now)

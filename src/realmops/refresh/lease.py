@@ -1,10 +1,10 @@
-"""One of many: several processes, or pods on one volume, want the same thing made, and one makes it while they wait.
+"""Leases: mutual exclusion of processes, or of pods on one volume; one does the work while the others wait.
 
-A claim is a folder of numbered lives ``<claim>/000001``, each taken by mkdir and never removed, so that a number is
-given once. In a life lies the holder's sign, which changes while the holder lives and says when it has ended. A life
-is over when its sign says so, when it stays the same for ``DEAD_SECONDS`` by the clock of whoever looks (no clock of
-another machine counts), or at once when its holder ran on this machine and its lock is free. A holder that was only
-stopped finds a higher number when it wakes up.
+A lease is a folder of numbered terms ``<lease>/000001``, each taken by mkdir and never removed, so that no number is
+given twice. A term holds the holder's heartbeat, which changes while the holder lives and records when it has ended. A
+term is over when its heartbeat records the end, when it has not changed for ``EXPIRY_SECONDS`` by the clock of the
+process that checks (no clock of another machine counts), or at once when its holder ran on this machine and its file
+lock is free. A holder that was suspended finds a higher number when it is resumed.
 """
 
 import socket
@@ -16,114 +16,117 @@ from pathlib import Path
 from typing import Any
 
 from realmops import artifacts
-from realmops.refresh.heartbeat import Ages, Sign
+from realmops.refresh.heartbeat import Heartbeat, LivenessTracker
 from realmops.refresh.shared_files import Clock, Files
 
-LOOK_SECONDS = 0.5
-BEAT_SECONDS = 5.0
-DEAD_SECONDS = 120.0  # longer than a listing stays old on NFS
-SAID_SECONDS = 60.0
-SIGN_FILE, LOCK = "sign.json", "lock"
+POLL_SECONDS = 0.5
+HEARTBEAT_SECONDS = 5.0
+EXPIRY_SECONDS = 120.0  # longer than NFS may show an old listing
+LOG_SECONDS = 60.0  # between two messages of a wait
+HEARTBEAT_FILE, LOCK = "sign.json", "lock"
 
 
 @dataclass
-class Claim:
-    """A claim that is held; ``lost`` when somebody else has taken it over."""
+class Lease:
+    """A lease that this process holds; ``lost`` is set when another process has taken it over."""
 
     lost: bool = False
 
 
 @contextmanager
-def claimed(folder: Path, say: Callable[[str], None], stop: threading.Event | None = None) -> Iterator[Claim]:
-    """Hold the claim in ``folder`` alone; while another has it, wait and say so.
+def claimed(folder: Path, log: Callable[[str], None], stop: threading.Event | None = None) -> Iterator[Lease]:
+    """Hold the lease in ``folder`` for the block; wait, and log the wait, while another process holds it.
 
-    Raises InterruptedError when ``stop`` is set before it is this one's turn.
+    Raises:
+        InterruptedError: ``stop`` was set before the lease was free.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stop, clock = stop or threading.Event(), Clock()
-    ages, began, said = Ages(clock), clock.monotonic(), float("-inf")
-    while (life := _next_life(folder, ages)) is None:
-        if (now := clock.monotonic()) - said >= SAID_SECONDS:
-            sign = _read(_life(folder, _newest(folder)))
-            holder = f"{sign['host']}, process {sign['pid']}" if sign else "a process that has not signed yet"
-            say(f"waiting for {folder}, which {holder} holds, since {now - began:.0f} s")
-            said = now
-        if stop.wait(LOOK_SECONDS):
+    liveness, start, last_log = LivenessTracker(clock), clock.monotonic(), float("-inf")
+    while (term := _start_term(folder, liveness)) is None:
+        if (now := clock.monotonic()) - last_log >= LOG_SECONDS:
+            heartbeat = _read_heartbeat(_term_folder(folder, _newest_term(folder)))
+            holder = f"{heartbeat['host']}, process {heartbeat['pid']}" if heartbeat else "a process without heartbeat"
+            log(f"waiting for {folder}, which {holder} holds, since {now - start:.0f} s")
+            last_log = now
+        if stop.wait(POLL_SECONDS):
             raise InterruptedError(f"stopped while waiting for {folder}")
-    with _held(life) as claim:
-        yield claim
+    with _hold(term) as lease:
+        yield lease
 
 
 @contextmanager
-def claimed_if_free(folder: Path, ages: Ages) -> Iterator[Claim | None]:
-    """Hold the claim in ``folder`` alone; None while another has it. The folder above must be there.
+def try_acquire_lease(folder: Path, liveness: LivenessTracker) -> Iterator[Lease | None]:
+    """Hold the lease in ``folder`` for the block, or yield None if another process holds it.
 
-    ``ages`` remembers from call to call how long each holder's sign has looked the same.
+    Args:
+        folder: the lease's folder; its parent must exist.
+        liveness: the tracker of the holders' heartbeats, which the caller keeps from call to call.
     """
     folder.mkdir(exist_ok=True)
-    life = _next_life(folder, ages)
-    with _held(life) if life else nullcontext() as claim:
-        yield claim
+    term = _start_term(folder, liveness)
+    with _hold(term) if term else nullcontext() as lease:
+        yield lease
 
 
 @contextmanager
-def _held(life: Path) -> Iterator[Claim]:
-    claim, ended, sign = Claim(), threading.Event(), Sign(life / SIGN_FILE, 0.0)
+def _hold(term: Path) -> Iterator[Lease]:
+    lease, ended, heartbeat = Lease(), threading.Event(), Heartbeat(term / HEARTBEAT_FILE, 0.0)
 
-    def give(*, done: bool) -> None:
-        with suppress(OSError):  # work goes on without signs of life
-            sign.give(done=done)
+    def beat(*, done: bool) -> None:
+        with suppress(OSError):  # work continues without heartbeats
+            heartbeat.beat(done=done)
 
-    def beat() -> None:
-        while not ended.wait(BEAT_SECONDS):
-            give(done=False)
+    def beat_until_end() -> None:
+        while not ended.wait(HEARTBEAT_SECONDS):
+            beat(done=False)
             with suppress(OSError):
-                claim.lost = _newest(life.parent) > int(life.name)
+                lease.lost = _newest_term(term.parent) > int(term.name)
 
-    with open(life / LOCK, "ab") as lock:
+    with open(term / LOCK, "ab") as lock:
         artifacts.try_lock(lock)
-        give(done=False)
-        heart = threading.Thread(target=beat, daemon=True)
-        heart.start()
+        beat(done=False)
+        thread = threading.Thread(target=beat_until_end, daemon=True)
+        thread.start()
         try:
-            yield claim
+            yield lease
         finally:
             ended.set()
-            heart.join()
-            give(done=True)
+            thread.join()
+            beat(done=True)
 
 
-def _next_life(folder: Path, ages: Ages) -> Path | None:
-    """The folder of a new life; None while the one before goes on, or when somebody else was faster."""
-    number = _newest(folder)
-    last, following = _life(folder, number), _life(folder, number + 1)
-    if number == 0 or _is_over(last, _read(last), ages):
+def _start_term(folder: Path, liveness: LivenessTracker) -> Path | None:
+    """Create the folder of a new term; return None while the last term runs, or if another process was faster."""
+    number = _newest_term(folder)
+    last, following = _term_folder(folder, number), _term_folder(folder, number + 1)
+    if number == 0 or _is_over(last, _read_heartbeat(last), liveness):
         with suppress(FileExistsError):
             Files().mkdir(following)
             return following
     return None
 
 
-def _newest(folder: Path) -> int:
+def _newest_term(folder: Path) -> int:
     return max((int(name) for name in Files().listdir(folder) if name.isdigit()), default=0)
 
 
-def _life(folder: Path, number: int) -> Path:
+def _term_folder(folder: Path, number: int) -> Path:
     return folder / f"{number:06d}"
 
 
-def _read(life: Path) -> dict[str, Any] | None:
+def _read_heartbeat(term: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        sign: dict[str, Any] = artifacts.read_json(life / SIGN_FILE)
-        return sign
+        heartbeat: dict[str, Any] = artifacts.read_json(term / HEARTBEAT_FILE)
+        return heartbeat
     return None
 
 
-def _is_over(life: Path, sign: dict[str, Any] | None, ages: Ages) -> bool:
-    if sign and sign["done"]:
+def _is_over(term: Path, heartbeat: dict[str, Any] | None, liveness: LivenessTracker) -> bool:
+    if heartbeat and heartbeat["done"]:
         return True
-    if sign and sign["host"] == socket.gethostname():
-        with suppress(OSError), open(life / LOCK, "ab") as file:
+    if heartbeat and heartbeat["host"] == socket.gethostname():
+        with suppress(OSError), open(term / LOCK, "ab") as file:
             if artifacts.try_lock(file) is True:
                 return True
-    return ages.age(str(life), sign) >= DEAD_SECONDS
+    return liveness.seconds_unchanged(str(term), heartbeat) >= EXPIRY_SECONDS

@@ -1,14 +1,14 @@
-"""Something made of every passage of a corpus, in shards: by a stage, and by whoever helps it.
+"""Sharded computation over all passages of a corpus, by a stage and by the index builders that help it.
 
-The stage opens an exchange (exchange.py) with one version of weights, the model, and makes shards itself. While some
-are missing, a small file offers them; index builders that follow it help. Any number may help, on one machine or on
-many that share the volume. Beside what an exchange has lies
+The stage opens an exchange (exchange.py) with one version of weights, the model, and computes shards itself. While
+several are missing, a small file offers them to index builders that follow it. Any number of them may help, on one
+machine or on many that share the volume. The exchange has one more folder:
 
-    <exchange>/claims/<first>/   who makes the shard that begins with that passage (lease.py)
+    <exchange>/claims/<first>/   the lease on the shard that begins with that passage (lease.py)
 
-A shard is claimed, made, and committed under ``parts/``. Its bytes depend on the model and on its own passages, not
-on who makes it, and whose life ends loses the shard in hand only: what is committed is used again. A claim is there
-to save work. Two who make the same shard, as after a claim that was given up for dead, make the same bytes.
+A shard is leased, computed, and committed under ``parts/``. Its bytes depend on the model and on its passages, not on
+the process that computes it. A process that is killed loses only its current shard; committed ones are reused. Leases
+only save work: two processes that compute the same shard, as after a lease has expired, write the same bytes.
 """
 
 import hashlib
@@ -23,71 +23,80 @@ import torch
 from realmops.artifacts import digest_of, write_json
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.devices import DTYPES, PRECISIONS, resolve_device
-from realmops.refresh.exchange import Exchange, part_name, ranges
-from realmops.refresh.heartbeat import Ages
-from realmops.refresh.lease import claimed_if_free
-from realmops.refresh.versions import Damaged, Version, version_name
+from realmops.refresh.exchange import Exchange, part_name, row_ranges
+from realmops.refresh.heartbeat import LivenessTracker
+from realmops.refresh.lease import try_acquire_lease
+from realmops.refresh.versions import CorruptVersionError, Version, version_name
 from realmops.search.embed import SHARD_ROWS, MakeShard, Progress, no_progress
 
 MODEL = version_name(0, 0)
-LAST_WORD = "v-000000"
-LOOK_SECONDS = 0.1
-SAID_SECONDS = 60.0
+OUTCOME = "v-000000"
+POLL_SECONDS = 0.1
+LOG_SECONDS = 60.0  # between two messages of a wait
 
 Work = Callable[[Snapshot, Mapping[str, bytes], torch.device, torch.dtype], MakeShard]
-"""(snapshot, the model's files, device, dtype) -> the function that makes shards."""
+"""(snapshot, the model's files, device, dtype) -> the function that computes shards."""
 
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """Where a stage has its shards made, and in which numbers."""
+    """The settings with which a stage computes its shards."""
 
-    folder: Path  # for exchanges; it outlives a kill
-    offer: Path  # the file that tells builders which exchange they can help with
+    folder: Path  # of the exchanges; it survives a kill of the stage
+    offer: Path  # the file that offers an exchange to index builders
     device: torch.device
     dtype: torch.dtype
     threads: int
-    say: Callable[[str], None]
+    log: Callable[[str], None]
 
 
 def in_shards(
-    place: ShardSettings, name: str, work: Work, snapshot: Snapshot, model: Mapping[str, bytes],
+    settings: ShardSettings, name: str, work: Work, snapshot: Snapshot, model: Mapping[str, bytes],
     progress: Progress = no_progress,
 ) -> Iterator[dict[str, bytes]]:  # fmt: skip
-    """The files of every shard of a corpus, in order, when all have been made.
+    """Compute all shards of a corpus, with the help of index builders, and yield their files in order.
 
-    ``name`` says to builders which work it is. ``progress`` is told of passages, whoever has done them.
+    Args:
+        settings: folders, device, dtype and threads.
+        name: the name under which builders find ``work``.
+        work: the function that prepares the computation of shards.
+        snapshot: the corpus.
+        model: the model's files, by name.
+        progress: called with numbers of passages that any process has done.
     """
-    card = identity(name, snapshot, model, place)
-    root = place.folder / digest_of(card)[:16]
-    exchange = Exchange.open(root, card, grace=0.0)
+    run = shard_identity(name, snapshot, model, settings)
+    root = settings.folder / digest_of(run)[:16]
+    exchange = Exchange.open(root, run, grace=0.0)
     (root / "claims").mkdir(exist_ok=True)
-    shards = Shards(exchange, snapshot, work, _published(exchange, model), place.device, place.dtype, progress)
+    version = _publish_model(exchange, model)
+    shards = Shards(exchange, snapshot, work, version, settings.device, settings.dtype, progress)
     if len(shards.missing()) > 1:
-        write_json(place.offer, {"exchange": str(exchange.root), "snapshot": str(snapshot.folder.absolute())})
+        write_json(settings.offer, {"exchange": str(exchange.root), "snapshot": str(snapshot.folder.absolute())})
     try:
-        shards.make_all(place.say)
-        exchange.last_words.publish(LAST_WORD, {}, {"state": "done", "message": ""})
+        shards.make_all(settings.log)
+        exchange.outcomes.publish(OUTCOME, {}, {"state": "done", "message": ""})
     finally:
-        place.offer.unlink(missing_ok=True)
-    yield from shards.read(place.say)
+        settings.offer.unlink(missing_ok=True)
+    yield from shards.read(settings.log)
 
 
-def identity(name: str, snapshot: Snapshot, model: Mapping[str, bytes], place: ShardSettings) -> dict[str, Any]:
-    """What all who make shards must agree on."""
+def shard_identity(
+    name: str, snapshot: Snapshot, model: Mapping[str, bytes], settings: ShardSettings
+) -> dict[str, Any]:
+    """Return the run identity on which all processes that compute shards must agree."""
     return {
         "work": name,
         "model": {file: hashlib.sha256(content).hexdigest() for file, content in sorted(model.items())},
-        "device": place.device.type,
-        "precision": PRECISIONS[place.dtype],
-        "threads": place.threads,
+        "device": settings.device.type,
+        "precision": PRECISIONS[settings.dtype],
+        "threads": settings.threads,
         "shard_rows": SHARD_ROWS,
-        **facts_of(snapshot),
+        **corpus_identity(snapshot),
     }
 
 
-def facts_of(snapshot: Snapshot) -> dict[str, Any]:
-    """What identities say of a corpus."""
+def corpus_identity(snapshot: Snapshot) -> dict[str, Any]:
+    """Return the fields of a run identity that describe the corpus."""
     return {
         "corpus_hash": snapshot.corpus_hash,
         "vocabulary_hash": snapshot.vocabulary_hash,
@@ -96,18 +105,18 @@ def facts_of(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _published(exchange: Exchange, model: Mapping[str, bytes]) -> Version:
-    """The model as it is on the exchange; one that is damaged there is put there again."""
+def _publish_model(exchange: Exchange, model: Mapping[str, bytes]) -> Version:
+    """Publish the model on the exchange, again if it is damaged there, and load it."""
     while True:
         exchange.weights.publish(MODEL, model, {"awaited": True, "step": 0})
-        with suppress(Damaged):
+        with suppress(CorruptVersionError):
             version = exchange.load(exchange.weights, MODEL)
             exchange.weights.unpin(version)
             return version
 
 
 class Shards:
-    """The shards of one piece of work, as seen by one of those who make them."""
+    """All shards of one computation, as seen by one of the processes that compute them."""
 
     def __init__(
         self, exchange: Exchange, snapshot: Snapshot, work: Work, model: Version, device: torch.device,
@@ -116,77 +125,83 @@ class Shards:
         assert exchange.run is not None
         self.exchange, self.snapshot, self.work, self.model = exchange, snapshot, work, model
         self.device, self.dtype, self.progress = device, dtype, progress
-        self.ranges = ranges(exchange.run["passages"], exchange.run["shard_rows"])
+        self.ranges = row_ranges(exchange.run["passages"], exchange.run["shard_rows"])
         self._make: MakeShard | None = None
-        self._ages = Ages(exchange.clock)
-        self._told: set[int] = set()  # first passages of those that ``progress`` knows of
+        self._liveness = LivenessTracker(exchange.clock)
+        self._reported: set[int] = set()  # first passages of the shards that ``progress`` was called for
 
     def missing(self) -> list[tuple[int, int]]:
-        """The shards that nobody has committed yet."""
+        """Return the ranges of the shards that are not yet committed; report newly committed ones to ``progress``."""
         names = set(self.exchange.parts.names())
         missing = [(first, end) for first, end in self.ranges if part_name(MODEL, first, end) not in names]
         for first, end in self.ranges:
-            if (first, end) not in missing and first not in self._told:
-                self._told.add(first)
+            if (first, end) not in missing and first not in self._reported:
+                self._reported.add(first)
                 self.progress(end - first)
         return missing
 
     def make_one(self) -> bool:
-        """Make a shard that is missing and that nobody else makes; False where there is none."""
+        """Compute one missing shard that no other process has leased; return False if there is none."""
         for first, end in self.missing():
             name = part_name(MODEL, first, end)
-            with claimed_if_free(self.exchange.root / "claims" / f"{first:010d}", self._ages) as claim:
-                if claim is None or name in self.exchange.parts.names():
+            with try_acquire_lease(self.exchange.root / "claims" / f"{first:010d}", self._liveness) as lease:
+                if lease is None or name in self.exchange.parts.names():
                     continue
-                self.exchange.beat(f"makes the passages {first} to {end - 1} of {len(self.snapshot)}")
+                self.exchange.beat(f"computing passages {first} to {end - 1} of {len(self.snapshot)}")
                 self._make = self._make or self.work(self.snapshot, self.model.files, self.device, self.dtype)
-                self._told.add(first)
+                self._reported.add(first)
                 files = self._make(first, end, self.progress)
                 self.exchange.parts.publish(name, files, {"weights": self.model.digest})
                 return True
         return False
 
-    def make_all(self, say: Callable[[str], None]) -> None:
-        """Make shards until none is missing, waiting for those that others make."""
+    def make_all(self, log: Callable[[str], None]) -> None:
+        """Compute shards until none is missing, and wait for those that other processes compute."""
         clock = self.exchange.clock
         since = clock.monotonic()
         while missing := self.missing():
             if self.make_one():
                 since = clock.monotonic()
                 continue
-            if clock.monotonic() - since >= SAID_SECONDS:
+            if clock.monotonic() - since >= LOG_SECONDS:
                 since = clock.monotonic()
-                say(f"waiting for {len(missing)} shards in {self.exchange.root}: {self.exchange.builders_in_words()}")
-            clock.sleep(LOOK_SECONDS)
+                log(f"waiting for {len(missing)} shards in {self.exchange.root}: {self.exchange.describe_builders()}")
+            clock.sleep(POLL_SECONDS)
 
-    def read(self, say: Callable[[str], None]) -> Iterator[dict[str, bytes]]:
-        """The files of every shard in order, each read when it is asked for; one that is damaged is made again."""
+    def read(self, log: Callable[[str], None]) -> Iterator[dict[str, bytes]]:
+        """Yield the files of every shard in order; a damaged shard is computed again."""
         for first, end in self.ranges:
             files = None
             while files is None:
                 try:
                     files = self.exchange.load_part(part_name(MODEL, first, end), self.model)
-                except (FileNotFoundError, Damaged):
-                    self.exchange.check_card()
-                    self.make_all(say)
+                except (FileNotFoundError, CorruptVersionError):
+                    self.exchange.check_identity()
+                    self.make_all(log)
             yield files
 
 
-def help_with(exchange: Exchange, snapshot: Snapshot, works: Mapping[str, Work], say: Callable[[str], None]) -> None:
-    """Make shards of the work that an exchange offers until its stage has all; ValueError where that cannot be."""
-    card = exchange.run
-    assert card is not None
-    if card["work"] not in works:
-        raise ValueError(f"{exchange.root} wants {card['work']!r}, which this version of realmops does not know")
-    device = resolve_device(card["device"])
-    say(f"helps with {card['work']}: {exchange.root}")
+def help_make_shards(
+    exchange: Exchange, snapshot: Snapshot, works: Mapping[str, Work], log: Callable[[str], None]
+) -> None:
+    """Compute shards for the stage of an exchange until none is missing.
+
+    Raises:
+        ValueError: ``works`` lacks the work that is offered, or this machine lacks its device.
+    """
+    run = exchange.run
+    assert run is not None
+    if run["work"] not in works:
+        raise ValueError(f"{exchange.root} offers {run['work']!r}, which this version of realmops does not support")
+    device = resolve_device(run["device"])
+    log(f"helping with {run['work']}: {exchange.root}")
     while MODEL not in exchange.weights.names():
-        exchange.check_card()  # it may be gone by now
-        exchange.clock.sleep(LOOK_SECONDS)
+        exchange.check_identity()  # the stage may have removed it
+        exchange.clock.sleep(POLL_SECONDS)
     model = exchange.weights.load(MODEL)
     exchange.weights.unpin(model)
-    shards = Shards(exchange, snapshot, works[card["work"]], model, device, DTYPES[card["precision"]])
+    shards = Shards(exchange, snapshot, works[run["work"]], model, device, DTYPES[run["precision"]])
     while exchange.finished() is None:
         if not shards.make_one():
             exchange.beat("waiting for shards")
-            exchange.clock.sleep(LOOK_SECONDS)
+            exchange.clock.sleep(POLL_SECONDS)

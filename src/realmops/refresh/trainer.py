@@ -1,4 +1,4 @@
-"""The trainer's life on the exchange: checkpoints out, weights out, indexes in."""
+"""The trainer's side of the exchange: it saves checkpoints, publishes weights and adopts indexes."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from realmops.refresh.exchange import KEPT, Exchange, ExchangeError, Fenced
-from realmops.refresh.heartbeat import Ages
-from realmops.refresh.versions import Damaged, Version, Versions, fence_of, step_of, version_name
+from realmops.refresh.exchange import KEEP, Exchange, ExchangeError, Fenced
+from realmops.refresh.heartbeat import LivenessTracker
+from realmops.refresh.versions import CorruptVersionError, Version, Versions, fence_of, step_of, version_name
 
-MESSAGE_SECONDS = 1.0
+MESSAGE_SECONDS = 1.0  # between two messages of a wait
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -18,11 +18,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Policy:
-    """How a trainer waits for indexes.
+    """The policy by which a trainer adopts index generations.
 
-    ``fixed_lag`` adopts the generation that it asks for and waits for it: asynchronous and reproducible.
-    ``as_soon_as_ready`` takes the newest whenever it is there. More than ``max_staleness_steps`` behind
-    (None: never) it waits, warns or continues. A wait of ``builder_timeout`` seconds ends the run.
+    ``fixed_lag`` adopts exactly the requested generation and waits for it: asynchronous and reproducible.
+    ``as_soon_as_ready`` adopts the newest generation that is available. If its index is more than
+    ``max_staleness_steps`` old (None: no limit), the trainer waits, warns or continues. A wait of ``builder_timeout``
+    seconds ends the run; ``poll`` is the interval of its checks in seconds.
     """
 
     adopt: Literal["fixed_lag", "as_soon_as_ready"] = "fixed_lag"
@@ -33,11 +34,15 @@ class Policy:
 
 
 class Trainer:
-    """A trainer's life on an exchange: takes a fence, restores, checkpoints, publishes weights, adopts indexes.
+    """One trainer process on an exchange, with a fence number that it takes at the start.
 
     The weights of a step are published after the checkpoint of that step (if there is one) and before the next one.
-    ``on_wait(message, seconds)`` is called at once and then every second of a wait. Of an index the files ``mapped``
-    are mapped copies where they are large.
+
+    Args:
+        exchange: the open exchange.
+        policy: when indexes are adopted.
+        mapped: the files of an index to memory-map from a local copy if they are large.
+        on_wait: called with a message and the seconds waited so far, at the start of a wait and then every second.
     """
 
     def __init__(
@@ -46,217 +51,217 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.exchange, self.policy, self.mapped, self._on_wait = exchange, policy, mapped, on_wait
         self.fence = exchange.take_fence()
-        self._index_name: str | None = None  # in use now, or when the checkpoint was made
-        self._awaited: dict[int, str] = {}  # step -> weights of this trainer's past without an adopted index
-        self._pinned: list[Version] = []  # adopted in this life, the last one in use; until a checkpoint names the next
+        self._index_name: str | None = None  # the index in use, now or in the restored checkpoint
+        self._awaited: dict[int, str] = {}  # step -> weights of this trainer's history without an adopted index
+        self._pinned: list[Version] = []  # indexes adopted by this process and not yet released; the last is in use
         self._step = 0
-        self._ages = Ages(exchange.clock)
+        self._liveness = LivenessTracker(exchange.clock)
 
     def restore(self) -> Version | None:
-        """The newest checkpoint that can be used, or None in a new run.
+        """Restore the newest usable checkpoint, with a warning for each damaged one; return None in a new run.
 
-        Falls back over damaged ones with a warning; ExchangeError when there were checkpoints and none is
-        left: starting again from step 0 is for people to decide.
+        Raises:
+            ExchangeError: there were checkpoints and none is usable: a restart from step 0 needs a manual decision.
         """
         store = self.exchange.checkpoints
-        seen = False
+        has_checkpoints = False
         while names := store.names():
-            seen, name = True, names[-1]
+            has_checkpoints, name = True, names[-1]
             try:
                 checkpoint = store.load(name)
-            except FileNotFoundError:  # moved away; what a collector brings back is listed again
+            except FileNotFoundError:  # moved to the trash; if it is restored, it is listed again
                 continue
-            except Damaged as error:
-                store.set_aside(name, str(error))
+            except CorruptVersionError as error:
+                store.quarantine(name, str(error))
                 continue
             store.unpin(checkpoint)
-            lost = self._resume_from(checkpoint)
-            if lost and self.policy.adopt == "fixed_lag":
-                self.check_fence()  # a successor, who removes what this one looks for, is no damage
-                store.set_aside(name, f"neither the index nor the weights of {', '.join(lost)} are left")
+            missing = self._resume_from(checkpoint)
+            if missing and self.policy.adopt == "fixed_lag":
+                self.check_fence()  # a successor may have removed them, which is no damage
+                store.quarantine(name, f"neither the index nor the weights of {', '.join(missing)} are left")
                 continue
-            self._awaited = {step: name for step, name in self._awaited.items() if name not in lost}
-            self._index_name = None if self._index_name in lost else self._index_name
+            self._awaited = {step: name for step, name in self._awaited.items() if name not in missing}
+            self._index_name = None if self._index_name in missing else self._index_name
             self._collect()
             return checkpoint
-        if seen or store.bad():
+        if has_checkpoints or store.quarantined():
             self.check_fence()
             raise ExchangeError(
-                f"{store.folder} holds checkpoints and none can be used (see the warnings above and the .bad "
-                "folders in it); restore them from a copy, or move the exchange away to begin from step 0"
+                f"{store.folder} holds checkpoints and none can be used (see the warnings above and its .bad folders); "
+                "restore them from a copy, or move the exchange away to start from step 0"
             )
         self._collect()
         return None
 
     def _resume_from(self, checkpoint: Version) -> list[str]:
-        """Take over the past that a checkpoint tells of; the generations in it that can no longer be had."""
+        """Take over the history in a checkpoint; return the names of its generations that are no longer available."""
         self._index_name, self._step = checkpoint.meta["index"], checkpoint.step
         self._awaited = {step_of(name): name for name in checkpoint.meta["awaited"]}
-        # The weights of the checkpoint's own step come after it and are of its past all the same.
-        if checkpoint.name != self._index_name and self._can_be_had(checkpoint.name):
+        # The weights of the checkpoint's step are published after it, and still belong to its history.
+        if checkpoint.name != self._index_name and self._is_available(checkpoint.name):
             self._awaited[checkpoint.step] = checkpoint.name
-        return [name for name in self._past.values() if not self._can_be_had(name)]
+        return [name for name in self._known.values() if not self._is_available(name)]
 
     @property
-    def _past(self) -> dict[int, str]:
-        """The index in use and the weights whose index is awaited, by step."""
+    def _known(self) -> dict[int, str]:
+        """The names of the index in use and of the weights whose index is awaited, by step."""
         return ({self.index_step: self._index_name} if self._index_name else {}) | self._awaited
 
-    def _can_be_had(self, name: str) -> bool:
-        return self.exchange.indexes.present(name) or self.exchange.weights.present(name)
+    def _is_available(self, name: str) -> bool:
+        return self.exchange.indexes.exists(name) or self.exchange.weights.exists(name)
 
     def save_checkpoint(self, step: int, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
-        """Commit a checkpoint; ``meta`` comes back under ``meta["trainer"]``.
-
-        The checkpoint of a step comes before the weights of that step.
-        """
+        """Commit a checkpoint, before the weights of its step; ``meta`` is restored as ``meta["trainer"]``."""
         awaited = sorted(self._awaited.values())
-        words = {"step": step, "index": self._index_name, "awaited": awaited, "trainer": dict(meta)}
-        self._publish(self.exchange.checkpoints, step, files, words)
+        fields = {"step": step, "index": self._index_name, "awaited": awaited, "trainer": dict(meta)}
+        self._publish(self.exchange.checkpoints, step, files, fields)
         for version in self._pinned[:-1]:
             self.exchange.indexes.unpin(version)
         self._pinned = self._pinned[-1:]
         self._collect()
 
     def publish_weights(self, step: int, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> None:
-        """Commit the weights of a step for the builders, once in this trainer's past."""
-        if step in self._past:
+        """Commit the weights of a step for the builders, unless this trainer's history has them already."""
+        if step in self._known:
             return
         awaited = self.policy.adopt == "fixed_lag"
         self._publish(self.exchange.weights, step, files, {"step": step, "awaited": awaited, "trainer": dict(meta)})
-        kept = sorted(self._awaited) if awaited else sorted(self._awaited)[-(KEPT - 1) :]
-        self._awaited = {**{old: self._awaited[old] for old in kept}, step: version_name(self.fence, step)}
+        steps = sorted(self._awaited) if awaited else sorted(self._awaited)[-(KEEP - 1) :]
+        self._awaited = {**{old: self._awaited[old] for old in steps}, step: version_name(self.fence, step)}
         if not awaited:
             self._collect()
 
     def _publish(self, store: Versions, step: int, files: Mapping[str, bytes], meta: dict[str, Any]) -> None:
         if not store.publish(version_name(self.fence, step), files, meta, self.check_fence):
-            raise Fenced(f"{store.kind} of step {step} are there already under fence {self.fence}, by another trainer")
+            raise Fenced(f"{store.kind} of step {step} exist already under fence {self.fence}, by another trainer")
 
     def check_fence(self) -> None:
-        """Raise Fenced when another trainer has taken over, or the exchange with this one's fence is gone."""
+        """Raise Fenced if another trainer has taken over, or if the exchange with this trainer's fence was removed."""
         if (newest := self.exchange.newest_fence()) > self.fence:
             raise Fenced(f"trainer {newest} has taken over {self.exchange.root} from this one, {self.fence}")
         if newest < self.fence:
             raise Fenced(
-                f"{self.exchange.root} was removed or emptied while this trainer used it; bring it back, or run the "
-                "stage again, which begins a new one"
+                f"{self.exchange.root} was removed or emptied while this trainer used it; restore it, or run the stage "
+                "again, which creates a new one"
             )
 
     def index_for(self, step: int) -> Version:
-        """The index of the weights of exactly this step, waited for (``fixed_lag``).
+        """Wait for the index of the weights of exactly this step and adopt it (``fixed_lag``).
 
-        ValueError when no such weights were published, TimeoutError after ``builder_timeout`` seconds.
+        Raises:
+            ValueError: no weights of this step were published.
+            TimeoutError: there was no index within ``builder_timeout`` seconds.
         """
-        name = self._past.get(step)
+        name = self._known.get(step)
         if name is None:
             raise ValueError(
-                f"no index of step {step} can come: its weights were not published; awaited are the steps "
+                f"no index of step {step} is possible: its weights were not published; the awaited steps are "
                 f"{sorted(self._awaited)}"
             )
         return self._adopt(self._wait(lambda: self._load_awaited(name), f"the index of step {step}"))
 
     def newest_index(self, step: int) -> Version | None:
-        """At ``step``: an index newer than the one in use, or None while there is none (``as_soon_as_ready``).
+        """Adopt an index newer than the one in use at ``step``, or return None if there is none (``as_soon_as_ready``).
 
-        Waits when there is no index at all yet, and when the one in use is too stale and the policy says so.
+        Wait if there is no index at all yet, or if the one in use is too stale and ``on_stale`` is ``wait``.
         """
-        found = self._newest()
-        if found is None and self.lacks_index:
-            raise ValueError("no index can come: no weights were published; publish the weights of this step first")
-        if found is None and (not self._pinned or (self._too_stale(step) and self.policy.on_stale == "wait")):
-            found = self._wait(self._newest, f"a newer index at step {step}" if self._pinned else "a first index")
-        adopted = self._adopt(found) if found else None
+        index = self._newest()
+        if index is None and self.lacks_index:
+            raise ValueError("no index is possible: no weights were published; publish the weights of this step first")
+        if index is None and (not self._pinned or (self._too_stale(step) and self.policy.on_stale == "wait")):
+            index = self._wait(self._newest, f"a newer index at step {step}" if self._pinned else "a first index")
+        adopted = self._adopt(index) if index else None
         if self._too_stale(step) and self.policy.on_stale == "warn":
-            log.warning("the index is %d steps old; %s", step - self.index_step, self.exchange.builders_in_words())
+            log.warning("the index is %d steps old; %s", step - self.index_step, self.exchange.describe_builders())
         return adopted
 
     @property
     def lacks_index(self) -> bool:
-        """No index is in use and none is awaited: weights must be published now, whatever the step."""
+        """Whether no index is in use and none is awaited, so that weights must be published at any step."""
         return self._index_name is None and not self._awaited
 
     @property
     def index_step(self) -> int:
-        """The step of the weights behind the index in use."""
+        """The step of the weights that the index in use was built from."""
         return step_of(self._index_name) if self._index_name else 0
 
     def _too_stale(self, step: int) -> bool:
-        most = self.policy.max_staleness_steps
-        return most is not None and bool(self._awaited) and step - self.index_step > most
+        limit = self.policy.max_staleness_steps
+        return limit is not None and bool(self._awaited) and step - self.index_step > limit
 
     def _newest(self) -> Version | None:
         for name in reversed(self.exchange.indexes.names()):
-            of_my_past = name in self._past.values() or fence_of(name) == self.fence
-            newer = not self._pinned or step_of(name) > self.index_step
-            if of_my_past and newer and (found := self._load(name)):
-                return found
+            is_own = name in self._known.values() or fence_of(name) == self.fence
+            is_newer = not self._pinned or step_of(name) > self.index_step
+            if is_own and is_newer and (index := self._load(name)):
+                return index
         return None
 
     def _load(self, name: str) -> Version | None:
         if name in self.exchange.indexes.names():
-            with suppress(FileNotFoundError, Damaged):  # while the weights are there, a builder makes it again
+            with suppress(FileNotFoundError, CorruptVersionError):  # a builder rebuilds it while its weights exist
                 return self.exchange.load(self.exchange.indexes, name, self.mapped)
         return None
 
     def _load_awaited(self, name: str) -> Version | None:
-        found = self._load(name)
-        if found is None and not self._can_be_had(name) and self._ages.age(name, None) >= self.exchange.grace:
+        index = self._load(name)
+        is_lost = index is None and not self._is_available(name)
+        if is_lost and self._liveness.seconds_unchanged(name, None) >= self.exchange.grace:
             self.check_fence()
             raise ExchangeError(
-                f"neither the index nor the weights {name} are left in {self.exchange.root} (damaged ones "
-                "are set aside as .bad); start again: training goes on from the checkpoint before"
+                f"neither the index nor the weights {name} are left in {self.exchange.root} (damaged ones are "
+                "quarantined as .bad); run the stage again: training resumes from the previous checkpoint"
             )
-        return found
+        return index
 
     def _adopt(self, index: Version) -> Version:
-        assert not self._pinned or index.step >= self.index_step, "generations never go back within a life"
+        assert not self._pinned or index.step >= self.index_step, "index steps never decrease within one process"
         self._pinned.append(replace(index, files={}))
         self._index_name = index.name
         self._awaited = {step: name for step, name in self._awaited.items() if step > index.step}
         self._collect()
         return index
 
-    def _wait(self, attempt: Callable[[], T | None], what: str) -> T:
+    def _wait(self, attempt: Callable[[], T | None], subject: str) -> T:
         clock = self.exchange.clock
-        start, told = clock.monotonic(), float("-inf")
-        while (found := attempt()) is None:
+        start, last_message = clock.monotonic(), float("-inf")
+        while (result := attempt()) is None:
             now = clock.monotonic()
             seconds = now - start
-            builders = self.exchange.builders_in_words()
-            message = f"step {self._step}: waiting for {what} for {seconds:.0f} s; {builders}"
+            builders = self.exchange.describe_builders()
+            message = f"step {self._step}: waiting for {subject} for {seconds:.0f} s; {builders}"
             if seconds >= self.policy.builder_timeout:
                 raise TimeoutError(message)
-            if now - told >= MESSAGE_SECONDS:
+            if now - last_message >= MESSAGE_SECONDS:
                 self.check_fence()
                 self._on_wait(message, seconds)
-                told = now
-            self.beat(self._step, f"waiting for {what}")
+                last_message = now
+            self.beat(self._step, f"waiting for {subject}")
             clock.sleep(self.policy.poll)
-        return found
+        return result
 
     def beat(self, step: int, doing: str = "training") -> None:
-        """Once a step: a sign of life, written at most every 2 seconds."""
+        """Record the step in the heartbeat, which is written at most every 2 seconds; call this once a step."""
         self._step = step
         self.exchange.beat(doing, step=step, fence=self.fence, index=self._index_name)
 
     def finish(self, state: Literal["done", "failed"], message: str = "") -> None:
-        """The last word: builders end."""
+        """Record the outcome of the run, after which builders exit."""
         meta = {"state": state, "message": message}
-        self.exchange.last_words.publish(f"v-{self.fence:06d}", {}, meta, self.check_fence)
+        self.exchange.outcomes.publish(f"v-{self.fence:06d}", {}, meta, self.check_fence)
         self.beat(self._step, state)
 
     def _collect(self) -> None:
-        """The trainer's part of the cleaning up; a failure in it is told and never ends the training."""
+        """Remove checkpoints and weights that are no longer needed; an error is logged and never ends the training."""
         exchange = self.exchange
 
         def needed_weights() -> set[str]:
-            newer_lives = {name for name in exchange.weights.names() if fence_of(name) > self.fence}
-            return newer_lives | set(self._awaited.values()) | exchange.needed_by_checkpoints()[1]
+            of_successors = {name for name in exchange.weights.names() if fence_of(name) > self.fence}
+            return of_successors | set(self._awaited.values()) | exchange.needed_by_checkpoints()[1]
 
         try:
             self.check_fence()
-            exchange.checkpoints.collect(lambda: set(exchange.checkpoints.names()[-KEPT:]))
+            exchange.checkpoints.collect(lambda: set(exchange.checkpoints.names()[-KEEP:]))
             exchange.weights.collect(needed_weights)
         except OSError as error:
-            log.warning("cleaning up %s failed and is tried again later: %s", exchange.root, error)
+            log.warning("garbage collection in %s failed and is retried later: %s", exchange.root, error)

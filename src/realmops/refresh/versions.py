@@ -1,16 +1,16 @@
 """Immutable versions in one folder: put if absent, verified reads, pins, removal in two phases.
 
-A store holds versions of one kind. A version is a folder ``v-...`` with files and a ``manifest.json``; it is
-whole from the moment its name can be seen and never changes. Beside the versions lie only
+A store holds the versions of one kind. A version is a folder ``v-...`` with files and a ``manifest.json``; it is
+complete from the moment its name is visible, and immutable. The only other entries are
 
-    .stage.<holder>.<nonce>   a writer's draft         .trash.<version>         waits for its last look
-    .dead.<nonce>             being deleted            .bad.<version>.<nonce>   failed its check, for people
+    .stage.<holder>.<nonce>   a writer's draft         .trash.<version>         removed, until its grace period ends
+    .dead.<nonce>             being deleted            .bad.<version>.<nonce>   quarantined: it failed its check
 
-Publish: write the draft, fsync every file, manifest last, fsync the folder, rename, fsync the parent. The
-rename is the commit: a folder cannot be renamed onto one that is not empty, so one of two writers wins.
-Read: pin, read the manifest, then the bytes; a digest is compared before anybody parses them.
-Remove: rename to trash, sync, wait out the grace, look at pins again, then delete or rename back. Whatever is
-deleted is renamed to ``.dead`` first, so a draft is either committed by its writer or claimed by the sweep.
+Publish: write the draft, fsync every file, manifest last, fsync the folder, rename, fsync the parent. The rename is
+the commit: a folder cannot be renamed onto one that is not empty, so exactly one of two writers wins.
+Read: pin, read the manifest, then the files; digests are compared before anything is parsed.
+Remove: rename to trash, sync, wait for the grace period, check the pins again, then delete or rename back. Every entry
+is renamed to ``.dead`` before it is deleted, so a draft is either committed by its writer or claimed by the sweep.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from realmops.artifacts import canonical_json, digest_of
-from realmops.refresh.heartbeat import Ages
+from realmops.refresh.heartbeat import LivenessTracker
 from realmops.refresh.shared_files import Clock, Files
 from realmops.search.mapped import Content, blocks, memory_bytes
 
@@ -37,22 +37,22 @@ NAME = re.compile(r"v-\d{6}(-\d{8}(-\d{10}-\d{10})?)?")
 FILE = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 HOLDER = re.compile(r"(trainer|builder)(-[a-z0-9-]{1,40})?")
 ROLES = ("trainer", "builder")
-SECOND_LOOK = 0.2  # seconds before what looks damaged or gone is looked at again
-COMMIT_RETRIES = (0.05, 0.2, 0.8)  # seconds
-SWEPT_TRIES = 4  # more, of a draft that somebody swept
-STALE_SECONDS = 600.0  # without a sign of life: a draft or a pin counts as left behind
-MOST_BAD = 4  # versions set aside for people; more are deleted
+SECOND_READ_SECONDS = 0.2  # before a version that seems damaged or removed is read again
+COMMIT_DELAYS = (0.05, 0.2, 0.8)  # seconds before each retry of a commit
+SWEPT_RETRIES = 4  # of a draft that another process has swept
+STALE_SECONDS = 600.0  # without a change, after which a draft or a pin counts as abandoned
+MAX_QUARANTINED = 4  # versions; further ones are deleted
 
 log = logging.getLogger(__name__)
 
 
-class Damaged(Exception):
-    """A version whose bytes are not the ones that were published, or that belongs to another run."""
+class CorruptVersionError(Exception):
+    """A version whose bytes differ from those published, or which belongs to another run."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One version: its manifest and, when it was loaded, its verified bytes by file name."""
+    """The manifest of one version and, once loaded, its verified files as bytes by file name."""
 
     name: str
     nonce: str
@@ -62,32 +62,35 @@ class Version:
     listing: dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
     meta: dict[str, Any]
     created_unix: float
-    files: dict[str, Any] = field(default_factory=dict, repr=False)  # bytes, or mapped where that was asked for
+    files: dict[str, Any] = field(default_factory=dict, repr=False)  # bytes, or memory-mapped on request
     pin: Path | None = None
 
     @property
     def step(self) -> int:
+        """The training step of the version."""
         return step_of(self.name)
 
 
 def version_name(fence: int, step: int) -> str:
-    """``v-<fence>-<step>``: names sort by the trainer's life, then by step, and are never used twice."""
+    """Return ``v-<fence>-<step>``: names sort by trainer, then by step, and are never reused."""
     return f"v-{fence:06d}-{step:08d}"
 
 
 def fence_of(name: str) -> int:
+    """Return the fence number of the trainer that wrote this version."""
     return int(name.split("-")[1])
 
 
 def step_of(name: str) -> int:
+    """Return the training step of this version."""
     return int(name.split("-")[2])
 
 
-def check_run(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """ValueError with the first differing field and both values when two identities are not the same."""
-    for key in sorted({*theirs, *ours}):
-        if key not in theirs or key not in ours or theirs[key] != ours[key]:
-            raise ValueError(f"{key} is {theirs.get(key)!r} there and {ours.get(key)!r} here")
+def check_run(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise ValueError with the first differing field and both values if two run identities differ."""
+    for key in sorted({*actual, *expected}):
+        if key not in actual or key not in expected or actual[key] != expected[key]:
+            raise ValueError(f"{key} is {actual.get(key)!r}, expected {expected.get(key)!r}")
 
 
 def _sha256(content: Content) -> str:
@@ -98,10 +101,10 @@ def _sha256(content: Content) -> str:
 
 
 class Versions:
-    """The versions of one kind in the folder ``root/kind``, as seen by one holder.
+    """The store of the versions of one kind in the folder ``root/kind``, as seen by one holder.
 
-    ``run`` is the identity that every manifest must carry (None: look only). ``grace`` is how long, in seconds, trash
-    waits for its last look (twice the age of a listing on NFS; 0 is enough on one machine).
+    ``run`` is the identity that every manifest must carry (None: any; for inspection only). ``grace`` is the time in
+    seconds for which removed versions stay in the trash (twice the age of a listing on NFS; 0 suffices locally).
     """
 
     def __init__(
@@ -112,59 +115,70 @@ class Versions:
         self.root, self.kind, self.run, self.holder = root, kind, run, holder
         self.files, self.clock, self.grace = files, clock, grace
         self.folder = root / kind
-        self._ages = Ages(clock)
-        self._refused: set[str] = set()
+        self._liveness = LivenessTracker(clock)
+        self._skipped: set[str] = set()
 
-    # Looking
+    # Listing
 
     def names(self) -> list[str]:
-        """The committed versions, oldest first. A listing says what is there, never a look at one name."""
+        """List the committed versions, oldest first; NFS caches a failed lookup of a name for longer than a listing."""
         names = self.files.listdir(self.folder)
-        return [name for name in names if NAME.fullmatch(name) and name not in self._refused]
+        return [name for name in names if NAME.fullmatch(name) and name not in self._skipped]
 
-    def present(self, name: str) -> bool:
-        """Whether a version is there, or in the trash, from where it returns when somebody needs it."""
-        return bool({name, f".trash.{name}"} & set(self.files.listdir(self.folder)) - self._refused)
+    def exists(self, name: str) -> bool:
+        """Return whether a version is committed, or in the trash, from where it is restored if needed."""
+        return bool({name, f".trash.{name}"} & set(self.files.listdir(self.folder)) - self._skipped)
 
-    def bad(self) -> list[str]:
-        """What was set aside."""
+    def quarantined(self) -> list[str]:
+        """List the quarantined entries."""
         return [entry for entry in self.files.listdir(self.folder) if entry.startswith(".bad.")]
 
     def manifest(self, name: str) -> Version:
-        """A version without its files. FileNotFoundError: it is gone; Damaged: it is not to be used."""
+        """Read a version's manifest without its files.
+
+        Raises:
+            FileNotFoundError: the version was removed.
+            CorruptVersionError: the manifest is damaged, or of another run.
+        """
         path = self.folder / name / MANIFEST
         try:
             return self._parse(name, self.files.read(path, MANIFEST_LIMIT))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{path}: {error}") from error
+            raise CorruptVersionError(f"{path}: {error}") from error
 
     def _parse(self, name: str, content: bytes) -> Version:
         fields = json.loads(content)
         if canonical_json(fields) != content:
-            raise ValueError("is not in the form in which it was written")
-        if fields.pop("schema") != SCHEMA:
-            raise ValueError(f"is of a schema other than {SCHEMA}; it was written by another version of realmops")
+            raise ValueError("the JSON is not in canonical form")
+        if (schema := fields.pop("schema")) != SCHEMA:
+            raise ValueError(f"the schema is {schema}, expected {SCHEMA}: written by another version of realmops")
         digest = fields.pop("digest")
         if digest != digest_of(fields):
-            raise ValueError("does not have the digest that it names")
+            raise ValueError("the digest of its content differs from the recorded one")
         kind, version = fields.pop("kind"), Version(**fields, digest=digest)
         if (kind, version.name) != (self.kind, name):
-            raise ValueError(f"describes {kind} {version.name}")
+            raise ValueError(f"describes {kind} {version.name}, expected {self.kind} {name}")
         if self.run is not None:
             check_run(version.run, self.run)
         for file, entry in version.listing.items():
             is_size = type(entry["bytes"]) is int and entry["bytes"] >= 0
             if not FILE.fullmatch(file) or file == MANIFEST or not is_size:
-                raise ValueError(f"lists the file {file!r}, which is no valid entry")
+                raise ValueError(f"lists the file {file!r}, which is not a valid entry")
         return version
 
     # Reading
 
     def load(self, name: str, mapped: Collection[str] = ()) -> Version:
-        """A version with its bytes, pinned until :meth:`unpin`; those of ``mapped`` files as mapped copies if large.
+        """Load a version with its files, pinned until :meth:`unpin`; a version that seems damaged is read twice.
 
-        What looks damaged is read twice. Damaged: it is, for everybody. FileNotFoundError: it was removed
-        in the meantime. OSError: the volume failed, which says nothing about the version.
+        Args:
+            name: the version.
+            mapped: the files to memory-map from a local copy if they are large.
+
+        Raises:
+            CorruptVersionError: the version is damaged, for every reader.
+            FileNotFoundError: the version was removed meanwhile.
+            OSError: the volume failed; the version may be intact.
         """
         pin = self._pin(name)
         try:
@@ -174,7 +188,7 @@ class Versions:
             raise
 
     def unpin(self, version: Version) -> None:
-        """Give up a loaded version; it may be removed from now on."""
+        """Release a loaded version, which may be removed from now on."""
         if version.pin is not None:
             self._unpin(version.pin)
 
@@ -186,54 +200,54 @@ class Versions:
         return pin
 
     def _unpin(self, pin: Path) -> None:
-        with suppress(OSError):  # a pin that stays ends with its holder
+        with suppress(OSError):  # a pin that stays expires with its holder
             self.files.unlink(pin)
 
     def _read_twice(self, name: str, pin: Path, mapped: Collection[str]) -> Version:
         try:
             return self._read(name, pin, mapped)
-        except (Damaged, FileNotFoundError):
-            self.clock.sleep(SECOND_LOOK)
+        except (CorruptVersionError, FileNotFoundError):
+            self.clock.sleep(SECOND_READ_SECONDS)
         if name not in self.names():
             raise FileNotFoundError(f"{self.folder / name} was removed while it was read")
         try:
             return self._read(name, pin, mapped)
         except FileNotFoundError as error:
-            raise Damaged(f"{error.filename} is missing") from error
+            raise CorruptVersionError(f"{error.filename} is missing") from error
 
     def _read(self, name: str, pin: Path, mapped: Collection[str]) -> Version:
         version, files = self.manifest(name), {}
         size = sum(entry["bytes"] for file, entry in version.listing.items() if file not in mapped)
         if size > memory_bytes():
             path = self.folder / name / MANIFEST
-            raise OSError(ENOMEM, f"it lists {size} bytes, more than the memory here", str(path))
+            raise OSError(ENOMEM, f"it lists {size} bytes, more than the memory of this machine", str(path))
         for file, entry in version.listing.items():
             path = self.folder / name / file
             try:
                 files[file] = content = self.files.read(path, entry["bytes"], copied=file in mapped)
             except ValueError as error:
-                raise Damaged(str(error)) from error
+                raise CorruptVersionError(str(error)) from error
             if len(content) != entry["bytes"]:
-                raise Damaged(f"{path} has {len(content)} bytes, its manifest says {entry['bytes']}")
-            if (found := _sha256(content)) != entry["sha256"]:
-                raise Damaged(f"{path} has sha256 {found}, its manifest says {entry['sha256']}")
+                raise CorruptVersionError(f"{path} has {len(content)} bytes, its manifest lists {entry['bytes']}")
+            if (digest := _sha256(content)) != entry["sha256"]:
+                raise CorruptVersionError(f"{path} has sha256 {digest}, its manifest lists {entry['sha256']}")
         return replace(version, files=files, pin=pin)
 
-    def set_aside(self, name: str, reason: str) -> None:
-        """Take a version out of use, loudly; where this side may not write, it is only stepped over."""
-        log.warning("%s is set aside: %s", self.folder / name, reason)
+    def quarantine(self, name: str, reason: str) -> None:
+        """Take a version out of use with a warning; where this process may not rename it, only skip it from now on."""
+        log.warning("%s is quarantined: %s", self.folder / name, reason)
         try:
-            keep = len(self.bad()) < MOST_BAD
-            aside = f".{f'bad.{name}' if keep else 'dead'}.{secrets.token_hex(4)}"
-            self.files.rename(self.folder / name, self.folder / aside)
+            keep = len(self.quarantined()) < MAX_QUARANTINED
+            entry = f".{f'bad.{name}' if keep else 'dead'}.{secrets.token_hex(4)}"
+            self.files.rename(self.folder / name, self.folder / entry)
             self.files.sync_folder(self.folder)
             if not keep:
-                self._delete(aside)
+                self._delete(entry)
         except FileNotFoundError:
             pass
         except OSError as error:
-            log.warning("%s stays where it is (%s) and is not read again", self.folder / name, error)
-            self._refused.add(name)
+            log.warning("%s cannot be renamed (%s) and is skipped from now on", self.folder / name, error)
+            self._skipped.add(name)
 
     # Publishing
 
@@ -241,17 +255,23 @@ class Versions:
         self, name: str, contents: Mapping[str, Content], meta: Mapping[str, Any],
         guard: Callable[[], None] = lambda: None,
     ) -> bool:  # fmt: skip
-        """Commit a version; False when somebody else's version has that name already (mine is dropped).
+        """Commit a version; once this returns, it survives a power cut.
 
-        When this returns, the version survives a power cut. ``guard`` runs before the commit and after it and
-        raises to refuse. Any error leaves nothing that a reader could see, or the whole version.
+        After an error a reader sees either no version or the complete one. A draft that is swept while it is written,
+        by a successor with the same holder name, is written again: ``guard`` may notice the successor only later.
 
-        A draft that is swept while it is written, by somebody of the same name who takes over, is written again:
-        who has taken over is known to ``guard`` only a moment later, and may have died before.
+        Args:
+            name: the version.
+            contents: its files, by name.
+            meta: the fields of its manifest that the kind defines.
+            guard: called before and after the commit; it raises to refuse the commit.
+
+        Returns:
+            False if another writer's version has that name already; this one is dropped.
         """
         assert NAME.fullmatch(name), name
         assert all(FILE.fullmatch(file) and file != MANIFEST for file in contents), list(contents)
-        for _ in range(SWEPT_TRIES):
+        for _ in range(SWEPT_RETRIES):
             try:
                 return self._publish(name, contents, meta, guard)
             except OSError as error:
@@ -264,21 +284,21 @@ class Versions:
         self, name: str, contents: Mapping[str, Content], meta: Mapping[str, Any], guard: Callable[[], None]
     ) -> bool:
         nonce = secrets.token_hex(8)
-        stage = self.folder / f".stage.{self.holder}.{nonce}"
-        mine = False
+        draft = self.folder / f".stage.{self.holder}.{nonce}"
+        is_committed = False
         try:
-            with suppress(FileExistsError):  # the nonce is mine: mkdir was done and its reply lost
-                self.files.mkdir(stage)
-            self._fill(stage, contents, self._describe(name, nonce, contents, meta))
+            with suppress(FileExistsError):  # the nonce is unique: mkdir was done and its reply lost
+                self.files.mkdir(draft)
+            self._write_draft(draft, contents, self._build_manifest(name, nonce, contents, meta))
             guard()
-            mine = self._commit(stage, name, nonce)
+            is_committed = self._commit(draft, name, nonce)
         finally:
-            if not mine:
-                self._bury(stage.name)
+            if not is_committed:
+                self._claim_and_delete(draft.name)
         guard()
-        return mine
+        return is_committed
 
-    def _describe(self, name: str, nonce: str, contents: Mapping[str, Content], meta: Mapping[str, Any]) -> bytes:
+    def _build_manifest(self, name: str, nonce: str, contents: Mapping[str, Content], meta: Mapping[str, Any]) -> bytes:
         listing = {
             file: {"bytes": len(content), "sha256": _sha256(content)} for file, content in sorted(contents.items())
         }
@@ -288,93 +308,94 @@ class Versions:
         }  # fmt: skip
         return canonical_json({**fields, "digest": digest_of(fields), "schema": SCHEMA})
 
-    def _fill(self, stage: Path, contents: Mapping[str, Content], manifest: bytes) -> None:
+    def _write_draft(self, draft: Path, contents: Mapping[str, Content], manifest: bytes) -> None:
         for file, content in contents.items():
-            self.files.write(stage / file, content)
-        self.files.write(stage / MANIFEST, manifest)
-        self.files.sync_folder(stage)
+            self.files.write(draft / file, content)
+        self.files.write(draft / MANIFEST, manifest)
+        self.files.sync_folder(draft)
 
-    def _commit(self, stage: Path, name: str, nonce: str) -> bool:
-        """Rename the draft to its name. After an error, what lies there is true, not what was reported."""
+    def _commit(self, draft: Path, name: str, nonce: str) -> bool:
+        """Rename the draft to its final name; after an error, list the folder: the rename may have been applied."""
         committed = False
         failure: OSError | None = None
-        for delay in (0.0, *COMMIT_RETRIES):
+        for delay in (0.0, *COMMIT_DELAYS):
             if delay:
                 self.clock.sleep(delay)
             try:
                 if not committed:
-                    self.files.rename(stage, self.folder / name)
+                    self.files.rename(draft, self.folder / name)
                 self.files.sync_folder(self.folder)
                 return True
             except OSError as error:
                 failure = error
             names = self.files.listdir(self.folder)
             if name in names:
-                owner = self._owner(name)
+                owner = self._published_nonce(name)
                 if owner is not None and owner != nonce:
                     return False
                 committed = owner == nonce
-            elif stage.name not in names:
-                raise OSError(ESTALE, "the draft was swept away; publish again", str(stage)) from failure
+            elif draft.name not in names:
+                raise OSError(ESTALE, "the draft was swept by another process; publish again", str(draft)) from failure
         assert failure is not None
         raise failure
 
-    def _owner(self, name: str) -> str | None:
-        """The nonce of whoever published a version; None when there is none, or none that can be used."""
+    def _published_nonce(self, name: str) -> str | None:
+        """Return the nonce of the published version, or None if there is no usable one."""
         try:
             return self.manifest(name).nonce
         except FileNotFoundError:
             return None
-        except Damaged as error:
-            self.set_aside(name, str(error))
+        except CorruptVersionError as error:
+            self.quarantine(name, str(error))
             return None
 
     # Removing
 
     def sweep_own(self) -> None:
-        """At the start of a life: what an earlier life of the same holder left behind."""
+        """Remove the drafts and pins that an earlier process with this holder name left; called once, at the start."""
         for entry in self.files.listdir(self.folder):
             if entry.startswith(f".stage.{self.holder}."):
-                self._bury(entry)
+                self._claim_and_delete(entry)
         for folder, pin, kind, _, holder in self._pins():
             if (kind, holder) == (self.kind, self.holder):
                 self._unpin(folder / pin)
 
     def collect(self, keep: Callable[[], set[str]]) -> None:
-        """Remove every version that nobody has pinned and ``keep()`` does not name, and what dead writers left.
+        """Remove all versions that are neither pinned nor named by ``keep()``, and the drafts of dead writers.
 
-        ``keep`` is asked again before anything is deleted. An error in it ends the collection.
+        ``keep`` is called again before anything is deleted; an error in it ends the collection.
         """
         for entry in self.files.listdir(self.folder):
             if entry.startswith(".dead."):
                 self._delete(entry)
             elif entry.startswith(".stage."):
                 content = tuple(self.files.listdir(self.folder / entry))
-                if self._ages.age(entry, content) >= STALE_SECONDS:
-                    self._bury(entry)
-        names = self.names()  # before needs and pins are asked for: what is published from here on is not looked at
-        held = self._held(keep)
-        unneeded = [name for name in names if name not in held]
+                if self._liveness.seconds_unchanged(entry, content) >= STALE_SECONDS:
+                    self._claim_and_delete(entry)
+        names = self.names()  # before ``keep`` and the pins are read: later versions are not considered
+        in_use = self._names_in_use(keep)
+        unneeded = [name for name in names if name not in in_use]
         for name in unneeded:
             self._move(name, f".trash.{name}")
         if unneeded:
             self.files.sync_folder(self.folder)
         trash = [entry for entry in self.files.listdir(self.folder) if entry.startswith(".trash.")]
-        self._settle([entry for entry in trash if self._ages.age(entry, None) >= self.grace], keep)
+        due = [entry for entry in trash if self._liveness.seconds_unchanged(entry, None) >= self.grace]
+        self._empty_trash(due, keep)
 
-    def _settle(self, trash: Iterable[str], keep: Callable[[], set[str]]) -> None:
-        """The second phase: pins and needs are looked at again, now that no new reader finds the version."""
-        held = self._held(keep) if trash else set()
+    def _empty_trash(self, trash: Iterable[str], keep: Callable[[], set[str]]) -> None:
+        """Delete or restore: check pins and ``keep`` again, now that no new reader can find the version."""
+        in_use = self._names_in_use(keep) if trash else set()
         for entry in trash:
             name = entry.removeprefix(".trash.")
-            if name in held:
+            if name in in_use:
                 self._move(entry, name)
                 self.files.sync_folder(self.folder)
             else:
-                self._bury(entry)
+                self._claim_and_delete(entry)
 
-    def _held(self, keep: Callable[[], set[str]]) -> set[str]:
-        # Pins first: a reader gives up its pin only after a checkpoint names the version.
+    def _names_in_use(self, keep: Callable[[], set[str]]) -> set[str]:
+        # Pins first: a reader releases its pin only after a checkpoint names the version.
         pinned = {
             version
             for folder, pin, kind, version, holder in self._pins()
@@ -392,20 +413,20 @@ class Versions:
 
     def _pin_age(self, role: str, holder: str, pin: str) -> float:
         try:
-            sign = self.files.read(self.root / "alive" / role / f"{holder}.json", MANIFEST_LIMIT)
+            heartbeat = self.files.read(self.root / "alive" / role / f"{holder}.json", MANIFEST_LIMIT)
         except (FileNotFoundError, ValueError):
-            sign = b""
-        return self._ages.age(f"pin {pin}", sign)
+            heartbeat = b""
+        return self._liveness.seconds_unchanged(f"pin {pin}", heartbeat)
 
-    def _bury(self, entry: str) -> None:
-        """Claim by rename, then delete: if the owner's commit was faster there is nothing to claim."""
+    def _claim_and_delete(self, entry: str) -> None:
+        """Claim an entry by renaming it, then delete it; if its owner committed it first, there is nothing to claim."""
         dead = f".dead.{secrets.token_hex(8)}"
         with suppress(OSError):
             self.files.rename(self.folder / entry, self.folder / dead)
         self._delete(dead)
 
     def _delete(self, entry: str) -> None:
-        with suppress(OSError):  # what stays is deleted by the next collection
+        with suppress(OSError):  # the next collection deletes the rest
             self.files.delete(self.folder / entry)
 
     def _move(self, old: str, new: str) -> None:

@@ -1,1 +1,1 @@
-"""MLflow: a stage's run, the process that sends it, the registry of models, the views."""
+"""MLflow tracking: the run of a stage, the process that sends its metrics, the model registry, the saved views."""

@@ -1,4 +1,4 @@
-"""The MLflow server or database that is spoken to, and the experiment there."""
+"""The MLflow client: tracking URI, experiment, and URIs without credentials for display."""
 
 import hashlib
 import logging
@@ -14,21 +14,21 @@ _QUERY = re.compile(r"\?[^'\")]+")
 
 
 def redacted(text: str) -> str:
-    """An address, or a text with addresses such as an error's, without names, passwords and queries.
+    """Remove user names, passwords and query strings from the URIs in a text, for example an error message.
 
-    All that people may see or keep of an address goes through here: messages, logs, tags. From // to the last @ before
-    a blank nothing is left, so that a password with characters that belong into no address is not left in part.
+    Every URI that is displayed or stored passes through here: messages, logs, tags. Everything from // to the last @
+    before a blank is removed, so that no part of a password with characters that are invalid in a URI is left.
     """
-    return re.sub(r"\S+", lambda word: _bare(word[0]), text)
+    return re.sub(r"\S+", lambda word: _redact_word(word[0]), text)
 
 
-def _bare(word: str) -> str:
-    """A run without blanks, read a bounded number of times: errors may hold whole pages of a server."""
+def _redact_word(word: str) -> str:
+    """Redact a word without blanks in linear time, as an error may hold whole pages of a server."""
     before, at, host = word.rpartition("@")
     start = before.find("//")
     if at and start >= 0:
         word = before[: start + 2] + host
-    elif at:  # an address without //: name:password@host, perhaps behind a bracket or a quotation mark
+    elif at:  # a URI without //: name:password@host, perhaps after a bracket or a quotation mark
         name, colon, password = before.partition(":")
         first = max(map(name.rfind, "'\"(=")) + 1
         if name[first:] and "/" not in name[first:] and colon and password[:1] not in ("", "/"):
@@ -38,22 +38,22 @@ def _bare(word: str) -> str:
 
 
 def default_uri(folder: Path) -> str:
-    """The local database that is used when MLFLOW_TRACKING_URI is not set."""
+    """Return the URI of the local database, which is used if MLFLOW_TRACKING_URI is not set."""
     return f"sqlite:///{(folder / 'mlflow.db').absolute()}"
 
 
 def chosen_uri(folder: Path) -> str:
-    """Where MLflow's data goes: MLFLOW_TRACKING_URI, or else the database in the tracking folder."""
+    """Return the tracking URI: MLFLOW_TRACKING_URI, or the database in the tracking folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or default_uri(folder)
 
 
-def digest_of_address(folder: Path) -> str:
-    """What is kept of that address, which may hold a password."""
+def uri_digest(folder: Path) -> str:
+    """Return the sha256 of the tracking URI, which is stored instead of the URI: that may contain a password."""
     return hashlib.sha256(chosen_uri(folder).encode()).hexdigest()
 
 
 def experiment_id(client: Any, name: str, folder: Path) -> str:
-    """The experiment of that name, made when there is none; of the local database with its artifacts beside it."""
+    """Return the id of an experiment, created if missing; the local database stores artifacts in its own folder."""
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
         is_local = chosen_uri(folder) == default_uri(folder)
@@ -66,7 +66,7 @@ def experiment_id(client: Any, name: str, folder: Path) -> str:
 
 
 def mlflow_client(uri: str) -> Any:
-    """An MLflow client whose requests give up soon; the first use of an empty database takes 10 to 20 s."""
+    """Return an MLflow client with short timeouts and redacted logs; creating an empty database takes 10 to 20 s."""
     for name, value in {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -76,16 +76,16 @@ def mlflow_client(uri: str) -> Any:
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }.items():
         os.environ.setdefault(name, value)
-    for name in ("alembic", "urllib3.connectionpool"):  # a line for each table, a line for each retry
+    for name in ("alembic", "urllib3.connectionpool"):  # they log a line for each table and each retry
         logging.getLogger(name).setLevel(logging.ERROR)
     from mlflow import MlflowClient
 
-    for handler in logging.getLogger("mlflow").handlers:  # its own warnings name the address, too
-        handler.addFilter(_redact)
+    for handler in logging.getLogger("mlflow").handlers:  # MLflow's own warnings contain the URI, too
+        handler.addFilter(_redact_record)
     return MlflowClient(tracking_uri=uri)
 
 
-def _redact(record: logging.LogRecord) -> bool:
+def _redact_record(record: logging.LogRecord) -> bool:
     record.msg, record.args = redacted(record.getMessage()), None
     if record.exc_info:
         record.exc_text = redacted(logging.Formatter().formatException(record.exc_info))
@@ -93,13 +93,13 @@ def _redact(record: logging.LogRecord) -> bool:
 
 
 def python_process(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a process that runs a module of this package, wherever the package was found."""
+    """Return command and environment of a process that runs a module of this package, from where it was imported."""
     search_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-W", "ignore", "-m", module, *arguments]
     return command, {**os.environ, "PYTHONPATH": search_path}
 
 
-def first_line(error: BaseException) -> str:
-    """An error's kind and the first line of its text, without what is secret in addresses."""
+def error_summary(error: BaseException) -> str:
+    """Return an error's type and the first line of its message, redacted."""
     lines = redacted(str(error)).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0][:300]}"

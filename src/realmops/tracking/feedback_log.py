@@ -1,6 +1,6 @@
-"""Feedback on answers, sent to MLflow: each becomes a trace with question and answer, and an assessment of it.
+"""Feedback on answers as MLflow traces: question and answer, with an assessment.
 
-It is sent by a process of its own, so that serving neither imports mlflow nor waits for its server.
+A separate process sends it, so that serving neither imports mlflow nor waits for its server.
 """
 
 import fcntl
@@ -18,39 +18,43 @@ from realmops.artifacts import read_json, write_json
 from realmops.tracking.client import (
     chosen_uri,
     default_uri,
-    digest_of_address,
+    error_summary,
     experiment_id,
-    first_line,
     mlflow_client,
     python_process,
+    uri_digest,
 )
 from realmops.tracking.runs import tracking_folder
 
-SENT = "feedback.json"  # in the tracking folder: how much of the file was sent, and where to
-PATIENCE_SECONDS = 300.0  # the longest that one call of the process takes
+SENT_STATE = "feedback.json"  # in the tracking folder: the destination, and the bytes of the file sent there
+SEND_TIMEOUT_SECONDS = 300.0  # of one process that sends feedback
 _LOG = logging.getLogger(__name__)
 
 
 def is_tracked(root: Path) -> bool:
-    """Whether answers of this run have a place in MLflow: a server that is named, or the run's own database."""
+    """Return whether this run has an MLflow destination: a configured server, or its own database."""
     folder = tracking_folder(root)
     is_local = chosen_uri(folder) == default_uri(folder)
     return not is_local or (folder / "mlflow.db").is_file()
 
 
 def send(root: Path) -> int:
-    """Send what was not sent yet of a run's feedback; how much. A line that is damaged is left out. May raise anything.
+    """Send the feedback of a run that was not sent yet; damaged lines are skipped.
 
-    One process sends at a time; another one that comes meanwhile waits.
+    One process sends at a time; others wait for it. MLflow may raise any exception.
+
+    Returns:
+        The number of feedback records sent.
     """
     folder, path = tracking_folder(root), feedback_file(root)
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / f"{SENT}.lock", "w") as lock, open(path, "rb") as file:
+    with open(folder / f"{SENT_STATE}.lock", "w") as lock, open(path, "rb") as file:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        state: dict[str, Any] = {"destination": digest_of_address(folder), "bytes": 0}
-        if (folder / SENT).is_file() and (found := read_json(folder / SENT))["destination"] == state["destination"]:
-            state = found
-        if state["bytes"] > path.stat().st_size:  # another file lies there
+        state: dict[str, Any] = {"destination": uri_digest(folder), "bytes": 0}
+        if (folder / SENT_STATE).is_file():
+            saved = read_json(folder / SENT_STATE)
+            state = saved if saved["destination"] == state["destination"] else state
+        if state["bytes"] > path.stat().st_size:  # the file was replaced
             state["bytes"] = 0
         file.seek(state["bytes"])
         client, experiment, sent = None, "", 0
@@ -65,27 +69,27 @@ def send(root: Path) -> int:
                 if client is None:
                     client = mlflow_client(chosen_uri(folder))
                     experiment = experiment_id(client, os.environ.get("MLFLOW_EXPERIMENT_NAME") or "realmops", folder)
-                _assess(client, experiment, feedback, chosen_uri(folder))
+                _send_trace(client, experiment, feedback, chosen_uri(folder))
                 sent += 1
             state["bytes"] += len(line)
-            write_json(folder / SENT, state)
+            write_json(folder / SENT_STATE, state)
     return sent
 
 
-def _assess(client: Any, experiment: str, feedback: Feedback, uri: str) -> None:
+def _send_trace(client: Any, experiment: str, feedback: Feedback, uri: str) -> None:
     import mlflow
     from mlflow.entities import AssessmentSource
 
     mlflow.set_tracking_uri(uri)
-    at = int(feedback.time * 1e9)
+    time_ns = int(feedback.time * 1e9)
     root = client.start_trace(
         "answer",
         inputs={"question": feedback.question},
         tags={"realmops.passage_id": feedback.passage_id} if feedback.passage_id else None,
         experiment_id=experiment,
-        start_time_ns=at,
+        start_time_ns=time_ns,
     )
-    client.end_trace(root.trace_id, outputs={"answer": feedback.answer}, end_time_ns=at)
+    client.end_trace(root.trace_id, outputs={"answer": feedback.answer}, end_time_ns=time_ns)
     mlflow.flush_trace_async_logging()
     source = AssessmentSource("HUMAN", "realmops serve")
     mlflow.log_feedback(trace_id=root.trace_id, name="right", value=feedback.right, source=source)
@@ -94,7 +98,7 @@ def _assess(client: Any, experiment: str, feedback: Feedback, uri: str) -> None:
 
 
 class FeedbackSender:
-    """Has feedback sent by a process, one at a time, whenever there is something new."""
+    """Background sender that starts one process at a time whenever there is new feedback."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
@@ -103,7 +107,7 @@ class FeedbackSender:
         self._lock = threading.Lock()
 
     def tell(self) -> None:
-        """Something new was kept. Returns at once; without MLflow nothing happens."""
+        """Notify the sender of new feedback and return at once; without an MLflow destination do nothing."""
         if not is_tracked(self._root):
             return
         self._new.set()
@@ -117,20 +121,20 @@ class FeedbackSender:
         while self._new.wait():
             self._new.clear()
             try:
-                done = subprocess.run(
+                result = subprocess.run(
                     command,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
                     text=True,
-                    timeout=PATIENCE_SECONDS,
+                    timeout=SEND_TIMEOUT_SECONDS,
                     env=environment,
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                _LOG.warning("feedback waits to be sent to MLflow: %s", first_line(error))
+                _LOG.warning("feedback waits to be sent to MLflow: %s", error_summary(error))
                 continue
-            if done.returncode:
-                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            if result.returncode:
+                last = (result.stderr.strip().splitlines() or ["no message"])[-1]
                 _LOG.warning("feedback waits to be sent to MLflow: %s", last)
 
 
@@ -138,5 +142,5 @@ if __name__ == "__main__":
     os.nice(10)
     try:
         send(Path(sys.argv[1]))
-    except Exception as error:  # what is not sent goes with the next
-        sys.exit(first_line(error))
+    except Exception as error:  # unsent feedback is sent with the next
+        sys.exit(error_summary(error))

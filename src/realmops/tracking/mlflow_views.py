@@ -1,4 +1,4 @@
-"""What MLflow's UI shows: of an experiment saved views with columns and charts, of a run tables."""
+"""Displays in MLflow's UI: saved views of an experiment with columns and charts, and tables of a run."""
 
 import json
 import time
@@ -7,29 +7,29 @@ from typing import Any
 
 from realmops.artifacts import canonical_json
 
-TABLE_ENDING = ".table.json"  # of an artifact that is shown as a table
+TABLE_ENDING = ".table.json"  # of an artifact that the UI displays as a table
 _CHARTS = "realmops"
-# What runs are compared by, with the width of its column; and curves, with the percentage by which they are smoothed.
+# Metrics that runs are compared by, with column widths in pixels; and curves, with their smoothing in per cent.
 _FIGURES = {"em": 100, "recall_at_5": 110, "zero_shot_recall_at_5": 160, "f1": 100}
 _FIGURES |= {"index_staleness_steps": 165, "retrieval_utility": 120, "p_null": 100}
 _CURVES = {"pretrain/retrieval_utility": 80, "pretrain/p_null": 0, "pretrain/staleness_steps": 0}
 
 
 def view_address(view: str) -> str:
-    """Where ``mlflow ui`` shows a view of :func:`experiment_tags`; 1 is the first experiment of a new database."""
+    """Return the URL of a view of :func:`experiment_tags` in ``mlflow ui``; a new database's first experiment is 1."""
     return f"http://127.0.0.1:5000/#/experiments/1/runs?viewStateShareKey={view}"
 
 
 def experiment_tags() -> dict[str, str]:
-    """What MLflow's UI reads from an experiment: its kind, and the entries of the menu "Views" above the runs.
+    """Return the experiment tags that MLflow's UI reads: its kind, and the saved views above the list of runs.
 
-    The columns of the list cannot be chosen in any other way: without a view it shows no figures.
+    Only a view can set the columns of the list, which shows no metrics by default.
     """
-    # Any order but that of time shows runs that have a parent without it.
+    # Any order but the default, by time, lists child runs without their parent.
     variants = {"searchFilter": "tags.`realmops.kind` = 'variant'", "orderByKey": "metrics.`em`", "orderByAsc": False}
     group = {"aggregateFunction": "average", "groupByKeys": [{"mode": "tag", "groupByData": "realmops.variant"}]}
     return {
-        "mlflow.experimentKind": "custom_model_development",  # the page that compares training runs
+        "mlflow.experimentKind": "custom_model_development",  # selects the page that compares training runs
         **_view("realmops-runs", "Runs", {}),
         **_view("realmops-variants", "Ablation: means over seeds", {**variants, "groupBy": group}),
         **_view("realmops-seeds", "Ablation: every run", variants),
@@ -37,7 +37,7 @@ def experiment_tags() -> dict[str, str]:
 
 
 def _view(key: str, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
-    """A view of the runs with our columns and charts, as MLflow's UI saves one; ``rows`` says which runs it shows."""
+    """Return the tag of one saved view with our columns and charts; ``rows`` selects and groups its runs."""
     widths = {"attributes.`Run Name`": 240} | {f"metrics.`{figure}`": width for figure, width in _FIGURES.items()}
     widths |= {"tags.`realmops.variant`": 130, "tags.`realmops.seed`": 120}
     parallel = {"selectedParams": ["ablation.variant"], "selectedMetrics": list(_FIGURES)[:3], "showAllRuns": True}
@@ -55,7 +55,7 @@ def _view(key: str, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
                 for name, smoothness in _CURVES.items()
             ),
         ],
-        "isAccordionReordered": True,  # ours stay above the sections that the UI makes of all metrics
+        "isAccordionReordered": True,  # else the UI's automatic sections come first
         **rows,
     }
     now = int(time.time() * 1000)
@@ -64,10 +64,10 @@ def _view(key: str, name: str, rows: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chart(kind: str, name: str, **options: Any) -> dict[str, Any]:
-    shown = {"type": kind, "uuid": f"{kind}-{name}", "metricSectionId": _CHARTS, "runsCountToCompare": 100}
-    return {**shown, "deleted": False, "isGenerated": False, **options}
+    chart = {"type": kind, "uuid": f"{kind}-{name}", "metricSectionId": _CHARTS, "runsCountToCompare": 100}
+    return {**chart, "deleted": False, "isGenerated": False, **options}
 
 
-def as_table(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """Rows, at least one, as an artifact that MLflow shows as a table when its name has ``TABLE_ENDING``."""
+def table_json(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Encode at least one row as an artifact that MLflow displays as a table if its name ends in ``TABLE_ENDING``."""
     return canonical_json({"columns": list(rows[0]), "data": [list(row.values()) for row in rows]})

@@ -1,4 +1,4 @@
-"""Registered models of MLflow, of which one version is the champion."""
+"""MLflow's model registry: the versions of a model and its champion."""
 
 import json
 import os
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from realmops.journal import NAME
-from realmops.tracking.client import chosen_uri, experiment_id, first_line, mlflow_client
+from realmops.tracking.client import chosen_uri, error_summary, experiment_id, mlflow_client
 
 CHAMPION = "champion"
 
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """One version of a registered model; ``tags`` are those that it was registered with."""
+    """One version of a registered model, with the tags that it was registered with."""
 
     uri: str
     number: int
@@ -25,10 +25,10 @@ class ModelVersion:
 
 
 class Registry:
-    """The versions of one registered model, and which of them has the alias ``champion``.
+    """The versions of one registered model, one of which has the alias ``champion``.
 
-    MLflow moves an alias without any condition: two promotions at the same time are for the caller to keep apart.
-    Trouble with MLflow is a ConnectionError of one line; errors of the model's own code stay what they are.
+    MLflow moves an alias unconditionally: the caller must serialise promotions. Errors of MLflow are raised as a
+    ConnectionError of one line; errors of the model's own code are not converted.
     """
 
     def __init__(self, name: str, folder: Path, experiment: str) -> None:
@@ -38,34 +38,34 @@ class Registry:
         self.name, self._folder = name, folder
         self._experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment
         self._uri = chosen_uri(folder)
-        with _trouble_in_one_line():
+        with _one_line_errors():
             self._client = mlflow_client(self._uri)
 
     def champion(self) -> ModelVersion | None:
-        """The version that has the alias."""
-        with _trouble_in_one_line():
+        """Return the version with the alias, or None."""
+        with _one_line_errors():
             model = self._registered()
             number = model.aliases.get(CHAMPION) if model else None
             return None if number is None else self._version(self._client.get_model_version(self.name, number))
 
     def find(self, tags: Mapping[str, str]) -> ModelVersion | None:
-        """The newest version that was registered with these tags."""
+        """Return the newest version that was registered with these tags, or None."""
         conditions = [f"name = '{self.name}'", *(f"tags.`{tag}` = '{value}'" for tag, value in tags.items())]
-        with _trouble_in_one_line():
-            found = [self._version(one) for one in self._client.search_model_versions(" AND ".join(conditions))]
-        return max(found, key=lambda version: version.number, default=None)
+        with _one_line_errors():
+            versions = [self._version(entry) for entry in self._client.search_model_versions(" AND ".join(conditions))]
+        return max(versions, key=lambda version: version.number, default=None)
 
     def fetch(self, version: ModelVersion, artifact: str, folder: Path) -> Path:
-        """Download one of a version's artifacts into a folder; all of them where it is ""."""
-        with _trouble_in_one_line():
+        """Download one artifact of a version into a folder, or all of them if ``artifact`` is empty."""
+        with _one_line_errors():
             from mlflow.artifacts import download_artifacts
 
             uri = f"{self._client.get_model_version_download_uri(self.name, str(version.number))}/artifacts/{artifact}"
             return Path(download_artifacts(artifact_uri=uri, dst_path=str(folder), tracking_uri=self._uri))
 
     def settings(self, version: ModelVersion) -> dict[str, Any]:
-        """What the model's code finds in ``context.model_config``."""
-        with _trouble_in_one_line(), _current_server(self._uri):
+        """Return the ``context.model_config`` that the model's code will get."""
+        with _one_line_errors(), _current_server(self._uri):
             from mlflow.models import get_model_info
 
             return dict(get_model_info(version.uri).flavors["python_function"].get("config") or {})
@@ -81,13 +81,18 @@ class Registry:
         tags: Mapping[str, str],
         run_id: str | None,
     ) -> ModelVersion:
-        """Log a model that runs ``code``, a Python file that MLflow copies, and make a version of it.
+        """Log a model and register it as a new version.
 
-        ``artifacts`` are copied into it by the names that its code knows them by; ``config`` is what the code finds in
-        ``context.model_config``; ``signature`` has columns by "inputs" and "outputs", in MLflow's form; ``question`` is
-        an example of an input, ``run_id`` the run that the version came from, if it is known.
+        Args:
+            code: the Python file of the model, which MLflow copies.
+            artifacts: files and folders to copy, by the names that the code uses.
+            config: the ``context.model_config`` of the code.
+            signature: the columns of "inputs" and "outputs", in MLflow's format.
+            question: an example input.
+            tags: the tags of the version.
+            run_id: the run that the version came from, if known.
         """
-        with _trouble_in_one_line(), _current_server(self._uri):
+        with _one_line_errors(), _current_server(self._uri):
             import mlflow
             from mlflow.models import ModelSignature
 
@@ -106,20 +111,22 @@ class Registry:
             )
             if self._registered() is None:
                 self._client.create_registered_model(self.name)
-            made = (logged.model_uri, run_id, dict(tags))
-            return self._version(self._client.create_model_version(self.name, *made, model_id=logged.model_id))
+            source = (logged.model_uri, run_id, dict(tags))
+            return self._version(self._client.create_model_version(self.name, *source, model_id=logged.model_id))
 
     def crown(self, version: ModelVersion, question: str, earlier: ModelVersion | None) -> bool:
-        """Load a version from where it is stored, have it answer, and give it the alias.
+        """Load a stored version, let it answer ``question`` as a check, and give it the alias.
 
-        False where the champion is no longer ``earlier``: it is looked at again after the loading, which takes long,
-        just before the alias moves, and once more behind it. Between two looks some milliseconds are left, as MLflow
-        has no condition to move an alias by.
+        The champion is compared with ``earlier`` after the slow load, just before the alias moves, and once more
+        afterwards. A race of some milliseconds remains, as MLflow cannot move an alias conditionally.
+
+        Returns:
+            False if another version became the champion meanwhile.
         """
-        with _trouble_in_one_line(), _current_server(self._uri):
+        with _one_line_errors(), _current_server(self._uri):
             import mlflow
 
-            mlflow.tracing.disable()  # never around log_model: with tracing off, that of 3.17 waits for its own lock
+            mlflow.tracing.disable()  # never around log_model, which deadlocks in MLflow 3.17 with tracing off
             try:
                 mlflow.pyfunc.load_model(version.uri).predict([question])
             finally:
@@ -130,28 +137,28 @@ class Registry:
             return self.champion() == version
 
     def _registered(self) -> Any:
-        """MLflow's entry of the model, None before its first version."""
+        """Return MLflow's entry of the model, or None before its first version."""
         return next(iter(self._client.search_registered_models(f"name = '{self.name}'")), None)
 
-    def _version(self, found: Any) -> ModelVersion:
-        return ModelVersion(f"models:/{self.name}/{found.version}", int(found.version), dict(found.tags))
+    def _version(self, entry: Any) -> ModelVersion:
+        return ModelVersion(f"models:/{self.name}/{entry.version}", int(entry.version), dict(entry.tags))
 
 
 def _requirements() -> list[str]:
-    """What this package needs, in the versions that are installed.
+    """Return this package's requirements, pinned to the installed versions.
 
-    The package itself goes along as code: nobody of ours owns its name where others install from.
+    The package itself is logged as code, since it is not published in a package index.
     """
     from packaging.requirements import Requirement
     from packaging.version import Version
 
-    found = [Requirement(line) for line in metadata.requires("realmops") or ()]
-    # The public part: no index has torch 2.13.0+cpu, which is what some are built as.
-    return [f"{one.name}=={Version(metadata.version(one.name)).public}" for one in found if one.marker is None]
+    requirements = [Requirement(line) for line in metadata.requires("realmops") or ()]
+    # Public versions: package indexes have no local ones such as torch 2.13.0+cpu.
+    return [f"{r.name}=={Version(metadata.version(r.name)).public}" for r in requirements if r.marker is None]
 
 
 @contextmanager
-def _trouble_in_one_line() -> Iterator[None]:
+def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
@@ -160,14 +167,14 @@ def _trouble_in_one_line() -> Iterator[None]:
 
         if not isinstance(error, MlflowException | SQLAlchemyError | OSError | ImportError):
             raise
-        # Not "from error": a traceback would print its text with the address, and the password in that.
+        # Not "from error": a traceback would print the error with its URI, which may contain a password.
         place = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "of the local database"
-        raise ConnectionError(f"the model registry {place} failed: {first_line(error)}") from None
+        raise ConnectionError(f"the model registry {place} failed: {error_summary(error)}") from None
 
 
 @contextmanager
 def _current_server(uri: str) -> Iterator[None]:
-    """For what MLflow offers for its current server only."""
+    """Set MLflow's current server for calls that take no tracking URI."""
     import mlflow
 
     if mlflow.get_tracking_uri() == uri:  # setting it would outlive the environment variable that named it
@@ -179,4 +186,4 @@ def _current_server(uri: str) -> Iterator[None]:
     try:
         yield
     finally:
-        mlflow.set_tracking_uri(earlier)  # type: ignore[arg-type]  # None takes it back
+        mlflow.set_tracking_uri(earlier)  # type: ignore[arg-type]  # None resets it

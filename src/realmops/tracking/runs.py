@@ -1,4 +1,4 @@
-"""What a stage does for MLflow: it says what its run is, has a process send its journal, and waits for nothing."""
+"""MLflow tracking of a stage: describe its run, and start a child process that sends its journal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from realmops.config import Values, keyed
 from realmops.evaluate.predictions import PREDICTIONS, read_predictions
 from realmops.evaluate.recall import zero_shot_recall
 from realmops.journal import Journal
-from realmops.tracking.client import first_line, python_process
-from realmops.tracking.mlflow_views import as_table
-from realmops.tracking.sender import ABOVE, Ticket, warn
+from realmops.tracking.client import error_summary, python_process
+from realmops.tracking.mlflow_views import table_json
+from realmops.tracking.sender import ABOVE, OutboxEntry, warn_unsent
 
-PATIENCE_SECONDS = 60.0  # the longest that a stage's end waits
-ROWS_SHOWN = 1000  # of predictions as a table in MLflow; its UI loads all of them
-UNTRACKED = ("sample", "snapshot", "tag")  # too short to wait for MLflow
-_LONGEST_PARAM = 6000
+EXIT_TIMEOUT_SECONDS = 60.0  # for the sender at the end of a stage
+ROWS_SHOWN = 1000  # of the predictions table; MLflow's UI loads the whole table
+UNTRACKED = ("sample", "snapshot", "tag")  # stages too short to wait for MLflow
+_PARAM_LIMIT = 6000  # characters, MLflow's own limit
 HEADLINES = {
     "evaluate": ("em", "f1", "recall_at_5", "ece", "precision_at_30"),
     "pretrain": ("index_staleness_steps", "retrieval_utility", "p_null"),
@@ -35,7 +35,7 @@ HEADLINES = {
 
 @dataclass(frozen=True)
 class TrackedDataset:
-    """What a run has read. MLflow keeps 36 characters of the ``digest``; ``context`` is what it was read for."""
+    """A dataset that a run has read, for the purpose ``context``. MLflow stores 36 characters of the ``digest``."""
 
     name: str
     digest: str
@@ -45,10 +45,10 @@ class TrackedDataset:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The MLflow run of one variant. All its stages find it by ``key``.
+    """The MLflow run of one variant, which all its stages find by ``key``.
 
-    The key should change with everything that changes the numbers (parameters, corpus, code): MLflow cannot
-    replace a point, so a stage that begins anew under the same key adds a second one at each step.
+    The key should change with everything that changes the metrics (parameters, corpus, code): MLflow cannot replace a
+    point, so a stage that restarts from scratch under the same key would add a second point at each step.
     """
 
     key: str
@@ -56,94 +56,99 @@ class TrackedRun:
     tags: Mapping[str, str] = field(default_factory=dict)
     name: str | None = None
     experiment: str = "realmops"
-    parent: TrackedRun | None = None  # the run that this one is shown under, made when it is not there
+    parent: TrackedRun | None = None  # the run that this one is nested under, created if missing
     datasets: Sequence[TrackedDataset] = ()
-    began: float | None = None  # in seconds, where that is not now
-    else_named: str | None = None  # a run that neither its maker nor DVC has named
+    began: float | None = None  # Unix time in seconds, if not now
+    else_named: str | None = None  # the name to use if neither ``name`` nor DVC gives one
 
-    def ticket(self) -> dict[str, Any]:
-        """What the process that sends needs to know; MLflow's variables come first, DVC's names what has no name."""
+    def entry_content(self) -> dict[str, Any]:
+        """Return the content of the outbox entry; MLflow's environment variables take precedence."""
         return {
             **asdict(self),
             "name": self.name or os.environ.get("DVC_EXP_NAME") or self.else_named,
             "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.experiment,
-            "params": flat_params(self.params),
+            "params": flatten_params(self.params),
             "run_id": os.environ.get("MLFLOW_RUN_ID"),
             "above": os.environ.get(ABOVE),
         }
 
 
-def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested sections as ``section.key`` with the values as text, cut to MLflow's limit."""
+def flatten_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Flatten nested sections to ``section.key``, with values as text truncated to MLflow's limit."""
     flat: dict[str, str] = {}
     for name, value in params.items():
         if isinstance(value, Mapping):
-            flat |= flat_params(value, f"{prefix}{name}.")
+            flat |= flatten_params(value, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = str(value)[:_LONGEST_PARAM]
+            flat[f"{prefix}{name}"] = str(value)[:_PARAM_LIMIT]
     return flat
 
 
 class Tracker:
-    """Has a journal sent to MLflow by a child process for as long as a stage runs.
+    """Context manager that sends a journal to MLflow by a child process while a stage runs.
 
-    A process and not a thread: importing mlflow and creating its database are many seconds of Python, in
-    which a trainer of the same process would wait for the interpreter's lock at every tensor operation. The
-    child sees the end of its parent as the end of its standard input, also when the parent was killed.
+    A process and not a thread: importing mlflow and creating its database take many seconds of Python, in which a
+    trainer in the same process would wait for the GIL at every tensor operation. The child recognises the end of its
+    parent, even by a kill, from the end of its standard input. With MLFLOW_RUN_ID, the stage logs to an existing run
+    and leaves its status to the process that created it. Errors of tracking are never raised: they cause one warning,
+    and the points stay in the journal.
 
-    ``folder`` holds the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db`` and its artifacts; ``interval`` is
-    the seconds between two batches. MLFLOW_RUN_ID makes the stage use a run that somebody else made and ends.
-    Nothing here raises because of tracking: trouble is one warning, and the points stay in the journal.
+    Args:
+        journal: the metrics file.
+        stage: the name of the stage.
+        run: the MLflow run.
+        folder: the tracking folder, with the spool and, unless MLFLOW_TRACKING_URI is set, ``mlflow.db``.
+        interval: seconds between two batches.
     """
 
     def __init__(self, journal: Path, stage: str, run: TrackedRun, folder: Path, *, interval: float = 5.0) -> None:
-        self._ticket = Ticket.of(folder, run.key, stage)
+        self._entry = OutboxEntry.of(folder, run.key, stage)
         self._journal, self._interval = journal.absolute(), interval
-        self._content = {"journal": str(self._journal), "stage": stage, **run.ticket()}
+        self._content = {"journal": str(self._journal), "stage": stage, **run.entry_content()}
         self._metrics: Mapping[str, Any] = {}
         self._files: Mapping[str, Path | bytes] = {}
         self._warned = False
         self._sender: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        with self._only_warning():
-            make_folder(self._ticket.path.parent)
-            write_json(self._ticket.path, self._content)
-            words = str(self._ticket.path), str(self._interval)
-            command, environment = python_process("realmops.tracking.sender", *words)
+        with self._warn_on_errors():
+            make_folder(self._entry.path.parent)
+            write_json(self._entry.path, self._content)
+            arguments = str(self._entry.path), str(self._interval)
+            command, environment = python_process("realmops.tracking.sender", *arguments)
             self._sender = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C stops the stage; the sender still sends what the stage wrote
+                start_new_session=True,  # Ctrl-C stops the stage; the sender still sends its last points
                 env=environment,
             )
         return self
 
     def finish(self, metrics: Mapping[str, Any], files: Mapping[str, Path | bytes] | None = None) -> None:
-        """Final figures, logged without the stage's prefix, and artifacts by name: where one is, or what is in it."""
+        """Set the final metrics, logged without the stage's prefix, and the artifacts by name, as path or content."""
         self._metrics, self._files = metrics, files or {}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Let the sender send what is left, one try when the server is away; what it could not send stays."""
-        with self._only_warning():
+        """Wait for the sender to send the rest in one attempt; unsent points stay in the spool."""
+        with self._warn_on_errors():
             status = "FAILED" if kind else "FINISHED"
-            self._ticket.end(self._content, status, time.time(), [self._journal], self._metrics, self._files)
+            self._entry.end(self._content, status, time.time(), [self._journal], self._metrics, self._files)
             if self._sender is not None:
                 try:
-                    self._sender.communicate(timeout=PATIENCE_SECONDS)
+                    self._sender.communicate(timeout=EXIT_TIMEOUT_SECONDS)
                 except subprocess.TimeoutExpired:
                     self._sender.kill()
                     self._sender.wait()
-                    warn(f"no answer within {PATIENCE_SECONDS:.0f} s", self._content["journal"])
+                    warn_unsent(f"no answer within {EXIT_TIMEOUT_SECONDS:.0f} s", self._content["journal"])
 
     @contextmanager
-    def _only_warning(self) -> Iterator[None]:
+    def _warn_on_errors(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever goes wrong here, training goes on
+        except Exception as error:  # tracking must never end the training
             if not self._warned:
-                warn(first_line(error), self._content["journal"])
+                warn_unsent(error_summary(error), self._content["journal"])
             self._warned = True
 
 
@@ -155,13 +160,13 @@ def keep_finished(
     ended: float,
     folder: Path,
 ) -> None:
-    """Put a run that is over, since ``ended`` in seconds, into the spool, from where ``sync`` sends it."""
-    content = {"stage": "whole", **run.ticket()}
-    Ticket.of(folder, run.key, "whole").end(content, "FINISHED", ended, journals, metrics, files)
+    """Spool a run that ended at Unix time ``ended``; ``sync`` sends it."""
+    content = {"stage": "whole", **run.entry_content()}
+    OutboxEntry.of(folder, run.key, "whole").end(content, "FINISHED", ended, journals, metrics, files)
 
 
 def tracking_folder(root: Path) -> Path:
-    """Where the local MLflow database and unsent metrics of the runs under ``root`` lie."""
+    """Return the folder of the local MLflow database and unsent metrics of the runs under ``root``."""
     return root / WORK / "mlflow"
 
 
@@ -175,7 +180,7 @@ def tracked(
     project: Path,
     root: Path,
 ) -> Tracker | None:
-    """The tracker of a stage's run, begun; None where nothing is tracked."""
+    """Start tracking a stage until ``stack`` is closed; return None if it is not tracked."""
     options = values["tracking"]
     if not options["enabled"] or name in UNTRACKED:
         return None
@@ -183,7 +188,7 @@ def tracked(
         return None
     corpus = inputs.get("snapshot")
     corpus_hash = read_json(corpus / "corpus" / MANIFEST)["corpus_hash"] if corpus else ""
-    values = keyed(values)  # all stages of a training are one run, wherever each of them builds its indexes
+    values = keyed(values)  # all stages of a training share one run, wherever they build indexes
     params_hash = digest_of({k: v for k, v in values.items() if k != "tracking"})
     tags = provenance_tags(project, corpus_hash=corpus_hash, params_hash=params_hash)
     tags |= {"realmops.presets": ", ".join(presets)} if presets else {}
@@ -203,53 +208,54 @@ def tracked(
 
 @cache
 def _has_mlflow() -> bool:
-    """Whether MLflow is installed; says once that it is not."""
-    found = find_spec("mlflow") is not None
-    if not found:
+    """Return whether MLflow is installed; print a warning once if not."""
+    is_installed = find_spec("mlflow") is not None
+    if not is_installed:
         advice = "pip install 'realmops[tracking]', or set tracking.enabled=false"
-        told = f"warning: MLflow is not installed: figures are in metrics.jsonl of the stages alone; {advice}"
-        print(told, file=sys.stderr, flush=True)
-    return found
+        message = f"warning: MLflow is not installed: metrics are only in metrics.jsonl of the stages; {advice}"
+        print(message, file=sys.stderr, flush=True)
+    return is_installed
 
 
 def run_name(variant: str, seed: int, corpus_hash: str) -> str:
-    """What MLflow calls a run: variant, seed, and as much of the corpus's digest as its column of data sets shows."""
+    """Return the run name: variant, seed, and the 8 characters of the corpus hash that MLflow's dataset column has."""
     return " ".join([f"{variant} seed {seed}", *([f"corpus {corpus_hash[:8]}"] if corpus_hash else [])])
 
 
 def datasets(values: Values, corpus_hash: str, inputs: Mapping[str, Path]) -> list[TrackedDataset]:
-    """What a stage with these inputs has read, under the names that MLflow shows: the corpus and question sets."""
-    found = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
+    """List the datasets that a stage with these inputs reads: the corpus and the question sets."""
+    corpus = [TrackedDataset("corpus", corpus_hash, values["snapshot"]["documents"], "corpus")] if corpus_hash else []
+    questions = []
     for split, context in (("train", "training"), ("dev", "validation"), ("test", "test")):
         if path := inputs.get(name := f"questions.{split}"):
-            found.append(TrackedDataset(name, sha256_file(path), values["questions"][split], context))
-    return found
+            questions.append(TrackedDataset(name, sha256_file(path), values["questions"][split], context))
+    return corpus + questions
 
 
 def shown_files(name: str, folder: Path) -> dict[str, Path | bytes]:
-    """What a stage left in its folder for people to look at in MLflow: of ``evaluate`` report and predictions."""
+    """Return the files of a stage to log as MLflow artifacts: the report and predictions of ``evaluate``."""
     if name != "evaluate":
         return {}
     rows = [prediction.shown_row() for prediction in read_predictions(folder / PREDICTIONS)[:ROWS_SHOWN]]
-    found = {file: folder / file for file in (PREDICTIONS, "report.html")}
-    return {**found, "predictions.table.json": as_table(rows)}
+    files = {file: folder / file for file in (PREDICTIONS, "report.html")}
+    return {**files, "predictions.table.json": table_json(rows)}
 
 
 def headline(name: str, metrics: Mapping[str, Any], retriever: str = "") -> dict[str, Any]:
-    """The figures of a stage that people compare runs by, under their plain names.
+    """Return the metrics of a stage that runs are compared by, without prefix.
 
-    With ``retriever``, the one that fine-tuning starts from, also its recall@5 before that, of the stage ``evaluate``.
+    With ``retriever``, the one that fine-tuning starts from, ``evaluate`` adds its recall@5 before fine-tuning.
     """
-    found = {key: metrics[key] for key in HEADLINES.get(name, ()) if key in metrics}
+    headlines = {key: metrics[key] for key in HEADLINES.get(name, ()) if key in metrics}
     if name == "evaluate" and retriever and (recall := zero_shot_recall(metrics, retriever)) is not None:
-        found["zero_shot_recall_at_5"] = recall
-    return found
+        headlines["zero_shot_recall_at_5"] = recall
+    return headlines
 
 
 def provenance_tags(project: Path, *, corpus_hash: str, params_hash: str) -> dict[str, str]:
-    """Tags that say what a run was made from; what there is none of yet is left out.
+    """Return the tags that record what a run was made from, without those that have no value yet.
 
-    Images know their commit by REALMOPS_COMMIT, which counts where the project is no checkout.
+    Images set REALMOPS_COMMIT, which is used if the project is no checkout.
     """
     tags = {"realmops.params_hash": params_hash}
     if corpus_hash:
@@ -262,7 +268,7 @@ def provenance_tags(project: Path, *, corpus_hash: str, params_hash: str) -> dic
 
 
 def git_commit(project: Path) -> str | None:
-    """The commit checked out, with ``-dirty`` when tracked files there differ from it (dvc.lock aside)."""
+    """Return the checked-out commit, with ``-dirty`` if tracked files other than dvc.lock differ from it."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(project), *arguments]
@@ -270,7 +276,7 @@ def git_commit(project: Path) -> str | None:
 
     try:
         commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)dvc.lock")
+        changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)dvc.lock")
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{commit}-dirty" if changed else commit
+    return f"{commit}-dirty" if changes else commit

@@ -1,7 +1,7 @@
-"""The one sender: it follows the journal of a stage, which is the truth, and gives MLflow each of its points once.
+"""The outbox: follow the journal of a stage and send each of its points to MLflow exactly once.
 
-While a stage runs, a process of its own sends, which training never waits for; ``sync`` sends what is left. What was
-sent is kept beside the ticket, so that sending again sends the rest.
+While a stage runs, a child process sends, and training never waits for it; ``sync`` sends the rest. The state of an
+outbox entry is stored next to it, so that sending again continues where it stopped.
 """
 
 import fcntl
@@ -20,26 +20,26 @@ from typing import Any, NamedTuple, Self
 
 from realmops.artifacts import link_or_copy, make_folder, read_json, sha256_file, try_lock, write_bytes, write_json
 from realmops.journal import RESERVED
-from realmops.tracking.client import chosen_uri, digest_of_address, experiment_id, first_line, mlflow_client
+from realmops.tracking.client import chosen_uri, error_summary, experiment_id, mlflow_client, uri_digest
 from realmops.tracking.mlflow_views import TABLE_ENDING
 
 RUN_KEY_TAG = "realmops.run_key"
-ABOVE = "REALMOPS_MLFLOW_PARENT_RUN_ID"  # a run that somebody else has made, to show ours under
+ABOVE = "REALMOPS_MLFLOW_PARENT_RUN_ID"  # an existing run to nest ours under
 LONGEST_BACK_OFF_SECONDS = 60.0
 _ENDING = ".ticket.json"
 _LINES_AT_ONCE = 1000
-_LONGEST_DIGEST = 36  # of a data set, in MLflow
+_DIGEST_LIMIT = 36  # characters of a dataset's digest, MLflow's own limit
 _TABLES_TAG = "mlflow.loggedArtifacts"
 _PARENT_TAG = "mlflow.parentRunId"
 _Point = tuple[str, float, int, int]  # name, value, milliseconds, step
 
 
-class Ticket:
-    """One stage's figures on their way to MLflow, as files of the spool.
+class OutboxEntry:
+    """The metrics of one stage that wait to be sent to MLflow, as files of the spool.
 
-    ``path`` says what is to be sent, by the key ``final`` also how the stage ended. Beside it lie ``shipped``, what
-    was sent and where to; ``journal`` and ``files``, copies of what the stage may move away; and ``lock``, which the
-    one that sends holds.
+    ``path`` describes the run and, under the key ``final``, how the stage ended. Next to it are ``shipped``, the
+    destination and what was sent there; ``journal`` and ``files``, copies of files that the stage may move; and
+    ``lock``, which the sending process holds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,10 +51,11 @@ class Ticket:
 
     @classmethod
     def of(cls, folder: Path, run_key: str, stage: str) -> Self:
-        """That of a stage of a run under a tracking folder."""
+        """Return the entry of one stage of a run in a tracking folder."""
         return cls(folder / "spool" / f"{re.sub('[^A-Za-z0-9_-]', '_', run_key)}.{stage}{_ENDING}")
 
     def read(self) -> Any:
+        """Return the content of ``path``."""
         return read_json(self.path)
 
     def end(
@@ -66,7 +67,7 @@ class Ticket:
         metrics: Mapping[str, Any],
         files: Mapping[str, Path | bytes],
     ) -> None:
-        """Write down how a stage ended, at ``ended`` in seconds, and keep its journal and files in the spool."""
+        """Record how a stage ended, at Unix time ``ended``, and copy its journal and files to the spool."""
         shutil.rmtree(self.files, ignore_errors=True)
         make_folder(self.files)
         for name, file in files.items():
@@ -77,12 +78,12 @@ class Ticket:
         write_bytes(self.journal, b"".join(path.read_bytes() for path in journals))
         digests = {name: sha256_file(self.files / name) for name in files}
         content["journal"] = str(self.journal.absolute())
-        content["final"] = {"time": ended, "metrics": finite(metrics), "status": status, "files": digests}
+        content["final"] = {"time": ended, "metrics": finite_metrics(metrics), "status": status, "files": digests}
         write_json(self.path, content)
 
-    def others_run(self) -> bool:
-        """Whether another stage of the run is at work: its process holds the lock of its ticket."""
-        for other in tickets(self.path.parent.parent):
+    def has_running_sibling(self) -> bool:
+        """Return whether another stage of the run is active: its process holds the lock of its entry."""
+        for other in outbox_entries(self.path.parent.parent):
             content = other.read()
             if other.path != self.path and content["key"] == self.read()["key"] and "final" not in content:
                 with open(other.lock, "ab") as file:
@@ -90,100 +91,101 @@ class Ticket:
                         return True
         return False
 
-    def forget(self, content: Mapping[str, Any]) -> None:
-        """Remove all but what says that it was sent; not a ticket that a stage which began again has put there."""
-        taken = self.path.with_suffix(".sent")
-        os.replace(self.path, taken)  # at once: what is written from here on stays
-        if read_json(taken) == content:
+    def discard(self, content: Mapping[str, Any]) -> None:
+        """Delete all but the ``shipped`` state, unless a restarted stage has written other content than ``content``."""
+        claimed = self.path.with_suffix(".sent")
+        os.replace(self.path, claimed)  # atomic: an entry written from now on stays
+        if read_json(claimed) == content:
             self.journal.unlink(missing_ok=True)
             shutil.rmtree(self.files, ignore_errors=True)
         else:
-            with suppress(FileExistsError):  # one newer still
-                os.link(taken, self.path)
-        taken.unlink()
+            with suppress(FileExistsError):  # an even newer entry
+                os.link(claimed, self.path)
+        claimed.unlink()
 
 
-def tickets(folder: Path) -> list[Ticket]:
-    """All of a tracking folder."""
-    return [Ticket(path) for path in sorted((folder / "spool").glob(f"*{_ENDING}"))]
+def outbox_entries(folder: Path) -> list[OutboxEntry]:
+    """List all outbox entries of a tracking folder."""
+    return [OutboxEntry(path) for path in sorted((folder / "spool").glob(f"*{_ENDING}"))]
 
 
 def unsent(folder: Path) -> list[str]:
-    """The journals of finished stages under this tracking folder that MLflow has not got whole."""
-    return [content["journal"] for ticket in tickets(folder) if "final" in (content := ticket.read())]
+    """List the journals of finished stages in this tracking folder that are not completely sent."""
+    return [content["journal"] for entry in outbox_entries(folder) if "final" in (content := entry.read())]
 
 
 def sent_run(folder: Path, stage: str, metrics: Mapping[str, Any]) -> str | None:
-    """The id of the run that holds these final figures of a stage; None when they were sent nowhere or elsewhere."""
-    wanted = finite({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
+    """Return the id of the run with these final metrics of a stage; None if they were not sent to this destination."""
+    expected = finite_metrics({f"final/{stage}.{name}": value for name, value in metrics.items()}).items()
     for path in sorted((folder / "spool").glob(f"*.{stage}.shipped.json")):
         shipped = read_json(path)
-        place, run_id = shipped["destination"]
-        if place == digest_of_address(folder) and shipped["final"] and wanted <= shipped["final"]["metrics"].items():
+        destination, run_id = shipped["destination"]
+        final = shipped["final"]
+        if destination == uri_digest(folder) and final and expected <= final["metrics"].items():
             return str(run_id)
     return None
 
 
-def finite(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are finite numbers."""
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are finite numbers, as float."""
     return {
         name: float(value) for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)
     }
 
 
-def warn(trouble: str, journal: str) -> None:
-    """Say that something was not sent, and where it is kept."""
-    kept = f"Nothing is lost: metrics are in {journal}; `realmops sync` sends what is left."
-    print(f"warning: MLflow tracking: {trouble}. {kept}", file=sys.stderr, flush=True)
+def warn_unsent(problem: str, journal: str) -> None:
+    """Print a warning that metrics were not sent, with the path of the journal that holds them."""
+    advice = f"No data is lost: metrics are in {journal}; `realmops sync` sends the rest."
+    print(f"warning: MLflow tracking: {problem}. {advice}", file=sys.stderr, flush=True)
 
 
 class SyncReport(NamedTuple):
-    """What ``sync`` did: points and files sent now, and one line of trouble for each journal that could not be sent."""
+    """Result of ``sync``: the number of points and files sent, and one line for each journal with a problem."""
 
     sent: int
     problems: tuple[str, ...]
 
 
 def sync(folder: Path) -> SyncReport:
-    """Send what stages under this tracking folder could not send. Sending twice does no harm."""
+    """Send the outbox entries that the stages of this tracking folder could not send; idempotent."""
     sent, problems = 0, list[str]()
-    for ticket in tickets(folder):
+    for entry in outbox_entries(folder):
         try:
-            with _locked(ticket.lock, wait=False):
-                content = ticket.read()
-                gone = not Path(content["journal"]).is_file()
-                sent += _Sender(ticket).send()
-                if gone and ticket.path.is_file():
-                    ticket.forget(content)
-            told = f"{content['journal']} is gone; what else there was is sent, and it is forgotten" if gone else ""
+            with _locked(entry.lock, wait=False):
+                content = entry.read()
+                is_missing = not Path(content["journal"]).is_file()
+                sent += _Sender(entry).send()
+                if is_missing and entry.path.is_file():
+                    entry.discard(content)
+            problem = f"{content['journal']} is gone; the rest is sent, and the entry discarded" if is_missing else ""
         except BlockingIOError:
-            told = "a running stage sends it"
-        except Exception as error:  # each journal is tried; the caller prints the trouble
-            told = first_line(error)
-        if told:
-            problems.append(f"{ticket.path.name}: {told}")
+            problem = "a running stage sends it"
+        except Exception as error:  # each journal is tried; the caller prints the problems
+            problem = error_summary(error)
+        if problem:
+            problems.append(f"{entry.path.name}: {problem}")
     return SyncReport(sent, tuple(problems))
 
 
-def send_until_parent_ends(ticket: Ticket, interval: float) -> None:
-    """The child process: send every ``interval`` seconds, once more at the end of standard input, and return.
+def send_until_parent_ends(entry: OutboxEntry, interval: float) -> None:
+    """Send every ``interval`` seconds, and once more at the end of standard input; the child process's main loop.
 
-    After a failure it waits 1 s, then 2, 4 and so on, at most 60 s.
+    After errors in a row it waits 1, 2, 4 and so on up to ``LONGEST_BACK_OFF_SECONDS``.
     """
     os.nice(10)
     sender, back_off = None, 1.0
     warned = last = False
-    # A killed stage's child may still send when the resumed stage starts its own.
-    with _locked(ticket.lock, wait=True):
-        while ticket.path.is_file():
+    # The child of a killed stage may still be sending when the resumed stage starts another one.
+    with _locked(entry.lock, wait=True):
+        while entry.path.is_file():
             try:
-                sender = sender or _Sender(ticket)
+                sender = sender or _Sender(entry)
                 sender.send()
                 wait, back_off = interval, 1.0
-            except Exception as error:  # whatever MLflow, its database or its server does
-                sender = None  # the next try connects anew and reads the journal from its start
+            except Exception as error:  # MLflow, its database and its server may raise anything
+                sender = None  # the next attempt reconnects and reads the journal from its start
                 if not warned:
-                    warn(first_line(error), ticket.read()["journal"])
+                    warn_unsent(error_summary(error), entry.read()["journal"])
                     warned = True
                 wait, back_off = back_off, min(2 * back_off, LONGEST_BACK_OFF_SECONDS)
             if last:
@@ -193,26 +195,26 @@ def send_until_parent_ends(ticket: Ticket, interval: float) -> None:
 
 @contextmanager
 def _locked(path: Path, *, wait: bool) -> Iterator[None]:
-    """Hold a lock that ends with this process; BlockingIOError when another has it and ``wait`` is False."""
+    """Hold a file lock; raises BlockingIOError if another process holds it and ``wait`` is False."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 
 
 class _Sender:
-    """Sends one ticket's journal. What was sent is kept beside the ticket: the last step of each metric."""
+    """Sender of one outbox entry, with the last step sent of each metric as its saved state."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        """Find or make the run, and log what it is; may raise anything, as all here."""
-        self._ticket = ticket
-        self._offset, self._last_line = 0, b""  # of the journal, as far as it was read
-        folder, content = ticket.path.parent.parent, ticket.read()
-        self._shipped = read_json(ticket.shipped) if ticket.shipped.is_file() else {}
-        # Two stages would make the database, or the run, twice.
-        with _locked(ticket.path.with_name("connect.lock"), wait=True):
+    def __init__(self, entry: OutboxEntry) -> None:
+        """Find or create the run and log its parameters; like all methods, this may raise any exception."""
+        self._entry = entry
+        self._offset, self._last_line = 0, b""  # the position in the journal, and the line before it
+        folder, content = entry.path.parent.parent, entry.read()
+        self._shipped = read_json(entry.shipped) if entry.shipped.is_file() else {}
+        # Else two stages could create the database, or the run, twice.
+        with _locked(entry.path.with_name("connect.lock"), wait=True):
             self._client = mlflow_client(chosen_uri(folder))
             self._run_id = content["run_id"] or self._find_or_create_run(content, folder)
-            destination = [digest_of_address(folder), self._run_id]
+            destination = [uri_digest(folder), self._run_id]
             if self._shipped.get("destination") != destination:
                 self._shipped = {"destination": destination, "steps": {}, "final": None}
             if self._shipped["final"] is None or self._shipped["final"] != content.get("final"):
@@ -220,67 +222,68 @@ class _Sender:
 
     def _find_or_create_run(self, content: Mapping[str, Any], folder: Path) -> str:
         tags: dict[str, str] = {}
-        if above := content.get("above"):  # a run of one task of a pipeline: what is over it is of all tasks, as ours
-            found = self._client.get_run(above)
-            experiment = str(found.info.experiment_id)  # MLflow shows no runs of others under it
-            tags = {_PARENT_TAG: found.data.tags.get(_PARENT_TAG, above)}
+        if above := content.get("above"):  # the run of one pipeline task: its parent spans all tasks, as ours does
+            task_run = self._client.get_run(above)
+            experiment = str(task_run.info.experiment_id)  # MLflow nests runs of one experiment only
+            tags = {_PARENT_TAG: task_run.data.tags.get(_PARENT_TAG, above)}
         else:
             experiment = experiment_id(self._client, content["experiment"], folder)
         if parent := content.get("parent"):
-            tags = {_PARENT_TAG: self._run_of(experiment, parent, tags)}
-        return self._run_of(experiment, content, tags)
+            tags = {_PARENT_TAG: self._find_or_create_by_key(experiment, parent, tags)}
+        return self._find_or_create_by_key(experiment, content, tags)
 
-    def _run_of(self, experiment_id: str, run: Mapping[str, Any], tags: Mapping[str, str]) -> str:
-        """The run of this key, made when there is none."""
+    def _find_or_create_by_key(self, experiment_id: str, run: Mapping[str, Any], tags: Mapping[str, str]) -> str:
+        """Return the id of the run with this key, created if missing."""
         condition = f"tags.`{RUN_KEY_TAG}` = '{run['key']}'"
-        found = self._client.search_runs([experiment_id], condition, order_by=["attributes.start_time ASC"])
-        if found:
-            return str(found[0].info.run_id)
+        runs = self._client.search_runs([experiment_id], condition, order_by=["attributes.start_time ASC"])
+        if runs:
+            return str(runs[0].info.run_id)
         began = run["began"] and int(run["began"] * 1000)
         tags = {RUN_KEY_TAG: run["key"], **tags}
         return str(self._client.create_run(experiment_id, began, tags, run["name"]).info.run_id)
 
     def _describe_run(self, content: Mapping[str, Any]) -> None:
-        """Log tags, datasets, and the parameters that the run does not have yet: MLflow refuses to change one."""
+        """Log tags, datasets, and the parameters that the run lacks: MLflow rejects a changed parameter."""
         from mlflow.entities import Dataset, DatasetInput, InputTag, Param, RunTag
 
-        known = self._client.get_run(self._run_id).data.params
-        params = [Param(name, value) for name, value in content["params"].items() if name not in known]
+        existing = self._client.get_run(self._run_id).data.params
+        params = [Param(name, value) for name, value in content["params"].items() if name not in existing]
         tags = [RunTag(name, value) for name, value in {**content["tags"], RUN_KEY_TAG: content["key"]}.items()]
         self._client.log_batch(self._run_id, params=params, tags=tags)
-        if read := content.get("datasets"):
-            datasets = [
+        if datasets := content.get("datasets"):
+            inputs = [
                 DatasetInput(
-                    Dataset(one["name"], one["digest"][:_LONGEST_DIGEST], "local", json.dumps({"uri": one["source"]})),
-                    [InputTag("mlflow.data.context", one["context"])],
+                    Dataset(data["name"], data["digest"][:_DIGEST_LIMIT], "local", json.dumps({"uri": data["source"]})),
+                    [InputTag("mlflow.data.context", data["context"])],
                 )
-                for one in read
+                for data in datasets
             ]
-            self._client.log_inputs(self._run_id, datasets=datasets)
+            self._client.log_inputs(self._run_id, datasets=inputs)
         if not content["run_id"] and "final" not in content:
             self._client.update_run(self._run_id, status="RUNNING")
 
     def send(self) -> int:
-        """Send all whole lines that were not sent yet; the number of points and files.
+        """Send all complete lines that were not sent yet, and discard the entry if its stage has ended.
 
-        The ticket of a stage that has ended goes with that, unless it began again meanwhile.
+        Returns:
+            The number of points and files sent.
         """
-        content = self._ticket.read()
+        content = self._entry.read()
         final: Any = content.get("final")
         ended = final is not None and final != self._shipped["final"]
         sent = 0
-        if ended:  # figures come first: MLflow compares runs by the metric that it was sent first
-            known = (self._shipped["final"] or {}).get("metrics", {})
-            new = {name: value for name, value in final["metrics"].items() if known.get(name) != value}
+        if ended:  # final metrics first: MLflow compares runs by the first metric that it received
+            old = (self._shipped["final"] or {}).get("metrics", {})
+            new = {name: value for name, value in final["metrics"].items() if old.get(name) != value}
             sent += self._log([(name, value, int(final["time"] * 1000), 0) for name, value in new.items()])
         for points in self._points(Path(content["journal"])):
             sent += self._log(points)
             self._shipped["steps"] |= {name: step for name, _, _, step in points}
-            write_json(self._ticket.shipped, self._shipped)
+            write_json(self._entry.shipped, self._shipped)
         if ended:
             sent += self._end_run(content)
         if final is not None:
-            self._ticket.forget(content)
+            self._entry.discard(content)
         return sent
 
     def _log(self, points: Sequence[_Point]) -> int:
@@ -290,15 +293,15 @@ class _Sender:
         return len(points)
 
     def _points(self, journal: Path) -> Iterator[list[_Point]]:
-        """The points of the lines that were not read yet, some lines at a time.
+        """Yield the points of unread lines, up to ``_LINES_AT_ONCE`` lines at a time.
 
-        A resumed stage goes back to its checkpoint, and one that begins anew begins a new journal: all is read again
-        then, and only steps that were not sent yet follow. MLflow takes no point back, and would show one twice.
+        A resumed stage truncates its journal to a checkpoint, and a restarted one begins a new journal. Both are read
+        from the start, and only steps that were not sent yet are yielded: MLflow cannot replace a point.
         """
         if not journal.is_file():
             return
         with open(journal, "rb") as file:
-            self._tell_of_new_journal(file.readline(), journal)
+            self._warn_of_new_journal(file.readline(), journal)
             file.seek(self._offset - len(self._last_line))
             if file.read(len(self._last_line)) != self._last_line:
                 self._offset, self._last_line = 0, b""
@@ -307,20 +310,20 @@ class _Sender:
                 lines = [line for line in islice(file, _LINES_AT_ONCE) if line.endswith(b"\n")]
                 if not lines:
                     return
-                yield self._not_sent(lines)
+                yield self._unsent_points(lines)
                 self._offset += sum(map(len, lines))
                 self._last_line = lines[-1]
 
-    def _tell_of_new_journal(self, first_line: bytes, journal: Path) -> None:
-        """Whoever changed the code without a commit sees the points of before, and is told."""
+    def _warn_of_new_journal(self, first_line: bytes, journal: Path) -> None:
+        """Warn that points of an earlier journal stay, as after a change of the code without a commit."""
         if first_line.endswith(b"\n") and (began := json.loads(first_line)["time"]) != self._shipped.get("began"):
             if self._shipped["steps"]:
-                known = max(self._shipped["steps"].values())
-                warn(f"the stage began anew; up to step {known} MLflow keeps the points of before", str(journal))
+                last = max(self._shipped["steps"].values())
+                warn_unsent(f"the stage was restarted; up to step {last} MLflow keeps the earlier points", str(journal))
             self._shipped["began"] = began
 
-    def _not_sent(self, lines: Sequence[bytes]) -> list[_Point]:
-        """The points of these lines without those that were sent before a resumed stage wrote them again."""
+    def _unsent_points(self, lines: Sequence[bytes]) -> list[_Point]:
+        """Return the points of these lines, except steps that were sent before a resumed stage repeated them."""
         last_step = dict(self._shipped["steps"])
         points = []
         for record in map(json.loads, lines):
@@ -333,21 +336,21 @@ class _Sender:
         return points
 
     def _end_run(self, content: Mapping[str, Any]) -> int:
-        """Say how the run ended, and send its files: last, so that figures get through where files do not."""
+        """Set the status of the run and send its files; last, so that metrics arrive even if files fail."""
         final = content["final"]
-        if not content["run_id"] and not self._ticket.others_run():
+        if not content["run_id"] and not self._entry.has_running_sibling():
             self._client.set_terminated(self._run_id, final["status"], int(final["time"] * 1000))
         for name in final["files"]:
-            self._client.log_artifact(self._run_id, self._ticket.files / name)
-        # MLflow's own ``log_table`` would add rows again
+            self._client.log_artifact(self._run_id, self._entry.files / name)
+        # MLflow's ``log_table`` would append the rows again
         if tables := [{"path": name, "type": "table"} for name in final["files"] if name.endswith(TABLE_ENDING)]:
-            known = json.loads(self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "[]"))
-            new = [table for table in tables if table not in known]
-            self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(known + new))
+            logged = json.loads(self._client.get_run(self._run_id).data.tags.get(_TABLES_TAG, "[]"))
+            new = [table for table in tables if table not in logged]
+            self._client.set_tag(self._run_id, _TABLES_TAG, json.dumps(logged + new))
         self._shipped["final"] = final
-        write_json(self._ticket.shipped, self._shipped)
+        write_json(self._entry.shipped, self._shipped)
         return len(final["files"])
 
 
 if __name__ == "__main__":
-    send_until_parent_ends(Ticket(Path(sys.argv[1])), float(sys.argv[2]))
+    send_until_parent_ends(OutboxEntry(Path(sys.argv[1])), float(sys.argv[2]))
