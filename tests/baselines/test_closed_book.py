@@ -199,7 +199,7 @@ def test_the_blanks_of_an_answer_come_back(tmp_path: Path) -> None:
         assert normal_form(snapshot.tokenizer.decode(snapshot.tokenizer.encode("12,340").ids)) == "12 340"
     names = [model.tokenizer.id_to_token(int(i)) for i in model.encode_target("U.S.")]
     assert names == ["u", "<join>", ".", "<join>", "s", "<join>", ".", "[SEP]"]
-    cut = small(snapshot, answer_wordpieces=4).target("U.S.")
+    cut = small(snapshot, answer_wordpieces=4).encode_target("U.S.")
     assert [model.tokenizer.id_to_token(int(i)) for i in cut] == ["u", "<join>", ".", "[SEP]"]
 
 

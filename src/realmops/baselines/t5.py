@@ -65,7 +65,7 @@ class ClosedBook(Answering):
 
     @classmethod
     def build(cls, options: ClosedBookOptions, snapshot: Snapshot, shape: Any, seed: int) -> Self:
-        """Build the model of ``closed_book.init``; ``small`` has encoder and decoder of the reader's shape each."""
+        """Build the model of ``closed_book.init``; ``small`` has an encoder and a decoder in the reader's shape."""
         if options.init == "small":
             tokenizer = _add_sentinels(snapshot)
             net, vocabulary_hash = _build_small(tokenizer, shape, seed), snapshot.vocabulary_hash

@@ -239,7 +239,7 @@ def check_id(value: object, place: str) -> str:
         return str(value)
     text = check_text(value, "id", place)
     if not text:
-        raise ValueError(f"{place}: 'id' is empty; give every line its own id")
+        raise ValueError(f"{place}: 'id' is empty; give every line a unique id")
     return text
 
 
