@@ -58,7 +58,7 @@ def _random_spans(rng: np.random.Generator, word_starts: np.ndarray, length: int
     bounds = np.concatenate([word_starts, [length]])
     masked: set[int] = set()
     while len(masked) < budget:
-        # a geometric length has no memory: taken modulo 10 it is the one of at most 10 words, with mean 3.8
+        # the geometric distribution is memoryless: modulo 10 truncates it at 10 words, with mean 3.8
         words = (int(rng.geometric(1 - SPAN_CONTINUATION)) - 1) % MAX_RANDOM_SPAN + 1
         first = int(rng.integers(len(word_starts)))
         last = min(first + words, len(word_starts))
@@ -117,7 +117,7 @@ def _windows(snapshot: Snapshot, size: int) -> Iterator[tuple[np.ndarray, np.nda
         tokens = snapshot.tokens[offsets[first] : offsets[end]].astype(np.int64)
         passage = np.repeat(np.arange(first, end), np.diff(offsets[first : end + 1]))
         position = np.arange(max(0, len(tokens) - size + 1))
-        begins = np.append(~snapshot.continuing(int(offsets[first]), int(offsets[end])), True)
+        begins = np.append(~snapshot.is_continuation(int(offsets[first]), int(offsets[end])), True)
         begins[(offsets[first:end] - offsets[first])[np.diff(offsets[first : end + 1]) > 0]] = True
         has_one_passage = passage[position] == passage[position + size - 1]
         position = position[has_one_passage & begins[position] & begins[position + size]]

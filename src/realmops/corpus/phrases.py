@@ -24,7 +24,7 @@ from realmops.text.languages import LETTERS, NO_BLANKS, compiled, languages, pla
 
 NAME, PHRASE, NUMBER = "NAME", "PHRASE", "NUMBER"
 MAX_WORDS, MAX_CHARACTERS = 4, 8  # per phrase: words, or characters of scripts without spaces
-MIN_COHESION = 4.0  # pointwise mutual information of a phrase's parts, natural logarithm
+MIN_COHESION = 4.0  # pointwise mutual information of a phrase's parts, in nats
 MAX_NOUN_SHARE = 0.1  # a German word that follows an article or adjective more often is not a name
 _ADJECTIVE_ENDINGS = ("en", "er", "es", "em")
 MIN_PASSAGE_LIMIT = 5  # lower bound of the passages that a phrase may occur in, for corpora of some hundred

@@ -240,9 +240,9 @@ class Snapshot:
 
     def continues(self, index: int) -> NDArray[np.bool_]:
         """Return whether each wordpiece of the passage's text continues a word, bool [t]."""
-        return self.continuing(int(self.token_offsets[index]), int(self.token_offsets[index + 1]))
+        return self.is_continuation(int(self.token_offsets[index]), int(self.token_offsets[index + 1]))
 
-    def continuing(self, first: int, end: int) -> NDArray[np.bool_]:
+    def is_continuation(self, first: int, end: int) -> NDArray[np.bool_]:
         """Return whether wordpieces ``first`` to ``end`` of the flat array continue a word, bool."""
         if self._continues is not None:
             stored: NDArray[np.bool_] = self._continues[first:end]
