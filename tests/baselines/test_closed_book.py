@@ -31,7 +31,7 @@ from torch import Tensor
 from realmops.artifacts import atomic_folder
 from realmops.baselines.t5 import (
     FILE,
-    HIDDEN_SHARE,
+    NOISE_DENSITY,
     SENTINELS,
     ClosedBook,
     answered_in_words,
@@ -153,13 +153,13 @@ def test_pretraining_is_over_titles_and_bodies(world: World) -> None:
     """Every passage is drawn, whole, with an end behind input and target; 15 % of its pieces are the target."""
     spy = spied(small(world.snapshot))
     pretrain(tiny_context(), spy, world.snapshot, options(steps=15), tiny_optimiser())
-    texts, marks = [], spy.sentinels
+    texts, marks = [], spy.sentinel_ids
     for inputs, target in spy.asked:
-        assert inputs[-1] == target[-1] == spy.end == world.special.sep
+        assert inputs[-1] == target[-1] == spy.eos_id == world.special.sep
         texts.append(tuple(restored(inputs[:-1], target[:-1], marks)))
     assert set(texts) == {tuple(pieces(world, n)) for n in range(len(world.snapshot))}
     hidden = sum(int((~np.isin(target[:-1], marks)).sum()) for _, target in spy.asked)
-    assert hidden / sum(map(len, texts)) == pytest.approx(HIDDEN_SHARE, abs=0.02)
+    assert hidden / sum(map(len, texts)) == pytest.approx(NOISE_DENSITY, abs=0.02)
 
 
 def test_a_passage_that_is_too_long_is_seen_part_by_part(world: World) -> None:
@@ -169,7 +169,7 @@ def test_a_passage_that_is_too_long_is_seen_part_by_part(world: World) -> None:
     pretrain(tiny_context(), spy, world.snapshot, short, tiny_optimiser())
     title, body = world.snapshot.title_tokens(3).tolist(), world.snapshot.body(3).tolist()
     assert (len(title), len(body) > 12) == (1, True)
-    texts = [restored(inputs[:-1], target[:-1], spy.sentinels) for inputs, target in spy.asked]
+    texts = [restored(inputs[:-1], target[:-1], spy.sentinel_ids) for inputs, target in spy.asked]
     parts = {tuple(text[1:]) for text in texts if text[0] == title[0] and len(text) == 11}
     assert parts == {tuple(body[start : start + 10]) for start in range(len(body) - 9)}
 
@@ -193,20 +193,20 @@ def test_the_blanks_of_an_answer_come_back(tmp_path: Path) -> None:
     snapshot = build_world(tmp_path, documents).snapshot
     model = small(snapshot, answer_wordpieces=60)
     for answer in ("12,340", "U.S.", "March 12, 1931", "Twenty-five (old) men", "O'Neill & men", "it"):
-        target = model.target(answer)
-        assert model.text(target.tolist()) == answer.lower()
-        assert target[-1] == model.end
+        target = model.encode_target(answer)
+        assert model.decode(target.tolist()) == answer.lower()
+        assert target[-1] == model.eos_id
         assert normal_form(snapshot.tokenizer.decode(snapshot.tokenizer.encode("12,340").ids)) == "12 340"
-    names = [model.tokenizer.id_to_token(int(i)) for i in model.target("U.S.")]
+    names = [model.tokenizer.id_to_token(int(i)) for i in model.encode_target("U.S.")]
     assert names == ["u", "<join>", ".", "<join>", "s", "<join>", ".", "[SEP]"]
-    cut = small(snapshot, answer_wordpieces=4).target("U.S.")
+    cut = small(snapshot, answer_wordpieces=4).encode_target("U.S.")
     assert [model.tokenizer.id_to_token(int(i)) for i in cut] == ["u", "<join>", ".", "[SEP]"]
 
 
 def test_special_names_in_a_text_are_text(world: World) -> None:
     model = small(world.snapshot)
-    special = {model.padding, model.end, *model.sentinels.tolist(), model.tokenizer.token_to_id("<join>")}
-    assert not special & set(model.wordpieces("<extra_id_0> [SEP] [PAD] <join>").tolist())
+    special = {model.pad_id, model.eos_id, *model.sentinel_ids.tolist(), model.tokenizer.token_to_id("<join>")}
+    assert not special & set(model.encode("<extra_id_0> [SEP] [PAD] <join>").tolist())
 
 
 # ---- learning and answering
@@ -227,16 +227,16 @@ def test_an_answer_is_the_most_likely_piece_each_time(learned: ClosedBook, world
     answers = model.answer(ASKED, batch_size=4)
     ended = 0
     for question, answer in zip(ASKED, answers, strict=True):
-        ids = torch.from_numpy(model.question(question.question))[None]
-        written, total = [model.padding], 0.0
+        ids = torch.from_numpy(model.encode_question(question.question))[None]
+        written, total = [model.pad_id], 0.0
         with torch.no_grad():
-            while len(written) <= model.answer_wordpieces and model.end not in written:
+            while len(written) <= model.answer_wordpieces and model.eos_id not in written:
                 logits_V = model.net(input_ids=ids, decoder_input_ids=torch.tensor([written])).logits[0, -1]
                 best = int(logits_V.argmax())
                 total += float(logits_V.double().log_softmax(-1)[best])
                 written.append(best)
-        ended += model.end in written
-        assert answer.text == model.text(written)
+        ended += model.eos_id in written
+        assert answer.text == model.decode(written)
         assert answer.log_p == pytest.approx(total, abs=1e-4)
     assert ended == len(ASKED) if trained else ended < len(ASKED)
 
@@ -265,8 +265,8 @@ def test_each_answer_is_drawn_in_its_turn(world: World) -> None:
     chosen = options(epochs=20, batch_size=2)
     finetune(tiny_context(), spy, [capital, ASKED[1], ASKED[2]], chosen, tiny_optimiser())
     assert len(spy.asked) == 60
-    question = spy.question(capital.question).tolist()
-    drawn = [spy.text(target.tolist()) for inputs, target in spy.asked if inputs.tolist() == question]
+    question = spy.encode_question(capital.question).tolist()
+    drawn = [spy.decode(target.tolist()) for inputs, target in spy.asked if inputs.tolist() == question]
     assert len(drawn) == 20
     assert 4 <= drawn.count("oslo") <= 16
     assert drawn.count("oslo") + drawn.count("oslo in norway") == 20
@@ -285,7 +285,7 @@ def test_answers_that_are_expressions_are_left_out(world: World) -> None:
 
 def test_half_precision_is_near(world: World) -> None:
     model = small(world.snapshot)
-    sides = [model.question(ASKED[0].question)], [model.target("Oslo")]
+    sides = [model.encode_question(ASKED[0].question)], [model.encode_target("Oslo")]
     whole, half = (model.loss(*sides, dtype)[0].item() for dtype in (FP32, torch.bfloat16))
     assert whole != half
     assert half == pytest.approx(whole, rel=0.02)
@@ -323,7 +323,7 @@ def t5_folder(folder: Path, dropout: float = 0.0, **changes: Any) -> Path:
 
 def test_dropout_is_for_learning_alone(world: World, tmp_path: Path) -> None:
     model = small(world.snapshot, init=str(t5_folder(tmp_path, dropout=0.2)))
-    sides = [model.question(ASKED[0].question)], [model.target("Oslo")]
+    sides = [model.encode_question(ASKED[0].question)], [model.encode_target("Oslo")]
     for _ in range(2):
         assert model.loss(*sides, FP32)[0].item() != model.loss(*sides, FP32)[0].item()
         assert model.answer(ASKED, batch_size=6) == model.answer(ASKED, batch_size=6)
@@ -364,7 +364,9 @@ def test_a_saved_model_gives_the_same_answers(world: World, learned: ClosedBook,
     assert not list(tmp_path.glob("*.bin"))
     assert json.loads((tmp_path / FILE).read_text())["vocabulary_hash"] == world.snapshot.vocabulary_hash
     edit(tmp_path / FILE, vocabulary_hash="0" * 64)
-    with pytest.raises(ValueError, match=r"trained with the vocabulary 000000000000, the snapshot has [0-9a-f]{12};"):
+    with pytest.raises(
+        ValueError, match=r"trained with the vocabulary 000000000000, but the snapshot has [0-9a-f]{12};"
+    ):
         ClosedBook.open(tmp_path, world.snapshot, CPU)
 
 
@@ -379,9 +381,11 @@ def test_a_t5_of_transformers_with_its_own_tokenizer(world: World, tmp_path: Pat
     for question in ASKED:
         given = tokenizer(question.question, return_tensors="pt")
         wanted = tokenizer(question.answers[0], return_tensors="pt").input_ids
-        ours, _ = model.loss([model.question(question.question)], [model.target(question.answers[0])], FP32)
+        ours, _ = model.loss(
+            [model.encode_question(question.question)], [model.encode_target(question.answers[0])], FP32
+        )
         assert ours.item() == pytest.approx(theirs(**given, labels=wanted).loss.item(), rel=1e-5)
-    assert model.sentinels.tolist() == tokenizer.convert_tokens_to_ids(list(SENTINELS))
+    assert model.sentinel_ids.tolist() == tokenizer.convert_tokens_to_ids(list(SENTINELS))
     finetune(tiny_context(), model, ASKED, chosen, tiny_optimiser())
     answers = model.answer(ASKED, batch_size=6)
     assert [answer.text for answer in answers] == [q.answers[0] for q in ASKED], "capitals and all"
@@ -435,7 +439,7 @@ def other_tokenizer(folder: Path) -> None:
 BROKEN = {
     "family": (
         lambda f: edit(f / "config.json", model_type="mt5"),
-        r"config\.json: model_type is 'mt5'; only T5 models can be used",
+        r"config\.json: model_type is 'mt5'; only T5 models are supported",
     ),
     "no tokenizer": (
         lambda f: os.rename(f / "tokenizer.json", f / "spiece.model"),
@@ -445,14 +449,26 @@ BROKEN = {
         lambda f: os.rename(f / "model.safetensors", f / "pytorch_model.bin"),
         r"lacks model\.safetensors; a T5's folder",
     ),
-    "cut weights": (lambda f: os.truncate(f / "model.safetensors", 900), r": no T5 that can be read \(.*fetch it"),
+    "cut weights": (
+        lambda f: os.truncate(f / "model.safetensors", 900),
+        r": T5 model cannot be loaded \(.*download it",
+    ),
     "no decoder": (
         lambda f: without(f / "model.safetensors", "decoder"),
-        r": the parameter decoder\.block\.0\.layer\.0\.SelfAttention\.k\.weight is missing; it is no whole T5",
+        r": parameter decoder\.block\.0\.layer\.0\.SelfAttention\.k\.weight is missing; download it again",
     ),
-    "cut tokenizer": (lambda f: os.truncate(f / "tokenizer.json", 90), r": no T5 that can be read \(.*fetch it again"),
-    "no sentinel": (other_tokenizer, r"tokenizer\.json: no tokenizer of this T5, .* <extra_id_0> to <extra_id_99>"),
-    "few embeddings": (lambda f: t5_folder(f, vocab_size=90), r"tokenizer\.json: no tokenizer of this T5, .* 90 piece"),
+    "cut tokenizer": (
+        lambda f: os.truncate(f / "tokenizer.json", 90),
+        r": T5 model cannot be loaded \(.*download it again",
+    ),
+    "no sentinel": (
+        other_tokenizer,
+        r"tokenizer\.json: tokenizer does not match this T5, .* <extra_id_0> to <extra_id_99>",
+    ),
+    "few embeddings": (
+        lambda f: t5_folder(f, vocab_size=90),
+        r"tokenizer\.json: tokenizer does not match this T5, .* 90 piece",
+    ),
 }
 
 

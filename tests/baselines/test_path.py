@@ -52,14 +52,14 @@ def test_a_lesson_ends_at_a_start_with_the_answer_or_goes_on_to_it(world: World)
     model = retriever(world)
     direct, two = model.lesson(DIRECT), model.lesson(TWO_STEPS)
     assert direct.starts == top(model.bm25.scores(DIRECT.question), 2).tolist()
-    assert direct.right_start.tolist() == ["Oslo" in world.snapshot.text(p) for p in direct.starts]
-    assert direct.right_start[direct.first]
-    assert direct.right_next[0], "the path may end there"
+    assert direct.is_right_start.tolist() == ["Oslo" in world.snapshot.text(p) for p in direct.starts]
+    assert direct.is_right_start[direct.first]
+    assert direct.is_right_next[0], "the path may end there"
     assert 8 not in two.starts
-    assert two.right_start.tolist() == [p == two.starts[two.first] for p in two.starts]
+    assert two.is_right_start.tolist() == [p == two.starts[two.first] for p in two.starts]
     assert 8 in model.links.of(two.starts[two.first])
-    assert not two.right_next[0], "the first passage has no answer"
-    assert [p for p, right in zip(two.linked, two.right_next[1:], strict=True) if right] == [8]
+    assert not two.is_right_next[0], "the first passage has no answer"
+    assert [p for p, right in zip(two.linked, two.is_right_next[1:], strict=True) if right] == [8]
     assert model.lesson(NOWHERE) is None
 
 
@@ -67,18 +67,18 @@ def test_the_loss_is_that_of_both_steps(world: World) -> None:
     model = retriever(world)
     lesson = model.lesson(TWO_STEPS)
     with torch.no_grad():
-        read = {p: model._read([(lesson.question, p)])[0] for p in (*lesson.starts, *lesson.linked)}
+        read = {p: model._encode([(lesson.question, p)])[0] for p in (*lesson.starts, *lesson.linked)}
         begin, end, step = model.scorer.begin, model.scorer.end, model.scorer.step
 
         def minus_log_p(state: torch.Tensor, choices: list[torch.Tensor], right: np.ndarray) -> float:
             shares = [math.exp(float(state @ choice)) for choice in choices]
             return -math.log(sum(np.array(shares)[right]) / sum(shares))
 
-        first = minus_log_p(begin, [read[p] for p in lesson.starts], lesson.right_start)
+        first = minus_log_p(begin, [read[p] for p in lesson.starts], lesson.is_right_start)
         state = step(read[lesson.starts[lesson.first]], begin)
-        second = minus_log_p(state, [end, *(read[p] for p in lesson.linked)], lesson.right_next)
+        second = minus_log_p(state, [end, *(read[p] for p in lesson.linked)], lesson.is_right_next)
         assert float(model.loss([lesson])) == pytest.approx(first + second, rel=1e-4)
-        other: PathLesson = replace(lesson, linked=lesson.linked[:1], right_next=np.array([True, False]))
+        other: PathLesson = replace(lesson, linked=lesson.linked[:1], is_right_next=np.array([True, False]))
         both = (float(model.loss([lesson])) + float(model.loss([other]))) / 2
         assert float(model.loss([lesson, other])) == pytest.approx(both, rel=1e-4)
 

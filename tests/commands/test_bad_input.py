@@ -221,7 +221,7 @@ def test_bad_questions_are_refused(copy: Path, name: str, split: str) -> None:
     good = '{"id": "one", "question": "Who?", "answers": ["Oslo"]}\n'
     (copy / f"questions.{split}.jsonl").write_text(good + '{"id": "q", "question": "Who?", "answers": []}\n')
     shutil.rmtree(copy / "root" / STAGES[name].folder, ignore_errors=True)
-    refused(run(copy, name), f"questions.{split}.jsonl:2", "'q' has no answer", "give one or remove it")
+    refused(run(copy, name), f"questions.{split}.jsonl:2", "'q' has no answer", "add one or remove it")
     nothing_of(copy, name)
 
 

@@ -152,4 +152,4 @@ def test_expressions_and_words_are_evaluated_apart(project: Path) -> None:
     )
     result = cli("ceilings", mixed, "--root", project / "root")
     assert result.exit_code == 2
-    assert "evaluate them apart" in result.stderr
+    assert "evaluate them separately" in result.stderr

@@ -14,8 +14,16 @@ from small_world import World, build_world
 from realmops.artifacts import SEAL, read_manifest, write_manifest
 from realmops.commands.questions import make_cloze
 from realmops.commands.report import how_to_ask
-from realmops.corpus.cloze import Sources, clause, cloze_questions, noisy, numbers, question_word, split
-from realmops.corpus.masking import passages_with
+from realmops.corpus.cloze import (
+    Sources,
+    add_noise,
+    clause_around_gap,
+    cloze_questions,
+    find_numbers,
+    question_word,
+    split,
+)
+from realmops.corpus.masking import count_passages
 from realmops.corpus.question_sets import Question, read_questions
 from realmops.evaluate.predictions import read_results
 from realmops.model.retriever import Mixture
@@ -50,25 +58,25 @@ MADE = {
 )
 def test_what_is_asked_is_the_clause_round_the_gap(before: str, after: str, left: str | None, right: str) -> None:
     """Between two marks; the whole sentence where the clause has under four words, nothing where that has."""
-    assert clause(before, after) == (None if left is None else (left.split(), right.split()))
+    assert clause_around_gap(before, after) == (None if left is None else (left.split(), right.split()))
 
 
 def test_of_a_long_clause_the_words_nearest_to_the_gap_stay() -> None:
     left, right = [f"b{n}" for n in range(20)], [f"a{n}" for n in range(20)]
-    assert clause(" ".join(left) + " ", " " + " ".join(right[:3]) + ".") == (left[-13:], right[:3])
-    assert clause(" ".join(left), " ".join(right)) == (left[-8:], right[:8])
+    assert clause_around_gap(" ".join(left) + " ", " " + " ".join(right[:3]) + ".") == (left[-13:], right[:3])
+    assert clause_around_gap(" ".join(left), " ".join(right)) == (left[-8:], right[:8])
 
 
 def test_noise_drops_some_words_and_moves_the_others_a_little() -> None:
     left, right = [f"b{n}" for n in range(8)], [f"a{n}" for n in range(8)]
-    many = [noisy(left, right, np.random.default_rng(seed)) for seed in range(400)]
+    many = [add_noise(left, right, np.random.default_rng(seed)) for seed in range(400)]
     assert 0.8 < np.mean([len(words) for words in many]) / 16 < 0.9
     assert all(words and len({*words}) == len(words) and {*words} <= {*left, *right} for words in many)
     first = np.mean([words.index("a4") < words.index("b4") for words in many if {"a4", "b4"} <= {*words}])
     assert 0.4 < first < 0.6, "either half comes first"
     assert any(words.index("b2") > words.index("b3") for words in many if {"b2", "b3"} <= {*words})
     assert not any(words.index("b0") > words.index("b7") for words in many if {"b0", "b7"} <= {*words})
-    assert {len(noisy(["b"], [], np.random.default_rng(seed))) for seed in range(50)} == {1}, "never all"
+    assert {len(add_noise(["b"], [], np.random.default_rng(seed))) for seed in range(50)} == {1}, "never all"
 
 
 def test_years_and_numbers_have_words_of_their_own() -> None:
@@ -84,12 +92,12 @@ def test_numbers_outside_of_spans(tmp_path: Path) -> None:
     world = build_world(tmp_path, (("A", text, ("1950",)), ("B", "It rains.", ())))
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     chars = world.snapshot.chars(0)
-    found = numbers(world.snapshot, rows)
+    found = find_numbers(world.snapshot, rows)
     assert [text[chars[s, 0] : chars[e - 1, 1]] for _, _, _, s, e in found.tolist()] == ["1,250.5", "30", "3", "7"]
     assert found[:, 0].tolist() == [0] * 4
     assert found[:3, 1:3].tolist() == rows[:, 1:3].tolist() * 3
     assert found[3, 1] == found[0, 2]
-    assert len(numbers(world.snapshot, rows[:0])) == 5
+    assert len(find_numbers(world.snapshot, rows[:0])) == 5
 
 
 def made(world: World, seed: int = 0, limit: int = 100) -> list[Question]:
@@ -118,7 +126,7 @@ def test_a_span_that_stands_only_beside_its_own_sentence_is_not_asked_for(tmp_pa
     names = ("Bodin",)
     world = build_world(tmp_path, (("A", f"One. {said}", names), ("B", f"{said} Two.", names), ("C", "It rains.", ())))
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
-    assert passages_with(world.snapshot, rows, 16).tolist() == [2, 2]
+    assert count_passages(world.snapshot, rows, 16).tolist() == [2, 2]
     assert made(world) == []
 
 
@@ -317,5 +325,5 @@ def test_spans_that_stand_once_make_no_questions(project: Path) -> None:
     write_json_lines(project / "documents.jsonl", records)
     result = cli("cloze", "--params", params, "--root", root)
     assert result.exit_code == 2
-    assert "0 questions from 0 passages can be made of the corpus" in result.stderr
+    assert "too few cloze questions: 0 questions from 0 passages" in result.stderr
     assert not (root / "data/cloze").exists()

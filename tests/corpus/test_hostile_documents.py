@@ -273,7 +273,7 @@ CUT = {
 def test_a_cut_file_ends_the_stage_whatever_share_may_be_broken(tmp_path: Path, name: str) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / name).write_bytes(CUT[name])
-    with pytest.raises(ValueError, match=rf"{name}.*records of the file were read before\); or take the file out"):
+    with pytest.raises(ValueError, match=rf"{name}.*records of the file were read before\); or remove the file"):
         snapshot(tmp_path / "in", tmp_path, broken_share=1.0)
     assert not (tmp_path / "snapshot").exists()
 
@@ -453,4 +453,4 @@ def test_a_document_whose_passages_would_repeat_too_much_is_rejected(
     found = snapshot(tmp_path / "a.jsonl", tmp_path, broken_share=0.5)
     [rejected] = rejects(found.folder)
     assert (rejected["place"], len(found)) == (f"{tmp_path / 'a.jsonl'}:2", 19)
-    assert "each of its 20 passages repeats" in rejected["problem"]
+    assert "repeated in each of 20 passages" in rejected["problem"]

@@ -118,7 +118,7 @@ def by_brute_force(world: World, row: np.ndarray, limit: int) -> bool:
             body[at : at + len(run)] == run and begins[at] and begins[at + len(run)]
             for at in range(len(body) - len(run) + 1)
         )
-    return 2 <= count <= masking.MOST_PASSAGES
+    return 2 <= count <= masking.MAX_PASSAGES
 
 
 @pytest.mark.parametrize("limit", [1, 2, 10])
@@ -127,7 +127,7 @@ def test_recurring_spans_are_those_of_brute_force(
     world: World, limit: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when few passages are looked at together."""
-    monkeypatch.setattr(masking, "_TOKENS_TOGETHER", together)
+    monkeypatch.setattr(masking, "_WORDPIECES_PER_CHUNK", together)
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     found = recurring(world.snapshot, rows, limit)
     assert found.tolist() == [by_brute_force(world, row, limit) for row in rows]
@@ -157,7 +157,7 @@ def test_what_stands_everywhere_does_not_count(tmp_path: Path, monkeypatch: pyte
     world = build_world(tmp_path, documents)
     rows = SentencesWithSpans(world.snapshot, world.spans)[:]
     for most, expected in ((50, 4), (4, 4), (3, 1), (1, 0)):
-        monkeypatch.setattr(masking, "MOST_PASSAGES", most)
+        monkeypatch.setattr(masking, "MAX_PASSAGES", most)
         found = recurring(world.snapshot, rows, 10)
         assert found.sum() == expected
         assert not found[4], "Rome stands in one passage"

@@ -8,7 +8,7 @@ import pytest
 from small_corpus import corpus
 from small_world import section
 
-from realmops.corpus.cloze import as_question, clause, cloze_questions, numbers, question_word
+from realmops.corpus.cloze import clause_around_gap, cloze_questions, find_numbers, format_question, question_word
 from realmops.corpus.phrases import NAME, NUMBER, PHRASE, Phrases
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.model.checkpoint_files import build_models
@@ -58,14 +58,14 @@ def test_elsewhere_a_capital_inside_a_sentence_is_a_name(tmp_path: Path) -> None
 def test_without_capitals_runs_that_recur_and_hold_together_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realmops.corpus.phrases.TOGETHER", 2.0)  # of sixty characters none is rare
+    monkeypatch.setattr("realmops.corpus.phrases.MIN_COHESION", 2.0)  # of sixty characters none is rare
     snapshot = corpus(tmp_path / "zh", CHINESE, "zh")
     assert ("黑豹队", PHRASE) in found(snapshot, 0)
     assert found(snapshot, 1) == [("黑豹队", PHRASE), ("野马队", PHRASE), ("24", NUMBER), ("10", NUMBER)]
     assert {("丹佛", PHRASE), ("NFL", NAME)} <= {*found(snapshot, 2)}
     assert ("丹佛", PHRASE) in found(snapshot, 3)
     assert not {word for row in range(4) for word, _ in found(snapshot, row)} & {"黑豹", "豹队", "很高兴"}
-    monkeypatch.setattr("realmops.corpus.phrases.TOGETHER", 1.0)
+    monkeypatch.setattr("realmops.corpus.phrases.MIN_COHESION", 1.0)
     snapshot = corpus(tmp_path / "ko", KOREAN, "ko")
     assert ("서울 대학교", PHRASE) in found(snapshot, 0)
 
@@ -75,7 +75,7 @@ def test_a_part_of_a_run_that_is_nearly_as_frequent_is_no_phrase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longer: int, is_phrase: bool
 ) -> None:
     """甲乙 is in five passages, before 丙 in some of them: where these are fewer than 0.8 of five, it is a phrase."""
-    monkeypatch.setattr("realmops.corpus.phrases.TOGETHER", 1.0)
+    monkeypatch.setattr("realmops.corpus.phrases.MIN_COHESION", 1.0)
     others = ["子丑寅", "卯辰巳", "午未申", "酉戌亥", "天地人"]
     texts = [f"{text[0]}甲乙{'丙' if n < longer else text[1]}{text[2]}。" for n, text in enumerate(others)]
     snapshot = corpus(tmp_path / "zh", [*texts, "春夏秋冬东西南北风花雪月山川河海。"], "zh")
@@ -90,7 +90,7 @@ def test_a_character_with_its_marks_is_no_word(tmp_path: Path) -> None:
 
 
 def test_no_mark_is_parted_from_its_character() -> None:
-    assert clause("กินที่", "น้ำดี", "th") == (["กิน", "ที่"], ["น้ำ", "ดี"])
+    assert clause_around_gap("กินที่", "น้ำดี", "th") == (["กิน", "ที่"], ["น้ำ", "ดี"])
 
 
 def test_dates_come_first_and_what_touches_one_is_left_out(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_the_languages_with_question_words_have_all_of_them() -> None:
     ],
 )
 def test_a_clause_ends_at_the_marks_of_the_language(language: str, before: str, after: str, words: str) -> None:
-    found = clause(before, after, language)
+    found = clause_around_gap(before, after, language)
     assert found is not None
     assert [*found[0], *found[1]] == words.split()
 
@@ -154,7 +154,7 @@ def test_a_clause_ends_at_the_marks_of_the_language(language: str, before: str, 
     ],
 )
 def test_a_question_is_written_as_in_the_language(language: str, words: Sequence[str], question: str) -> None:
-    assert as_question(words, language) == question
+    assert format_question(words, language) == question
 
 
 def test_questions_of_chinese_documents_are_chinese(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_questions_of_chinese_documents_are_chinese(tmp_path: Path) -> None:
         assert question.language == "zh"
         assert question.question.startswith(("什么", "多少"))
         assert question.question.endswith("？")
-    found = {tuple(row) for row in numbers(snapshot, np.array(rows))[:, [0]].tolist()}
+    found = {tuple(row) for row in find_numbers(snapshot, np.array(rows))[:, [0]].tolist()}
     assert found == {(1,)}
 
 

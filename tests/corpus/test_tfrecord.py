@@ -46,9 +46,9 @@ def test_blocks_and_titles_become_documents_in_order(tmp_path: Path) -> None:
 def test_unequal_numbers_of_blocks_and_titles_are_refused(tmp_path: Path) -> None:
     one, two = write(tmp_path / "one.tfr", "a"), write(tmp_path / "two.tfr", "a", "b")
     out = tmp_path / "out.gz"
-    with pytest.raises(ValueError, match=r"one\.tfr ends at record 2, .*two\.tfr goes on"):
+    with pytest.raises(ValueError, match=r"one\.tfr ends at record 2, .*two\.tfr is longer"):
         convert_blocks(two, one, out)
-    with pytest.raises(ValueError, match=r"one\.tfr ends at record 1, .*two\.tfr goes on"):
+    with pytest.raises(ValueError, match=r"one\.tfr ends at record 1, .*two\.tfr is longer"):
         convert_blocks(one, two, out)
 
 

@@ -1,5 +1,5 @@
-"""What Table 1 compares REALM with: T5, TF-IDF, links, learned paths, and a rule without learning.
+"""Baselines of Table 1: T5, TF-IDF, links, learned paths, and a rule without learning.
 
-A baseline takes one of two places. ``rankers.ranker_of`` gives what finds passages in the place of the retriever;
-``t5.ClosedBook`` reads none and takes the place of retriever and reader (``Finetune.reads_passages``).
+A baseline replaces one of two components: ``rankers.ranker_of`` builds a replacement of the retriever;
+``t5.ClosedBook`` reads no passages and replaces retriever and reader (``Finetune.reads_passages``).
 """

@@ -1,4 +1,4 @@
-"""Links between the passages of a corpus: given hyperlinks, or titles that stand in other passages' texts."""
+"""Links between the passages of a corpus: given hyperlinks, or titles that occur in the texts of other passages."""
 
 import json
 import re
@@ -14,19 +14,19 @@ from realmops.search.bm25 import Bm25, Scores, top
 from realmops.text.languages import composed
 
 SEEDS = 20  # passages whose links are followed
-LINKED_SHARE = 0.5  # of a seed's score, for what it is linked with
-COLUMN = "links"  # of a document: the titles that it links to
+LINKED_SHARE = 0.5  # of a seed's score, added to the passages that it is linked with
+COLUMN = "links"  # column of documents: titles of link targets
 _WORD = re.compile(r"\w+")
-_LONGEST_TITLE = 12  # words
+_MAX_TITLE = 12  # words
 Words = tuple[str, ...]
 
 
 class Links:
-    """Which passages are linked: by a link from one's document to the other's, or by being of one document.
+    """Undirected links between passages: a link between their documents, or the same document.
 
-    Where documents carry a column "links" with the titles that they link to, those are the links. Otherwise a passage
-    links to every document whose title stands in its text, whole words in the same case, without what the title has
-    in brackets.
+    The column "links" of a document has the titles that it links to. If no document has it, a passage links to every
+    document whose title occurs in its text as whole words in the same case; a suffix of the title in parentheses is
+    ignored.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -39,36 +39,39 @@ class Links:
         for title, document in zip(snapshot.column("title"), self._document_P.tolist(), strict=True):
             by_title[_words(title.partition(" (")[0])].add(document)
         by_title.pop((), None)
-        given = [json.loads(extra).get(COLUMN) if extra else None for extra in snapshot.column("extra")]
-        if any(given):
-            named = [[_words(str(title).partition(" (")[0]) for title in titles or ()] for titles in given]
+        column = [json.loads(extra).get(COLUMN) if extra else None for extra in snapshot.column("extra")]
+        if any(column):
+            titles_P = [[_words(str(title).partition(" (")[0]) for title in titles or ()] for titles in column]
         else:
-            longest = min(_LONGEST_TITLE, max(map(len, by_title), default=0))
-            named = [list(_runs(_words(text), longest)) for text in snapshot.column("text")]
+            max_words = min(_MAX_TITLE, max(map(len, by_title), default=0))
+            titles_P = [list(_ngrams(_words(text), max_words)) for text in snapshot.column("text")]
         pairs = {
-            (p, document) for p, titles in enumerate(named) for title in titles for document in by_title.get(title, ())
+            (p, document)
+            for p, titles in enumerate(titles_P)
+            for title in titles
+            for document in by_title.get(title, ())
         }
         passages, documents = np.array(sorted(pairs), dtype=np.int64).reshape(-1, 2).T
         shape = (len(names), len(number))
 
-        def table(rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Any:
+        def matrix(rows: NDArray[np.int64], columns: NDArray[np.int64]) -> Any:
             return csr_array((np.ones(len(rows), np.int8), (rows, columns)), shape=shape)
 
-        self._targets_PD = table(passages, documents)
+        self._targets_PD = matrix(passages, documents)
         self._sources_DP = self._targets_PD.T.tocsr()
-        self._members_DP = table(np.arange(len(names)), self._document_P).T.tocsr()
+        self._members_DP = matrix(np.arange(len(names)), self._document_P).T.tocsr()
 
     def of(self, passage: int) -> NDArray[np.int64]:
-        """The passages that this one is linked with, in either direction, in ascending order, itself left out."""
-        own = self._document_P[passage]
-        documents = [*_row(self._targets_PD, passage), own]
-        found = [_row(self._sources_DP, own), *(_row(self._members_DP, document) for document in documents)]
-        linked: NDArray[np.int64] = np.setdiff1d(np.concatenate(found), [passage]).astype(np.int64)
+        """Return the passages linked with this one in either direction, ascending, without the passage itself."""
+        own_document = self._document_P[passage]
+        documents = [*_row(self._targets_PD, passage), own_document]
+        parts = [_row(self._sources_DP, own_document), *(_row(self._members_DP, d) for d in documents)]
+        linked: NDArray[np.int64] = np.setdiff1d(np.concatenate(parts), [passage]).astype(np.int64)
         return linked
 
 
-def _row(table: Any, row: int) -> NDArray[np.int64]:
-    columns: NDArray[np.int64] = table.indices[table.indptr[row] : table.indptr[row + 1]]
+def _row(matrix: Any, row: int) -> NDArray[np.int64]:
+    columns: NDArray[np.int64] = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]
     return columns
 
 
@@ -76,26 +79,27 @@ def _words(text: str) -> Words:
     return tuple(_WORD.findall(composed(text)))
 
 
-def _runs(words: Sequence[str], longest: int) -> Iterator[Words]:
-    """All runs of up to ``longest`` words."""
+def _ngrams(words: Sequence[str], max_words: int) -> Iterator[Words]:
+    """Yield all n-grams of up to ``max_words`` words."""
     for start in range(len(words)):
-        for end in range(start + 1, min(start + longest, len(words)) + 1):
+        for end in range(start + 1, min(start + max_words, len(words)) + 1):
             yield tuple(words[start:end])
 
 
 class Graph:
     """BM25 with one step over links between documents, as GraphRetriever expands its paragraphs (Min et al. 2019).
 
-    The score is BM25's plus ``LINKED_SHARE`` of the best of the ``SEEDS`` first passages that a passage is linked with.
+    score(z) = BM25(z) + ``LINKED_SHARE`` max BM25(s), over the seeds s that are linked with z, where the seeds are the
+    ``SEEDS`` best passages.
     """
 
     def __init__(self, bm25: Bm25, links: Links) -> None:
         self._bm25, self._links = bm25, links
 
     def scores(self, query: str) -> Scores:
-        """BM25 and what links add, of every passage, [P]."""
+        """Return the score of every passage, float32 [P]."""
         own_P = self._bm25.scores(query)
         linked_P = np.zeros_like(own_P)
-        for seed in top(own_P, SEEDS)[::-1]:  # the best seed has the last word
+        for seed in top(own_P, SEEDS)[::-1]:  # ascending, so that the best seed overwrites the others
             linked_P[self._links.of(int(seed))] = own_P[seed]
         return own_P + LINKED_SHARE * linked_P

@@ -1,5 +1,7 @@
-"""A learned retriever of reasoning paths, after PathRetriever (Asai et al. 2020): BM25 finds where a path starts, links
-where it may go on, and a recurrent scorer says at each step which passage comes next or that the path ends.
+"""Learned retriever of reasoning paths, after PathRetriever (Asai et al. 2020).
+
+BM25 proposes the first passage of a path and links its successors; at each step a recurrent scorer chooses the next
+passage or the end of the path.
 
 Shape suffixes: N pairs of question and passage, D width, B questions, C choices of one step.
 """
@@ -36,14 +38,14 @@ from realmops.train.fine_tuning import finetune_steps
 from realmops.train.loop import Context, epoch_rows, fit
 from realmops.train.optimiser import Group
 
-STARTS = 10  # passages that a path may start from
-LINKED = 5  # passages that it may go on to, the best by BM25
-BEAM = 3  # starts that are followed
+STARTS = 10  # candidates for the first passage, the best by BM25
+LINKED = 5  # candidates for the second passage, the best linked ones by BM25
+BEAM = 3  # first passages that are expanded
 WEIGHTS, SHAPE = "path.safetensors", "path.json"
 
 
 class PathScorer(nn.Module):
-    """An encoder over question and passage, and a recurrent state of the path; a choice is worth state . passage."""
+    """Encoder of question and passage, and recurrent state of the path; the logit of a choice is state . passage."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
@@ -56,18 +58,27 @@ class PathScorer(nn.Module):
 
 @dataclass(frozen=True)
 class PathLesson:
-    """What one question teaches: the starts, one of them that leads to an answer, and where it may go on."""
+    """Training example of one question: candidates and targets of both steps.
 
-    question: np.ndarray  # wordpieces
+    Attributes:
+        question: wordpieces.
+        starts: candidates of the first step.
+        is_right_start: targets of the first step, bool [len(starts)].
+        first: index in ``starts`` of the passage that the second step continues.
+        linked: candidates of the second step.
+        is_right_next: targets of the second step, bool [1 + len(linked)]: the end of the path, then ``linked``.
+    """
+
+    question: np.ndarray
     starts: list[int]
-    right_start: np.ndarray  # bool, of the starts
-    first: int  # place in starts
+    is_right_start: np.ndarray
+    first: int
     linked: list[int]
-    right_next: np.ndarray  # bool, of the end of the path and then the linked
+    is_right_next: np.ndarray
 
 
 class PathRetriever:
-    """Ranks passages by the likeliest path of one or two that ends in them; behind those comes BM25's order."""
+    """Retriever that ranks passages by the most probable path of one or two that ends in them, then by BM25."""
 
     def __init__(self, scorer: PathScorer, snapshot: Snapshot, options: Finetune, dtype: torch.dtype) -> None:
         self.scorer, self.snapshot, self.options, self.dtype = scorer, snapshot, options, dtype
@@ -77,7 +88,7 @@ class PathRetriever:
 
     @classmethod
     def start(cls, encoder: Encoder, snapshot: Snapshot, options: Finetune, dtype: torch.dtype, seed: int) -> Self:
-        """With a copy of an encoder, and recurrent weights that are normal with deviation 0.02 as BERT's."""
+        """Initialise from a copy of an encoder, with recurrent weights ~ N(0, 0.02^2) as in BERT."""
         scorer, generator = PathScorer(copy.deepcopy(encoder)), torch.Generator().manual_seed(seed_for(seed, "path"))
         with torch.no_grad():
             for name, parameter in scorer.named_parameters():
@@ -89,12 +100,13 @@ class PathRetriever:
     def load(
         cls, folder: Path, snapshot: Snapshot, options: Finetune, device: torch.device, dtype: torch.dtype
     ) -> Self:
+        """Load a scorer saved by ``save``."""
         scorer = PathScorer(described_encoder(json.loads((folder / SHAPE).read_text())))
         scorer.load_state_dict(load_tensors((folder / WEIGHTS).read_bytes()))
         return cls(scorer.to(device), snapshot, options, dtype)
 
     def save(self, folder: Path) -> None:
-        """Write the scorer; the rest is made of the snapshot."""
+        """Write the scorer; all other state is derived from the snapshot."""
         (folder / SHAPE).write_text(json.dumps(self.scorer.bert.describe(), indent=1, sort_keys=True) + "\n")
         (folder / WEIGHTS).write_bytes(save_tensors(cpu_state(self.scorer)))
 
@@ -102,8 +114,8 @@ class PathRetriever:
         ids = self.snapshot.tokenizer.encode(question, add_special_tokens=False).ids
         return np.array(ids[: self.options.query_wordpieces - 2], dtype=np.int64)
 
-    def _read(self, pairs: Sequence[tuple[np.ndarray, int]]) -> Tensor:
-        """[CLS] of a question beside the title and text of a passage, N x D."""
+    def _encode(self, pairs: Sequence[tuple[np.ndarray, int]]) -> Tensor:
+        """Return the [CLS] state of question, title and text for each pair of question and passage, float32 [N, D]."""
         sequences, segments = [], []
         for x, passage in pairs:
             document = np.concatenate([self.snapshot.title_tokens(passage), self.snapshot.body(passage)])
@@ -117,92 +129,95 @@ class PathRetriever:
         return hidden_ND.float()
 
     def _starts(self, question: str) -> list[int]:
-        found: list[int] = rank(self.bm25, [question], min(STARTS, len(self.bm25)))[0].tolist()
-        return found
+        starts: list[int] = rank(self.bm25, [question], min(STARTS, len(self.bm25)))[0].tolist()
+        return starts
 
     def _linked(self, question: str, passage: int) -> list[int]:
         linked = self.links.of(passage)
-        found: list[int] = linked[top(self.bm25.score_of(question, linked), LINKED)].tolist() if len(linked) else []
-        return found
+        if not len(linked):
+            return []
+        best: list[int] = linked[top(self.bm25.score_of(question, linked), LINKED)].tolist()
+        return best
 
     def lesson(self, question: Question) -> PathLesson | None:
-        """What a question teaches; None where no path of two leads to an answer."""
+        """Build the training example of a question, or None if no path of up to two passages leads to an answer."""
         starts = self._starts(question.question)
 
-        def right(passages: list[int]) -> np.ndarray:
+        def is_right(passages: list[int]) -> np.ndarray:
             texts = map(self.snapshot.text, passages)
-            there = np.array([contains_answer(t, question.answers, question.match_rule) for t in texts], dtype=bool)
-            return there & ~np.isin(passages, self.sources.of(question))
+            has_answer = [contains_answer(text, question.answers, question.match_rule) for text in texts]
+            return np.array(has_answer, dtype=bool) & ~np.isin(passages, self.sources.of(question))
 
-        right_start = right(starts)
-        order = np.argsort(~right_start, kind="stable").tolist()  # a start with the answer before one that leads to it
-        for first in order:
+        has_answer = is_right(starts)
+        for first in np.argsort(~has_answer, kind="stable").tolist():  # starts with the answer first
             linked = self._linked(question.question, starts[first])
-            right_next = np.array([right_start[first], *right(linked)])
-            if right_next.any():
-                leads = right_start if right_start.any() else np.arange(len(starts)) == first
-                return PathLesson(self._wordpieces(question.question), starts, leads, first, linked, right_next)
+            is_right_next = np.array([has_answer[first], *is_right(linked)])
+            if is_right_next.any():
+                is_right_start = has_answer if has_answer.any() else np.arange(len(starts)) == first
+                x = self._wordpieces(question.question)
+                return PathLesson(x, starts, is_right_start, first, linked, is_right_next)
         return None
 
     def loss(self, lessons: Sequence[PathLesson]) -> Tensor:
-        """-log p of the right first and second steps, the mean over questions."""
+        """Return the negative log likelihood of correct first and second steps, averaged over questions."""
         pairs = [(lesson.question, passage) for lesson in lessons for passage in (*lesson.starts, *lesson.linked)]
-        read_ND = self._read(pairs)
+        encoded_ND = self._encode(pairs)
         losses = []
-        place = 0
+        row = 0
         for lesson in lessons:
-            start_CD = read_ND[place : place + len(lesson.starts)]
-            place += len(lesson.starts)
-            next_CD = torch.cat([self.scorer.end[None], read_ND[place : place + len(lesson.linked)]])
-            place += len(lesson.linked)
+            start_CD = encoded_ND[row : row + len(lesson.starts)]
+            row += len(lesson.starts)
+            next_CD = torch.cat([self.scorer.end[None], encoded_ND[row : row + len(lesson.linked)]])
+            row += len(lesson.linked)
             state_D = self.scorer.step(start_CD[lesson.first], self.scorer.begin)
-            for choice_CD, state, right in (
-                (start_CD, self.scorer.begin, lesson.right_start),
-                (next_CD, state_D, lesson.right_next),
+            for choice_CD, state, is_right in (
+                (start_CD, self.scorer.begin, lesson.is_right_start),
+                (next_CD, state_D, lesson.is_right_next),
             ):
-                right_C = torch.from_numpy(right).to(self.device)
-                losses.append(marginal_span_loss((choice_CD @ state)[None], right_C[None]))
+                is_right_C = torch.from_numpy(is_right).to(self.device)
+                losses.append(marginal_span_loss((choice_CD @ state)[None], is_right_C[None]))
         return torch.cat(losses).sum() / len(lessons)
 
     @torch.no_grad()
     def rank(self, questions: Sequence[str], k: int) -> Rows:
-        """The best k passages of each question, best first, int64 [Q, k]; -1 where there are fewer passages."""
+        """Return the k best passages of each question, best first, int64 [Q, k], padded with -1."""
         self.scorer.eval()
         ranking = np.full((len(questions), k), -1, np.int64)
         for row, question in enumerate(questions):
             paths = self._paths(question)
-            by_words = rank(self.bm25, [question], min(k, len(self.bm25)))[0].tolist()
-            best = dict.fromkeys([*sorted(paths, key=lambda p: -paths[p]), *by_words])
-            chosen = list(best)[:k]
-            ranking[row, : len(chosen)] = chosen
+            lexical = rank(self.bm25, [question], min(k, len(self.bm25)))[0].tolist()
+            merged = dict.fromkeys([*sorted(paths, key=lambda p: -paths[p]), *lexical])
+            best = list(merged)[:k]
+            ranking[row, : len(best)] = best
         return ranking
 
     def _paths(self, question: str) -> dict[int, float]:
-        """log p of the likeliest path that ends in a passage, by passage."""
+        """Return the log probability of the most probable path that ends in each passage."""
         x, starts = self._wordpieces(question), self._starts(question)
-        start_CD = self._read([(x, passage) for passage in starts])
+        start_CD = self._encode([(x, passage) for passage in starts])
         log_start_C = (start_CD @ self.scorer.begin).log_softmax(0)
-        kept = log_start_C.topk(min(BEAM, len(starts))).indices.tolist()
-        linked = [self._linked(question, starts[i]) for i in kept]
+        beam = log_start_C.topk(min(BEAM, len(starts))).indices.tolist()
+        linked = [self._linked(question, starts[i]) for i in beam]
         pairs = [(x, passage) for passages in linked for passage in passages]
-        next_ND = self._read(pairs) if pairs else start_CD[:0]
-        found: dict[int, float] = {}
-        place = 0
-        for i, passages in zip(kept, linked, strict=True):
-            choice_CD = torch.cat([self.scorer.end[None], next_ND[place : place + len(passages)]])
-            place += len(passages)
+        next_ND = self._encode(pairs) if pairs else start_CD[:0]
+        best: dict[int, float] = {}
+        row = 0
+        for i, passages in zip(beam, linked, strict=True):
+            choice_CD = torch.cat([self.scorer.end[None], next_ND[row : row + len(passages)]])
+            row += len(passages)
             log_next_C = (choice_CD @ self.scorer.step(start_CD[i], self.scorer.begin)).log_softmax(0)
             for passage, value in zip([starts[i], *passages], (log_start_C[i] + log_next_C).tolist(), strict=True):
-                found[passage] = max(value, found.get(passage, -np.inf))
-        return found
+                best[passage] = max(value, best.get(passage, -np.inf))
+        return best
 
 
 def train_paths(
     context: Context, retriever: PathRetriever, lessons: Sequence[PathLesson], options: Finetune, optimiser: Optimiser
 ) -> int:
-    """Train the scorer; epochs, questions of a batch and learning rate are those of the reader.
+    """Train the scorer with the reader's epochs, batch size and learning rate.
 
-    Returns the journal's length at the end.
+    Returns:
+        Length of the journal at the end.
     """
     rows_of = epoch_rows(context, len(lessons), options.batch_size)
 

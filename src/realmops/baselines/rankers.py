@@ -1,4 +1,4 @@
-"""What finds passages where the retriever is none of ours (``finetune.retriever``): words, links, paths."""
+"""Passage rankers that replace the dense retriever (``finetune.retriever``): lexical, by links, by paths."""
 
 from functools import partial
 
@@ -9,24 +9,28 @@ from realmops.baselines.tfidf import TfIdf
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.search.bm25 import Bm25, Lexical, rank, titled_texts
 
-DENSE = ("pretrain", "ict")
+DENSE = ("pretrain", "ict")  # values of finetune.retriever without a ranker
 
 
 def ranker_of(
     retriever: str, snapshot: Snapshot, path: PathRetriever | None = None, remembered: int | None = None
 ) -> Ranker | None:
-    """What finds passages by words or links; None for a dense retriever.
+    """Build the ranker of a baseline retriever; return None for a dense retriever.
 
-    ``path`` is the trained one, for ``finetune.retriever: path``.
+    Args:
+        retriever: value of ``finetune.retriever``.
+        snapshot: the corpus.
+        path: trained retriever, for ``finetune.retriever: path``.
+        remembered: cache size of the ranker.
     """
     if retriever in DENSE:
         return None
     if path is not None:
         return Ranker(path.rank, remembered, path.save)
-    words: Lexical
+    lexical: Lexical
     if retriever == "tfidf":
-        words = TfIdf(titled_texts(snapshot))
+        lexical = TfIdf(titled_texts(snapshot))
     else:
         bm25 = Bm25.of(snapshot)
-        words = Graph(bm25, Links(snapshot)) if retriever == "graph" else bm25
-    return Ranker(partial(rank, words), remembered)
+        lexical = Graph(bm25, Links(snapshot)) if retriever == "graph" else bm25
+    return Ranker(partial(rank, lexical), remembered)

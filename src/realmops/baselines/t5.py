@@ -1,6 +1,6 @@
-"""Closed-book question answering: T5 writes the answer and retrieves nothing (paper, Table 1; Roberts et al. 2020).
+"""Closed-book question answering: T5 generates the answer without retrieval (paper, Table 1; Roberts et al. 2020).
 
-What it knows it has from span corruption over the corpus (Raffel et al. 2020), or from its published weights.
+Its knowledge is from span corruption on the corpus (Raffel et al. 2020), or from published weights.
 
 Shape suffixes: B sequences of a batch, L input wordpieces, T target wordpieces, N target wordpieces of all
 sequences, V vocabulary.
@@ -33,16 +33,21 @@ from realmops.train.loop import Context, DeferredMetrics, epoch_rows, fit
 from realmops.train.optimiser import Group
 
 FILE = "closed_book.json"
-HIDDEN_SHARE, SPAN_LENGTH = 0.15, 3  # of a passage's wordpieces; mean, in wordpieces
-SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))  # T5's names
-JOIN = "<join>"  # between two pieces without a blank: WordPiece forgets how "12,340" was written
+NOISE_DENSITY, MEAN_SPAN_LENGTH = 0.15, 3  # share of a passage's wordpieces; wordpieces
+SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))  # as in T5
+JOIN = "<join>"  # between two pieces without a space: WordPiece cannot restore "12,340"
 
 
 @dataclass(frozen=True)
 class ClosedBook(Answering):
-    """A sequence-to-sequence model and its tokenizer; ``net`` is a T5ForConditionalGeneration of transformers.
+    """A T5 model with its tokenizer.
 
-    ``vocabulary_hash`` is None for a pre-trained T5, which has a tokenizer of its own.
+    Attributes:
+        net: T5ForConditionalGeneration of transformers.
+        tokenizer: tokenizer with sentinels.
+        question_wordpieces: maximum length of a question, end of sequence included.
+        answer_wordpieces: maximum length of an answer, end of sequence included.
+        vocabulary_hash: hash of the snapshot's vocabulary; None for a pre-trained T5 with a different tokenizer.
     """
 
     kind = "t5"
@@ -54,22 +59,22 @@ class ClosedBook(Answering):
     vocabulary_hash: str | None
 
     def __post_init__(self) -> None:
-        self.tokenizer.encode_special_tokens = True  # "<join>" in a text is text
+        self.tokenizer.encode_special_tokens = True  # parse "<join>" in a text as text
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
 
     @classmethod
     def build(cls, options: ClosedBookOptions, snapshot: Snapshot, shape: Any, seed: int) -> Self:
-        """The model that ``init`` names: ``small`` has the reader's shape in encoder and decoder each."""
+        """Build the model of ``closed_book.init``; ``small`` has an encoder and a decoder in the reader's shape."""
         if options.init == "small":
-            tokenizer = _tokenizer_of(snapshot)
-            net, vocabulary_hash = _small(tokenizer, shape, seed), snapshot.vocabulary_hash
+            tokenizer = _add_sentinels(snapshot)
+            net, vocabulary_hash = _build_small(tokenizer, shape, seed), snapshot.vocabulary_hash
         else:
             (net, tokenizer), vocabulary_hash = _open(encoder_folder(options.init, T5)), None
         return cls(net, tokenizer, options.question_wordpieces, options.answer_wordpieces, vocabulary_hash)
 
     def save(self, folder: Path) -> None:
-        """Write the net as transformers does, the tokenizer and the limits into a stage folder."""
+        """Write the model in the format of transformers, the tokenizer and the limits into a stage folder."""
         self.net.save_pretrained(folder)
         self.tokenizer.save(str(folder / TOKENIZER))
         limits = {"question_wordpieces": self.question_wordpieces, "answer_wordpieces": self.answer_wordpieces}
@@ -77,44 +82,46 @@ class ClosedBook(Answering):
 
     @classmethod
     def open(cls, folder: Path, snapshot: Snapshot, device: torch.device) -> Self:
-        """Read a saved model onto a device; ValueError when it was trained with another vocabulary."""
+        """Load a saved model onto a device; raise ValueError if it was trained with another vocabulary."""
         values = read_json(folder / FILE)
         trained_with = values["vocabulary_hash"]
         if trained_with not in (None, snapshot.vocabulary_hash):
             raise ValueError(
-                f"{folder}: trained with the vocabulary {trained_with[:12]}, the snapshot has "
+                f"{folder}: trained with the vocabulary {trained_with[:12]}, but the snapshot has "
                 f"{snapshot.vocabulary_hash[:12]}; train the closed-book model again"
             )
         net, tokenizer = _open(folder)
         return cls(net.to(device), tokenizer, **values)
 
     @cached_property
-    def sentinels(self) -> np.ndarray:
-        """The ids that stand for hidden spans, in the order of their use."""
+    def sentinel_ids(self) -> np.ndarray:
+        """Ids that replace masked spans, in the order of their use."""
         return np.array([self.tokenizer.token_to_id(name) for name in SENTINELS])
 
     @property
-    def padding(self) -> int:
-        """The id of padding, which also begins every target."""
+    def pad_id(self) -> int:
+        """Id of padding, which is also the decoder's start token."""
         return int(self.net.config.pad_token_id)
 
     @property
-    def end(self) -> int:
-        """The id behind every input and every target."""
+    def eos_id(self) -> int:
+        """Id at the end of every input and target."""
         return int(self.net.config.eos_token_id)
 
-    def wordpieces(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text without special tokens, int64."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
-    def ended(self, ids: np.ndarray) -> np.ndarray:
-        """A sequence with the end behind it."""
-        return np.append(ids, self.end)
+    def append_eos(self, ids: np.ndarray) -> np.ndarray:
+        """Return ``ids`` with the end-of-sequence id appended."""
+        return np.append(ids, self.eos_id)
 
-    def question(self, text: str) -> np.ndarray:
-        return self.ended(self.wordpieces(text)[: self.question_wordpieces - 1])
+    def encode_question(self, text: str) -> np.ndarray:
+        """Return a question as input, truncated to ``question_wordpieces``."""
+        return self.append_eos(self.encode(text)[: self.question_wordpieces - 1])
 
-    def target(self, answer: str) -> np.ndarray:
-        """An answer as target; with WordPiece a mark joins pieces that no blank parts, as in "12,340"."""
+    def encode_target(self, answer: str) -> np.ndarray:
+        """Return an answer as target; for WordPiece, ``JOIN`` is inserted between pieces without a space ("12,340")."""
         encoding, join = self.tokenizer.encode(answer, add_special_tokens=False), self.tokenizer.token_to_id(JOIN)
         ids: list[int] = []
         end = -1
@@ -123,20 +130,21 @@ class ClosedBook(Answering):
                 ids.append(join)
             ids.append(piece)
             end = stop
-        return self.ended(np.array(ids[: self.answer_wordpieces - 1], dtype=np.int64))
+        return self.append_eos(np.array(ids[: self.answer_wordpieces - 1], dtype=np.int64))
 
-    def text(self, ids: Sequence[int]) -> str:
-        unwritten = {self.padding, self.end, *self.sentinels.tolist()}
-        return str(self.tokenizer.decode([i for i in ids if i not in unwritten], skip_special_tokens=False))
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, without padding, end and sentinels."""
+        skipped = {self.pad_id, self.eos_id, *self.sentinel_ids.tolist()}
+        return str(self.tokenizer.decode([i for i in ids if i not in skipped], skip_special_tokens=False))
 
     def loss(
         self, inputs: Sequence[np.ndarray], targets: Sequence[np.ndarray], dtype: torch.dtype
     ) -> tuple[Tensor, DeferredMetrics]:
-        """Mean cross entropy of the targets' wordpieces; logs the share of them that is the most likely one."""
+        """Return the mean cross entropy of the targets' wordpieces, and their accuracy as a deferred metric."""
         self.net.train()
         input_BL, is_input_BL = self._padded(inputs)
         target_BT, is_target_BT = self._padded(targets)
-        before_BT = F.pad(target_BT[:, :-1], (1, 0), value=self.padding)
+        before_BT = F.pad(target_BT[:, :-1], (1, 0), value=self.pad_id)
         with autocast(self.net.device, dtype):
             logits_BTV = self.net(
                 input_ids=input_BL, attention_mask=is_input_BL, decoder_input_ids=before_BT, use_cache=False
@@ -148,64 +156,65 @@ class ClosedBook(Answering):
         )
 
     def check(self, question: str) -> None:
-        """Every question can be asked: what is too long is cut."""
+        """Accept every question: long ones are truncated."""
 
     def find(self, questions: Sequence[Question], ranked: int = 0) -> list[Found]:
+        """Return questions without passages."""
         return [Found(question, (), (), (), ()) for question in questions]
 
     @torch.no_grad()
     def read(self, found: Sequence[Found], asked_about: Sequence[str | None] = ()) -> list[Answer]:
-        """Greedy answers that rest on no passage, with the logarithm of their probability, the end included.
+        """Decode answers greedily, with their log probability including the end of sequence.
 
-        Of another answer than the one given the probability is not known here: ``asked_about`` has none.
+        The probability of other answers is not available, so that ``asked_about`` must be empty.
         """
-        assert not any(asked_about), "only what is read can be asked about"
+        assert not any(asked_about), "a closed-book model cannot score given answers"
         self.net.eval()
         greedy = _transformers().GenerationConfig(
             max_new_tokens=self.answer_wordpieces,
             do_sample=False,
             num_beams=1,
-            pad_token_id=self.padding,
-            eos_token_id=self.end,
-            decoder_start_token_id=self.padding,
+            pad_token_id=self.pad_id,
+            eos_token_id=self.eos_id,
+            decoder_start_token_id=self.pad_id,
         )
-        input_BL, is_input_BL = self._padded([self.question(one.question.question) for one in found])
-        said = self.net.generate(
+        input_BL, is_input_BL = self._padded([self.encode_question(item.question.question) for item in found])
+        output = self.net.generate(
             input_BL,
             attention_mask=is_input_BL,
             generation_config=greedy,
             output_logits=True,
             return_dict_in_generate=True,
         )
-        token_BT = said.sequences[:, 1:]
-        log_BTV = torch.stack(said.logits, 1).float().log_softmax(-1)
+        token_BT = output.sequences[:, 1:]
+        log_BTV = torch.stack(output.logits, 1).float().log_softmax(-1)
         log_BT = log_BTV.gather(-1, token_BT[..., None]).squeeze(-1)
-        is_over_BT = F.pad((token_BT == self.end).cumsum(1), (1, -1)) > 0
+        is_over_BT = F.pad((token_BT == self.eos_id).cumsum(1), (1, -1)) > 0
         log_B = log_BT.masked_fill(is_over_BT, 0.0).sum(1)
         return [
-            Answer(one.question.question, None, log_p, said=self.text(tokens))
-            for one, tokens, log_p in zip(found, token_BT.tolist(), log_B.tolist(), strict=True)
+            Answer(item.question.question, None, log_p, said=self.decode(tokens))
+            for item, tokens, log_p in zip(found, token_BT.tolist(), log_B.tolist(), strict=True)
         ]
 
     def _padded(self, sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """The sequences as rows, and which of their places are filled: no text has the piece of padding."""
+        """Return sequences as padded rows, and the mask of real tokens; no text contains the padding id."""
         rows = [torch.from_numpy(sequence) for sequence in sequences]
-        ids = pad_sequence(rows, batch_first=True, padding_value=self.padding).to(self.net.device)
-        return ids, ids != self.padding
+        ids = pad_sequence(rows, batch_first=True, padding_value=self.pad_id).to(self.net.device)
+        return ids, ids != self.pad_id
 
 
 def span_corruption(
     tokens: np.ndarray, sentinels: np.ndarray, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Input and target of T5's pre-training, both without the end (Raffel et al. 2020, section 3.1.4).
+    """Return input and target of T5's pre-training without end of sequence (Raffel et al. 2020, section 3.1.4).
 
-    15 % of the wordpieces are hidden, in spans of 3 on average that lie anywhere but not side by side.  In the
-    input one sentinel stands for each span; the target is each sentinel with the span behind it.
+    15 % of the wordpieces are masked, in random spans of 3 on average that are not adjacent. In the input one sentinel
+    replaces each span; the target is each sentinel followed by its span.
     """
-    hidden = max(1, round(HIDDEN_SHARE * len(tokens)))
-    spans = min(max(1, round(hidden / SPAN_LENGTH)), len(sentinels))
-    widths = _parts(hidden, spans, rng)
-    gaps = _parts(len(tokens) - hidden + 2, spans + 1, rng)
+    masked = max(1, round(NOISE_DENSITY * len(tokens)))
+    spans = min(max(1, round(masked / MEAN_SPAN_LENGTH)), len(sentinels))
+    widths = _random_partition(masked, spans, rng)
+    gaps = _random_partition(len(tokens) - masked + 2, spans + 1, rng)
     gaps[[0, -1]] -= 1  # a span may begin or end the text
     starts = np.cumsum(gaps[:-1]) + np.cumsum(widths) - widths
     inputs: list[np.ndarray] = []
@@ -218,8 +227,8 @@ def span_corruption(
     return np.concatenate([*inputs, tokens[end:]]), np.concatenate(target)
 
 
-def _parts(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """``count`` numbers of at least 1 that add up to ``total``, all such rows equally likely."""
+def _random_partition(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Return ``count`` positive integers that sum to ``total``, drawn uniformly from all such sequences."""
     borders = 1 + np.sort(rng.permutation(total - 1)[: count - 1])
     return np.diff(borders, prepend=0, append=total)
 
@@ -227,14 +236,15 @@ def _parts(total: int, count: int, rng: np.random.Generator) -> np.ndarray:
 def pretrain(
     context: Context, model: ClosedBook, snapshot: Snapshot, options: ClosedBookOptions, optimiser: Optimiser
 ) -> int:
-    """Span corruption over title and body of passages drawn at random; returns the journal's length at the end.
+    """Pre-train by span corruption on title and body of random passages; long bodies are cropped at random.
 
-    Of a passage that is too long, a random part of the body stays.
+    Returns:
+        Length of the journal at the end.
     """
 
     def passage(number: int, rng: np.random.Generator) -> np.ndarray:
-        title = model.wordpieces(snapshot.title(number))[: options.passage_wordpieces // 2]
-        body = model.wordpieces(snapshot.text(number))
+        title = model.encode(snapshot.title(number))[: options.passage_wordpieces // 2]
+        body = model.encode(snapshot.text(number))
         room = options.passage_wordpieces - 1 - len(title)
         start = int(rng.integers(max(0, len(body) - room) + 1))
         return np.concatenate([title, body[start : start + room]])
@@ -242,8 +252,8 @@ def pretrain(
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         rng = context.rng("batch", step)
         numbers = rng.integers(len(snapshot), size=options.batch_size).tolist()
-        examples = [span_corruption(passage(number, rng), model.sentinels, rng) for number in numbers]
-        inputs, targets = ([model.ended(ids) for ids in side] for side in zip(*examples, strict=True))
+        examples = [span_corruption(passage(number, rng), model.sentinel_ids, rng) for number in numbers]
+        inputs, targets = ([model.append_eos(ids) for ids in side] for side in zip(*examples, strict=True))
         return model.loss(inputs, targets, context.dtype)
 
     groups = [Group("closed_book", model.net.to(context.device), options.learning_rate)]
@@ -252,12 +262,12 @@ def pretrain(
 
 
 def answered_in_words(questions: Sequence[Question]) -> list[Question]:
-    """The questions to train on: those whose answers are no regular expressions; ValueError when there is none."""
+    """Return the questions whose answers are not regular expressions; raise ValueError if there are none."""
     usable = [question for question in questions if not question.is_regex]
     if not usable:
         raise ValueError(
-            f"the answers of all {len(questions)} training questions are regular expressions, which are no text to "
-            "learn; name a file with answers in words as questions.train"
+            f"the answers of all {len(questions)} training questions are regular expressions, but training needs "
+            "texts; set questions.train to a file with literal answers"
         )
     return usable
 
@@ -265,13 +275,16 @@ def answered_in_words(questions: Sequence[Question]) -> list[Question]:
 def finetune(
     context: Context, model: ClosedBook, questions: Sequence[Question], options: ClosedBookOptions, optimiser: Optimiser
 ) -> int:
-    """From question to one of its answers, drawn anew each time; returns the journal's length at the end.
+    """Fine-tune on pairs of a question and one of its answers, drawn at random in each epoch.
 
-    Questions that ``answered_in_words`` leaves out are left out; every epoch has an order of its own.
+    Only the questions of ``answered_in_words`` are used; their order is shuffled in each epoch.
+
+    Returns:
+        Length of the journal at the end.
     """
     questions = answered_in_words(questions)
-    inputs = [model.question(q.question) for q in questions]
-    targets = [[model.target(answer) for answer in q.answers] for q in questions]
+    inputs = [model.encode_question(q.question) for q in questions]
+    targets = [[model.encode_target(answer) for answer in q.answers] for q in questions]
     rows_of = epoch_rows(context, len(questions), options.batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
@@ -285,7 +298,7 @@ def finetune(
 
 
 def _transformers() -> Any:
-    """Import transformers, without its log lines and progress bars."""
+    """Import transformers without its log messages and progress bars."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -293,10 +306,10 @@ def _transformers() -> Any:
     return transformers
 
 
-def _tokenizer_of(snapshot: Snapshot) -> Tokenizer:
-    """The snapshot's tokenizer with ids for joins and sentinels behind its own."""
+def _add_sentinels(snapshot: Snapshot) -> Tokenizer:
+    """Return a copy of the snapshot's tokenizer with additional ids for sentinels, and for ``JOIN`` with WordPiece."""
     tokenizer = Tokenizer.from_str(snapshot.tokenizer.to_str())
-    if not isinstance(tokenizer.decoder, decoders.WordPiece):  # blanks are parts of its pieces
+    if not isinstance(tokenizer.decoder, decoders.WordPiece):  # its pieces contain spaces
         tokenizer.add_special_tokens(list(SENTINELS))
         return tokenizer
     tokenizer.add_special_tokens([JOIN, *SENTINELS])
@@ -306,8 +319,8 @@ def _tokenizer_of(snapshot: Snapshot) -> Tokenizer:
     return tokenizer
 
 
-def _small(tokenizer: Tokenizer, shape: Any, seed: int) -> Any:
-    """Return a T5 with the shape of an encoder's configuration twice, and T5's own start values."""
+def _build_small(tokenizer: Tokenizer, shape: Any, seed: int) -> Any:
+    """Build a T5 whose encoder and decoder have the shape of an encoder's configuration, initialised as in T5."""
     transformers, special = _transformers(), SpecialTokens.of(tokenizer)
     config = transformers.T5Config(
         vocab_size=tokenizer.get_vocab_size(),
@@ -328,16 +341,16 @@ def _small(tokenizer: Tokenizer, shape: Any, seed: int) -> Any:
 
 
 def _open(folder: Path) -> tuple[Any, Tokenizer]:
-    """Model and tokenizer of a folder; ValueError names what is damaged or no T5."""
+    """Load model and tokenizer of a folder; raise ValueError if it is damaged or not a T5."""
     transformers = _transformers()
     family = read_config(folder).get("model_type")
     if family != "t5":
         raise ValueError(
-            f"{folder / CONFIG}: model_type is {family!r}; only T5 models can be used (model_type t5): choose such a "
-            "model, for example google-t5/t5-base"
+            f"{folder / CONFIG}: model_type is {family!r}; only T5 models are supported (model_type t5); use for "
+            "example google-t5/t5-base"
         )
     try:
-        net, found = transformers.T5ForConditionalGeneration.from_pretrained(
+        net, loading_info = transformers.T5ForConditionalGeneration.from_pretrained(
             folder,
             use_safetensors=True,
             local_files_only=True,
@@ -346,17 +359,17 @@ def _open(folder: Path) -> tuple[Any, Tokenizer]:
             output_loading_info=True,
         )
         tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
-    except Exception as error:  # whatever the libraries stumble over: the folder is of no use
+    except Exception as error:  # the libraries raise many types for damaged files
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{folder}: no T5 that can be read ({type(error).__name__}: {reason}); fetch it again"
+            f"{folder}: T5 model cannot be loaded ({type(error).__name__}: {reason}); download it again"
         ) from None
-    if missing := sorted(found["missing_keys"]):
-        raise ValueError(f"{folder}: the parameter {missing[0]} is missing; it is no whole T5: fetch it again")
+    if missing := sorted(loading_info["missing_keys"]):
+        raise ValueError(f"{folder}: T5 model is incomplete: parameter {missing[0]} is missing; download it again")
     ids = [tokenizer.token_to_id(name) for name in SENTINELS]
     if None in ids or tokenizer.get_vocab_size() > net.config.vocab_size:
         raise ValueError(
-            f"{folder / TOKENIZER}: no tokenizer of this T5, which has {net.config.vocab_size} pieces with "
-            f"{SENTINELS[0]} to {SENTINELS[-1]} among them; fetch the folder again"
+            f"{folder / TOKENIZER}: tokenizer does not match this T5, which has {net.config.vocab_size} pieces "
+            f"including {SENTINELS[0]} to {SENTINELS[-1]}; download the folder again"
         )
     return net, tokenizer

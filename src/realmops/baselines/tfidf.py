@@ -1,4 +1,4 @@
-"""Retrieval by hashed words and pairs of words, as DrQA does it (Chen et al. 2017, section 3.1)."""
+"""TF-IDF retrieval with hashed unigrams and bigrams, as in DrQA (Chen et al. 2017, section 3.1)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,17 +8,20 @@ import numpy as np
 from realmops.search.bm25 import Scores
 from realmops.text.languages import composed
 
-BUCKETS = 1 << 24  # of hashed words and pairs of words
+BUCKETS = 1 << 24  # of hashed unigrams and bigrams
 
 
 class TfIdf:
-    """Scores by the inner product of log(1 + tf) log((P - n + .5) / (n + .5)), n the passages with the pair or word."""
+    """TF-IDF scores of all passages.
+
+    The weight of an n-gram is log(1 + tf) log((P - n + .5) / (n + .5)), with n the number of passages that contain it.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
         try:
             from sklearn.feature_extraction.text import HashingVectorizer
         except ImportError:
-            raise ValueError("TF-IDF needs the package scikit-learn; pip install 'realmops[baselines]'") from None
+            raise ValueError("TF-IDF needs the package scikit-learn; run: pip install 'realmops[baselines]'") from None
 
         self._vectorizer = HashingVectorizer(
             stop_words="english",
@@ -36,10 +39,10 @@ class TfIdf:
         self._weights = counts.tocsc()
 
     def scores(self, query: str) -> Scores:
-        """The inner product with every passage, [P]."""
-        wanted: Any = self._vectorizer.transform([query])
-        known = np.isin(wanted.indices, self._buckets)
-        buckets = wanted.indices[known]
-        weight = np.log1p(wanted.data[known]) * self._idf[np.searchsorted(self._buckets, buckets)]
+        """Return the inner product of the query with every passage, float32 [P]."""
+        counts: Any = self._vectorizer.transform([query])
+        is_known = np.isin(counts.indices, self._buckets)
+        buckets = counts.indices[is_known]
+        weight = np.log1p(counts.data[is_known]) * self._idf[np.searchsorted(self._buckets, buckets)]
         score_P: Scores = (self._weights[:, buckets] @ weight).astype(np.float32)
         return score_P

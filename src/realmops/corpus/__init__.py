@@ -1,1 +1,1 @@
-"""Documents, passages, salient spans and questions: everything that is text. No torch at import."""
+"""Documents, passages, salient spans and questions; does not import torch."""

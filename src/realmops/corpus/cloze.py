@@ -1,12 +1,12 @@
-"""Questions made from the corpus: a salient span is taken out of its sentence, and it is the answer.
+"""Synthetic cloze questions from the corpus: a salient span is cut out of its sentence and becomes the answer.
 
-Only spans that stand in another passage too are taken.  The reader learns from the passage with the sentence; learning
-from the others taught it half as much.  For dev and test the passages with the sentence do not count as evidence
-(``Question.not_in``), so that the answer has to be found elsewhere.
+Only spans that recur in another passage are used.  For training, the evidence is the passage that holds the sentence;
+learning from the other passages taught the reader half as much.  For dev and test, passages that hold the sentence do
+not count as evidence (``Question.not_in``), so that the answer must be retrieved from another passage.
 
-A question is a question word and the clause without the span, in disorder (the noisy clozes of Lewis et al. 2019): else
-the reader learns to lay two equal texts side by side.  Numbers are asked for beside the salient spans.  There are
-question words of twelve languages; where words have no blanks, two characters are moved as a word.
+A question is a question word followed by the shuffled words of the clause without the span (the noisy clozes of Lewis
+et al. 2019): without noise the reader learns to match identical texts.  Numbers are answers as well as salient spans.
+Twelve languages have question words; in scripts without spaces, two characters move as one word.
 """
 
 import re
@@ -20,50 +20,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realmops.artifacts import seed_for
-from realmops.corpus.masking import MOST_PASSAGES, passages_with
+from realmops.corpus.masking import MAX_PASSAGES, count_passages
 from realmops.corpus.question_sets import Question
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.text.languages import ENGLISH, NO_BLANKS, compiled, languages
 from realmops.text.spans import token_spans
 
-DATE, NUMBER = "DATE", "NUMBER"  # labels: of dates by expression, and one that only stands here
-WORDS = {"PER": "who", "PERSON": "who", "LOC": "where", "GPE": "where", DATE: "when", NUMBER: "how many"}  # else: what
-FEWEST_WORDS, MOST_WORDS = 4, 16  # of a clause
-LONGEST_SPAN = 16  # wordpieces
-DROPPED = 0.15  # share of a question's words
-MOVED = 3.0  # places that a word may come nearer to the end
-HELD_OUT = 0.05  # share of the passages whose questions are for dev, and for test
-MOST_HELD_OUT = 500
+DATE, NUMBER = "DATE", "NUMBER"  # labels of dates found by expression, and of numbers (here only)
+# Question word of each label; the default is "what".
+WORDS = {"PER": "who", "PERSON": "who", "LOC": "where", "GPE": "where", DATE: "when", NUMBER: "how many"}
+MIN_WORDS, MAX_WORDS = 4, 16  # per clause
+MAX_SPAN_WORDPIECES = 16
+WORD_DROP_RATE = 0.15
+MAX_SHIFT = 3.0  # words
+HELD_OUT_SHARE = 0.05  # share of the passages for dev, and as many for test
+MAX_HELD_OUT = 500  # questions of dev, and of test
 PARTS = ("train", "dev", "test")
-KIND = "questions"  # of the manifest of a folder of questions
-CLOZE_ID = "cloze-"  # what their ids begin with
+KIND = "questions"  # manifest kind of a folder of questions
+CLOZE_ID = "cloze-"  # id prefix
 _MARKS, _SENTENCE_ENDS = ',;:()"', ".!? "
 _NUMBER, _YEAR = re.compile(r"(?<![\w.,-])\d+(?:[.,]\d+)*(?![\w-])"), re.compile(r"\d{4}")
 _CLAUSE_ENDS = re.compile(r"[;:()]|,(?=\s)")
-# The same in other languages than English.
+# Counterparts for languages other than English.
 _OTHER_MARKS, _OTHER_SENTENCE_ENDS = _MARKS + "，、；：（）「」『』《》“”„«»¿¡", _SENTENCE_ENDS + "。！？"
 _OTHER_LETTER = rf"[\w--[{NO_BLANKS}\p{{Hangul}}]]"
 _OTHER_NUMBER = rf"(?<!{_OTHER_LETTER}|[.,-])\d+(?:[.,]\d+)*(?!{_OTHER_LETTER}|-)"
-# A word, or two characters of a script without blanks; no mark is parted from its character.
+# A word, or two characters of a script without spaces; combining marks stay with their character.
 _OTHER_WORD = rf"(?:[[{NO_BLANKS}]--\p{{M}}]\p{{M}}*){{1,2}}|[^\s{NO_BLANKS}]+"
 _BLANK_BETWEEN_CHARACTERS = rf"(?<=[{NO_BLANKS}]) (?=[{NO_BLANKS}])"
 _OTHER_CLAUSE_ENDS = re.compile(r"[;:()，、；：（）]|,(?=\s)")
 
 
-def clause(before: str, after: str, language: str = ENGLISH) -> tuple[list[str], list[str]] | None:
-    """The words before and behind a gap, of its clause; None where too little is left to ask about.
+def clause_around_gap(before: str, after: str, language: str = ENGLISH) -> tuple[list[str], list[str]] | None:
+    """Return the words before and after a gap within its clause, or None if fewer than ``MIN_WORDS`` remain.
 
-    A clause ends at a mark; where it has few words the whole sentence is taken. Of more than ``MOST_WORDS`` those
-    nearest to the gap are kept.
+    A clause ends at a punctuation mark; if it has too few words, the whole sentence is used. Of more than
+    ``MAX_WORDS`` words those nearest to the gap are kept.
     """
     after = after.rstrip(_SENTENCE_ENDS if language == ENGLISH else _OTHER_SENTENCE_ENDS)
     ends = _CLAUSE_ENDS if language == ENGLISH else _OTHER_CLAUSE_ENDS
     left, right = _words(ends.split(before)[-1], language), _words(ends.split(after)[0], language)
-    if len(left) + len(right) < FEWEST_WORDS:
+    if len(left) + len(right) < MIN_WORDS:
         left, right = _words(before, language), _words(after, language)
-    if len(left) + len(right) < FEWEST_WORDS:
+    if len(left) + len(right) < MIN_WORDS:
         return None
-    while len(left) + len(right) > MOST_WORDS:
+    while len(left) + len(right) > MAX_WORDS:
         if len(left) > len(right):
             left = left[1:]
         else:
@@ -71,53 +72,57 @@ def clause(before: str, after: str, language: str = ENGLISH) -> tuple[list[str],
     return left, right
 
 
-def noisy(left: list[str], right: list[str], rng: np.random.Generator) -> list[str]:
-    """Both halves in a random order, ``DROPPED`` of the words left out, the others moved by up to ``MOVED`` places."""
+def add_noise(left: list[str], right: list[str], rng: np.random.Generator) -> list[str]:
+    """Join both halves in random order, drop words at ``WORD_DROP_RATE``, and shift the rest by up to ``MAX_SHIFT``."""
     words = right + left if rng.random() < 0.5 else left + right
-    kept = np.flatnonzero(rng.random(len(words)) >= DROPPED)
-    kept = kept if len(kept) else np.arange(len(words))
-    return [words[row] for row in kept[np.argsort(np.arange(len(kept)) + MOVED * rng.random(len(kept)), kind="stable")]]
+    rows = np.flatnonzero(rng.random(len(words)) >= WORD_DROP_RATE)
+    rows = rows if len(rows) else np.arange(len(words))
+    order = np.argsort(np.arange(len(rows)) + MAX_SHIFT * rng.random(len(rows)), kind="stable")
+    return [words[row] for row in rows[order]]
 
 
-def numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Numbers that share no wordpiece with a salient span, as rows like those of the spans."""
-    taken = defaultdict(list)
+def find_numbers(snapshot: Snapshot, spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return numbers that share no wordpiece with a salient span, as rows in the layout of ``spans``."""
+    occupied = defaultdict(list)
     for passage, _, _, start, stop in spans.tolist():
-        taken[passage].append((start, stop))
+        occupied[passage].append((start, stop))
     rows = []
     for passage in range(len(snapshot)):
         free = np.ones(len(snapshot.body(passage)), bool)
-        for start, stop in taken[passage]:
+        for start, stop in occupied[passage]:
             free[start:stop] = False
         expression = _NUMBER if snapshot.language_of(passage) == ENGLISH else compiled(_OTHER_NUMBER)
-        found = [match.span() for match in expression.finditer(snapshot.text(passage))]
+        matches = [match.span() for match in expression.finditer(snapshot.text(passage))]
         sentences = snapshot.sentences(passage)
-        for place in token_spans(found, snapshot.chars(passage), sentences):
-            if place is not None and free[place[1] : place[2]].all():
-                rows.append((passage, *sentences[place[0]].tolist(), place[1], place[2]))
+        for span in token_spans(matches, snapshot.chars(passage), sentences):
+            if span is not None and free[span[1] : span[2]].all():
+                rows.append((passage, *sentences[span[0]].tolist(), span[1], span[2]))
     return np.array(rows, np.int64).reshape(-1, 5)
 
 
 def question_word(label: str, answer: str, rng: np.random.Generator, language: str = ENGLISH) -> str:
-    """What begins a question, "" in a language whose words are not known; of a year sometimes "what year"."""
+    """Return the word that begins a question, "" if none is defined for the language.
+
+    A year is asked for with "what year" in half of the cases.
+    """
     asks = WORDS.get(label, "what")
     if label == DATE and _YEAR.fullmatch(answer) and rng.random() < 0.5:
         asks = "what year"
     if language == ENGLISH:
         return asks
-    known = languages()[language].questions.get(asks, "")
-    return known if isinstance(known, str) else str(known[0])
+    translated = languages()[language].questions.get(asks, "")
+    return translated if isinstance(translated, str) else str(translated[0])
 
 
 def _words(text: str, language: str) -> list[str]:
-    """The words of a text, without the marks round them; two characters where a script has no blanks."""
+    """Split a text into words without surrounding marks, or into pairs of characters if the script has no spaces."""
     parts = text.split() if language == ENGLISH else compiled(_OTHER_WORD).findall(text)
     marks = _MARKS if language == ENGLISH else _OTHER_MARKS
     return [part.strip(marks) for part in parts if any(c.isalnum() for c in part)]
 
 
-def as_question(words: Sequence[str], language: str) -> str:
-    """Words as a question, with blanks between them but for scripts without."""
+def format_question(words: Sequence[str], language: str) -> str:
+    """Join words to a question, separated by spaces unless the script has none."""
     if language == ENGLISH:
         return " ".join(words) + "?"
     text = " ".join(word for word in words if word)
@@ -128,73 +133,81 @@ def as_question(words: Sequence[str], language: str) -> str:
 def cloze_questions(
     snapshot: Snapshot, rows: NDArray[np.int64], labels: Sequence[str], seed: int, limit: int
 ) -> list[Question]:
-    """At most one question of each sentence, ``limit`` in all, drawn by the seed.
+    """Generate at most one question per sentence and ``limit`` in total, drawn with the seed.
 
-    ``rows`` are (passage, sentence start, sentence end, span start, span end) of salient spans, with a label each.
+    Args:
+        snapshot: the corpus.
+        rows: (passage, sentence start, sentence end, span start, span end) of each salient span, in wordpieces.
+        labels: label of each span.
+        seed: seed of the draw and of the noise.
+        limit: maximum number of questions.
     """
-    more = numbers(snapshot, rows)
-    rows, labels = np.concatenate([rows, more]), [*labels, *[NUMBER] * len(more)]
-    known: dict[bytes, list[int]] = defaultdict(list)
+    numbers = find_numbers(snapshot, rows)
+    rows, labels = np.concatenate([rows, numbers]), [*labels, *[NUMBER] * len(numbers)]
+    passages_of: dict[bytes, list[int]] = defaultdict(list)
     for passage in range(len(snapshot)):
         body = snapshot.body(passage)
         for first, end in snapshot.sentences(passage).tolist():
-            known[body[first:end].tobytes()].append(passage)
-    there = passages_with(snapshot, rows, LONGEST_SPAN)
-    short = rows[:, 4] - rows[:, 3] <= LONGEST_SPAN
-    usable = np.flatnonzero((there >= 2) & (there <= MOST_PASSAGES) & short)
+            passages_of[body[first:end].tobytes()].append(passage)
+    counts = count_passages(snapshot, rows, MAX_SPAN_WORDPIECES)
+    is_short = rows[:, 4] - rows[:, 3] <= MAX_SPAN_WORDPIECES
+    usable = np.flatnonzero((counts >= 2) & (counts <= MAX_PASSAGES) & is_short)
     rng = np.random.default_rng(seed_for(seed, "cloze"))
     drawn = rng.permutation(usable)
     questions: list[Question] = []
-    asked: set[bytes] = set()
+    used_sentences: set[bytes] = set()
     for row in drawn.tolist():
         passage, first, end, start, stop = rows[row].tolist()
         sentence = snapshot.body(passage)[first:end].tobytes()
-        sources = sorted(set(known[sentence]))
-        if sentence in asked or there[row] <= len(sources):  # it stands nowhere but in copies of the sentence
+        sources = sorted(set(passages_of[sentence]))
+        if sentence in used_sentences or counts[row] <= len(sources):  # all passages are copies of the sentence
             continue
         text, chars = snapshot.text(passage), snapshot.chars(passage)
         before, after = text[chars[first, 0] : chars[start, 0]], text[chars[stop - 1, 1] : chars[end - 1, 1]]
         language = snapshot.language_of(passage)
-        parts = clause(before, after, language)
+        parts = clause_around_gap(before, after, language)
         if parts is None:
             continue
-        asked.add(sentence)
+        used_sentences.add(sentence)
         answer = text[chars[start, 0] : chars[stop - 1, 1]]
-        question = as_question([question_word(labels[row], answer, rng, language), *noisy(*parts, rng)], language)
+        words = [question_word(labels[row], answer, rng, language), *add_noise(*parts, rng)]
         not_in = tuple(dict.fromkeys(snapshot.passage_id(p) for p in sources))
-        said = "" if language == ENGLISH else language
-        questions.append(Question(f"{CLOZE_ID}{len(questions)}", question, (answer,), not_in=not_in, language=said))
+        code = "" if language == ENGLISH else language
+        question, number = format_question(words, language), len(questions)
+        questions.append(Question(f"{CLOZE_ID}{number}", question, (answer,), not_in=not_in, language=code))
         if len(questions) == limit:
             break
     return questions
 
 
 def split(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]:
-    """Questions for train, dev and test, each made from passages of its own; ValueError where there are too few.
+    """Split questions into train, dev and test so that no source passage is shared between parts.
 
-    Those for train may be answered by the passage that they were made from, which is named instead of left out.
+    ``HELD_OUT_SHARE`` of the passages go to dev and as many to test, with at most ``MAX_HELD_OUT`` questions each. A
+    question whose source passages belong to several parts is dropped. Training questions may be answered by the passage
+    that they were made from: it becomes their ``passage_id`` instead of an entry of ``not_in``.
 
-    A share ``HELD_OUT`` of the passages is for dev and as many for test, of whose questions the first are taken.
-    A question whose passages are of several parts is left out.
+    Raises:
+        ValueError: If the questions come from fewer than three passages.
     """
     passages = sorted({question.not_in[0] for question in questions})
     if len(passages) < len(PARTS):
         raise ValueError(
-            f"{len(questions)} questions from {len(passages)} passages can be made of the corpus, and train, dev and "
-            "test want passages of their own; give more documents, or find more spans (the section tag): a span "
-            "counts when it stands in another passage too"
+            f"too few cloze questions: {len(questions)} questions from {len(passages)} passages; train, dev and test "
+            "need at least one passage each; give more documents, or find more spans (the section tag): a span "
+            "counts if it recurs in another passage"
         )
-    held_out = max(1, round(HELD_OUT * len(passages)))
-    drawn = np.random.default_rng(seed_for(seed, "cloze split")).permutation(len(passages))
-    part_of = {passages[row]: "train" for row in drawn.tolist()}
-    part_of |= {passages[row]: "dev" for row in drawn[:held_out].tolist()}
-    part_of |= {passages[row]: "test" for row in drawn[held_out : 2 * held_out].tolist()}
+    held_out = max(1, round(HELD_OUT_SHARE * len(passages)))
+    order = np.random.default_rng(seed_for(seed, "cloze split")).permutation(len(passages))
+    part_of = {passages[row]: "train" for row in order.tolist()}
+    part_of |= {passages[row]: "dev" for row in order[:held_out].tolist()}
+    part_of |= {passages[row]: "test" for row in order[held_out : 2 * held_out].tolist()}
     parts: dict[str, list[Question]] = {name: [] for name in PARTS}
-    # the few of dev and test choose first among the passages that are never a first source
+    # dev and test, which have few questions, claim secondary source passages before train does
     for question in sorted(questions, key=lambda q: part_of[q.not_in[0]] == "train"):
         name = part_of[question.not_in[0]]
-        own = {part_of.get(passage, name) for passage in question.not_in}
-        if own == {name} and (name == "train" or len(parts[name]) < MOST_HELD_OUT):
+        source_parts = {part_of.get(passage, name) for passage in question.not_in}
+        if source_parts == {name} and (name == "train" or len(parts[name]) < MAX_HELD_OUT):
             parts[name].append(question)
             part_of |= dict.fromkeys(question.not_in, name)
     parts["train"] = [replace(q, passage_id=q.not_in[0], not_in=()) for q in parts["train"]]
@@ -202,7 +215,7 @@ def split(questions: Sequence[Question], seed: int) -> dict[str, list[Question]]
 
 
 class Sources:
-    """Which passages of a snapshot a question was made from: they are no evidence for its answer."""
+    """Lookup of the passages that a question was generated from, which are no evidence for its answer."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -212,22 +225,22 @@ class Sources:
         return {name: row for row, name in enumerate(self._snapshot.column("passage_id"))}
 
     def of(self, question: Question) -> list[int]:
-        """Their numbers; a passage that the snapshot has no longer is left out."""
+        """Return the passage numbers of a question's sources, without those that the snapshot no longer has."""
         return [self._row_of[name] for name in question.not_in if name in self._row_of]
 
     def lost(self, questions: Sequence[Question]) -> tuple[int, int]:
-        """How many of the passages that questions were made from the snapshot does not have, and of how many."""
+        """Return (number of source passages that the snapshot lacks, number of source passages) of all questions."""
         named = {name for question in questions for name in question.not_in}
         return (len(named - self._row_of.keys()), len(named)) if named else (0, 0)
 
     def among(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Which of the passages found for each question they are, Q x K."""
+        """Return a mask of the retrieved passages that are sources of their question, bool [Q, K]."""
         return np.stack([np.isin(id_K, self.of(question)) for question, id_K in zip(questions, id_QK, strict=True)])
 
     def left_out(self, questions: Sequence[Question], id_QK: NDArray[np.integer[Any]]) -> NDArray[np.integer[Any]]:
-        """The passages found without them, -1 behind the others in their place."""
+        """Remove source passages from retrieved ids, int [Q, K]; each row is padded at its end with -1."""
         if not any(question.not_in for question in questions):
             return id_QK
-        source_QK = self.among(questions, id_QK)
-        order_QK = np.argsort(source_QK, axis=1, kind="stable")
-        return np.take_along_axis(np.where(source_QK, -1, id_QK), order_QK, axis=1)
+        is_source_QK = self.among(questions, id_QK)
+        order_QK = np.argsort(is_source_QK, axis=1, kind="stable")
+        return np.take_along_axis(np.where(is_source_QK, -1, id_QK), order_QK, axis=1)

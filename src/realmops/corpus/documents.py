@@ -1,7 +1,7 @@
-"""Documents as they come in, whatever their file format: what a reader gives, and JSON lines.
+"""Documents independent of their file format, the interface of file formats, and JSON lines.
 
-A reader (``realmops.corpus.formats``) cuts a file into raw records, serially and cheaply, and understands each on
-its own, in any process. Every complaint names its place, which for JSON lines is ``file:line``.
+A format (``realmops.corpus.formats``) cuts a file into raw records, serially and cheaply, and parses each record
+independently, in any process. Every error names its place, which for JSON lines is ``file:line``.
 """
 
 import json
@@ -16,21 +16,27 @@ from typing import Any, NoReturn, TypeVar
 from realmops.artifacts import canonical_json
 from realmops.text.compressed import DAMAGE, damage, open_compressed
 
-LINE_LIMIT = 16 << 20
+LINE_LIMIT = 16 << 20  # bytes of a line, characters of a text
 _BOM = b"\xef\xbb\xbf"
-PAGES = "realmops_pages"  # column of a passage: [page, the character of the passage at which it begins]
-_LONGEST_PROBLEM = 300  # characters of a library's message, which may quote the whole text
-_OWN_KEYS = {"title", "text", "id", "spans", PAGES}
+PAGES = "realmops_pages"  # column of a passage: [page, its first character in the passage]
+_MAX_PROBLEM = 300  # characters of a library's message, which may quote the whole text
+_RESERVED_KEYS = {"title", "text", "id", "spans", PAGES}
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document; ``id`` is None when the corpus gives none, ``place`` says where it stood.
+    """A document of the corpus.
 
-    ``spans`` are (character start, character end, label) in ``text``; ``extra`` is a canonical JSON object of
-    the record's other columns, "" where there are none. ``pages`` are the characters at which its pages begin.
+    Attributes:
+        title: title, may be empty.
+        text: text without the title.
+        id: id in the corpus, or None.
+        spans: (character start, character end, label) of entity spans in ``text``.
+        place: file and line or record, for messages.
+        extra: the record's other columns as a canonical JSON object, "" if there are none.
+        pages: character offsets in ``text`` at which pages begin.
     """
 
     title: str
@@ -44,10 +50,12 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A record as cut from its file, not yet understood.
+    """A record cut from its file and not yet parsed.
 
-    ``data`` is bytes, str, a dict of plain values, or the path of a file to be read whole; ``position`` counts the
-    bytes of the file consumed so far (compressed bytes where it is compressed).
+    Attributes:
+        place: file and line or record, for messages.
+        data: bytes, str, a dict of plain values, or the path of a file to be read whole.
+        position: bytes of the file consumed so far (compressed bytes of a compressed file).
     """
 
     place: str
@@ -57,7 +65,7 @@ class Raw:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A well-formed record that is no document of the corpus; ``reason`` is one word."""
+    """A well-formed record that is not a document of the corpus; ``reason`` is one word."""
 
     place: str
     reason: str
@@ -65,10 +73,13 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A broken record; ``problem`` says what was found, what is allowed and what to do, without the place.
+    """A broken record.
 
-    With ``ends_file`` nothing behind it can be read, however much that is: it is no matter of one record.
-    ``kind`` is one word for a whole file that cannot be read: such files are counted by it, not as broken records.
+    Attributes:
+        place: file and line or record, for messages.
+        problem: what was found, what is allowed and what to do, without the place.
+        ends_file: whether the remainder of the file is unreadable, so that an unknown number of records is lost.
+        kind: one word for an unreadable file; such files are counted by kind and not as broken records.
     """
 
     place: str
@@ -82,58 +93,63 @@ Outcome = Document | Dropped | Rejected
 
 @dataclass(frozen=True)
 class Format:
-    """A file format: ``records`` streams a file in flat memory, ``understand`` makes a document of one record.
+    """A file format.
 
-    For broken data ``records`` gives ``Rejected``, with ``ends_file`` where it ends a file early, and ``understand``
-    raises ValueError or gives it too. ValueError from ``records`` means that the file cannot be read at all.
-    Of some formats a file ``is_document``, one; ``needs`` names a module of the extra ``documents``.
+    Attributes:
+        name: name in options and messages.
+        records: streams the records of a file in constant memory. Yields ``Rejected`` for broken data, with
+            ``ends_file`` if the file ends early; raises ValueError if the file cannot be read at all.
+        parse: parses one record; raises ValueError or returns ``Rejected`` for broken data.
+        is_document: whether a file is one document.
+        needs: module of the extra ``documents`` that the format requires.
     """
 
     name: str
     records: Callable[[Path], Iterator[Raw | Rejected]]
-    understand: Callable[[Raw], Outcome]
+    parse: Callable[[Raw], Outcome]
     is_document: bool = False
     needs: str = ""
 
     def convert(self, raw: Raw) -> Outcome:
-        """Return what a record is; Rejected where it is broken or a library fails at it."""
+        """Parse a record; return Rejected if it is broken or a library fails on it."""
         return guarded(partial(self._convert, raw), partial(Rejected, raw.place))
 
     def _convert(self, raw: Raw) -> Outcome:
         try:
-            return self.understand(raw)
+            return self.parse(raw)
         except ValueError as error:
             return Rejected(raw.place, str(error).removeprefix(f"{raw.place}: "))
 
 
-def guarded(work: Callable[[], T], failed: Callable[[str], R]) -> T | R:
-    """What ``work`` makes of one record; where a library fails at it, what ``failed`` makes of the problem.
+def guarded(work: Callable[[], T], on_failure: Callable[[str], R]) -> T | R:
+    """Call ``work`` on one record; if a library fails on it, return ``on_failure(problem)``.
 
-    What is no fault of the record goes on: a disk, memory, a package that is missing, the wish to end.
+    Errors that the record did not cause propagate: disk, memory, missing packages, interrupts.
     """
     try:
         return work()
     except (OSError, MemoryError, ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic in a library written in Rust is no Exception
-        problem = str(error).encode(errors="backslashreplace").decode()[:_LONGEST_PROBLEM]
-        return failed(f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
+        problem = str(error).encode(errors="backslashreplace").decode()[:_MAX_PROBLEM]
+        return on_failure(f"the record cannot be read ({type(error).__name__}: {problem}); leave it out")
 
 
-def unreadable_rest(place: str, found: str, remedy: str) -> Rejected:
-    """Return what ends a file early: what was found at ``place``, behind which nothing can be read."""
-    return Rejected(place, f"{found}, so that the rest of the file cannot be read; {remedy}", ends_file=True)
+def unreadable_rest(place: str, problem: str, remedy: str) -> Rejected:
+    """Build the ``Rejected`` that ends a file at ``place``, after which no record can be read."""
+    return Rejected(place, f"{problem}, so that the rest of the file cannot be read; {remedy}", ends_file=True)
 
 
 def shown(name: str | Path) -> str:
-    """A file's name or place as text that can be written; bytes of a name that are no UTF-8 are escaped."""
+    """Return a file name or place as printable text; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(``file:line``, JSON object) for each line of a .jsonl or .jsonl.gz file but blank ones.
+    """Yield (``file:line``, JSON object) for each line of a .jsonl or .jsonl.gz file, skipping blank lines.
 
-    Raises ValueError for the first line that is broken.
+    Raises:
+        ValueError: At the first broken line.
     """
     for raw in cut_lines(path):
         if isinstance(raw, Rejected):
@@ -142,7 +158,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
-    """The lines of a file as bytes, blank ones left out; one over ``LINE_LIMIT`` bytes is rejected unread."""
+    """Yield the non-blank lines of a file as bytes; lines over ``LINE_LIMIT`` bytes are rejected without parsing."""
     number = 0
     with open_compressed(path) as (file, position):
         try:
@@ -166,51 +182,51 @@ def cut_lines(path: Path) -> Iterator[Raw | Rejected]:
             yield Rejected(f"{path}:{number + 1}", damage(error, path), ends_file=True)
 
 
-def document_of(record: dict[str, Any], place: str) -> Document:
-    """The document of a JSON object; ValueError that begins with ``place`` when it is none."""
+def parse_document(record: dict[str, Any], place: str) -> Document:
+    """Parse a JSON object to a document; raise ValueError, with ``place`` first, if it is invalid."""
     title, text = (check_text(require(record, key, place), key, place) for key in ("title", "text"))
     if len(text) > LINE_LIMIT:
         raise ValueError(f"{place}: 'text' is longer than {LINE_LIMIT >> 20} Mi characters; split it")
-    given, spans = record.get("id"), record.get("spans", [])
-    identifier = None if given is None else check_id(given, place)
+    identifier, spans = record.get("id"), record.get("spans", [])
+    checked_id = None if identifier is None else check_id(identifier, place)
     if not isinstance(spans, list):
-        raise ValueError(f"{place}: 'spans' is {type(spans).__name__}, wanted a list of [start, end, label]")
-    given_spans = tuple(_span(span, len(text), place) for span in spans)
-    others = {key: value for key, value in record.items() if key not in _OWN_KEYS}
-    return Document(title, text, identifier, given_spans, place, _extra(others, place))
+        raise ValueError(f"{place}: 'spans' is {type(spans).__name__}, expected a list of [start, end, label]")
+    checked_spans = tuple(_check_span(span, len(text), place) for span in spans)
+    columns = {key: value for key, value in record.items() if key not in _RESERVED_KEYS}
+    return Document(title, text, checked_id, checked_spans, place, _extra_json(columns, place))
 
 
 def document_or_dropped(record: dict[str, Any], place: str) -> Outcome:
-    """``document_of``; Dropped where it has no text."""
-    document = document_of(record, place)
+    """Parse a JSON object to a document; return Dropped if its text is empty."""
+    document = parse_document(record, place)
     return document if document.text.strip() else Dropped(place, "empty_text")
 
 
-def _extra(others: dict[str, Any], place: str) -> str:
-    """Other columns as a canonical JSON object: what JSON has not becomes text, bytes and NaN null."""
+def _extra_json(columns: dict[str, Any], place: str) -> str:
+    """Serialise extra columns to canonical JSON; bytes and NaN become null, other unsupported types text."""
     try:
-        return canonical_json(_plain(others)).decode() if others else ""
+        return canonical_json(_plain(columns)).decode() if columns else ""
     except UnicodeEncodeError:
-        raise ValueError(f"{place}: a column holds half a surrogate pair; write it whole") from None
+        raise ValueError(f"{place}: a column holds an unpaired surrogate; write valid Unicode") from None
     except RecursionError:
-        raise ValueError(f"{place}: a column is nested too deeply; leave it out or make it flat") from None
+        raise ValueError(f"{place}: a column is nested too deeply; remove or flatten it") from None
 
 
 def check_text(value: object, key: str, place: str) -> str:
-    """The value if it is a string that can be written as UTF-8, else ValueError naming key and place."""
+    """Return ``value`` if it is a string that UTF-8 can encode, else raise ValueError with key and place."""
     if not isinstance(value, str):
-        raise ValueError(f"{place}: {key!r} is {type(value).__name__}, wanted a string; correct this line")
+        raise ValueError(f"{place}: {key!r} is {type(value).__name__}, expected a string; correct this line")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{place}: {key!r} holds half a surrogate pair at character {error.start}; write it whole"
+            f"{place}: {key!r} holds an unpaired surrogate at character {error.start}; write valid Unicode"
         ) from None
     return value
 
 
 def require(record: dict[str, Any], key: str, place: str) -> Any:
-    """``record[key]``, or ValueError naming key and place when it is missing."""
+    """Return ``record[key]``, or raise ValueError with key and place if it is missing."""
     if key not in record:
         keys = ", ".join(sorted(record)) or "none"
         raise ValueError(f"{place}: the key {key!r} is missing (keys found: {keys}); add it to this line")
@@ -218,19 +234,19 @@ def require(record: dict[str, Any], key: str, place: str) -> Any:
 
 
 def check_id(value: object, place: str) -> str:
-    """An id as a string; whole numbers are taken too."""
+    """Return an id as a string; integers are accepted, too."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     text = check_text(value, "id", place)
     if not text:
-        raise ValueError(f"{place}: 'id' is empty; give every line its own id")
+        raise ValueError(f"{place}: 'id' is empty; give every line a unique id")
     return text
 
 
 def json_object(line: bytes, place: str) -> dict[str, Any]:
-    """The JSON object on a line; ValueError that begins with ``place`` when it is none."""
+    """Parse a line to a JSON object; raise ValueError, with ``place`` first, if it is invalid."""
     try:
-        value = json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        value = json.loads(line.decode(), object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
     except UnicodeDecodeError as error:
         raise ValueError(f"{place}: invalid UTF-8 at byte {error.start} of the line; save the file as UTF-8") from None
     except RecursionError:
@@ -246,16 +262,16 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} stands twice")
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {duplicate!r} is duplicated")
     return record
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")
 
 
-def _span(span: Any, length: int, place: str) -> tuple[int, int, str]:
+def _check_span(span: Any, length: int, place: str) -> tuple[int, int, str]:
     match span:
         case [int(start), int(end), str(label)] if 0 <= start < end <= length and label:
             return start, end, check_text(label, "spans", place)
@@ -266,7 +282,7 @@ def _span(span: Any, length: int, place: str) -> tuple[int, int, str]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON knows it."""
+    """Convert a value to JSON types."""
     match value:
         case None | bool() | int() | str():
             return value

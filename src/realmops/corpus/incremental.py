@@ -1,4 +1,4 @@
-"""Documents that an earlier snapshot has, whose passages are taken from there: they are not cut and tokenised again."""
+"""Reuse of passages from an earlier snapshot: unchanged documents are not cut and tokenised again."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -17,15 +17,12 @@ from realmops.text.flat import load_flat
 # Shape legend: D documents of the earlier snapshot, P its passages.
 
 Cut = Callable[[Sequence[Document]], PassageBatch]
-# document, characters, digest, wordpieces, their characters, sentences: those of a ``Passage`` and its arrays
+# document, chars and digest of a ``Passage``; then its wordpieces, their chars, its sentences
 _Row = tuple[int, tuple[int, int], str, NDArray[Any], NDArray[Any], NDArray[Any]]
 
 
-class Earlier:
-    """An earlier snapshot of the same tokenizer and the same settings; its texts are those of the new one's documents.
-
-    A document is known by the digest of its title and its text.
-    """
+class EarlierSnapshot:
+    """An earlier snapshot with the same tokenizer and settings; a document is found by digest of title and text."""
 
     def __init__(self, folder: Path) -> None:
         self._snapshot = Snapshot.open(folder, verify=False)
@@ -36,21 +33,21 @@ class Earlier:
         self._length_P = pc.utf8_length(map_texts(folder).column("text")).to_numpy()
 
     def cut(self, documents: Sequence[Document], cut: Cut) -> PassageBatch:
-        """What ``cut`` makes of the documents; it is asked for those alone that are not known."""
-        digests = [text_digest(one.title, one.text) for one in documents]
-        found = self._numbers(digests)
-        fresh = cut([one for one, number in zip(documents, found, strict=True) if number < 0])
-        of_fresh = {index: list(some) for index, some in groupby(fresh.passages, lambda one: one.document)}
+        """Return the passages of documents, calling ``cut`` only for documents that the earlier snapshot lacks."""
+        digests = [text_digest(document.title, document.text) for document in documents]
+        numbers = self._numbers(digests)
+        fresh = cut([document for document, number in zip(documents, numbers, strict=True) if number < 0])
+        fresh_passages = {index: list(group) for index, group in groupby(fresh.passages, lambda p: p.document)}
         old, new = self._snapshot, 0
         rows: list[_Row] = []
         titles: list[list[int]] = []
         languages: list[str] = []
-        for index, (document, number) in enumerate(zip(documents, found, strict=True)):
+        for index, (document, number) in enumerate(zip(documents, numbers, strict=True)):
             if number < 0:
-                for one in of_fresh.get(new, ()):
-                    tokens, sentences = slice(*one.tokens), slice(*one.sentences)
+                for passage in fresh_passages.get(new, ()):
+                    tokens, sentences = slice(*passage.tokens), slice(*passage.sentences)
                     arrays = fresh.ids[tokens], fresh.chars[tokens], fresh.sentences[sentences]
-                    rows.append((index, one.chars, one.digest, *arrays))
+                    rows.append((index, passage.chars, passage.digest, *arrays))
                 titles.append(fresh.titles[new])
                 languages.append(fresh.languages[new])
                 new += 1
@@ -65,16 +62,16 @@ class Earlier:
         return _batch(rows, titles, languages, digests)
 
     def _numbers(self, digests: Sequence[bytes]) -> list[int]:
-        """The number of each document here, -1 where it is not known."""
-        wanted_N2 = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-        at_N = np.searchsorted(self._digest_D2[:, 0], wanted_N2[:, 0]).clip(max=len(self._digest_D2) - 1)
-        same_N = (self._digest_D2[at_N] == wanted_N2).all(axis=1)
-        numbers: list[int] = np.where(same_N, self._order_D[at_N], -1).tolist()
+        """Return the number of each document in the earlier snapshot, -1 if it is missing there."""
+        query_N2 = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+        index_N = np.searchsorted(self._digest_D2[:, 0], query_N2[:, 0]).clip(max=len(self._digest_D2) - 1)
+        is_equal_N = (self._digest_D2[index_N] == query_N2).all(axis=1)
+        numbers: list[int] = np.where(is_equal_N, self._order_D[index_N], -1).tolist()
         return numbers
 
 
 def _batch(rows: Sequence[_Row], titles: list[list[int]], languages: list[str], digests: list[bytes]) -> PassageBatch:
-    """Return the passages as one batch."""
+    """Build one batch from the rows of all passages."""
 
     def flat(column: int, *width: int) -> NDArray[np.int32]:
         return np.concatenate([np.empty((0, *width), np.int32), *(row[column] for row in rows)], dtype=np.int32)
@@ -82,7 +79,7 @@ def _batch(rows: Sequence[_Row], titles: list[list[int]], languages: list[str], 
     tokens = pairwise(accumulate((len(row[3]) for row in rows), initial=0))
     sentences = pairwise(accumulate((len(row[5]) for row in rows), initial=0))
     passages = [
-        Passage(document, chars, *places, digest)
-        for (document, chars, digest, *_), places in zip(rows, zip(sentences, tokens, strict=True), strict=True)
+        Passage(document, chars, *bounds, digest)
+        for (document, chars, digest, *_), bounds in zip(rows, zip(sentences, tokens, strict=True), strict=True)
     ]
     return PassageBatch(passages, flat(3), flat(4, 2), flat(5, 2), titles, languages, digests)

@@ -1,7 +1,7 @@
-"""From files to what worker processes make of their records, in order.
+"""Ordered processing of the records of many files by worker processes.
 
-Records are cut from their files in one process, which is cheap, and understood in others, batch by batch; the
-results come back in the order of the batches, so that nothing depends on the number of workers.
+The main process cuts files into records, which is cheap; worker processes parse them, batch by batch. Results keep the
+order of the batches, so that no result depends on the number of workers.
 """
 
 import itertools
@@ -21,22 +21,28 @@ from realmops.corpus.formats import FORMATS, Source
 _BATCH_CHARACTERS = 1 << 20
 _BATCH_RECORDS = 1024
 
-Records = list[tuple[str, list[Raw | Rejected]]]  # by the name of their format
+Records = list[tuple[str, list[Raw | Rejected]]]  # (format name, records)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Consecutive records, in runs of one source each: (the source's number, records)."""
+    """Consecutive records, grouped by source: (source number, records)."""
 
     runs: list[tuple[int, list[Raw | Rejected]]]
 
 
 @dataclass(slots=True)
 class OutcomeCounts:
-    """Records by outcome; ``replaced`` are documents that hold U+FFFD, which stands for bytes that are no text.
+    """Number of records by outcome.
 
-    ``unread`` are the files that could not be read, by kind.
+    Attributes:
+        records: all records.
+        documents: records that became documents.
+        replaced: documents with U+FFFD, the replacement character of undecodable bytes.
+        rejected: broken records.
+        dropped: dropped records by reason.
+        unread: unreadable files by kind.
     """
 
     records: int = 0
@@ -47,6 +53,7 @@ class OutcomeCounts:
     unread: dict[str, int] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
         self.records += 1
         if isinstance(outcome, Dropped):
             self.dropped[outcome.reason] = self.dropped.get(outcome.reason, 0) + 1
@@ -60,25 +67,26 @@ class OutcomeCounts:
 
 
 def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iterator[Batch]:
-    """The records of all sources in batches, from a record of a source on.
+    """Yield the records of all sources in batches, starting at a given record of a given source.
 
-    Raises ValueError for a file that cannot be read to its end: however many records that are, nobody could say. Where
-    the source may be ``broken`` it is counted as such instead.
+    Raises:
+        ValueError: If a file cannot be read to its end, because the number of lost records is unknown. A source with
+            ``broken`` set is counted as unread instead.
     """
     runs: list[tuple[int, list[Raw | Rejected]]] = []
     weight = count = 0
     for number in range(source, len(sources)):
         records: list[Raw | Rejected] = []
         runs.append((number, records))
-        found = sources[number].format.records(sources[number].path)
+        stream = sources[number].format.records(sources[number].path)
         first = record if number == source else 0
-        for read, item in enumerate(itertools.islice(found, first, None), start=first):
+        for read, item in enumerate(itertools.islice(stream, first, None), start=first):
             if isinstance(item, Rejected) and item.ends_file and sources[number].broken:
                 item = replace(item, kind=sources[number].broken)
             elif isinstance(item, Rejected) and item.ends_file:
                 raise ValueError(
                     f"{shown(item.place)}: {item.problem} ({read} records of the file were read before); "
-                    "or take the file out of the documents"
+                    "or remove the file from the documents"
                 )
             if not item.place.isascii():
                 item = replace(item, place=shown(item.place))
@@ -94,7 +102,7 @@ def batches(sources: Sequence[Source], source: int = 0, record: int = 0) -> Iter
 
 
 def _weight(item: Raw | Rejected) -> int:
-    """Characters or bytes of a record, about."""
+    """Return the approximate size of a record in characters or bytes."""
     if isinstance(item, Rejected):
         return len(item.problem)
     if isinstance(item.data, Path):
@@ -103,7 +111,7 @@ def _weight(item: Raw | Rejected) -> int:
 
 
 def _values(value: Any) -> int:
-    """Characters or bytes of strings, and how many other values there are: an empty one takes memory, too."""
+    """Return characters or bytes of all strings, plus one per value: empty values take memory, too."""
     match value:
         case str() | bytes():
             return 1 + len(value)
@@ -115,25 +123,30 @@ def _values(value: Any) -> int:
 
 
 class Progress:
-    """Tells how many bytes of the sources' files are done, batch by batch."""
+    """Progress in bytes of the sources' files, reported after each batch.
 
-    def __init__(self, sources: Sequence[Source], tell: Callable[[int], None] | None) -> None:
-        self._before = [0, *itertools.accumulate(source.size for source in sources)]
-        self._tell = tell
-        self._told = 0
+    Args:
+        sources: all sources.
+        on_progress: called with the number of bytes since the last call.
+    """
+
+    def __init__(self, sources: Sequence[Source], on_progress: Callable[[int], None] | None) -> None:
+        self._offsets = [0, *itertools.accumulate(source.size for source in sources)]
+        self._on_progress = on_progress
+        self._reported = 0
 
     def __call__(self, batch: Batch) -> None:
-        """The batch is done."""
+        """Report a finished batch."""
         number, records = batch.runs[-1]
-        inside = next((record.position for record in reversed(records) if isinstance(record, Raw)), 0)
-        done = max(self._told, self._before[number] + inside)
-        if self._tell is not None:
-            self._tell(done - self._told)
-        self._told = done
+        position = next((record.position for record in reversed(records) if isinstance(record, Raw)), 0)
+        finished = max(self._reported, self._offsets[number] + position)
+        if self._on_progress is not None:
+            self._on_progress(finished - self._reported)
+        self._reported = finished
 
 
 def convert(records: Records) -> list[Outcome]:
-    """What each record is: a document, dropped or rejected."""
+    """Parse records; each becomes a Document, Dropped or Rejected."""
     return [
         item if isinstance(item, Rejected) else FORMATS[name].convert(item) for name, items in records for item in items
     ]
@@ -143,7 +156,7 @@ def convert(records: Records) -> list[Outcome]:
 def workers_in_order(
     workers: int, sources: Sequence[Source], work: Callable[[Records], T]
 ) -> Iterator[Callable[[Iterable[Batch]], Iterator[tuple[Batch, T]]]]:
-    """A function that does ``work`` on batches in order: here with one worker, else in processes of their own."""
+    """Yield a function that maps ``work`` over batches in order: in this process with one worker, else in a pool."""
     if workers == 1:
         yield lambda stream: ((batch, work(_records(sources, batch))) for batch in stream)
         return
@@ -168,7 +181,7 @@ def _start_worker(work: Callable[[Records], Any]) -> None:
     _work = work
 
 
-def _work_there(records: Records) -> Any:
+def _call_work(records: Records) -> Any:
     assert _work is not None
     return _work(records)
 
@@ -176,12 +189,12 @@ def _work_there(records: Records) -> Any:
 def _in_order(
     pool: ProcessPoolExecutor, ahead: int, sources: Sequence[Source], stream: Iterable[Batch]
 ) -> Iterator[tuple[Batch, Any]]:
-    """Results in the order of the batches, at most ``ahead`` batches in memory."""
-    waiting: deque[tuple[Batch, Future[Any]]] = deque()
+    """Yield results in the order of the batches, with at most ``ahead`` batches in memory."""
+    pending: deque[tuple[Batch, Future[Any]]] = deque()
     for batch in stream:
-        waiting.append((batch, pool.submit(_work_there, _records(sources, batch))))
-        if len(waiting) == ahead:
-            done, future = waiting.popleft()
-            yield done, future.result()
-    for done, future in waiting:
-        yield done, future.result()
+        pending.append((batch, pool.submit(_call_work, _records(sources, batch))))
+        if len(pending) == ahead:
+            first, future = pending.popleft()
+            yield first, future.result()
+    for batch, future in pending:
+        yield batch, future.result()

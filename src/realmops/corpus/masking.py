@@ -1,6 +1,6 @@
-"""Which wordpieces of a sentence are masked (paper, section 3.4 and Table 2).
+"""Masking schemes for pre-training sentences (paper, section 3.4 and Table 2).
 
-Positions are rows of the sentence's wordpieces, from 0.
+Positions count the sentence's wordpieces from 0.
 """
 
 from collections.abc import Iterator
@@ -10,26 +10,33 @@ import numpy as np
 from realmops.corpus.snapshot_reader import Snapshot
 
 MASKED_SHARE = 0.15
-SPAN_CONTINUES = 0.8  # a random span ends after each word with probability 0.2
-LONGEST_RANDOM_SPAN = 10
-MOST_PASSAGES = 50  # with a recurring span: one that stands everywhere says little about where to look
-_TOKENS_TOGETHER = 1 << 24
+SPAN_CONTINUATION = 0.8  # a random span ends after each word with probability 0.2
+MAX_RANDOM_SPAN = 10  # words
+MAX_PASSAGES = 50  # per recurring span: a more frequent one hardly narrows the search
+_WORDPIECES_PER_CHUNK = 1 << 24
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mask_positions(
     scheme: str, rng: np.random.Generator, salient: tuple[int, int], is_continuation: np.ndarray, limit: int
 ) -> np.ndarray:
-    """Sorted positions to mask, at least one and at most ``limit``, under one of the schemes.
+    """Return sorted positions to mask, at least one and at most ``limit``.
 
-    - ``salient`` and ``recurring``: the wordpieces from ``salient[0]`` to before ``salient[1]`` (REALM).
-    - ``random_token``: 15 % of the wordpieces, each on its own (BERT).
-    - ``random_span``: spans of whole words of geometric length, p = 0.2, at most 10 words, until 15 %
+    Schemes:
+
+    - ``salient`` and ``recurring``: the wordpieces ``salient[0]`` to ``salient[1]``, end exclusive (REALM).
+    - ``random_token``: 15 % of the wordpieces, drawn independently (BERT).
+    - ``random_span``: spans of whole words with geometric length, p = 0.2, at most 10 words, until 15 %
       are masked (SpanBERT).
-    - ``matched_span``: the salient span moved round the sentence by a random offset, so that number and
-      length of the masks are the salient scheme's and only the place is random.
+    - ``matched_span``: the salient span shifted by a random offset, with wrap-around: number and length of the masks
+      equal those of the salient scheme and only the position is random.
 
-    ``is_continuation`` says of each wordpiece of the sentence whether it continues a word.
+    Args:
+        scheme: name of the scheme.
+        rng: generator of the random schemes.
+        salient: (start, end) of the salient span.
+        is_continuation: whether each wordpiece of the sentence continues a word, bool [t].
+        limit: maximum number of masked wordpieces.
     """
     length = len(is_continuation)
     assert 0 <= salient[0] < salient[1] <= length, (salient, length)
@@ -51,8 +58,8 @@ def _random_spans(rng: np.random.Generator, word_starts: np.ndarray, length: int
     bounds = np.concatenate([word_starts, [length]])
     masked: set[int] = set()
     while len(masked) < budget:
-        # a geometric length has no memory: taken modulo 10 it is the one of at most 10 words, with mean 3.8
-        words = (int(rng.geometric(1 - SPAN_CONTINUES)) - 1) % LONGEST_RANDOM_SPAN + 1
+        # the geometric distribution is memoryless: modulo 10 truncates it at 10 words, with mean 3.8
+        words = (int(rng.geometric(1 - SPAN_CONTINUATION)) - 1) % MAX_RANDOM_SPAN + 1
         first = int(rng.integers(len(word_starts)))
         last = min(first + words, len(word_starts))
         new = [row for row in range(int(bounds[first]), int(bounds[last])) if row not in masked]
@@ -61,56 +68,58 @@ def _random_spans(rng: np.random.Generator, word_starts: np.ndarray, length: int
 
 
 def recurring(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
-    """Which salient spans also stand in another passage, as whole words, and in no more than ``MOST_PASSAGES``.
+    """Return a mask of the salient spans that occur as whole words in 2 to ``MAX_PASSAGES`` passages.
 
-    Only those can be found by looking elsewhere.
+    Only those can be predicted from another passage. The arguments are those of ``count_passages``.
     """
-    count = passages_with(snapshot, rows, limit)
-    return (count >= 2) & (count <= MOST_PASSAGES)
+    count = count_passages(snapshot, rows, limit)
+    return (count >= 2) & (count <= MAX_PASSAGES)
 
 
-def passages_with(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
-    """In how many passages each salient span stands as whole words.
+def count_passages(snapshot: Snapshot, rows: np.ndarray, limit: int) -> np.ndarray:
+    """Count the passages in which each salient span occurs as whole words.
 
-    ``rows`` are (passage, sentence start, sentence end, span start, span end); of a span over ``limit`` wordpieces the
-    first ones count, as only those are masked.
+    Args:
+        snapshot: the corpus.
+        rows: (passage, sentence start, sentence end, span start, span end) of each span, in wordpieces.
+        limit: wordpieces of a span that are compared, from its first; the others are never masked.
     """
     count = np.zeros(len(rows), np.int64)
     length = np.minimum(rows[:, 4] - rows[:, 3], limit)
-    place = snapshot.token_offsets[rows[:, 0]] + rows[:, 3]
+    position = snapshot.token_offsets[rows[:, 0]] + rows[:, 3]
     for size in np.unique(length).tolist():
-        mine = np.flatnonzero(length == size)
-        wanted, back = np.unique(_hashes_at(snapshot.tokens, place[mine], size), return_inverse=True)
-        found = np.zeros(len(wanted), np.int64)
+        selected = np.flatnonzero(length == size)
+        span_hashes, inverse = np.unique(_hashes_at(snapshot.tokens, position[selected], size), return_inverse=True)
+        passage_counts = np.zeros(len(span_hashes), np.int64)
         for passages, hashes in _windows(snapshot, size):
-            at = np.minimum(np.searchsorted(wanted, hashes), len(wanted) - 1)
-            hit = wanted[at] == hashes
-            pairs = np.unique(np.stack([at[hit], passages[hit]]), axis=1)  # a passage counts once
-            np.add.at(found, pairs[0], 1)
-        count[mine] = found[back]
+            index = np.minimum(np.searchsorted(span_hashes, hashes), len(span_hashes) - 1)
+            is_hit = span_hashes[index] == hashes
+            pairs = np.unique(np.stack([index[is_hit], passages[is_hit]]), axis=1)  # a passage counts once
+            np.add.at(passage_counts, pairs[0], 1)
+        count[selected] = passage_counts[inverse]
     return count
 
 
-def _hashes_at(tokens: np.ndarray, place: np.ndarray, size: int) -> np.ndarray:
-    """A number for each run of ``size`` wordpieces that begins at a place; equal runs have equal ones."""
-    value = np.zeros(len(place), np.uint64)
+def _hashes_at(tokens: np.ndarray, position: np.ndarray, size: int) -> np.ndarray:
+    """Return a polynomial hash of the ``size`` wordpieces that begin at each position."""
+    value = np.zeros(len(position), np.uint64)
     for offset in range(size):
-        value = value * _BASE + tokens[place + offset].astype(np.uint64) + np.uint64(1)
+        value = value * _BASE + tokens[position + offset].astype(np.uint64) + np.uint64(1)
     return value
 
 
 def _windows(snapshot: Snapshot, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Passage and number of every run of ``size`` wordpieces that begins and ends with a word, some at a time."""
+    """Yield (passages, hashes) of all n-grams of ``size`` wordpieces on word boundaries, one chunk at a time."""
     offsets = snapshot.token_offsets
     first = 0
     while first < len(snapshot):
-        end = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _TOKENS_TOGETHER, side="right")) - 1)
+        end = max(first + 1, int(np.searchsorted(offsets, offsets[first] + _WORDPIECES_PER_CHUNK, side="right")) - 1)
         tokens = snapshot.tokens[offsets[first] : offsets[end]].astype(np.int64)
         passage = np.repeat(np.arange(first, end), np.diff(offsets[first : end + 1]))
-        place = np.arange(max(0, len(tokens) - size + 1))
-        begins = np.append(~snapshot.continuing(int(offsets[first]), int(offsets[end])), True)
+        position = np.arange(max(0, len(tokens) - size + 1))
+        begins = np.append(~snapshot.is_continuation(int(offsets[first]), int(offsets[end])), True)
         begins[(offsets[first:end] - offsets[first])[np.diff(offsets[first : end + 1]) > 0]] = True
-        inside = (passage[place] == passage[place + size - 1]) & begins[place] & begins[place + size]
-        place = place[inside]
-        yield passage[place], _hashes_at(tokens, place, size)
+        has_one_passage = passage[position] == passage[position + size - 1]
+        position = position[has_one_passage & begins[position] & begins[position + size]]
+        yield passage[position], _hashes_at(tokens, position, size)
         first = end

@@ -1,8 +1,8 @@
-"""Documents cut into passages: greedy blocks of whole sentences (ORQA, Lee et al. 2019, section 4).
+"""Cutting of documents into passages: greedy blocks of whole sentences (ORQA, Lee et al. 2019, section 4).
 
-Sentences come from ``sentencex`` (Wikimedia's splitter). Of five splitters tried on 22 short texts and on Wikipedia
-paragraphs it was right most often and fastest, and faster than the tokenizer: sentencex 20 right and 42 MB/s, nupunkt
-19 and 4.0, pysbd 18 and 0.12, syntok 17 and 0.64, blingfire 17 and 9.3. ``tests/corpus/test_passages.py`` keeps the 20.
+Sentences are split by ``sentencex`` (Wikimedia). Of five splitters on 22 short texts and on Wikipedia paragraphs it was
+the most accurate and the fastest, and faster than the tokenizer: sentencex 20 correct at 42 MB/s, nupunkt 19 at 4.0,
+pysbd 18 at 0.12, syntok 17 at 0.64, blingfire 17 at 9.3. ``tests/corpus/test_passages.py`` holds the 20 texts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from realmops.text.tokenizer import CachedTokenizer, WholeTokenizer
 
 # Shape legend: T wordpieces, S sentences, P passages of a batch of documents.
 
-_MARKS = regex.compile(r"\p{Mn}+")  # accents that stand on the character before
-_BLANKS = re.compile(r"[^\S\n]")
+_MARKS = regex.compile(r"\p{Mn}+")  # combining marks
+_SPACES = re.compile(r"[^\S\n]")
 _PARAGRAPHS = re.compile(r"(?<=\n\n)(?!\n)")
 SPECIAL_TOKENS_PER_DOCUMENT = 3  # [CLS] title [SEP] body [SEP]
 Ints = NDArray[np.int32]
@@ -35,10 +35,14 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A block: where it lies in its document and in the batch's flat arrays.
+    """A passage: ranges in its document and in the flat arrays of a batch.
 
-    ``sentences`` and ``tokens`` are (first, end) rows of the batch's arrays, ``chars`` is (start, end) in
-    the document's text.
+    Attributes:
+        document: number of the document in the batch.
+        chars: (start, end) in the document's text.
+        sentences: (first, end) row of the batch's sentences.
+        tokens: (first, end) row of the batch's wordpieces.
+        digest: ``passage_digest`` of title and text.
     """
 
     document: int
@@ -50,61 +54,61 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class PassageBatch:
-    """The passages of some documents."""
+    """Passages of a batch of documents, with flat arrays of wordpieces and sentences."""
 
     passages: list[Passage]
-    ids: Ints  # [T] body wordpieces of all passages, one after another
+    ids: Ints  # [T] body wordpieces of all passages, concatenated
     chars: Ints  # [T, 2] start and end of each wordpiece in its passage's text
     sentences: Ints  # [S, 2] first and end wordpiece, relative to the passage's body
-    titles: list[list[int]]  # the title's wordpieces of each document
-    languages: list[str]  # of each document
-    digests: list[bytes]  # of each document's title and text
+    titles: list[list[int]]  # title wordpieces of each document
+    languages: list[str]  # language code of each document
+    digests: list[bytes]  # ``text_digest`` of each document
 
     def documents(self) -> list[int]:
-        """The documents that have passages, in order."""
+        """Return the numbers of the documents that have passages, in order."""
         return list(dict.fromkeys(passage.document for passage in self.passages))
 
     def without(self, documents: Collection[int]) -> PassageBatch:
-        """The same batch without the passages of some documents; rows of sentences and tokens are counted anew."""
-        kept, sentences, tokens = [], 0, 0
-        keep = [passage.document not in documents for passage in self.passages]
-        for passage in itertools.compress(self.passages, keep):
+        """Return the batch without the passages of some documents, with sentence and token rows renumbered."""
+        passages, sentences, tokens = [], 0, 0
+        is_kept = [passage.document not in documents for passage in self.passages]
+        for passage in itertools.compress(self.passages, is_kept):
             ends = sentences + length(passage.sentences), tokens + length(passage.tokens)
-            kept.append(replace(passage, sentences=(sentences, ends[0]), tokens=(tokens, ends[1])))
+            passages.append(replace(passage, sentences=(sentences, ends[0]), tokens=(tokens, ends[1])))
             sentences, tokens = ends
-        of_token = np.repeat(keep, [length(passage.tokens) for passage in self.passages])
-        of_sentence = np.repeat(keep, [length(passage.sentences) for passage in self.passages])
-        rows = self.ids[of_token], self.chars[of_token], self.sentences[of_sentence]
-        return PassageBatch(kept, *rows, self.titles, self.languages, self.digests)
+        is_kept_T = np.repeat(is_kept, [length(passage.tokens) for passage in self.passages])
+        is_kept_S = np.repeat(is_kept, [length(passage.sentences) for passage in self.passages])
+        arrays = self.ids[is_kept_T], self.chars[is_kept_T], self.sentences[is_kept_S]
+        return PassageBatch(passages, *arrays, self.titles, self.languages, self.digests)
 
 
 def length(rows: tuple[int, int]) -> int:
-    """How many rows lie from a first one to an end."""
+    """Return the number of rows of a (first, end) range."""
     return rows[1] - rows[0]
 
 
 def split_sentences(text: str, language: str = ENGLISH) -> list[tuple[int, int]]:
-    """(start, end) characters of each sentence, in order, blanks around it left out."""
+    """Return (start, end) characters of each sentence in order, without surrounding whitespace."""
     bounds = []
     end = 0
     for piece in _pieces(text, language):
         start, end = end, end + len(piece)
-        if bare := piece.strip():
+        if stripped := piece.strip():
             first = start + len(piece) - len(piece.lstrip())
-            bounds.append((first, first + len(bare)))
-    assert end == len(text), "the pieces are no partition of the text"
+            bounds.append((first, first + len(stripped)))
+    assert end == len(text), "the pieces do not partition the text"
     return bounds
 
 
 def _pieces(text: str, language: str) -> Iterator[str]:
-    """Sentences with the blanks between them: joined they are the text.
+    """Yield sentences and the whitespace between them; their concatenation is the text.
 
-    sentencex loses paragraphs of texts over some thousand characters; given one by one they stay. What is still
-    missing becomes a sentence. Blanks that are not ASCII (a no-break space) it sees as spaces: it panics at a capital
-    and a full stop with one between.
+    Paragraphs are segmented separately because sentencex loses paragraphs of texts over some thousand characters. Text
+    that it still loses becomes a sentence. Non-ASCII whitespace is replaced by spaces for it: sentencex panics if a
+    no-break space separates a capital and a full stop.
     """
     for paragraph in _PARAGRAPHS.split(text):
-        plain = _BLANKS.sub(" ", paragraph)
+        plain = _SPACES.sub(" ", paragraph)
         end = 0
         for sentence in sentencex.segment(language, plain):
             start = plain.find(sentence, end)
@@ -119,10 +123,10 @@ def _pieces(text: str, language: str) -> Iterator[str]:
 
 
 def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: int) -> Iterator[tuple[int, int]]:
-    """(first, end) sentence of each block: as many whole sentences as fit, in order, without overlap.
+    """Pack whole sentences greedily into blocks without overlap; yield the (first, end) sentence of each block.
 
-    A block fits when 3 + title + body wordpieces <= ``block_wordpieces``; a sentence that is longer alone is
-    its own block.
+    A block fits if 3 + title + body wordpieces <= ``block_wordpieces``; a sentence that exceeds the limit alone
+    becomes a block.
     """
     room = block_wordpieces - SPECIAL_TOKENS_PER_DOCUMENT - title_length
     first = used = 0
@@ -136,12 +140,12 @@ def pack_sentences(lengths: Sequence[int], title_length: int, block_wordpieces: 
 
 
 def text_digest(title: str, text: str) -> bytes:
-    """16 bytes that depend on nothing but a document's title and text; not those of any passage."""
+    """Return a 16-byte hash of a document's title and text, distinct from the hash of any passage."""
     return hashlib.sha256(f"{len(title)} {title} {text}".encode(errors="surrogatepass")).digest()[:16]
 
 
 def passage_digest(title: str, text: str) -> str:
-    """32 hexadecimal digits that depend on nothing but title and text."""
+    """Return a hash of a passage's title and text, 32 hexadecimal digits."""
     return hashlib.sha256(canonical_json([title, text])).hexdigest()[:32]
 
 
@@ -152,20 +156,25 @@ def cut_passages(
     block_wordpieces: int | None,
     language: str = ENGLISH,
 ) -> PassageBatch:
-    """The passages of a batch of documents, wordpieces and offsets included.
+    """Cut a batch of documents into passages, with wordpieces and offsets.
 
-    Without ``block_wordpieces`` each document is one passage. ``language`` is that of all, or ``AUTO``.
-    Every text is tokenised once, whole; characters of all texts are counted on in one line, so that one
-    search finds the wordpieces of all sentences. A tokenizer whose wordpieces depend on what stands around them does
-    so again with the passages, so that theirs are those of the passage's text alone.
+    Every text is tokenised once as a whole; character offsets continue across texts, so that one search finds the
+    wordpieces of all sentences. A tokenizer whose wordpieces depend on their context (``in_context``) tokenises the
+    passages again, so that their wordpieces depend on the passage's text alone.
+
+    Args:
+        documents: documents with title and text.
+        tokenizer: tokenizer of titles and texts.
+        block_wordpieces: limit of ``pack_sentences``, or None: each document is one passage.
+        language: language of all documents, or ``AUTO`` to detect that of each.
     """
-    written = [document.title and tokenizer.before_titles + document.title for document in documents]
-    titles = tokenizer.encode(written).by_text()
+    title_texts = [document.title and tokenizer.before_titles + document.title for document in documents]
+    titles = tokenizer.encode(title_texts).by_text()
     body = tokenizer.encode([document.text for document in documents])
     chars, bases = body.chars, body.bases.tolist()
     if not tokenizer.in_context:
         _cover_marks(documents, chars)
-    languages = [detect(f"{one.title} {one.text}")[0] if language == AUTO else language for one in documents]
+    languages = [detect(f"{d.title} {d.text}")[0] if language == AUTO else language for d in documents]
     counts, sentence_chars, sentence_tokens = _sentences(documents, languages, bases, chars)
 
     passages = []
@@ -174,7 +183,7 @@ def cut_passages(
         rows = range(first_row, first_row + counts[index])
         first_row = rows.stop
         borders = [*(sentence_tokens[row][0] for row in rows), *(sentence_tokens[row][1] for row in rows[-1:])]
-        lengths = [end - first for first, end in itertools.pairwise(borders)]  # with the blanks behind it
+        lengths = [end - first for first, end in itertools.pairwise(borders)]  # with trailing whitespace
         room = sys.maxsize if block_wordpieces is None else block_wordpieces
         for first, end in pack_sentences(lengths, len(titles[index]), room):
             low, high = rows.start + first, rows.start + end - 1
@@ -185,13 +194,13 @@ def cut_passages(
     digests = [text_digest(document.title, document.text) for document in documents]
     if tokenizer.in_context:
         ends = np.array(sentence_chars, np.int64)
-        return _apart(documents, tokenizer, passages, ends, bases, titles, languages, digests)
+        return _encode_passages(documents, tokenizer, passages, ends, bases, titles, languages, digests)
     sentences = _relative_sentences(sentence_tokens, passages)
     relative = _relative(chars, passages, bases)
     return PassageBatch(passages, body.ids, relative, sentences, titles, languages, digests)
 
 
-def _apart(
+def _encode_passages(
     documents: Sequence[Document],
     tokenizer: CachedTokenizer | WholeTokenizer,
     passages: Sequence[Passage],
@@ -201,25 +210,26 @@ def _apart(
     languages: list[str],
     digests: list[bytes],
 ) -> PassageBatch:
-    """The batch with the wordpieces of each passage's text on its own; blanks belong to the sentence before them."""
-    body = tokenizer.encode([documents[one.document].text[slice(*one.chars)] for one in passages])
-    chars, made = body.chars.copy(), []
+    """Tokenise the text of each passage separately; whitespace belongs to the sentence before it."""
+    body = tokenizer.encode([documents[passage.document].text[slice(*passage.chars)] for passage in passages])
+    chars, encoded = body.chars.copy(), []
     sentences: list[tuple[int, int]] = []
-    for one, base, (first, end) in zip(passages, body.bases, itertools.pairwise(body.borders()), strict=True):
+    for passage, base, (first, end) in zip(passages, body.bases, itertools.pairwise(body.borders()), strict=True):
         chars[first:end] -= base
-        begins = sentence_chars[slice(*one.sentences), 0] - bases[one.document] - one.chars[0]
+        begins = sentence_chars[slice(*passage.sentences), 0] - bases[passage.document] - passage.chars[0]
         starts = np.unique(np.searchsorted(np.maximum.accumulate(chars[first:end, 1]), begins[1:], side="right"))
         bounds = [0, *starts[(starts > 0) & (starts < end - first)].tolist(), end - first]
-        made.append(replace(one, tokens=(first, end), sentences=(len(sentences), len(sentences) + len(bounds) - 1)))
+        rows = len(sentences), len(sentences) + len(bounds) - 1
+        encoded.append(replace(passage, tokens=(first, end), sentences=rows))
         sentences += itertools.pairwise(bounds)
-    found = np.array(sentences, np.int32).reshape(-1, 2)
-    return PassageBatch(made, body.ids, chars.astype(np.int32), found, titles, languages, digests)
+    arrays = body.ids, chars.astype(np.int32), np.array(sentences, np.int32).reshape(-1, 2)
+    return PassageBatch(encoded, *arrays, titles, languages, digests)
 
 
 def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> None:
-    """Let a wordpiece end after the accents that follow it as characters of their own.
+    """Extend wordpieces in place over the combining marks that follow them.
 
-    The normaliser drops them, so that the tokenizer's offsets would cut "cafe" out of a decomposed "café".
+    The normaliser drops these marks, so that the tokenizer's offsets would cut "cafe" out of a decomposed "café".
     """
     line = " ".join(document.text for document in documents)
     if line.isascii() or not len(chars):
@@ -234,14 +244,14 @@ def _cover_marks(documents: Sequence[Document], chars: NDArray[np.int64]) -> Non
 def _sentences(
     documents: Sequence[Document], languages: Sequence[str], bases: Sequence[int], chars: NDArray[np.int64]
 ) -> tuple[list[int], list[tuple[int, int]], list[tuple[int, int]]]:
-    """Sentences per document, and of each sentence its (start, end) characters and (first, end) wordpieces.
+    """Return the number of sentences of each document, and (start, end) chars and (first, end) wordpieces of each.
 
-    A sentence without wordpieces (nothing but control characters) is left out; a border inside a wordpiece
-    is none.
+    A sentence without wordpieces (only control characters) is dropped; sentences whose border is inside a wordpiece
+    are merged.
     """
-    bounds = [split_sentences(one.text, language) for one, language in zip(documents, languages, strict=True)]
+    bounds = [split_sentences(document.text, code) for document, code in zip(documents, languages, strict=True)]
     flat = np.array(
-        [(start + base, end + base) for base, found in zip(bases, bounds, strict=True) for start, end in found],
+        [(start + base, end + base) for base, pairs in zip(bases, bounds, strict=True) for start, end in pairs],
         np.int64,
     ).reshape(-1, 2)
     first_tokens = np.searchsorted(chars[:, 0], flat, side="left")
@@ -250,10 +260,10 @@ def _sentences(
     counts: list[int] = []
     sentence_chars: list[tuple[int, int]] = []
     sentence_tokens: list[tuple[int, int]] = []
-    for found in bounds:
+    for pairs in bounds:
         before = len(sentence_chars)
-        for (start, end), (first, stop), inside in itertools.islice(rows, len(found)):
-            if inside and len(sentence_chars) > before:
+        for (start, end), (first, stop), is_inside in itertools.islice(rows, len(pairs)):
+            if is_inside and len(sentence_chars) > before:
                 start, first = sentence_chars.pop()[0], sentence_tokens.pop()[0]
             if stop > first:
                 sentence_chars.append((start, end))
@@ -263,15 +273,15 @@ def _sentences(
 
 
 def _relative(chars: NDArray[np.int64], passages: Sequence[Passage], bases: Sequence[int]) -> Ints:
-    """Characters [T, 2] counted from the start of each wordpiece's passage."""
+    """Return the characters [T, 2] of wordpieces relative to their passage."""
     lengths = [length(passage.tokens) for passage in passages]
-    assert sum(lengths) == len(chars), "a wordpiece lies outside all sentences"
+    assert sum(lengths) == len(chars), "a wordpiece is outside all sentences"
     starts = np.asarray([bases[passage.document] + passage.chars[0] for passage in passages], np.int64)
     return (chars - np.repeat(starts, lengths)[:, None]).astype(np.int32)
 
 
 def _relative_sentences(sentence_tokens: Sequence[tuple[int, int]], passages: Sequence[Passage]) -> Ints:
-    """Wordpieces [S, 2] of each sentence counted from the start of its passage."""
+    """Return the wordpieces [S, 2] of sentences relative to their passage."""
     lengths = [length(passage.sentences) for passage in passages]
     starts = np.repeat(np.asarray([passage.tokens[0] for passage in passages], np.int64), lengths)
     tokens = np.asarray(sentence_tokens, np.int64).reshape(-1, 2)

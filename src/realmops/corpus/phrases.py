@@ -1,14 +1,14 @@
-"""Salient spans without a tagger: names by their capitals, and where those say nothing, phrases that recur.
+"""Salient spans without a tagger: names by capitalisation, and recurring phrases in scripts without capitals.
 
-- Where a capital marks a name: runs of capitalised words; at the start of a sentence only a word that has its capital
-  elsewhere too.
-- German writes every noun with a capital, and puts an article or an adjective before most of them, but not before a
-  name. A capitalised word counts that stands twice or more, and so at most once in ten times; so do runs of two.
-- Scripts without capitals: runs of characters or words that stand in 2 to 50 passages, hold together (their parts are
-  seen together far more often than by chance) and are no part of a longer run as frequent. What is known of them is
-  learned from a million characters or words at most.
+- Languages in which a capital marks a name: runs of capitalised words; at the start of a sentence only words that are
+  capitalised within sentences, too.
+- German capitalises every noun, but most nouns and few names follow an article or an adjective. A capitalised word is a
+  name if it occurs at least twice and follows one of them in at most one of ten places; runs of two are names.
+- Scripts without capitals: runs of characters or words that occur in 2 to 50 passages, cohere (the pointwise mutual
+  information of their parts is high) and are not part of a longer run of similar frequency. The statistics are
+  estimated from at most a million characters or words.
 
-Numbers count everywhere. ``docs/data.md`` says how many answers of people are found in this way.
+Numbers are spans in every language. ``docs/data.md`` has the recall on answers written by people.
 """
 
 import math
@@ -18,75 +18,77 @@ from itertools import pairwise
 
 import numpy as np
 
-from realmops.corpus.masking import MOST_PASSAGES
+from realmops.corpus.masking import MAX_PASSAGES
 from realmops.corpus.snapshot_reader import Snapshot
 from realmops.text.languages import LETTERS, NO_BLANKS, compiled, languages, placed
 
 NAME, PHRASE, NUMBER = "NAME", "PHRASE", "NUMBER"
-LONGEST, LONGEST_CHARACTERS = 4, 8  # words, and characters of scripts without blanks, of a phrase
-TOGETHER = 4.0  # least logarithm of how much more often parts stand side by side than by chance
-AS_NOUN = 0.1  # share of a German word's places behind an article or an adjective, above which it is no name
-_ADJECTIVES = ("en", "er", "es", "em")  # how they end
-FEW = 5  # passages that a phrase may stand in, in a corpus of some hundred
-MOST_UNITS = 1_000_000
+MAX_WORDS, MAX_CHARACTERS = 4, 8  # per phrase: words, or characters of scripts without spaces
+MIN_COHESION = 4.0  # pointwise mutual information of a phrase's parts, in nats
+MAX_NOUN_SHARE = 0.1  # a German word that follows an article or adjective more often is not a name
+_ADJECTIVE_ENDINGS = ("en", "er", "es", "em")
+MIN_PASSAGE_LIMIT = 5  # lower bound of the passages that a phrase may occur in, for corpora of some hundred
+MAX_UNITS = 1_000_000
 _WITHOUT_CAPITALS = ("ar", "fa", "he", "hi", "ja", "ko", "ne", "ta", "th", "zh")
-_INSIDE = frozenset(
+_PARTICLES = frozenset(
     ["al", "da", "de", "del", "della", "di", "do", "of", "van", "von"]
-)  # a name, between two capitalised words
+)  # within a name, between two capitalised words
 _UNIT = (
     rf"\d+(?:[.,]\d+)*|[{NO_BLANKS}]\p{{M}}*"
     rf"|[[\p{{L}}\p{{M}}]--[{NO_BLANKS}]][[\p{{L}}\p{{M}}\p{{N}}'’-]--[{NO_BLANKS}]]*"
 )
 _TWO_LETTERS = rf"(?:[[{LETTERS}]--[{NO_BLANKS}]][\p{{M}}'’.,-]*){{2}}"
 Entity = tuple[int, int, str]
-Unit = tuple[str, int, int]  # a word, or a character of a script without blanks, and its characters in the text
+Unit = tuple[str, int, int]  # (word, or character of a script without spaces; start; end)
 
 
 class Phrases:
-    """What is learned of the passages of a snapshot in each of its languages; ``of`` finds the spans of a passage."""
+    """Finder of salient spans, with statistics of the snapshot's passages for each language."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._names: dict[str, tuple[set[str], set[str]]] = {}
         self._phrases: dict[str, dict[str, float]] = {}
         for code in snapshot.languages:
-            some = list(self._some(np.flatnonzero(snapshot.code_P == code.encode()).tolist()))
+            sample = list(self._sample(np.flatnonzero(snapshot.code_P == code.encode()).tolist()))
             if code in _WITHOUT_CAPITALS:
-                self._phrases[code] = _phrases([(text, units) for text, units, _ in some], languages()[code].stop)
+                self._phrases[code] = _learn_phrases(
+                    [(text, units) for text, units, _ in sample], languages()[code].stop
+                )
             else:
-                self._names[code] = _capitalised(some, code)
+                self._names[code] = _learn_names(sample, code)
 
     def of(self, passage: int) -> list[Entity]:
-        """The spans of a passage, in characters, in order and without overlap."""
+        """Return the spans of a passage as (start, end, label) in characters, in order and without overlap."""
         text, language = self._snapshot.text(passage), self._snapshot.language_of(passage)
         units = _units(text)
-        found = [(start, end, NUMBER) for word, start, end in units if word.isdecimal() and len(word) > 1]
+        candidates = [(start, end, NUMBER) for word, start, end in units if word.isdecimal() and len(word) > 1]
         if language in _WITHOUT_CAPITALS:
-            found += [(start, end, PHRASE) for start, end in _recurring(text, units, self._phrases[language])]
-            found += [(start, end, NAME) for start, end in _names(text, units, set(), (set(), set()), language)]
+            candidates += [(start, end, PHRASE) for start, end in _match_phrases(text, units, self._phrases[language])]
+            candidates += [(start, end, NAME) for start, end in _names(text, units, set(), (set(), set()), language)]
         else:
             names = _names(text, units, self._starts(passage), self._names[language], language)
-            found += [(start, end, NAME) for start, end in names]
-        kept: list[Entity] = []
-        for one in sorted(found):
-            if not kept or kept[-1][1] <= one[0]:
-                kept.append(one)
-        return kept
+            candidates += [(start, end, NAME) for start, end in names]
+        spans: list[Entity] = []
+        for span in sorted(candidates):
+            if not spans or spans[-1][1] <= span[0]:
+                spans.append(span)
+        return spans
 
     def _starts(self, passage: int) -> set[int]:
-        """The characters at which its sentences begin."""
+        """Return the characters at which the sentences of a passage begin."""
         chars = self._snapshot.chars(passage)
         return {int(chars[first, 0]) for first, _ in self._snapshot.sentences(passage).tolist()}
 
-    def _some(self, passages: Sequence[int]) -> Iterator[tuple[str, list[Unit], set[int]]]:
-        """Texts of the first of some passages, their units, and where their sentences begin."""
+    def _sample(self, passages: Sequence[int]) -> Iterator[tuple[str, list[Unit], set[int]]]:
+        """Yield (text, units, sentence starts) of the first passages, up to ``MAX_UNITS`` units."""
         count = 0
         for passage in passages:
             text = self._snapshot.text(passage)
             units = _units(text)
             yield text, units, self._starts(passage)
             count += len(units)
-            if count > MOST_UNITS:
+            if count > MAX_UNITS:
                 return
 
 
@@ -99,12 +101,12 @@ def _composed_units(text: str) -> Iterator[Unit]:
 
 
 def _is_word(unit: str) -> bool:
-    """Return whether a unit has two letters, as words have; combining marks are no letters."""
+    """Return whether a unit has at least two letters; combining marks are not letters."""
     return compiled(_TWO_LETTERS).match(unit) is not None
 
 
-def _beside(text: str, left: Unit, right: Unit) -> bool:
-    """Whether nothing, or one blank between words, parts two units."""
+def _is_adjacent(text: str, left: Unit, right: Unit) -> bool:
+    """Return whether two units are separated by nothing or by a single space."""
     return text[left[2] : right[1]] in ("", " ")
 
 
@@ -112,134 +114,141 @@ def _is_capitalised(word: str) -> bool:
     return word[0].isupper()
 
 
-def _capitalised(some: Iterable[tuple[str, list[Unit], set[int]]], language: str) -> tuple[set[str], set[str]]:
-    """The words that are names by their capital inside of sentences, and all words that also stand without one."""
-    places: Counter[str] = Counter()
-    without: Counter[str] = Counter()
+def _learn_names(sample: Iterable[tuple[str, list[Unit], set[int]]], language: str) -> tuple[set[str], set[str]]:
+    """Return (words that are names by their capital within sentences, words that also occur in lower case)."""
+    capitalised: Counter[str] = Counter()
+    lower_case: Counter[str] = Counter()
     as_noun: Counter[str] = Counter()
-    known = languages()[language]
-    articles = known.articles | known.before_nouns
-    for _, units, starts in some:
+    rules = languages()[language]
+    articles = rules.articles | rules.before_nouns
+    for _, units, starts in sample:
         words = ["", "", *(word.lower() for word, _, _ in units)]
         for (farther, before), (word, start, _) in zip(pairwise(words), units, strict=False):
             if not _is_capitalised(word):
-                without[word] += 1
+                lower_case[word] += 1
             elif start not in starts:
-                places[word] += 1
-                is_adjective = before.endswith(_ADJECTIVES) and before not in known.stop
+                capitalised[word] += 1
+                is_adjective = before.endswith(_ADJECTIVE_ENDINGS) and before not in rules.stop
                 as_noun[word] += before in articles or is_adjective or (before.endswith("e") and farther in articles)
-    if known.before_nouns:
-        return {word for word, n in places.items() if n > 1 and as_noun[word] <= AS_NOUN * n}, set(without)
-    return {word for word, n in places.items() if n > without[word.lower()]}, set(without)
+    if rules.before_nouns:
+        names = {word for word, n in capitalised.items() if n > 1 and as_noun[word] <= MAX_NOUN_SHARE * n}
+        return names, set(lower_case)
+    return {word for word, n in capitalised.items() if n > lower_case[word.lower()]}, set(lower_case)
 
 
 def _names(
-    text: str, units: Sequence[Unit], starts: set[int], known: tuple[set[str], set[str]], language: str
+    text: str, units: Sequence[Unit], starts: set[int], learned: tuple[set[str], set[str]], language: str
 ) -> Iterator[tuple[int, int]]:
-    """Runs of capitalised words, a first word of a sentence only where it is a name elsewhere or never without one."""
-    names, without = known
+    """Yield runs of capitalised words; ``learned`` decides whether the first word of a sentence belongs to one."""
+    names, lower_case = learned
     nouns = languages()[language].before_nouns
-    never = nouns | languages()[language].articles | languages()[language].stop
-    at = 0
-    while at < len(units):
-        first, at = at, at + 1
+    excluded = nouns | languages()[language].articles | languages()[language].stop
+    end = 0
+    while end < len(units):
+        first, end = end, end + 1
         if not _is_capitalised(units[first][0]):
             continue
-        while more := _more(text, units[at - 1 : at + 2]):
-            at += more
-        begins, word = units[first][1] in starts, units[first][0]
-        if begins and word not in names and (at - first == 1 or word.lower() in never or word.lower() in without):
+        while step := _continuation(text, units[end - 1 : end + 2]):
+            end += step
+        is_start, word = units[first][1] in starts, units[first][0]
+        is_doubtful = end - first == 1 or word.lower() in excluded or word.lower() in lower_case
+        if is_start and word not in names and is_doubtful:
             first += 1
-        while first < at and not _is_capitalised(units[first][0]):
+        while first < end and not _is_capitalised(units[first][0]):
             first += 1
-        alone = first + 1 == at and (len(units[first][0]) == 1 or (bool(nouns) and units[first][0] not in names))
-        if first < at and not alone:
-            yield units[first][1], units[at - 1][2]
+        is_letter = first + 1 == end and len(units[first][0]) == 1
+        is_noun = first + 1 == end and bool(nouns) and units[first][0] not in names
+        if first < end and not is_letter and not is_noun:
+            yield units[first][1], units[end - 1][2]
 
 
-def _more(text: str, units: Sequence[Unit]) -> int:
-    """How many of the words behind the first belong to the same name: 0, 1, or 2 with a small word between."""
-    if len(units) < 2 or not _beside(text, *units[:2]):
+def _continuation(text: str, units: Sequence[Unit]) -> int:
+    """Return how many words after the first continue its name: 0, 1, or 2 with a particle between."""
+    if len(units) < 2 or not _is_adjacent(text, *units[:2]):
         return 0
     if _is_capitalised(units[1][0]):
         return 1
-    inside = units[1][0] in _INSIDE and len(units) > 2 and _beside(text, *units[1:])
-    return 2 if inside and _is_capitalised(units[2][0]) else 0
+    has_particle = units[1][0] in _PARTICLES and len(units) > 2 and _is_adjacent(text, *units[1:])
+    return 2 if has_particle and _is_capitalised(units[2][0]) else 0
 
 
-def _phrases(some: Sequence[tuple[str, list[Unit]]], stop: frozenset[str]) -> dict[str, float]:
-    """The phrases of some texts, each with the logarithm of how much more often it is seen than by chance."""
-    seen: Counter[str] = Counter()
-    within: Counter[str] = Counter()  # passages
-    kept: set[str] = set()
-    reaches = [_reach(text, units) for text, units in some]
-    for size in range(1, LONGEST_CHARACTERS + 2):  # the last only to know what is a part of it
-        here: Counter[str] = Counter()
-        passages: Counter[str] = Counter()
-        for (text, units), reach in zip(some, reaches, strict=True):
-            found = [
+def _learn_phrases(sample: Sequence[tuple[str, list[Unit]]], stop: frozenset[str]) -> dict[str, float]:
+    """Return the phrases of the sample with their cohesion, the least pointwise mutual information of all splits."""
+    frequency: Counter[str] = Counter()
+    passage_frequency: Counter[str] = Counter()
+    frequent: set[str] = set()
+    reaches = [_reach(text, units) for text, units in sample]
+    for size in range(1, MAX_CHARACTERS + 2):  # the last size only counts extensions of phrases
+        run_counts: Counter[str] = Counter()
+        passage_counts: Counter[str] = Counter()
+        for (text, units), reach in zip(sample, reaches, strict=True):
+            runs = [
                 text[low:high]
                 for low, middle, end, high in _runs(units, reach, size)
-                if size == 1 or (text[low:middle] in kept and text[end:high] in kept)
+                if size == 1 or (text[low:middle] in frequent and text[end:high] in frequent)
             ]
-            here.update(found)
-            passages.update(set(found))
-        kept = {one for one, count in passages.items() if count > 1}
-        if not kept:
+            run_counts.update(runs)
+            passage_counts.update(set(runs))
+        frequent = {run for run, count in passage_counts.items() if count > 1}
+        if not frequent:
             break
-        seen.update({one: here[one] for one in kept})
-        within.update({one: passages[one] for one in kept})
-    total, most = sum(len(units) for _, units in some), min(MOST_PASSAGES, max(FEW, len(some) // 50))
-    longer: Counter[str] = Counter()  # the most frequent run that is one longer
-    cohesion: dict[str, float] = {}
-    for one in seen:
-        units = _units(one)
+        frequency.update({run: run_counts[run] for run in frequent})
+        passage_frequency.update({run: passage_counts[run] for run in frequent})
+    total = sum(len(units) for _, units in sample)
+    passage_limit = min(MAX_PASSAGES, max(MIN_PASSAGE_LIMIT, len(sample) // 50))
+    extension_frequency: Counter[str] = Counter()  # of the most frequent run that is one unit longer
+    cohesion_of: dict[str, float] = {}
+    for run in frequency:
+        units = _units(run)
         if len(units) > 1:
-            for part in (one[: units[-2][2]], one[units[1][1] :]):
-                longer[part] = max(longer[part], seen[one])
-        splits = [seen[one[: left[2]]] * seen[one[right[1] :]] for left, right in pairwise(units)]
-        together = min((math.log(seen[one] * total / split) for split in splits if split), default=0.0)
+            for part in (run[: units[-2][2]], run[units[1][1] :]):
+                extension_frequency[part] = max(extension_frequency[part], frequency[run])
+        splits = [frequency[run[: left[2]]] * frequency[run[right[1] :]] for left, right in pairwise(units)]
+        cohesion = min((math.log(frequency[run] * total / split) for split in splits if split), default=0.0)
         ends = units[0][0], units[-1][0]
-        usable = within[one] <= most and not stop & {*ends} and not any(map(_is_kana, ends))
-        usable = usable and len(units) <= LONGEST_CHARACTERS
-        alone = len(units) == 1 and _is_word(one)
-        if usable and (together >= TOGETHER or alone):
-            cohesion[one] = together
-    return {one: value for one, value in cohesion.items() if longer[one] < 0.8 * seen[one]}
+        is_usable = passage_frequency[run] <= passage_limit and not stop & {*ends} and not any(map(_is_hiragana, ends))
+        is_usable = is_usable and len(units) <= MAX_CHARACTERS
+        is_single_word = len(units) == 1 and _is_word(run)
+        if is_usable and (cohesion >= MIN_COHESION or is_single_word):
+            cohesion_of[run] = cohesion
+    return {run: value for run, value in cohesion_of.items() if extension_frequency[run] < 0.8 * frequency[run]}
 
 
-def _is_kana(unit: str) -> bool:
-    return "\u3040" <= unit <= "\u309f"  # hiragana: particles and endings
+def _is_hiragana(unit: str) -> bool:
+    return "\u3040" <= unit <= "\u309f"  # particles and endings
 
 
 def _reach(text: str, units: Sequence[Unit]) -> list[int]:
-    """How many units a phrase may have that begins with each: neighbours, few words, and no number first."""
+    """Return the maximum number of units of a phrase that begins at each unit, 0 at numbers."""
     reach = [1] * len(units)
     for first in range(len(units) - 2, -1, -1):
-        if _beside(text, units[first], units[first + 1]):
+        if _is_adjacent(text, units[first], units[first + 1]):
             reach[first] += reach[first + 1]
     for first, (word, _, _) in enumerate(units):
-        reach[first] = 0 if word[0].isdecimal() else min(reach[first], LONGEST + 1) if _is_word(word) else reach[first]
+        if word[0].isdecimal():
+            reach[first] = 0
+        elif _is_word(word):
+            reach[first] = min(reach[first], MAX_WORDS + 1)
     return reach
 
 
 def _runs(units: Sequence[Unit], reach: Sequence[int], size: int) -> Iterator[tuple[int, int, int, int]]:
-    """Of each run of so many units: its start, the end of the last but one, the start of the second, its end."""
+    """Yield (start, end of the last but one unit, start of the second unit, end) of each run of ``size`` units."""
     for first, (_, low, _) in enumerate(units):
         if reach[first] >= size:
             last = first + size - 1
             yield low, units[max(last - 1, first)][2], units[min(first + 1, last)][1], units[last][2]
 
 
-def _recurring(text: str, units: Sequence[Unit], known: dict[str, float]) -> list[tuple[int, int]]:
-    """The longest known phrases of a text, of equally long ones those that hold together most."""
-    found, reach = [], _reach(text, units)
-    for size in range(1, LONGEST_CHARACTERS + 1):
+def _match_phrases(text: str, units: Sequence[Unit], phrases: dict[str, float]) -> list[tuple[int, int]]:
+    """Return the phrases of a text without overlap: the longest first, then those with the highest cohesion."""
+    candidates, reach = [], _reach(text, units)
+    for size in range(1, MAX_CHARACTERS + 1):
         for low, _, _, high in _runs(units, reach, size):
-            if text[low:high] in known:
-                found.append((-size, -known[text[low:high]], low, high))
-    taken: list[tuple[int, int]] = []
-    for _, _, low, high in sorted(found):
-        if all(high <= start or end <= low for start, end in taken):
-            taken.append((low, high))
-    return taken
+            if text[low:high] in phrases:
+                candidates.append((-size, -phrases[text[low:high]], low, high))
+    spans: list[tuple[int, int]] = []
+    for _, _, low, high in sorted(candidates):
+        if all(high <= start or end <= low for start, end in spans):
+            spans.append((low, high))
+    return spans

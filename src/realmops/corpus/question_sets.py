@@ -1,4 +1,4 @@
-"""Questions with their answers, read from files and checked (``formats.question_files`` has the formats)."""
+"""Questions with answers: reading and validation (formats are in ``formats.question_files``)."""
 
 import json
 import unicodedata
@@ -15,16 +15,21 @@ from realmops.corpus.formats.question_files import QuestionRecord, question_read
 from realmops.text.answer_matching import check_expression
 from realmops.text.languages import ENGLISH, detect, languages
 
-EXPRESSIONS = "regex"  # an answer rule: answers are regular expressions
+EXPRESSIONS = "regex"  # ``answer_rule`` of answers that are regular expressions
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, its acceptable answers and, where it is known, the id of the document that answers it.
+    """A question with its acceptable answers.
 
-    ``is_regex``: the answers are regular expressions (CuratedTREC).  ``not_in``: the ids of the passages that it was
-    made from, which are no evidence for its answer (``corpus.cloze``).  ``language``: the code of the language by
-    whose rules an answer is right, English's without one.
+    Attributes:
+        id: id, unique within a file.
+        question: text.
+        answers: acceptable answers, at least one.
+        passage_id: id of the document that answers it, if known.
+        is_regex: whether the answers are regular expressions (CuratedTREC).
+        not_in: ids of the passages that it was generated from, which are no evidence for its answer (``corpus.cloze``).
+        language: code of the language whose rules decide whether an answer is correct; "" means English.
     """
 
     id: str
@@ -37,31 +42,33 @@ class Question:
 
     @property
     def answer_rule(self) -> str:
-        """By whose rules a prediction is right: those of a language, by its code, or ``EXPRESSIONS``."""
+        """Rule by which a prediction is correct: a language code, or ``EXPRESSIONS``."""
         return EXPRESSIONS if self.is_regex else self.language or ENGLISH
 
     @property
     def asked(self) -> tuple[str, str, tuple[str, ...]]:
-        """What makes two questions the same one: an id alone is unique in one file only."""
+        """Identity of the question across files: an id alone is unique only within its file."""
         return self.id, self.question, tuple(sorted(self.answers))
 
     @property
     def match_rule(self) -> str:
-        """The rule by which a passage answers it: DPR's tokens, or any match of the expression."""
+        """Rule by which a passage contains an answer: DPR's token match, or a match of the expression."""
         return "regex_search" if self.is_regex else "token_boundary"
 
 
 def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str] | None = None) -> list[Question]:
-    """The questions of files, in order.
+    """Read the questions of files, in order.
 
     A question without an id gets one from its content: the same question has the same id in every file.
-    Questions that SQuAD 2 marks as impossible are left out; their ids go to ``unanswerable``.
 
     Args:
-        format: a name of ``question_files.FORMATS``, or "auto": by the content of each file.
+        paths: files of questions.
+        format: a name of ``question_files.FORMATS``, or "auto" to detect the format from the content of each file.
+        unanswerable: receives the ids of questions that SQuAD 2 marks as impossible, which are skipped.
 
-    Raises ValueError that names file and line for damaged data, a question without text or answers, an expression
-    that does not compile, an id that came before, and when there is no question at all.
+    Raises:
+        ValueError: If data is damaged, a question has no text or answers, an expression does not compile, an id is
+            duplicated (the message has file and line), or there are no questions.
     """
     places: dict[str, str] = {}
     copies: Counter[str] = Counter()
@@ -75,45 +82,45 @@ def read_questions(paths: Sequence[Path], *, format: str, unanswerable: list[str
             question = _question(record, copies)
             if question.id in places:
                 raise ValueError(
-                    f"{record.place}: the id {question.id!r} was used at {places[question.id]}; ids must differ"
+                    f"{record.place}: the id {question.id!r} was used at {places[question.id]}; ids must be unique"
                 )
             places[question.id] = record.place
             questions.append(question)
     if not questions:
         names = ", ".join(map(str, paths)) or "no file was given"
         raise ValueError(
-            f"there are no questions ({names}): "
+            f"no questions found ({names}): "
             'give at least one line of the form {"question": "...", "answers": ["..."]}'
         )
     return questions
 
 
 def text_key(text: str) -> str:
-    """Return what makes two questions or answers the same text: NFC with single blanks.
+    """Return the key under which two questions or answers are the same text: NFC with single spaces.
 
-    The normal form of exact match is none: it makes one of C, C# and C++, and nothing of the answer A.
+    The normalisation of exact match is too coarse: it merges C, C# and C++, and maps the answer A to nothing.
     """
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def in_languages(questions: Iterable[Question], among: Sequence[str]) -> list[Question]:
-    """The same questions, each in its language: where it names none, that which is detected among those of a corpus."""
-    return [replace(one, language=one.language or detect(one.question, among)[0]) for one in questions]
+    """Set the language of questions that have none, detected among the languages of a corpus."""
+    return [replace(q, language=q.language or detect(q.question, among)[0]) for q in questions]
 
 
 def answers_are_expressions(questions: Iterable[Question]) -> bool:
-    """Whether the answers are regular expressions; ValueError when some are and some are not."""
+    """Return whether all answers are regular expressions; raise ValueError for a mixture."""
     kinds = {question.is_regex: question.id for question in questions}
     if len(kinds) > 1:
         raise ValueError(
-            f"the answers of {kinds[True]!r} are regular expressions, those of {kinds[False]!r} are not: they are "
-            "right by different rules; evaluate them apart"
+            f"mixed answer rules: the answers of {kinds[True]!r} are regular expressions, those of {kinds[False]!r} "
+            "are not; evaluate them separately"
         )
     return kinds.popitem()[0] if kinds else False
 
 
 def in_orqa_dev(question: str) -> bool:
-    """Whether ORQA (Lee et al. 2019) takes a training question for its dev split: one of ten, by FarmHash."""
+    """Return whether ORQA (Lee et al. 2019) assigns a training question to its dev split: one of ten, by FarmHash."""
     import farmhash
 
     fingerprint: int = farmhash.fingerprint64(question.encode())
@@ -121,39 +128,39 @@ def in_orqa_dev(question: str) -> bool:
 
 
 def parts_of(questions: Iterable[Question]) -> dict[str, list[Question]]:
-    """Questions for train, dev and test, seven to one to two, by a hash of each: more questions move none of them."""
+    """Split questions 7:1:2 into train, dev and test by a hash of their text, so that additions move no question."""
     parts: dict[str, list[Question]] = {"train": [], "dev": [], "test": []}
-    for one in questions:
-        digit = int(sha256(one.question.encode()).hexdigest(), 16) % 10
-        parts["dev" if digit == 0 else "test" if digit < 3 else "train"].append(one)
+    for question in questions:
+        digit = int(sha256(question.question.encode()).hexdigest(), 16) % 10
+        parts["dev" if digit == 0 else "test" if digit < 3 else "train"].append(question)
     return parts
 
 
 def json_line(question: Question) -> bytes:
-    """A question in the form ``jsonl``."""
-    said = {name: value for name, value in asdict(question).items() if value not in (None, False, (), "")}
-    return json.dumps(said, ensure_ascii=False).encode() + b"\n"
+    """Serialise a question in the format ``jsonl``."""
+    fields = {name: value for name, value in asdict(question).items() if value not in (None, False, (), "")}
+    return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
 
 
 def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
     place = record.place
     text = check_text(record.question, "question", place).strip()
-    given = None if record.id is None else check_id(record.id, place)
+    identifier = None if record.id is None else check_id(record.id, place)
     if not text:
-        raise ValueError(f"{place}: the question {given or ''!r} has no text; write it or remove it")
+        raise ValueError(f"{place}: the question {identifier or ''!r} has no text; add text or remove it")
     if not isinstance(record.is_regex, bool):
-        raise ValueError(f"{place}: 'is_regex' is {record.is_regex!r}; true or false is wanted")
-    answers = _answers(record.answers, given or text, place)
+        raise ValueError(f"{place}: 'is_regex' is {record.is_regex!r}, expected true or false")
+    answers = _check_answers(record.answers, identifier or text, place)
     if record.is_regex:
         for answer in answers:
-            check_expression(answer, f"{place}: question {given or text!r}")
+            check_expression(answer, f"{place}: question {identifier or text!r}")
     if not isinstance(record.not_in, list | tuple):
-        raise ValueError(f"{place}: 'not_in' is {type(record.not_in).__name__}, wanted a list of passage ids")
+        raise ValueError(f"{place}: 'not_in' is {type(record.not_in).__name__}, expected a list of passage ids")
     language = "" if record.language is None else check_text(record.language, "language", place)
     if language and language not in languages():
-        raise ValueError(f"{place}: 'language' is {language!r}; one of {', '.join(languages())} is wanted")
+        raise ValueError(f"{place}: 'language' is {language!r}, expected one of {', '.join(languages())}")
     return Question(
-        id=given or _id_of(text, answers, copies),
+        id=identifier or _content_id(text, answers, copies),
         question=text,
         answers=answers,
         passage_id=None if record.passage_id is None else check_text(record.passage_id, "passage_id", place),
@@ -163,18 +170,18 @@ def _question(record: QuestionRecord, copies: Counter[str]) -> Question:
     )
 
 
-def _id_of(text: str, answers: tuple[str, ...], copies: Counter[str]) -> str:
+def _content_id(text: str, answers: tuple[str, ...], copies: Counter[str]) -> str:
     identifier = f"q-{digest_of([text, answers])[:16]}"
     copies[identifier] += 1
     return identifier if copies[identifier] == 1 else f"{identifier}-{copies[identifier]}"
 
 
-def _answers(value: Any, name: str, place: str) -> tuple[str, ...]:
+def _check_answers(value: Any, name: str, place: str) -> tuple[str, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"{place}: 'answers' is {type(value).__name__}, wanted a list of strings")
+        raise ValueError(f"{place}: 'answers' is {type(value).__name__}, expected a list of strings")
     answers = tuple(dict.fromkeys(check_text(answer, "answers", place) for answer in value))
     if not any(answer.strip() for answer in answers):
-        raise ValueError(f"{place}: the question {name!r} has no answer; give one or remove it")
+        raise ValueError(f"{place}: the question {name!r} has no answer; add one or remove it")
     if not all(answer.strip() for answer in answers):
         raise ValueError(f"{place}: an answer of the question {name!r} is blank; remove it")
     return answers

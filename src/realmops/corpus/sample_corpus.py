@@ -1,10 +1,10 @@
-"""The sample corpus: an encyclopedia of an invented world, its questions and typed entity spans.
+"""Generator of the sample corpus: an encyclopedia of an invented world, its questions and typed entity spans.
 
-A world is a list of entities and a list of facts (subject, relation, object); ``sample_language.yaml`` has the words
-for them. Every fact is told in three or four documents in different words: in the subject's article and in the
-object's, or in that of a neighbour when the object is a date or a number. Questions use words that the fact's own
-sentences avoid where they can, and filler sentences use the words of questions without the answer, so that matching
-words is not enough.
+A world is a list of entities and a list of facts (subject, relation, object); ``sample_language.yaml`` has the
+templates. Every fact is stated in three or four documents in different words: in the subject's article and in the
+object's, or in that of a neighbour if the object is a date or a number. Questions prefer words that the fact's
+sentences avoid, and filler sentences use the words of questions without the answer, so that lexical matching alone is
+not enough.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from realmops.corpus.sample_world import Entity, Fact, Names, draw_entities, dra
 
 NER_SENTENCES = {"train": 2000, "dev": 400}
 
-_FOURTH_TELLING = 0.25
+# Probabilities, but for the words below which a pair of sentences gets a filler.
+_FOURTH_STATEMENT = 0.25
 _VISIT_FILLER = 0.25
 _OWN_FILLER = 0.1
 _PRONOUN = 0.12
@@ -36,7 +37,7 @@ _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True)
 class Sentence:
-    """`spans` are (character start, end, label); `fact` indexes World.facts, -1 for a filler."""
+    """A rendered template; ``spans`` are (start, end, label), ``fact`` indexes World.facts, -1 for a filler."""
 
     template: str
     text: str
@@ -47,16 +48,21 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Paragraph:
+    """A document of the sample corpus: sentences of one article."""
+
     title: str
     sentences: tuple[Sentence, ...]
 
     @property
     def text(self) -> str:
+        """Sentences joined by spaces."""
         return " ".join(sentence.text for sentence in self.sentences)
 
 
 @dataclass(frozen=True)
 class World:
+    """Entities, the facts about them, and the documents that state the facts."""
+
     entities: list[Entity]
     facts: list[Fact]
     passages: list[Paragraph]
@@ -67,10 +73,21 @@ def write_sample(
 ) -> dict[str, Any]:
     """Write the sample corpus into an existing stage folder; the same arguments give the same bytes.
 
-    `subjects` is the number of entities with facts (300 give about 2,350 documents), `warmup_worlds` that of other
-    worlds of that size in warmup.jsonl.gz (at 300 subjects there are names for 7), `test_share` and `dev_share` are
-    parts of the subjects. The entity that a question names belongs to the question's split, and so does the fact's
-    subject. Returns counts. Raises ValueError when there are too few names for so many worlds.
+    The entity that a question names belongs to the question's split, and so does the fact's subject.
+
+    Args:
+        folder: stage folder.
+        seed: seed of all worlds.
+        subjects: number of entities with facts; 300 give about 2,350 documents.
+        warmup_worlds: number of other worlds of that size in warmup.jsonl.gz; at 300 subjects there are names for 7.
+        test_share: share of the subjects in the test split.
+        dev_share: share of the subjects in the dev split.
+
+    Returns:
+        Number of subjects, relations, facts, documents, questions and NER sentences.
+
+    Raises:
+        ValueError: If there are too few names for all worlds.
     """
     used: set[str] = set()
 
@@ -82,11 +99,11 @@ def write_sample(
     warmup = [world(used, "warmup", number) for number in range(warmup_worlds)]
     questions = _questions(target, np.random.default_rng(seed_for(seed, "sample", "questions")))
 
-    others = [line for number, other in enumerate(warmup) for line in _documents(other, f"warmup{number}")]
+    warmup_lines = [line for number, other in enumerate(warmup) for line in _documents(other, f"warmup{number}")]
     _write_lines(folder / "corpus.jsonl.gz", _documents(target, "doc"))
-    _write_lines(folder / "warmup.jsonl.gz", others)
-    for split, asked in questions.items():
-        _write_lines(folder / f"questions.{split}.jsonl.gz", asked)
+    _write_lines(folder / "warmup.jsonl.gz", warmup_lines)
+    for split, rows in questions.items():
+        _write_lines(folder / f"questions.{split}.jsonl.gz", rows)
     for part, sentences in ner.items():
         (folder / f"ner.{part}.conll").write_bytes("".join(map(_conll, sentences)).encode())
     return {
@@ -95,13 +112,13 @@ def write_sample(
         "facts": len(target.facts),
         "documents": len(target.passages),
         "warmup_documents": sum(len(other.passages) for other in warmup),
-        "questions": {split: len(asked) for split, asked in questions.items()},
+        "questions": {split: len(rows) for split, rows in questions.items()},
         "ner_sentences": {part: len(sentences) for part, sentences in ner.items()},
     }
 
 
 def build_world(seed: int, subjects: int, test_share: float, dev_share: float, used: set[str] | None = None) -> World:
-    """One world; names already in `used` are avoided and the new ones added to it."""
+    """Generate a world with names that are not in ``used``, and add its names to ``used``."""
     rng = np.random.default_rng(seed)
     names = Names(rng, subjects, set() if used is None else used)
     entities = draw_entities(names, rng, subjects, test_share, dev_share)
@@ -110,7 +127,7 @@ def build_world(seed: int, subjects: int, test_share: float, dev_share: float, u
 
 
 def _render(template: str, fact: Fact, number: int, rng: np.random.Generator) -> Sentence:
-    """A template with a fact's words in it, and where the entities are named."""
+    """Fill a template with a fact and record the spans of its entities."""
     values = _values(fact)
     entities = {"s": fact.subject, "o": fact.object}
     text = ""
@@ -145,19 +162,19 @@ def _with_article(noun: str) -> str:
 
 
 def _with_pronoun(sentence: Sentence, subject: Entity) -> Sentence:
-    """The sentence with its opening mention of the subject replaced by a pronoun, if there is one."""
+    """Replace an opening mention of the subject by a pronoun."""
     opening = subject.mention[0].upper() + subject.mention[1:]
-    rest = sentence.text.removeprefix(opening + " ")
-    if rest == sentence.text or rest.startswith("and "):
+    remainder = sentence.text.removeprefix(opening + " ")
+    if remainder == sentence.text or remainder.startswith("and "):
         return sentence
-    text = f"{subject.pronouns[0].capitalize()} {rest}"
+    text = f"{subject.pronouns[0].capitalize()} {remainder}"
     shift = len(text) - len(sentence.text)
     spans = tuple((start + shift, end + shift, label) for start, end, label in sentence.spans[1:])
     return replace(sentence, text=text, spans=spans)
 
 
 class _Fillers:
-    """Hands out sentences about a subject that tell no fact, each at most once."""
+    """Supply of sentences about a subject that state no fact, each used at most once."""
 
     def __init__(self, facts: Sequence[Fact], rng: np.random.Generator) -> None:
         self._rng = rng
@@ -167,6 +184,7 @@ class _Fillers:
                 self._queues[fact.subject.name].append((fact, str(template)))
 
     def next(self, subject: str) -> Sentence | None:
+        """Return the next filler of a subject, or None if all are used."""
         if not (queue := self._queues[subject]):
             return None
         fact, template = queue.pop(0)
@@ -174,15 +192,15 @@ class _Fillers:
 
 
 def _passages(entities: Sequence[Entity], facts: Sequence[Fact], rng: np.random.Generator) -> list[Paragraph]:
-    """Two sentences each, grouped by article (title), in the order of the entities."""
-    own, visits, guests = _tellings(facts, rng)
+    """Build documents of two or three sentences, grouped by article (title), in the order of the entities."""
+    own, visits, guests = _statements(facts, rng)
     fillers = _Fillers(facts, rng)
-    by_others = [
+    visit_groups = [
         [_lengthened(pair, fillers) for pair in _visit_pairs(visits[entity.name], guests, fillers, rng)]
         for entity in entities
     ]
     passages = []
-    for entity, told_by_others in zip(entities, by_others, strict=True):
+    for entity, groups in zip(entities, visit_groups, strict=True):
         sentences = own[entity.name] + guests[entity.name]
         for _ in sentences:
             if rng.random() < _OWN_FILLER and (filler := fillers.next(entity.name)):
@@ -190,28 +208,28 @@ def _passages(entities: Sequence[Entity], facts: Sequence[Fact], rng: np.random.
         if len(sentences) % 2 and (filler := fillers.next(entity.name)):
             sentences.append(filler)
         for pair in _distinct_pairs(sentences, fillers, rng):
-            first, *rest = _lengthened(pair, fillers)
-            rest = [_with_pronoun(later, entity) if rng.random() < _PRONOUN else later for later in rest]
-            passages.append(Paragraph(entity.name, (first, *rest)))
-        passages += [Paragraph(entity.name, told) for told in told_by_others]
+            first, *later = _lengthened(pair, fillers)
+            later = [_with_pronoun(sentence, entity) if rng.random() < _PRONOUN else sentence for sentence in later]
+            passages.append(Paragraph(entity.name, (first, *later)))
+        passages += [Paragraph(entity.name, group) for group in groups]
     return passages
 
 
-def _tellings(
+def _statements(
     facts: Sequence[Fact], rng: np.random.Generator
 ) -> tuple[dict[str, list[Sentence]], dict[str, list[Sentence]], dict[str, list[Sentence]]]:
-    """Sentences that tell facts: for the subject's article, for the object's, for a neighbour's."""
+    """Render all facts for three places: the subject's article, the object's, and a neighbour's."""
     own: dict[str, list[Sentence]] = defaultdict(list)
     visits: dict[str, list[Sentence]] = defaultdict(list)
     guests: dict[str, list[Sentence]] = defaultdict(list)
     for number, fact in enumerate(facts):
-        elsewhere = 1 + int(rng.random() < _FOURTH_TELLING)
-        told = [_render(template, fact, number, rng) for template in shuffled(rng, fact.relation.forward)]
-        own[fact.subject.name] += told[:2]
+        count = 1 + int(rng.random() < _FOURTH_STATEMENT)
+        sentences = [_render(template, fact, number, rng) for template in shuffled(rng, fact.relation.forward)]
+        own[fact.subject.name] += sentences[:2]
         if fact.object is None:
-            guests[fact.subject.name] += told[2 : 2 + elsewhere]
+            guests[fact.subject.name] += sentences[2 : 2 + count]
         else:
-            for template in shuffled(rng, fact.relation.inverse)[:elsewhere]:
+            for template in shuffled(rng, fact.relation.inverse)[:count]:
                 visits[fact.object.name].append(_render(template, fact, number, rng))
     return own, visits, guests
 
@@ -219,7 +237,7 @@ def _tellings(
 def _visit_pairs(
     visits: list[Sentence], guests: dict[str, list[Sentence]], fillers: _Fillers, rng: np.random.Generator
 ) -> list[tuple[Sentence, ...]]:
-    """Sentences in which others mention the article's entity, each with one more about the same other."""
+    """Pair sentences in which other subjects mention the article's entity with one more about the same subject."""
     pairs: list[tuple[Sentence, ...]] = []
     alone: list[Sentence] = []
     for visit in visits:
@@ -235,66 +253,66 @@ def _visit_pairs(
 def _distinct_pairs(
     sentences: list[Sentence], fillers: _Fillers, rng: np.random.Generator
 ) -> list[tuple[Sentence, ...]]:
-    """Pairs in random order, never of one fact twice, nor of two in the same words; the odd one out gets a filler."""
-    left = shuffled(rng, sentences)
+    """Pair sentences at random, never of the same fact or template; an unpaired sentence gets a filler."""
+    remaining = shuffled(rng, sentences)
     pairs: list[tuple[Sentence, ...]] = []
-    while left:
-        first = left.pop(0)
+    while remaining:
+        first = remaining.pop(0)
         words, fact = first.template, first.fact
-        apart = (i for i, other in enumerate(left) if other.template != words and not other.fact == fact >= 0)
-        match = next(apart, None)
-        second = left.pop(match) if match is not None else fillers.next(first.subject)
+        matches = (i for i, other in enumerate(remaining) if other.template != words and not other.fact == fact >= 0)
+        match = next(matches, None)
+        second = remaining.pop(match) if match is not None else fillers.next(first.subject)
         pairs.append((first,) if second is None else (first, second))
     return pairs
 
 
 def _lengthened(sentences: tuple[Sentence, ...], fillers: _Fillers) -> tuple[Sentence, ...]:
-    """A short pair with a filler as its third sentence."""
+    """Add a filler as third sentence to a short pair."""
     words = sum(len(_TOKEN.findall(sentence.text)) for sentence in sentences)
     filler = fillers.next(sentences[-1].subject) if words <= _SHORT_WORDS else None
     return sentences if filler is None else (*sentences, filler)
 
 
 def _questions(world: World, rng: np.random.Generator) -> dict[str, list[dict[str, Any]]]:
-    """Forward questions on every fact, inverse ones where the answer is unique and of the same split."""
-    told: list[set[str]] = [set() for _ in world.facts]  # words, by fact
+    """Generate forward questions on every fact, and inverse ones if the answer is unique and in the same split."""
+    stems_of: list[set[str]] = [set() for _ in world.facts]  # of the sentences of each fact
     for sentence in (sentence for passage in world.passages for sentence in passage.sentences):
         if sentence.fact >= 0:
-            told[sentence.fact].update(_stems(sentence.text))
+            stems_of[sentence.fact].update(_stems(sentence.text))
     objects = Counter((fact.relation.name, fact.object.name) for fact in world.facts if fact.object)
-    asked: dict[str, list[dict[str, Any]]] = {"train": [], "dev": [], "test": []}
+    rows: dict[str, list[dict[str, Any]]] = {"train": [], "dev": [], "test": []}
 
-    def ask(fact: Fact, wordings: Sequence[str], about: Entity, answers: tuple[str, ...]) -> None:
+    def add(fact: Fact, wordings: Sequence[str], about: Entity, answers: tuple[str, ...]) -> None:
         for wording in wordings:
-            line = {"question": wording.format_map(_values(fact)), "answers": list(answers)}
-            asked[about.split].append({**line, "subject": about.name, "relation": fact.relation.name})
+            row = {"question": wording.format_map(_values(fact)), "answers": list(answers)}
+            rows[about.split].append({**row, "subject": about.name, "relation": fact.relation.name})
 
     for number, fact in enumerate(world.facts):
-        train = fact.subject.split == "train"
-        count = 2 if train and rng.random() < _SECOND_TRAIN_QUESTION else 1
-        wordings = _hardest_first(fact.relation.questions, told[number], rng)
-        ask(fact, wordings[:count], fact.subject, fact.answers)
+        is_train = fact.subject.split == "train"
+        count = 2 if is_train and rng.random() < _SECOND_TRAIN_QUESTION else 1
+        wordings = _hardest_first(fact.relation.questions, stems_of[number], rng)
+        add(fact, wordings[:count], fact.subject, fact.answers)
         if (
             fact.object
             and fact.relation.inverse_questions
             and fact.object.split == fact.subject.split
             and objects[fact.relation.name, fact.object.name] == 1
         ):
-            wordings = _hardest_first(fact.relation.inverse_questions, told[number], rng)
-            ask(fact, wordings[:1], fact.object, (fact.subject.name,))
+            wordings = _hardest_first(fact.relation.inverse_questions, stems_of[number], rng)
+            add(fact, wordings[:1], fact.object, (fact.subject.name,))
     return {
-        split: [{"id": f"{split}-{number:04d}", **line} for number, line in enumerate(shuffled(rng, lines))]
-        for split, lines in asked.items()
+        split: [{"id": f"{split}-{number:04d}", **row} for number, row in enumerate(shuffled(rng, split_rows))]
+        for split, split_rows in rows.items()
     }
 
 
-def _hardest_first(wordings: Sequence[str], told: set[str], rng: np.random.Generator) -> list[str]:
-    """The wordings, those that share the fewest words with the fact's own sentences first."""
-    return sorted(shuffled(rng, wordings), key=lambda wording: sum(stem in told for stem in _stems(wording)))
+def _hardest_first(wordings: Sequence[str], stems: set[str], rng: np.random.Generator) -> list[str]:
+    """Sort wordings by the number of words that they share with the fact's sentences, fewest first."""
+    return sorted(shuffled(rng, wordings), key=lambda wording: sum(stem in stems for stem in _stems(wording)))
 
 
 def _stems(text: str) -> list[str]:
-    """Long words cut to five letters, enough to see that painted and painter are alike."""
+    """Return the words of four letters or more, cut to five, so that "painted" and "painter" match."""
     return [word[:5] for word in _TOKEN.findall(text.lower()) if len(word) > 3]
 
 
@@ -306,7 +324,7 @@ def _documents(world: World, prefix: str) -> list[dict[str, Any]]:
 
 
 def _ner_sentences(world: World, part: str) -> list[Sentence]:
-    """Sentences spread evenly over the world's articles."""
+    """Sample sentences evenly over the world's articles."""
     sentences = [sentence for passage in world.passages for sentence in passage.sentences]
     count = min(NER_SENTENCES[part], len(sentences))
     return [sentences[index * len(sentences) // count] for index in range(count)]
@@ -324,6 +342,6 @@ def _conll(sentence: Sentence) -> str:
 
 
 def _write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
-    """Gzipped JSON lines whose bytes depend on the lines alone (no time, no file name in the header)."""
+    """Write gzipped JSON lines reproducibly: the header has no time and no file name."""
     with open(path, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
         file.writelines(canonical_json(line) + b"\n" for line in lines)

@@ -1,4 +1,4 @@
-"""The invented world of the sample corpus: entities with names that no other world has, and facts about them."""
+"""Generator of the sample corpus's world: entities, with names unique among all worlds, and facts about them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import numpy as np
 import yaml
 
 LANGUAGE = "sample_language.yaml"
-# Parts of the subjects by type, the rest are landmarks; lakes and regions come on top, without facts of their own.
-_PARTS = {"person": 0.37, "city": 0.2, "organisation": 0.18, "work": 0.16, "prize": 0.025}
+# Shares of the subjects by type, landmarks being the others; lakes and regions are added and are subjects of no fact.
+_TYPE_SHARES = {"person": 0.37, "city": 0.2, "organisation": 0.18, "work": 0.16, "prize": 0.025}
 _LABELS = {"person": "PER", "organisation": "ORG", "work": "MISC", "prize": "MISC"}
-_SAME_SPLIT = 0.65
-# Fewer parts make names more alike: one family name for every 12 subjects, and so on.
+_SAME_SPLIT = 0.65  # probability that a fact's object is drawn from the subject's split
+# Fewer parts give more similar names: one family name for every 12 subjects, and so on.
 _SUBJECTS_PER_PART = {
     "town": 15, "family": 12, "brand": 20, "landmark": 30, "woman": 25, "man": 25, "adjective": 25, "noun": 20,
     "ending": 50,
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Relation:
-    """One relation and every way of telling it; ``sample_language.yaml`` says what its fields mean."""
+    """A relation and its sentence templates; ``sample_language.yaml`` documents the fields."""
 
     name: str
     subjects: tuple[str, ...]
@@ -47,7 +47,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Entity:
-    """Something with a name; `year` is the year of birth, foundation or completion, 0 where there is none."""
+    """A named entity; ``year`` is the year of birth, foundation or completion, 0 if there is none."""
 
     name: str
     article: str
@@ -59,24 +59,27 @@ class Entity:
 
     @property
     def mention(self) -> str:
+        """Name with its article."""
         return self.article + self.name
 
     @property
     def label(self) -> str:
+        """NER label."""
         return _LABELS.get(self.type, "LOC")
 
-    def is_a(self, wanted: tuple[str, ...]) -> bool:
-        return self.type in wanted or self.kind in wanted
+    def is_a(self, types: tuple[str, ...]) -> bool:
+        """Return whether the entity's type or kind is among ``types``."""
+        return self.type in types or self.kind in types
 
     def fits(self, relation: Relation, subject: Entity) -> bool:
-        """Whether it may be the relation's object for a subject, by what it is and by the years."""
+        """Return whether the entity may be the relation's object for a subject, by type and years."""
         low, high = relation.window or (self.year - subject.year,) * 2
         return self is not subject and self.is_a(relation.objects) and low <= self.year - subject.year <= high
 
 
 @dataclass(frozen=True)
 class Fact:
-    """`answers` are the ways in which the object is written; `object` is None for a date or a number."""
+    """A fact; ``answers`` are the spellings of the object, ``object`` is None for a date or a number."""
 
     relation: Relation
     subject: Entity
@@ -87,25 +90,30 @@ class Fact:
 
 @cache
 def _language() -> dict[str, Any]:
-    """The names, kinds and relations of all worlds, as people write them."""
+    """Load the names, kinds and relations of all worlds."""
     language: dict[str, Any] = yaml.load(Path(__file__).with_name(LANGUAGE).read_bytes(), yaml.CSafeLoader)
     return language
 
 
 @cache
 def relations() -> tuple[Relation, ...]:
-    """The relations of all worlds."""
-    found = []
-    for name, said in _language()["relations"].items():
-        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in said.items()}
-        found.append(Relation(name, **fields))
-    return tuple(found)
+    """Return the relations of all worlds."""
+    result = []
+    for name, entry in _language()["relations"].items():
+        fields: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in entry.items()}
+        result.append(Relation(name, **fields))
+    return tuple(result)
 
 
 class Names:
-    """Draws names that occur in no world drawn before it with the same `used`.
+    """Generator of names that are unique among all worlds drawn with the same ``used``.
 
-    Most names have two parts, each shared with other names of the world: only both together tell who is meant.
+    Most names have two parts, each shared with other names of the world, so that only the full name is unambiguous.
+
+    Args:
+        rng: source of randomness.
+        subjects: number of subjects, which determines the number of name parts.
+        used: names that are taken; new names are added to it.
     """
 
     def __init__(self, rng: np.random.Generator, subjects: int, used: set[str]) -> None:
@@ -123,7 +131,7 @@ class Names:
         }
 
     def new(self, *forms: str) -> str:
-        """A name by one of the forms, such as "{woman} {family}"; of any parts where the world's own are used up."""
+        """Draw a name of one of the forms, such as "{woman} {family}"; if the world's parts are exhausted, from all."""
         for attempt in range(1000):
             form = pick(self._rng, forms)
             parts = self._parts if attempt < 100 else self._pools
@@ -132,16 +140,14 @@ class Names:
             if name not in self._used:
                 self._used.add(name)
                 return name
-        raise ValueError(
-            "the name pools of the sample corpus are used up: lower sample.subjects or sample.warmup_worlds"
-        )
+        raise ValueError("name pools of the sample corpus are exhausted; lower sample.subjects or sample.warmup_worlds")
 
 
 def draw_entities(
     names: Names, rng: np.random.Generator, subjects: int, test_share: float, dev_share: float
 ) -> list[Entity]:
-    """All entities of a world, type by type, each type split by the shares."""
-    counts = {type_: round(subjects * part) for type_, part in _PARTS.items()}
+    """Draw the entities of a world type by type, each type split by the shares."""
+    counts = {type_: round(subjects * part) for type_, part in _TYPE_SHARES.items()}
     counts["landmark"] = subjects - sum(counts.values())
     counts |= {"region": max(3, counts["city"] // 4), "lake": max(3, counts["landmark"] // 4)}
     entities: list[Entity] = []
@@ -153,12 +159,14 @@ def draw_entities(
             kind = form["kinds"][number // len(forms) % len(form["kinds"])]
             name = names.new(*form["names"])
             year = int(rng.integers(*form["years"])) if "years" in form else 0
-            she, her = form.get("pronouns", ("it", "its"))
-            entities.append(Entity(name, "the " if "article" in form else "", type_, kind, year, (she, her), split))
+            article = "the " if "article" in form else ""
+            subject, possessive = form.get("pronouns", ("it", "its"))
+            entities.append(Entity(name, article, type_, kind, year, (subject, possessive), split))
     return entities
 
 
 def draw_facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
+    """Draw facts for all relations; a subject and an object have at most one relation."""
     facts: list[Fact] = []
     mentions: Counter[str] = Counter()
     partners: dict[str, set[str]] = defaultdict(set)
@@ -172,8 +180,8 @@ def draw_facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
                 continue
             if subject.name in paired:
                 continue
-            taken = paired | partners[subject.name]
-            candidates = [other for other in entities if other.fits(relation, subject) and other.name not in taken]
+            excluded = paired | partners[subject.name]
+            candidates = [other for other in entities if other.fits(relation, subject) and other.name not in excluded]
             if not candidates:
                 continue
             chosen = _choose(candidates, subject.split, mentions, rng)
@@ -187,11 +195,11 @@ def draw_facts(entities: list[Entity], rng: np.random.Generator) -> list[Fact]:
 
 
 def _choose(candidates: list[Entity], split: str, mentions: Counter[str], rng: np.random.Generator) -> Entity:
-    """One of a few candidates, the least mentioned: no name becomes frequent enough to be found by chance."""
-    near = [other for other in candidates if other.split == split]
-    pool = near if near and rng.random() < _SAME_SPLIT else candidates
-    few = [pick(rng, pool) for _ in range(3)]
-    return min(few, key=lambda other: mentions[other.name])
+    """Choose the least mentioned of three candidates, so that no name becomes frequent enough to guess."""
+    same_split = [other for other in candidates if other.split == split]
+    pool = same_split if same_split and rng.random() < _SAME_SPLIT else candidates
+    sample = [pick(rng, pool) for _ in range(3)]
+    return min(sample, key=lambda other: mentions[other.name])
 
 
 def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> Fact:
@@ -212,8 +220,10 @@ def _literal(relation: Relation, subject: Entity, rng: np.random.Generator) -> F
 
 
 def pick(rng: np.random.Generator, items: Sequence[T]) -> T:
+    """Return a random item."""
     return items[int(rng.integers(len(items)))]
 
 
 def shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
+    """Return the items in random order."""
     return [items[index] for index in rng.permutation(len(items))]

@@ -1,18 +1,18 @@
-"""Ids and passages that came before, remembered on disk."""
+"""Detection of duplicate ids and passages with a database on disk."""
 
 import errno
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
-_DATABASE_KIB = 64 << 10
+_DATABASE_KIB = 64 << 10  # page cache of SQLite
 
 
 class SeenIds:
-    """Document ids and passage digests that came before, in a scratch database: exact, and flat in memory."""
+    """A temporary database of the document ids and passage digests so far: exact, in constant memory."""
 
     def __init__(self, path: Path) -> None:
-        path.unlink(missing_ok=True)  # a killed writer's
+        path.unlink(missing_ok=True)  # left by a killed writer
         self._path = path
         self._database = sqlite3.connect(path, isolation_level=None)
         try:
@@ -26,19 +26,20 @@ class SeenIds:
             raise
 
     def check_document(self, identifier: str, place: str) -> str:
-        """Remember a document id; what is wrong when it came before, otherwise nothing."""
+        """Add a document id; return the problem if it is a duplicate, otherwise ""."""
         if self._execute("INSERT OR IGNORE INTO documents VALUES (?, ?)", (identifier, place)).rowcount:
             return ""
         (earlier,) = self._execute("SELECT place FROM documents WHERE id = ?", (identifier,)).fetchone()
-        return f"the id {identifier!r} was used at {earlier}; give each document its own id"
+        return f"the id {identifier!r} was used at {earlier}; give each document a unique id"
 
     def passage_id(self, digest: str) -> str:
-        """Remember a passage; returns its id: the digest, with "-2", "-3" ... when it came before."""
+        """Add a passage and return its id: the digest, with the suffix "-2", "-3" ... if it is a duplicate."""
         statement = "INSERT INTO passages VALUES (?, 1) ON CONFLICT DO UPDATE SET copies = copies + 1 RETURNING copies"
         ((copies,),) = self._execute(statement, (bytes.fromhex(digest),)).fetchall()
         return digest if copies == 1 else f"{digest}-{copies}"
 
     def remember(self, passages: Sequence[str], documents: Sequence[str], places: Sequence[str]) -> None:
+        """Add passage ids and document ids that an interrupted writer has written."""
         for passage, document, place in zip(passages, documents, places, strict=True):
             self.passage_id(passage.partition("-")[0])
             if place:
@@ -47,7 +48,7 @@ class SeenIds:
     def _execute(self, statement: str, values: tuple[str | bytes, ...] = ()) -> sqlite3.Cursor:
         try:
             return self._database.execute(statement, values)
-        except sqlite3.OperationalError as error:  # in a database of our own only the disk can be at fault
+        except sqlite3.OperationalError as error:  # SQL is fixed: only the disk can fail
             code = errno.ENOSPC if error.sqlite_errorname == "SQLITE_FULL" else errno.EIO
             raise OSError(code, str(error), str(self._path)) from None
 

@@ -1,8 +1,8 @@
-"""Writing the corpus snapshot: one pass over the documents, in flat memory.
+"""Writer of the corpus snapshot: one pass over the documents, in constant memory.
 
-Batches of records go to the workers and come back in order, everything is appended to files, and ids seen before
-are kept in a temporary database on disk. Now and then the files are synced and their lengths written down; a
-killed writer goes on from there. The same documents and settings give the same bytes whatever the number of workers.
+Workers process batches of records in order, results are appended to files, and duplicate ids are found with a temporary
+database on disk. A checkpoint (synced files and their lengths) is written periodically; an interrupted writer resumes
+from it. The same documents and settings give the same bytes for any number of workers.
 """
 
 import hashlib
@@ -60,13 +60,13 @@ from realmops.text.spans import SpansWriter
 from realmops.text.tokenizer import inside_words
 from realmops.text.vocabulary import UNCASED, Casing, vocabulary_bytes, vocabulary_hash
 
-_TEXTS = "passages.arrows"  # the rows of passages.arrow while they grow: an Arrow IPC stream
+_TEXTS = "passages.arrows"  # rows of passages.arrow during writing: an Arrow IPC stream
 _IDS = "ids.sqlite"
 _CHECKPOINT = "checkpoint.json"
 _CHECKPOINT_SECONDS = 30.0
 _RECORDS_BETWEEN_CHECKS = 1000
 _REJECTS_SHOWN = 10
-_PLACE = "place"  # of documents with an id of their own; needed as long as documents come in
+_PLACE = "place"  # column for the message about duplicate ids; not in passages.arrow
 File = TypeVar("File", bound=GrowingFile)
 _SCHEMA = pa.schema([(name, pa.string()) for name in (*TEXT_COLUMNS, _PLACE)])
 
@@ -88,32 +88,37 @@ def write_snapshot(
     progress: Callable[[int], None] | None = None,
     earlier: Path | None = None,
 ) -> dict[str, Any]:
-    """Write a snapshot of documents into an existing empty folder; returns its manifest.
+    """Write a snapshot of documents into an existing empty folder and return its manifest.
 
-    Wrap it in ``artifacts.atomic_folder``: after an error the folder holds rubbish.
+    Wrap the call in ``artifacts.atomic_folder``: after an error the folder is incomplete.
 
     Args:
-        work: a folder of this snapshot alone, on the same disk, for what grows. After a kill the same call goes on from
-            it and ends with the same bytes; the caller removes it, but for bad input, after which it is gone.
-        tokenizer: the tokenizer.json with this vocabulary, where it is another than BERT's WordPiece of this casing.
-        block_wordpieces: most wordpieces of [CLS] title [SEP] body [SEP]; the paper has 288.
-        whole_documents: each document is one passage, whatever its length; what does not fit is cut when encoded.
-        drop_titles: leave out the Wikipedia articles of ``is_navigation_title``.
-        language: of all documents, or ``AUTO``: each document's own.
-        broken_share: of the records; so many may be broken and are left out.
-        workers: processes that convert and tokenise; with 1 it happens in this process.
+        sources: files of the corpus.
+        folder: folder of the snapshot.
+        work: folder for growing files, used by this snapshot only and on the same disk. After a kill the same call
+            resumes from it and gives the same bytes. The caller removes it; invalid input removes it at once.
+        vocabulary: wordpieces in the order of their ids.
+        block_wordpieces: maximum wordpieces of [CLS] title [SEP] body [SEP]; the paper uses 288.
+        casing: normalisation of BERT's WordPiece.
+        tokenizer: contents of the tokenizer.json with this vocabulary, or None for BERT's WordPiece.
+        whole_documents: each document is one passage of any length, which is truncated when it is encoded.
+        drop_titles: drop the Wikipedia articles of ``is_navigation_title``.
+        language: language of all documents, or ``AUTO`` to detect that of each.
+        broken_share: maximum share of broken records, which are skipped.
+        workers: number of processes that parse and tokenise; 1 uses this process.
         progress: called with the number of bytes read of the sources' files since the last call.
-        earlier: a snapshot of this vocabulary, tokenizer and these settings; documents that it has are not cut again.
+        earlier: snapshot with the same vocabulary, tokenizer and settings whose passages are reused.
 
-    Raises ValueError when more records are broken, naming the first ten, and when nothing is left to retrieve.
+    Raises:
+        ValueError: If more records are broken, with the first ten of them, or if no passage is left.
     """
     if block_wordpieces <= SPECIAL_TOKENS_PER_DOCUMENT:
         raise ValueError(
-            f"block_wordpieces is {block_wordpieces}; it must leave room beside the "
-            f"{SPECIAL_TOKENS_PER_DOCUMENT} special tokens (the paper has 288)"
+            f"block_wordpieces is {block_wordpieces}; it must be larger than the number of special tokens, "
+            f"{SPECIAL_TOKENS_PER_DOCUMENT} (the paper uses 288)"
         )
     if workers < 1:
-        raise ValueError(f"workers is {workers}, wanted 1 or more")
+        raise ValueError(f"workers is {workers}, expected 1 or more")
     check_language(language)
     settings = {
         "block_wordpieces": block_wordpieces,
@@ -138,9 +143,9 @@ def write_snapshot(
 
 
 class _Writer:
-    """Appends passages to files in ``work``, which get a second name at the end: a kill before costs nothing.
+    """Writer that appends to files in ``work`` and hard-links them into the snapshot at the end.
 
-    ``source`` and ``counts.records`` say where to go on reading.
+    ``source`` and ``counts.records`` are the position at which to resume reading.
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class _Writer:
             return file
 
         wordpiece = np.uint16 if len(vocabulary) <= 1 << 16 else np.int32
-        with ExitStack() as opened:  # closes what is open where the disk has no room for the rest
+        with ExitStack() as opened:  # closes open files if the disk is full
             self._tokens = growing("tokens.npy", FlatArray, wordpiece)
             self._token_chars = growing("token_chars.npy", FlatArray, np.int32, (2,))
             self._continues = None if tokenizer is None else growing(CONTINUES, FlatArray, np.bool_)
@@ -178,7 +183,8 @@ class _Writer:
             self._places = growing(PLACES, FlatArray, np.int64, (2,))
             self._documents = growing(DOCUMENTS, FlatArray, np.uint64, (2,))
             self._languages = growing(LANGUAGES, FlatArray, np.uint8, (2,)) if languages else None
-            self._texts, self._rejects, self._told = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
+            logs = (growing(name, GrowingFile) for name in (_TEXTS, REJECTS, SOURCES))
+            self._texts, self._rejects, self._source_lines = logs
             (work / GIVEN_SPANS).mkdir(exist_ok=True)
             self._spans = SpansWriter(work / GIVEN_SPANS, state.get("spans"))
             opened.callback(self._spans.abandon)
@@ -186,38 +192,38 @@ class _Writer:
             opened.callback(self._seen.close)
             self._spans_given: bool = state.get("spans_given", False)
             self.source: int = state.get("source", 0)
-            self.counts = OutcomeCounts(**state.get("counts", {}))  # of this source
+            self.counts = OutcomeCounts(**state.get("counts", {}))  # of the current source
             self._total = OutcomeCounts(**state.get("total", {}))
             if not self._texts.size:
                 self._texts.write(_SCHEMA.serialize())
-            for rows in self._written() if state else ():
+            for rows in self._read_texts() if state else ():
                 self._seen.remember(*(rows.column(name).to_pylist() for name in ("passage_id", "document_id", _PLACE)))
             self.close = opened.pop_all().close
         self._synced = time.monotonic()
 
     def append(self, batch: Batch, outcomes: Sequence[Outcome], passages: PassageBatch) -> None:
-        """Count what became of a batch's records and add its passages; ValueError for too many broken ones."""
-        used_ids = self._account(batch, iter(outcomes))
+        """Count the outcomes of a batch and append its passages; raise ValueError if too many records are broken."""
+        duplicates = self._count(batch, iter(outcomes))
         documents = [outcome for outcome in outcomes if isinstance(outcome, Document)]
-        if used_ids:
-            passages = passages.without(used_ids)
+        if duplicates:
+            passages = passages.without(duplicates)
         self._append_arrays(passages)
         self._append_texts(documents, passages)
         if self._continues is not None:
-            texts = (documents[one.document].text[slice(*one.chars)] for one in passages.passages)
-            for one, text in zip(passages.passages, texts, strict=True):
-                self._continues.append(inside_words(text, passages.chars[slice(*one.tokens)]))
+            for passage in passages.passages:
+                text = documents[passage.document].text[slice(*passage.chars)]
+                self._continues.append(inside_words(text, passages.chars[slice(*passage.tokens)]))
         self._append_spans(documents, passages)
         if time.monotonic() - self._synced > _CHECKPOINT_SECONDS:
             self._checkpoint()
 
     def finish(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         """Finish all files in ``folder`` and write the manifest."""
-        self._go_to(len(self._sources))
+        self._finish_sources(len(self._sources))
         self._check_rejects()
         passages, sentences, tokens = self._token_offsets.items, len(self._sentences), len(self._tokens)
         if passages == 0:
-            raise ValueError(self._nothing())
+            raise ValueError(self._empty_corpus_message())
         self._checkpoint()
         corpus = self._write_texts(folder)
         if self._tokenizer is None:
@@ -226,7 +232,7 @@ class _Writer:
         else:
             vocabulary = hashlib.sha256(self._tokenizer.encode()).hexdigest()
             (folder / TOKENIZER).write_text(self._tokenizer, encoding="utf-8")
-        self.close()  # every file, and the scratch database is removed
+        self.close()  # all files; also removes the temporary database
         for name in sorted(self._files.keys() - {_TEXTS}):
             link_or_copy(self._work / name, folder / name)
         if self._spans_given:
@@ -246,22 +252,22 @@ class _Writer:
             **asdict(self._total),
         )
 
-    def _account(self, batch: Batch, outcomes: Iterator[Outcome]) -> set[int]:
-        """Count outcomes by source; returns which of the documents have an id that was used before."""
-        used_ids = set()
-        document = itertools.count()
+    def _count(self, batch: Batch, outcomes: Iterator[Outcome]) -> set[int]:
+        """Count outcomes by source; return the numbers of the documents with duplicate ids."""
+        duplicates = set()
+        document_numbers = itertools.count()
         for source, records in batch.runs:
-            self._go_to(source)
+            self._finish_sources(source)
             for outcome in itertools.islice(outcomes, len(records)):
                 if isinstance(outcome, Document):
-                    number = next(document)
+                    number = next(document_numbers)
                     problem = self._seen.check_document(outcome.id, outcome.place) if outcome.id else ""
                     if problem:
-                        used_ids.add(number)
+                        duplicates.add(number)
                         outcome = Rejected(outcome.place, problem)
-                one = self._sources[source]
-                if isinstance(outcome, Rejected) and one.format.is_document and not outcome.kind:
-                    outcome = replace(outcome, kind=one.broken)
+                is_file = self._sources[source].format.is_document
+                if isinstance(outcome, Rejected) and is_file and not outcome.kind:
+                    outcome = replace(outcome, kind=self._sources[source].broken)
                 for counts in (self.counts, self._total):
                     counts.add(outcome)
                 if isinstance(outcome, Rejected):
@@ -271,56 +277,55 @@ class _Writer:
                     self._rejects.write(canonical_json(line) + b"\n")
                 if self._total.records % _RECORDS_BETWEEN_CHECKS == 0:
                     self._check_rejects()
-        return used_ids
+        return duplicates
 
-    def _go_to(self, source: int) -> None:
-        """Write down the counts of the sources before this one."""
+    def _finish_sources(self, source: int) -> None:
+        """Write the counts of all sources before this one."""
         if self.source < source:
-            base = os.path.commonpath([one.path.absolute().parent for one in self._sources])
+            base = os.path.commonpath([item.path.absolute().parent for item in self._sources])
         while self.source < source:
-            one = self._sources[self.source]
-            name = shown(one.path.absolute().relative_to(base).as_posix())
-            line = {"source": name, "format": one.format.name, "bytes": one.size, **asdict(self.counts)}
-            self._told.write(canonical_json(line) + b"\n")
+            item = self._sources[self.source]
+            name = shown(item.path.absolute().relative_to(base).as_posix())
+            line = {"source": name, "format": item.format.name, "bytes": item.size, **asdict(self.counts)}
+            self._source_lines.write(canonical_json(line) + b"\n")
             self.source, self.counts = self.source + 1, OutcomeCounts()
 
     def _check_rejects(self) -> None:
-        """ValueError with the first broken records when they are too many."""
+        """Raise ValueError with the first broken records if there are too many."""
         rejected, records = self._total.rejected, self._total.records
         if rejected <= self._broken_share * records:
             return
         self._rejects.sync()
         first = list(itertools.islice(rejects(self._work), _REJECTS_SHOWN))
         raise ValueError(
-            "\n  ".join(f"{one['place']}: {one['problem']}" for one in first)
+            "\n  ".join(f"{reject['place']}: {reject['problem']}" for reject in first)
             + f"\n  {rejected} of the first {records} records are broken, more than snapshot.broken_share="
-            f"{self._broken_share:g}: correct them, name the right snapshot.format, or raise snapshot.broken_share"
+            f"{self._broken_share:g}: correct them, set the right snapshot.format, or raise snapshot.broken_share"
         )
 
-    def _nothing(self) -> str:
-        """What is wrong with a corpus that gave no passage."""
+    def _empty_corpus_message(self) -> str:
+        """Return the error message for a corpus without passages."""
         names = ", ".join(str(source.path) for source in self._sources[:3]) or "no file was given"
         if self._total.records == 0:
-            wanted = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
-            return f"the corpus holds no documents ({names}): {wanted}"
+            remedy = 'give at least one line of the form {"title": "...", "text": "..."}, or another format'
+            return f"the corpus holds no documents ({names}): {remedy}"
         self._rejects.sync()
         unread = itertools.islice(rejects(self._work, unread=True), _REJECTS_SHOWN)
-        left_out = f"{names} (dropped: {self._total.dropped})"
         return (
-            f"no passage is left of {self._total.records} documents in {left_out}; give documents with text"
-            + "".join(f"\n  {one['place']}: {one['problem']}" for one in unread)
+            f"no passage is left of {self._total.records} documents in {names} (dropped: {self._total.dropped}); "
+            "give documents with text" + "".join(f"\n  {reject['place']}: {reject['problem']}" for reject in unread)
         )
 
     def _append_arrays(self, batch: PassageBatch) -> None:
-        """The flat arrays and their offsets."""
+        """Append to the flat arrays and their offsets."""
         first = self._token_offsets.items
         titles = [batch.titles[passage.document] for passage in batch.passages]
         passages = np.arange(first, first + len(titles), dtype=np.int32)
         documents = batch.documents()
         digests = b"".join(batch.digests[document] for document in documents)
         self._documents.append(np.frombuffer(digests, "<u8").reshape(-1, 2))
-        earlier = self._total.documents - len(documents)  # each that was counted has a passage
-        number = {document: earlier + place for place, document in enumerate(documents)}
+        first_number = self._total.documents - len(documents)  # every counted document has a passage
+        number = {document: first_number + index for index, document in enumerate(documents)}
         places = [(number[passage.document], passage.chars[0]) for passage in batch.passages]
         sentences = [length(passage.sentences) for passage in batch.passages]
         self._token_offsets.append_lengths([length(passage.tokens) for passage in batch.passages])
@@ -348,7 +353,7 @@ class _Writer:
             self._texts.write(pa.record_batch(columns, _SCHEMA).serialize())
 
     def _append_spans(self, documents: Sequence[Document], batch: PassageBatch) -> None:
-        """The documents' own spans, each in the passage in which it begins."""
+        """Append the spans given by documents, each to the passage in which it begins."""
         if not any(document.spans for document in documents):
             self._spans.add_without(len(batch.passages))
             return
@@ -358,8 +363,8 @@ class _Writer:
             document = documents[passage.document]
             low = passage.chars[0]
             following = batch.passages[row + 1 : row + 2]
-            last = not following or following[0].document != passage.document
-            until = len(document.text) if last else following[0].chars[0]
+            is_last = not following or following[0].document != passage.document
+            until = len(document.text) if is_last else following[0].chars[0]
             since = 0 if row == 0 or batch.passages[row - 1].document != passage.document else low
             self._spans.add(
                 [(start - low, end - low, label) for start, end, label in document.spans if since <= start < until],
@@ -369,7 +374,7 @@ class _Writer:
             )
 
     def _checkpoint(self) -> None:
-        """Make everything so far durable, and write down where to go on."""
+        """Sync all files and write the position at which to resume."""
         state = {
             "bytes": {name: file.sync() for name, file in self._files.items()},
             "spans": self._spans.sync(),
@@ -382,41 +387,41 @@ class _Writer:
         write_json(self._work / _CHECKPOINT, sealed(state))
         self._synced = time.monotonic()
 
-    def _written(self) -> Iterator[pa.RecordBatch]:
-        """The rows of passages so far."""
+    def _read_texts(self) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of passages.arrow written so far."""
         with pa.OSFile(str(self._work / _TEXTS)) as file, pa.ipc.open_stream(file) as reader:
             yield from reader
 
     def _write_texts(self, folder: Path) -> str:
-        """Write passages.arrow in batches of ``ROWS_PER_BATCH`` rows; returns the corpus hash."""
+        """Write passages.arrow in batches of ``ROWS_PER_BATCH`` rows and return the corpus hash."""
         digest = hashlib.sha256()
-        # 64-bit offsets: the texts of whole documents may have more than 2 GiB in a batch
+        # 64-bit offsets: whole documents may exceed 2 GiB in a batch
         schema = pa.schema([(name, pa.large_string()) for name in TEXT_COLUMNS])
-        rest = schema.empty_table()
+        pending = schema.empty_table()
         with pa.OSFile(str(folder / TEXTS), "wb") as file, pa.ipc.new_file(file, schema) as out:
-            for rows in self._written():
+            for rows in self._read_texts():
                 digest.update("".join(f"{name}\n" for name in rows.column("passage_id").to_pylist()).encode())
-                rest = pa.concat_tables([rest, pa.Table.from_batches([rows.select(TEXT_COLUMNS)]).cast(schema)])
-                while rest.num_rows >= ROWS_PER_BATCH:
-                    out.write_table(rest.slice(0, ROWS_PER_BATCH).combine_chunks())
-                    rest = rest.slice(ROWS_PER_BATCH)
-            if rest.num_rows:
-                out.write_table(rest.combine_chunks())
+                pending = pa.concat_tables([pending, pa.Table.from_batches([rows.select(TEXT_COLUMNS)]).cast(schema)])
+                while pending.num_rows >= ROWS_PER_BATCH:
+                    out.write_table(pending.slice(0, ROWS_PER_BATCH).combine_chunks())
+                    pending = pending.slice(ROWS_PER_BATCH)
+            if pending.num_rows:
+                out.write_table(pending.combine_chunks())
         return digest.hexdigest()
 
 
 def _extra(document: Document, chars: tuple[int, int]) -> str:
-    """The document's other columns; of one with pages also those of a passage, for ``Snapshot.page``."""
+    """Return the document's extra columns, with the pages of a passage for ``Snapshot.page``."""
     if not document.pages:
         return document.extra
     first, end = bisect_right(document.pages, chars[0]), bisect_left(document.pages, chars[1])
     begins = [[first, 0], *([page + 1, document.pages[page] - chars[0]] for page in range(first, end))]
-    own = json.loads(document.extra) if document.extra else {}
-    return canonical_json({**own, PAGES: begins}).decode()
+    fields = json.loads(document.extra) if document.extra else {}
+    return canonical_json({**fields, PAGES: begins}).decode()
 
 
 def _restored(work: Path) -> dict[str, Any]:
-    """The state that a killed writer left, if its files are still there; otherwise an empty folder and no state."""
+    """Return the checkpoint of an interrupted writer if its files are complete; otherwise empty ``work``."""
     with suppress(OSError, ValueError):
         state: dict[str, Any] = read_json(work / _CHECKPOINT)
         sizes = state["bytes"] if is_sealed(state) else {}

@@ -1,4 +1,4 @@
-"""The words of documents, counted in one pass, and the vocabulary that is learned from their counts."""
+"""Word counts of documents in one pass, and training of a WordPiece vocabulary from them."""
 
 import random
 from collections import Counter
@@ -24,13 +24,17 @@ def train_vocabulary(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """The vocabulary of a corpus, titles included: special tokens, characters, then pieces by merge order.
+    """Train a vocabulary on titles and texts: special tokens, characters, then pieces in merge order.
 
-    It is learned from all documents while their files have at most 256 MiB together, as they lie on the disk;
-    of a larger corpus from so large a share of the records, drawn by a generator with a fixed seed.
-    It has ``size`` pieces at most, special tokens included; a character or pair that occurs less often than
-    ``min_count`` becomes none. Any number of workers gives the same vocabulary. ``progress`` is called with the number
-    of bytes read of the sources' files since the last call.
+    It uses all documents if their files have at most 256 MiB on disk, and otherwise a sample of the records of about
+    that size, drawn with a fixed seed. The result does not depend on the number of workers.
+
+    Args:
+        sources: files of the corpus.
+        size: maximum number of pieces, including special tokens.
+        min_count: characters and pairs that occur less often do not become pieces.
+        workers: number of processes that parse documents; 1 uses this process.
+        progress: called with the number of bytes read of the sources' files since the last call.
     """
     counts = count_words(sources, workers=workers, progress=progress)
     return learn_pieces(bert_words(counts), size=size, min_count=min_count)
@@ -41,10 +45,10 @@ def count_words(
     workers: int = 1,
     progress: Callable[[int], None] | None = None,
 ) -> Counter[str]:
-    """How often each run of non-blank characters occurs in the documents, in one pass and bounded memory.
+    """Count whitespace-separated words of all documents in one pass and bounded memory.
 
-    Exact while there are at most ``_DISTINCT_LIMIT`` different ones; beyond, the rare lose their count so far.
-    Broken records are left out: the snapshot names them.
+    Counts are exact up to ``_DISTINCT_LIMIT`` distinct words; beyond that, rare words are evicted. Broken records are
+    skipped: the snapshot reports them.
     """
     counts: Counter[str] = Counter()
     floor = 0
@@ -61,7 +65,7 @@ def count_words(
 
 
 def _sampled(sources: Sequence[Source], share: float) -> Sequence[Source]:
-    """The sources with only a share of their records, those that a generator with a fixed seed draws."""
+    """Return the sources restricted to a random share of their records, drawn with a fixed seed."""
     if share >= 1:
         return sources
     generator = random.Random(0)
