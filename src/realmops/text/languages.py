@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
 ENGLISH, AUTO = "en", "auto"
-NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"  # no blanks between words
+NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"  # written without blanks
 UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # Korean particles attach to the word
 _UNIT = rf"[[{UNSPACED}]--\p{{M}}]\p{{M}}*"  # such a character with its marks
 _CLUSTER = r"\X"

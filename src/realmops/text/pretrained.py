@@ -79,7 +79,7 @@ def _special_names(folder: Path) -> dict[str, str]:
 
 
 def _normalize_special_tokens(tokenizer: Tokenizer, names: dict[str, str]) -> Tokenizer:
-    """Add a post-processor with cls and sep tokens if there is none, and rename the mask token to ``[MASK]``."""
+    """Add a post-processor with cls and sep tokens if there is none, and rename other masks to ``[MASK]``."""
     special_ids = tokenizer.encode("").ids
     has_end_only = len(special_ids) == 1 and "cls_token" not in names  # a decoder's
     if len(special_ids) < 2 and not has_end_only:

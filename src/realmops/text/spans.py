@@ -65,14 +65,14 @@ class SpansWriter:
         self.folder = folder
         state = state or {"bytes": {}, "names": [], "dropped": 0}
         sizes = state["bytes"]
-        with ExitStack() as opened:  # closes the open files if another cannot be opened
+        with ExitStack() as stack:  # closes the open files if another cannot be opened
             self._spans = FlatArray(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
-            opened.callback(self._spans.close)
+            stack.callback(self._spans.close)
             self._labels = FlatArray(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
-            opened.callback(self._labels.close)
+            stack.callback(self._labels.close)
             self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes.get("offsets"))
-            opened.callback(self._offsets.close)
-            self._opened = opened.pop_all()
+            stack.callback(self._offsets.close)
+            self._open_files = stack.pop_all()
         self._names = {name: number for number, name in enumerate(state["names"])}
         self._dropped: int = state["dropped"]
 
@@ -135,7 +135,7 @@ class SpansWriter:
 
     def abandon(self) -> None:
         """Close all files without writing a manifest, even if one of them cannot write its last bytes."""
-        self._opened.close()
+        self._open_files.close()
 
     def __enter__(self) -> Self:
         return self

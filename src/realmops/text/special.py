@@ -111,13 +111,13 @@ def blank_before(tokenizer: Tokenizer, prompt: tuple[int, ...]) -> str:
     return " " if prompt and "ByteLevel(add_prefix_space=False" in str(tokenizer.pre_tokenizer) else ""
 
 
-def around(tokenizer: Tokenizer, special: SpecialTokens, of_text: int = 0) -> TemplateProcessing:
+def around(tokenizer: Tokenizer, special: SpecialTokens, second_segment: int = 0) -> TemplateProcessing:
     """Build the post-processor that gives ``join_query`` of a single text and ``join_document`` of a pair.
 
     Args:
         tokenizer: names the tokens.
         special: ids of the special tokens and prompts.
-        of_text: segment (token type id) of the pair's second text.
+        second_segment: segment (token type id) of the pair's second text.
     """
     end: Any = tokenizer.id_to_token(special.sep)
     begin: list[Any] = [tokenizer.id_to_token(token_id) for token_id in special.begin]
@@ -131,7 +131,7 @@ def around(tokenizer: Tokenizer, special: SpecialTokens, of_text: int = 0) -> Te
     query, document = (" ".join([*begin, name] if ids else begin) for name, ids in prompts.items())
     return TemplateProcessing(
         single=f"{query} $A {end}".strip(),
-        pair=f"{document} $A {end} $B:{of_text} {end}:{of_text}".strip(),
+        pair=f"{document} $A {end} $B:{second_segment} {end}:{second_segment}".strip(),
         special_tokens=special_tokens,
     )
 

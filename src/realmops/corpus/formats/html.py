@@ -16,7 +16,7 @@ _LONG_TAG = re.compile(rf"<[A-Za-z][^<>]{{{2 * ATTRIBUTE_LIMIT},}}")
 _VALUE, _ATTRIBUTE = re.compile(r"""=\s*(?:"[^"]*"|'[^']*')"""), re.compile(r"[^\s/]+")
 # UTF-16 by the first two bytes of a page.
 _WIDE = {b"\xff\xfe": "utf_16", b"\xfe\xff": "utf_16", b"<\0": "utf_16_le", b"\0<": "utf_16_be"}
-_UNDECLARED = ("cp1252", "latin_1", "ascii")  # defaults of servers and editors, often wrong
+_UNRELIABLE = ("cp1252", "latin_1", "ascii")  # defaults of servers and editors, often wrong
 _META_CHARSET = re.compile(rb"<meta[^>]{0,200}?charset\s*=\s*[\"']?\s*([\w.:-]{1,40})", re.IGNORECASE)
 
 
@@ -47,7 +47,7 @@ def decode_page(data: bytes, declared: str | None) -> str:
     non_ascii, invalid = len(text) - len(text.encode("ascii", "ignore")), text.count("\ufffd")
     if codec.startswith("utf_16"):  # declared, but the page has no NUL byte
         codec = "utf_8"
-    if (codec == "utf_8" and 10 * invalid <= len(text)) or (codec in _UNDECLARED and non_ascii > 2 * invalid):
+    if (codec == "utf_8" and 10 * invalid <= len(text)) or (codec in _UNRELIABLE and non_ascii > 2 * invalid):
         return text
     try:
         return data.decode(codec)  # codecs.decode would also decompress zlib

@@ -44,7 +44,7 @@ Pages = tuple[str, Iterable[str]]  # the title in the metadata, and the text of 
 
 
 class _UnreadableError(Exception):
-    """The file cannot be read; ``kind`` is the word it is counted under, the message states problem and remedy."""
+    """Error for a file that cannot be read, counted under ``kind``; its message states problem and remedy."""
 
     def __init__(self, kind: str, problem: str) -> None:
         super().__init__(problem)

@@ -76,9 +76,11 @@ def _webquestions(path: Path) -> Iterator[QuestionRecord]:
 def _squad(path: Path) -> Iterator[QuestionRecord]:
     """Read {"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}."""
     data = require(_expect_object(_json(path), f"{path}: the file"), "data", str(path))
-    for at, article in _iter_objects(data, path, "'data'", ": article"):
-        for within, paragraph in _iter_objects(require(article, "paragraphs", at), at, "'paragraphs'", ", paragraph"):
-            for place, record in _iter_objects(require(paragraph, "qas", within), within, "'qas'", ", question"):
+    for article_place, article in _iter_objects(data, path, "'data'", ": article"):
+        paragraphs = require(article, "paragraphs", article_place)
+        for paragraph_place, paragraph in _iter_objects(paragraphs, article_place, "'paragraphs'", ", paragraph"):
+            questions = require(paragraph, "qas", paragraph_place)
+            for place, record in _iter_objects(questions, paragraph_place, "'qas'", ", question"):
                 answers = _expect_list(record.get("answers", []), place, "'answers'")
                 yield QuestionRecord(
                     place,

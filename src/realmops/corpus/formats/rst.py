@@ -26,7 +26,7 @@ _SETTINGS = {
 
 
 class _TooLongError(ValueError):
-    """The substitutions of a document expand to too much text."""
+    """Error for a document whose substitutions expand to too much text."""
 
 
 def _parse_record(raw: Raw) -> Outcome:
@@ -92,7 +92,7 @@ def _bounded_reader() -> Any:
             for definition in self.document.substitution_defs.values():
                 definition.deepcopy = partial(copied, definition)
             transforms, unique = [], set()
-            for transform in self.document.transformer.transforms:  # each of the three visits the whole document: once
+            for transform in self.document.transformer.transforms:  # the three below visit the whole document
                 if transform[1] not in unique:
                     transforms.append(transform)
                 if transform[1] in (parts.Contents, parts.SectNum, references.TargetNotes):

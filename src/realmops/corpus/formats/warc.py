@@ -28,7 +28,7 @@ _CHARSET = re.compile(r"charset\s*=\s*[\"']?([\w.:-]{1,40})", re.IGNORECASE)
 
 
 class _BrokenError(Exception):
-    """A record is damaged; reading continues after the damage."""
+    """Error for a damaged record; reading continues after the damage."""
 
 
 def _decompress(raw: BinaryIO) -> Iterator[bytes | None]:
