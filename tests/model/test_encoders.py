@@ -355,7 +355,7 @@ def test_who_decides_on_the_casing(tmp_path: Path) -> None:
     assert casing_of(tmp_path, tokenizer={"normalizer": normaliser}) == Casing(False, False)
     config = {"do_lower_case": True, "strip_accents": False}
     assert casing_of(tmp_path, tokenizer_config=config) == Casing(True, False)
-    with pytest.raises(ValueError, match="its tokenizer's do_lower_case is 'yes'; true or false is wanted"):
+    with pytest.raises(ValueError, match="its tokenizer's do_lower_case is 'yes'; expected true or false"):
         casing_of(tmp_path, tokenizer_config={"do_lower_case": "yes"})
 
 

@@ -60,7 +60,7 @@ def test_odd_characters_at_every_border(character: str) -> None:
 
 
 def test_forgetting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realmops.text.tokenizer._CHUNKS_IN_MEMORY", 3)
+    monkeypatch.setattr("realmops.text.tokenizer._CACHE_CHUNKS", 3)
     cached = CachedTokenizer(PLAIN)
     for texts in (["the thing", "a b c d"], ["b c"], ["e"], ["the"], ["a" * 101 + " b"]):
         check(cached, texts)

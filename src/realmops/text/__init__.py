@@ -1,1 +1,1 @@
-"""Languages, tokens and spans: what is known of text without documents."""
+"""Languages, dates, tokenizers, vocabularies and spans: text processing without documents."""

@@ -1,7 +1,7 @@
-"""When a prediction is right, and where an answer stands in a passage.
+"""Exact match and F1 of predictions, and the occurrences of answers in passages.
 
-Numbers depend on these rules, so each has a name: the normal form behind exact match, and the ways to find an
-answer in a text (``MATCH_RULES``): two for answers in words, two for answers that are regular expressions.
+Scores depend on these rules, so each has a name: the normal form for exact match, and the rules that locate an answer
+in a text (``MATCH_RULES``), two for answers in words and two for regular expressions.
 """
 
 import re
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from realmops.text.languages import ENGLISH, UNSPACED, compiled, languages
 
-MATCH_SECONDS = 1.0  # of processor time, for one expression in one text
+MATCH_SECONDS = 1.0  # of processor time, per expression and text
 LONGEST_EXPRESSION = 10_000  # characters
 BETWEEN = b"\xff"  # occurs in no UTF-8
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -27,7 +27,7 @@ _APOSTROPHE = re.compile("['’]")
 _ASCII_TOKEN = re.compile(r"[0-9A-Za-z]+|[!-/:-@\[-`{-~]")
 _ANY_PUNCTUATION = r"[\p{P}$+<=>^`|~]"
 _UNSPACED_CHARACTER = rf"[{UNSPACED}]\p{{M}}*"
-# Such a character, runs of the Unicode categories L, M and N, else one character of neither Z nor C.
+# An unspaced character, a run of the Unicode categories L, M and N, or one other character outside Z and C.
 _TOKEN = (
     rf"{_UNSPACED_CHARACTER}|[[\p{{L}}\p{{M}}\p{{N}}]--[{UNSPACED}]]+"
     r"|[^\p{L}\p{M}\p{N}\p{Z}\p{C}]"
@@ -36,24 +36,24 @@ CharSpan = tuple[int, int]
 
 
 def normal_form(answer: str, language: str = ENGLISH) -> str:
-    """The form in which answers are compared.
+    """Normalize an answer for comparison.
 
-    In English SQuAD's, with NFD as in ORQA's release: lower case, ASCII punctuation removed, the articles a, an, the
-    removed, runs of blanks made one. In others MLQA's (Lewis et al. 2020): NFC, any punctuation removed, the articles
-    of the language, and a blank round each character of a script that has none.
+    English follows SQuAD, with NFD as in ORQA's release: lower case, without ASCII punctuation and the articles a, an
+    and the, with single blanks. Other languages follow MLQA (Lewis et al. 2020): NFC, lower case, without punctuation
+    and the language's articles, with blanks around each character of a script without blanks.
     """
     return " ".join(_articles(language).sub(" ", _bare(answer, language)).split())
 
 
 def _bare(text: str, language: str) -> str:
-    """The normal form before articles and blanks are looked for."""
+    """Return the normal form before articles and extra blanks are removed."""
     if language == ENGLISH:
         return unicodedata.normalize("NFD", text).lower().translate(_PUNCTUATION)
     text = unicodedata.normalize("NFC", text).lower()
     if language in _ELIDING:
         text = _APOSTROPHE.sub(" ", text)
-    found: str = compiled(_UNSPACED_CHARACTER).sub(r" \g<0> ", compiled(_ANY_PUNCTUATION).sub("", text))
-    return found
+    spaced: str = compiled(_UNSPACED_CHARACTER).sub(r" \g<0> ", compiled(_ANY_PUNCTUATION).sub("", text))
+    return spaced
 
 
 @cache
@@ -65,24 +65,34 @@ def _articles(language: str) -> re.Pattern[str]:
 
 
 def exact_match(prediction: str, answers: Iterable[str], language: str = ENGLISH) -> bool:
-    """Whether the prediction has the normal form of one of the answers; "", which says nothing, never has."""
-    return bool(prediction) and normal_form(prediction, language) in {normal_form(one, language) for one in answers}
+    """Return whether the prediction has the normal form of one of the answers; an empty prediction never has."""
+    form = normal_form(prediction, language)
+    return bool(prediction) and any(normal_form(answer, language) == form for answer in answers)
 
 
 def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]], language: str = ENGLISH) -> NDArray[np.bool_]:
-    """Which spans [S, 2] (start and end character) of a text have the answer's normal form, [S].
+    """Return which spans of a text have the answer's normal form.
 
-    Only spans that contain its words, one behind another, are brought into their normal form.
+    Only spans that contain the answer's words in sequence are normalized.
+
+    Args:
+        text: the text.
+        answer: the answer, in any form.
+        spans: [S, 2] start and end characters in the text.
+        language: a code of ``languages``.
+
+    Returns:
+        [S] bool.
     """
     form = normal_form(answer, language)
     possible = np.ones(len(spans), bool)
-    simple, place = _simple_form(text, language)
+    simple, positions = _simple_form(text, language)
     if form and simple:
-        at = place[spans]
+        span_positions = positions[spans]
         possible[:] = False
         between = rf"(?:\s|{_articles(language).pattern})+?"
-        for found in re.finditer(f"(?=({between.join(map(re.escape, form.split()))}))", simple):
-            possible |= (at[:, 0] <= found.start(1)) & (found.end(1) <= at[:, 1])
+        for match in re.finditer(f"(?=({between.join(map(re.escape, form.split()))}))", simple):
+            possible |= (span_positions[:, 0] <= match.start(1)) & (match.end(1) <= span_positions[:, 1])
     same = np.zeros(len(spans), bool)
     for row in np.flatnonzero(possible):
         start, end = spans[row]
@@ -92,37 +102,37 @@ def same_form(text: str, answer: str, spans: NDArray[np.integer[Any]], language:
 
 @lru_cache(1024)
 def _simple_form(text: str, language: str) -> tuple[str, NDArray[np.int64]]:
-    """The text as ``normal_form`` has it before it looks for articles and blanks, and where each character went.
+    """Return the text as normalized by ``_bare``, and the position in it of each character of the text.
 
-    The first is "" where a part of the text could have another form than it has within the whole.
+    The text is "" if a part of it could be normalized differently on its own.
     """
     if text.isascii() and language == ENGLISH:
         simple = text.lower().translate(_PUNCTUATION)
-        kept = [1 - (character in string.punctuation) for character in text]
-        return simple, np.concatenate([[0], np.cumsum(kept, dtype=np.int64)])
+        lengths = [1 - (character in string.punctuation) for character in text]
+        return simple, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     parts = [_bare(character, language) for character in text]
     simple = "".join(parts)
     return simple if simple == _bare(text, language) and "\u03a3" not in text else "", np.cumsum([0, *map(len, parts)])
 
 
 def token_f1(prediction: str, answers: Iterable[str], language: str = ENGLISH) -> float:
-    """The best F1 of the words of both normal forms over the answers, as SQuAD's script has it (Rajpurkar et al. 2016).
+    """Return the best F1 over the answers, on the words of normal forms (SQuAD's script, Rajpurkar et al. 2016).
 
-    F1 is the harmonic mean of both shares of common words. Where a form has no words it is 1 if both have none, else 0.
+    F1 is the harmonic mean of precision and recall. If either form has no words, it is 1 if both have none, else 0.
     """
-    said = normal_form(prediction, language).split()
-    return max((words_f1(said, normal_form(answer, language).split()) for answer in answers), default=0.0)
+    predicted = normal_form(prediction, language).split()
+    return max((words_f1(predicted, normal_form(answer, language).split()) for answer in answers), default=0.0)
 
 
-def words_f1(said: list[str], wanted: list[str]) -> float:
-    """``token_f1`` of the words of two normal forms."""
-    if not said or not wanted:
-        return float(said == wanted)
-    return 2 * (Counter(said) & Counter(wanted)).total() / (len(said) + len(wanted))
+def words_f1(predicted: list[str], expected: list[str]) -> float:
+    """Return ``token_f1`` for the words of two normal forms."""
+    if not predicted or not expected:
+        return float(predicted == expected)
+    return 2 * (Counter(predicted) & Counter(expected)).total() / (len(predicted) + len(expected))
 
 
 def substring_spans(text: str, answer: str) -> list[CharSpan]:
-    """(start, end) characters by the rule of REALM's release: the raw string ("1" occurs in "1995")."""
+    """Return (start, end) characters of the raw string, the rule of REALM's release ("1" occurs in "1995")."""
     spans = []
     start = text.find(answer) if answer else -1
     while start >= 0:
@@ -132,55 +142,56 @@ def substring_spans(text: str, answer: str) -> list[CharSpan]:
 
 
 def token_boundary_spans(text: str, answer: str) -> list[CharSpan]:
-    """(start, end) characters by the rule of DPR (Karpukhin et al. 2020): whole tokens, any case, NFD.
+    """Return (start, end) characters of whole-token matches, the rule of DPR (Karpukhin et al. 2020): any case, NFD.
 
-    A token is a run of letters, digits and marks, or one other visible character; accents count. In scripts without
-    blanks, and in Korean, whose particles hang on the word, each character is a token.
+    A token is a run of letters, digits and marks, or one other visible character; accents are significant. In scripts
+    without blanks, and in Korean, whose particles attach to the word, each character is a token.
     """
     run = token_bytes(answer)
     if not run or run not in token_bytes(text):
         return []
-    tokens, wanted = _tokens(text), [token for token, _, _ in _tokens(answer)]
+    tokens, answer_words = _tokens(text), [token for token, _, _ in _tokens(answer)]
     words = [token for token, _, _ in tokens]
     spans = []
-    for first in range(len(tokens) - len(wanted) + 1):
-        if words[first] == wanted[0] and words[first : first + len(wanted)] == wanted:
-            spans.append((tokens[first][1], tokens[first + len(wanted) - 1][2]))
+    for first in range(len(tokens) - len(answer_words) + 1):
+        end = first + len(answer_words)
+        if words[first] == answer_words[0] and words[first:end] == answer_words:
+            spans.append((tokens[first][1], tokens[end - 1][2]))
     return spans
 
 
 @lru_cache(1 << 15)
 def token_bytes(text: str) -> bytes:
-    """The tokens that ``token_boundary_spans`` compares, marks before, between and behind them.
+    """Return the tokens of ``token_boundary_spans`` as bytes, with ``BETWEEN`` before, between and after them.
 
-    A run of tokens is a run of these bytes, which is found many times as fast. Empty without a token.
+    A sequence of tokens is a substring of these bytes, which is much faster to find. Empty for a text without tokens.
     """
     tokens = [token.encode() for token, _, _ in _tokens(text)]
     return BETWEEN.join([b"", *tokens, b""]) if tokens else b""
 
 
 def regex_match_spans(text: str, answer: str) -> list[CharSpan]:
-    """(start, end) of the expression's match at the start of the text, the rule of ORQA's release for predictions."""
+    """Return (start, end) of the match at the start of the text, the rule of ORQA's release for predictions."""
     return expression(answer).spans(text, at_start=True)
 
 
 def regex_search_spans(text: str, answer: str) -> list[CharSpan]:
-    """(start, end) of the expression's matches anywhere, as the README of CuratedTREC wants it."""
+    """Return (start, end) of all matches, the rule of CuratedTREC's README."""
     return expression(answer).spans(text)
 
 
 class Expression:
-    """An answer's regular expression: any case, Unicode, ^ and $ at every line; an empty match is none.
+    """An answer's regular expression: case-insensitive, Unicode, multi-line; empty matches are ignored.
 
-    Its language is that of the standard library's ``re``.  A match that takes longer than ``MATCH_SECONDS`` of
-    processor time is no match, and then the expression is not tried again in this process.
+    Its syntax is that of the standard library's ``re``. A match that takes longer than ``MATCH_SECONDS`` of processor
+    time counts as none and sets ``timed_out``; the expression is not tried again in this process.
     """
 
     def __init__(self, text: str) -> None:
         import regex
 
         if len(text) > LONGEST_EXPRESSION:
-            raise ValueError(f"it has {len(text)} characters, at most {LONGEST_EXPRESSION} are taken")
+            raise ValueError(f"it has {len(text)} characters; at most {LONGEST_EXPRESSION} are allowed")
         try:
             with warnings.catch_warnings(action="ignore"):
                 re.compile(text, re.IGNORECASE | re.MULTILINE)
@@ -191,39 +202,43 @@ class Expression:
         self.timed_out = False
 
     def spans(self, text: str, *, at_start: bool = False) -> list[CharSpan]:
-        """(start, end) of the matches in a text, or of the one at its start."""
+        """Return (start, end) of the matches in a text, or only of a match at its start."""
         if self.timed_out:
             return []
         try:
             if at_start:
                 first = self.pattern.match(text, timeout=MATCH_SECONDS)
-                found = [first.span()] if first else []
+                matches = [first.span()] if first else []
             else:
-                found = [match.span() for match in self.pattern.finditer(text, timeout=MATCH_SECONDS)]
+                matches = [match.span() for match in self.pattern.finditer(text, timeout=MATCH_SECONDS)]
         except (TimeoutError, MemoryError):
             self.timed_out = True
             return []
-        return [(start, end) for start, end in found if start < end]
+        return [(start, end) for start, end in matches if start < end]
 
     def first(self, text: str, start: int) -> int:
-        """Where the first match at or behind ``start`` begins, -1 without one; TimeoutError as of a slow match."""
-        found = self.pattern.search(text, start, timeout=MATCH_SECONDS)
-        return found.start() if found else -1
+        """Return where the first match at or after ``start`` begins, -1 if there is none.
+
+        Raises:
+            TimeoutError: the search takes longer than ``MATCH_SECONDS``.
+        """
+        match = self.pattern.search(text, start, timeout=MATCH_SECONDS)
+        return match.start() if match else -1
 
 
 @cache
 def expression(text: str) -> Expression:
-    """The expression of that text, one for the whole process."""
+    """Return the compiled expression of a text, cached for the process."""
     return Expression(text)
 
 
 def check_expression(text: str, place: str) -> None:
-    """ValueError that names the place when a text is no regular expression."""
+    """Raise ValueError with ``place`` if a text is no valid regular expression."""
     try:
         expression(text)
     except ValueError as error:
         raise ValueError(
-            f"{place}: {text[:100]!r} is no regular expression ({error}); correct it, as Python's re wants it"
+            f"{place}: {text[:100]!r} is no regular expression ({error}); use the syntax of Python's re"
         ) from None
 
 
@@ -238,23 +253,32 @@ REGEX_RULES = ("regex_match", "regex_search")
 
 
 def contains_answer(text: str, answers: Iterable[str], rule: str) -> bool:
-    """Whether one of the answers occurs in the text by a rule of ``MATCH_RULES``."""
+    """Return whether one of the answers occurs in the text by a rule of ``MATCH_RULES``."""
     return any(MATCH_RULES[rule](text, answer) for answer in answers)
 
 
 def answer_token_spans(
     text: str, answers: Iterable[str], chars: NDArray[np.integer[Any]], *, rule: str, max_wordpieces: int
 ) -> list[tuple[int, int]]:
-    """(first, end) wordpieces of every occurrence of an answer in a passage, in order.
+    """Return the wordpieces of every occurrence of an answer in a passage.
 
-    ``chars`` [t, 2] are start and end character of each wordpiece in the text.  Only occurrences that begin and end
-    where a wordpiece does: the text cut by the span's characters is then the text found, less blanks around it.
-    Longer ones than ``max_wordpieces`` are left out.
+    An occurrence counts only if it begins and ends at wordpiece boundaries, so that the characters of its wordpieces
+    are exactly the matched text without surrounding blanks.
+
+    Args:
+        text: the passage.
+        answers: answers or regular expressions.
+        chars: [t, 2] start and end character of each wordpiece in the text.
+        rule: a name of ``MATCH_RULES``.
+        max_wordpieces: longer occurrences are left out.
+
+    Returns:
+        (first, end) wordpieces, sorted.
     """
-    found = sorted({_trimmed(text, span) for answer in answers for span in MATCH_RULES[rule](text, answer)})
-    if not found or not len(chars):
+    char_spans = sorted({_trimmed(text, span) for answer in answers for span in MATCH_RULES[rule](text, answer)})
+    if not char_spans or not len(chars):
         return []
-    bounds = np.asarray(found, np.int64)
+    bounds = np.asarray(char_spans, np.int64)
     first = np.searchsorted(chars[:, 0], bounds[:, 0], side="left")
     end = np.searchsorted(chars[:, 1], bounds[:, 1], side="right")
     low, last = np.minimum(first, len(chars) - 1), np.maximum(end - 1, 0)
@@ -264,16 +288,15 @@ def answer_token_spans(
 
 
 def _trimmed(text: str, span: CharSpan) -> CharSpan:
-    """The span without the blanks that an expression such as ``\\s?1995`` takes in."""
+    r"""Strip blanks from a span, which expressions such as ``\s?1995`` match too."""
     start, end = span
-    found = text[start:end]
-    return start + len(found) - len(found.lstrip()), end - len(found) + len(found.rstrip())
+    matched = text[start:end]
+    return start + len(matched) - len(matched.lstrip()), end - len(matched) + len(matched.rstrip())
 
 
-# The same passages are searched for the answers of many questions.
-@lru_cache(4096)
+@lru_cache(4096)  # the same passages are searched for the answers of many questions
 def _tokens(text: str) -> Sequence[tuple[str, int, int]]:
-    """(lower-case NFD token, start, end) with characters of the text as it is."""
+    """Return (lower-case NFD token, start, end), with positions in the original text."""
     if text.isascii():
         return [(match[0].lower(), *match.span()) for match in _ASCII_TOKEN.finditer(text)]
     return [

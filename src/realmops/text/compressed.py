@@ -1,4 +1,4 @@
-"""Files that may be compressed, opened so that progress can be told in bytes of the file."""
+"""Plain and compressed files, opened so that progress is known in bytes on disk."""
 
 import bz2
 import gzip
@@ -11,45 +11,51 @@ from typing import Any, BinaryIO, cast
 
 from realmops.artifacts import open_regular
 
-_UNPACKERS: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open}
-# What the standard library raises for damaged data; bz2 has no error of its own.
+_OPENERS: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open}
+# Errors of the standard library for damaged data; bz2 raises OSError.
 DAMAGE = (EOFError, zlib.error, OSError)
 
 
 @contextmanager
 def open_compressed(path: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The bytes of a plain, .gz or .bz2 file, and a function that says how many bytes of the file were read.
+    """Open a plain, .gz or .bz2 file for reading.
 
-    Raises ValueError when there is no such file; reading damaged data raises one of ``DAMAGE``.
+    Yields:
+        The decompressed file, and a function that returns how many bytes on disk were read.
+
+    Raises:
+        ValueError: the file cannot be opened. Reading damaged data raises one of ``DAMAGE``.
     """
     with open_plain(path) as raw:
-        unpacked = _UNPACKERS[path.suffix.lower()](raw) if path.suffix.lower() in _UNPACKERS else raw
-        yield cast(BinaryIO, unpacked), raw.tell
+        decompressed = _OPENERS[path.suffix.lower()](raw) if path.suffix.lower() in _OPENERS else raw
+        yield cast(BinaryIO, decompressed), raw.tell
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file's own bytes; ValueError for what is no regular file, and for a compressed file without a byte.
+    """Open a file without decompressing it.
 
-    Nothing, compressed, has some bytes: the libraries take a download that never came for a file of no records.
+    Raises:
+        ValueError: the file is not regular, cannot be opened, or is an empty .gz or .bz2 file, which the libraries
+            would read as a file without records although it is a failed download.
     """
     try:
         file = open_regular(path)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    if path.suffix.lower() in _UNPACKERS and os.fstat(file.fileno()).st_size == 0:
+    if path.suffix.lower() in _OPENERS and os.fstat(file.fileno()).st_size == 0:
         file.close()
-        raise ValueError(f"{path}: the file is empty, which no compressed file is; copy or download it again")
+        raise ValueError(f"{path}: the file is empty, not a compressed file; copy or download it again")
     return file
 
 
 def damage(error: BaseException, path: Path) -> str:
-    """What a reader says of one of ``DAMAGE``; a failing disk is ValueError, the file being no matter."""
+    """Return the message for one of ``DAMAGE``; raise ValueError for an I/O error of the disk."""
     if isinstance(error, OSError) and error.errno is not None:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); check the disk") from None
     kind = path.suffix[1:]
     name = {"gz": "gzip", "bz2": "bzip2"}.get(kind.lower(), kind)
     if isinstance(error, EOFError):
-        return f"the {name} file ends in the middle; it was cut: copy or download it again"
+        return f"the {name} file ends in the middle; it was truncated: copy or download it again"
     return (
         f"no valid {name} data ({error}), so that the rest of the file cannot be read; copy the file again, "
         f"or take .{kind} off its name if it is plain text"

@@ -1,6 +1,6 @@
-"""Files that grow at their end in flat memory, and go on after a kill: plain bytes, and .npy arrays row by row.
+"""Append-only files written in constant memory, resumable after a crash: plain bytes and .npy arrays.
 
-After a kill a file is cut back to the bytes that it had at the last ``sync`` that somebody wrote down.
+To resume, a file is truncated to the size that the caller recorded after the last ``sync``.
 """
 
 import io
@@ -14,10 +14,11 @@ from numpy.typing import DTypeLike, NDArray
 
 
 class GrowingFile:
-    """A file that is only appended to; ``size`` is its number of bytes so far.
+    """An append-only file; ``size`` is its current number of bytes.
 
     Args:
-        size: None makes a new file; a number goes on with an old one, cut back to so many bytes.
+        path: the file.
+        size: None to create the file; a number to resume an existing one, truncated to that many bytes.
     """
 
     def __init__(self, path: Path, size: int | None = None) -> None:
@@ -28,23 +29,30 @@ class GrowingFile:
             self._file.seek(size)
 
     def write(self, content: Any) -> None:
+        """Append bytes."""
         self.size += self._file.write(content)
 
     def sync(self) -> int:
-        """Make everything so far durable; returns the number of bytes."""
+        """Flush to disk (fsync) and return the size in bytes, from which the file can be resumed."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return self.size
 
     def close(self) -> None:
-        """Close the file; closing again does nothing."""
+        """Close the file; further calls do nothing."""
         self._file.close()
 
 
 class FlatArray(GrowingFile):
-    """A .npy file under construction; ``len`` is the number of rows so far.
+    """A .npy file written row by row; ``len`` is the current number of rows.
 
-    The header is written again with the true length by ``close``: numpy leaves room in it for the first axis.
+    ``close`` rewrites the header with the final length, for which numpy's header leaves room.
+
+    Args:
+        path: the file.
+        dtype: dtype of the array.
+        row_shape: shape of one row.
+        size: bytes to resume from, None to create the file.
     """
 
     def __init__(self, path: Path, dtype: DTypeLike, row_shape: tuple[int, ...] = (), size: int | None = None) -> None:
@@ -60,17 +68,17 @@ class FlatArray(GrowingFile):
         return (self.size - self._header_bytes) // self._row_bytes
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Add rows [n, *row_shape]."""
+        """Append rows [n, *row_shape]."""
         assert rows.shape[1:] == self._row_shape, (rows.shape, self._row_shape)
         self.write(np.ascontiguousarray(rows, self._dtype).data)
 
     def close(self) -> None:
-        """Write the final header; closing again does nothing."""
+        """Write the final header and close the file; further calls do nothing."""
         if self._file.closed:
             return
         header = self._header(len(self))
         assert len(header) == self._header_bytes, "numpy changed the room for the header"
-        with self._file:  # closed where there is no room for the last bytes, too
+        with self._file:  # closes the file even if the disk is full
             self._file.seek(0)
             self._file.write(header)
 
@@ -86,7 +94,7 @@ class FlatArray(GrowingFile):
 
 
 class FlatOffsets(FlatArray):
-    """Row borders int64 [P + 1] under construction: entry i to entry i + 1 are the rows of item i."""
+    """Row offsets int64 [P + 1], written item by item: item i has the rows from entry i to entry i + 1."""
 
     def __init__(self, path: Path, size: int | None = None) -> None:
         super().__init__(path, np.int64, size=size)
@@ -99,16 +107,17 @@ class FlatOffsets(FlatArray):
 
     @property
     def items(self) -> int:
+        """Number of items."""
         return len(self) - 1
 
     def append_lengths(self, lengths: Sequence[int] | NDArray[np.int64]) -> None:
-        """Add items by their numbers of rows."""
-        borders = self._last + np.cumsum(np.asarray(lengths, np.int64))
-        if len(borders):
-            self._last = int(borders[-1])
-        self.append(borders)
+        """Append items, each given by its number of rows."""
+        offsets = self._last + np.cumsum(np.asarray(lengths, np.int64))
+        if len(offsets):
+            self._last = int(offsets[-1])
+        self.append(offsets)
 
 
 def load_flat(path: Path) -> NDArray[Any]:
-    """The array in a .npy file, memory-mapped and read-only; ValueError for anything else."""
-    return np.asarray(np.lib.format.open_memmap(path, mode="r"))  # parts of a memmap are slow to take
+    """Return the array of a .npy file, memory-mapped and read-only; raise ValueError for any other file."""
+    return np.asarray(np.lib.format.open_memmap(path, mode="r"))  # a plain array is faster to slice than np.memmap

@@ -1,7 +1,7 @@
-"""Languages: what is known of them (``languages.yaml``), which one a text is in, and how words are parted.
+"""Languages: their properties (``languages.yaml``), language detection and word segmentation.
 
-Detection is by py3langid, which works without a network: among the languages of a corpus it takes 5 of XQuAD's and
-SQuAD's 5,793 questions in five languages for another one, and is sure of none of these; of 1,174 paragraphs none.
+Detection uses py3langid, which needs no network. Among the languages of a corpus it misclassifies 5 of the 5,793
+questions of XQuAD and SQuAD in five languages, each below ``_CONFIDENT``, and none of 1,174 paragraphs.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
 
 ENGLISH, AUTO = "en", "auto"
-NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"  # scripts without, between words
-UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # in Korean particles hang on the word
-_UNIT = rf"[[{UNSPACED}]--\p{{M}}]\p{{M}}*"  # a character of them with its marks
+NO_BLANKS = r"\p{Han}\p{Hiragana}\p{Katakana}ー\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"  # written without blanks
+UNSPACED = rf"{NO_BLANKS}\p{{Hangul}}"  # Korean particles attach to the word
+_UNIT = rf"[[{UNSPACED}]--\p{{M}}]\p{{M}}*"  # such a character with its marks
 _CLUSTER = r"\X"
 _MARKED_I = r"[Ii]\p{M}+"
-LETTERS = r"\p{L}\p{N}_\p{InSC=Vowel_Dependent}"  # what makes a word; other marks do not
+LETTERS = r"\p{L}\p{N}_\p{InSC=Vowel_Dependent}"  # characters that can form a word; other marks cannot
 _LETTER = rf"[[{LETTERS}]--[{UNSPACED}]]"
 _WORD = rf"(?P<run>(?:{_UNIT})+)|{_LETTER}[[\p{{L}}\p{{M}}\p{{N}}_]--[{UNSPACED}]]+"
 _TWO_LETTERS = rf"(?:{_LETTER}\p{{M}}*){{2}}"
 _NO_WORD = r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}--\p{InSC=Vowel_Dependent}]+"  # letters without a vowel sign
-SURE = 0.9  # of a language, from this probability on
-_LOOKED_AT = 2000  # characters of a text
-Placed = tuple[str, int, int]  # a word, with its start and end characters
+_CONFIDENT = 0.9  # probability from which a detected language is certain
+_DETECTION_LENGTH = 2000  # characters of a text used for detection
+Placed = tuple[str, int, int]  # a word with its start and end character
 
 
 @dataclass(frozen=True)
 class Language:
-    """What ``languages.yaml`` knows of a language."""
+    """Properties of one language, an entry of ``languages.yaml``, whose head describes the fields."""
 
     name: str
     stemmer: str = ""
@@ -53,7 +53,7 @@ class Language:
 
 @cache
 def compiled(pattern: str) -> Any:
-    """Return a pattern compiled by ``regex``, which knows scripts and differences of sets; it is imported late."""
+    """Compile a pattern with ``regex``, which supports scripts and set differences; imported on first use."""
     import regex
 
     return regex.compile(pattern, regex.V1)
@@ -61,35 +61,43 @@ def compiled(pattern: str) -> Any:
 
 @cache
 def languages() -> dict[str, Language]:
-    """All languages by their code."""
-    found = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), yaml.CSafeLoader)
+    """Return all languages by ISO 639-1 code."""
+    entries = yaml.load(Path(__file__).with_suffix(".yaml").read_bytes(), yaml.CSafeLoader)
     lists = ("stop", "articles", "of", "in_years", "before_nouns", "also_words")
-    for known in found.values():
-        known |= {key: frozenset(known[key].split()) for key in lists if key in known}
-    return {code: Language(**known) for code, known in found.items()}
+    for entry in entries.values():
+        entry |= {key: frozenset(entry[key].split()) for key in lists if key in entry}
+    return {code: Language(**entry) for code, entry in entries.items()}
 
 
 def check_language(code: str) -> None:
-    """ValueError for a value of ``snapshot.language`` that is no known language."""
+    """Raise ValueError if a value of ``snapshot.language`` is no known language."""
     if code not in (AUTO, *languages()):
         raise ValueError(
-            f"snapshot.language is {code!r}; {AUTO} (of each document) or one of {', '.join(languages())} is wanted"
+            f"snapshot.language is {code!r}; expected {AUTO} (of each document) or one of {', '.join(languages())}"
         )
 
 
 def detect(text: str, among: Sequence[str] = ()) -> tuple[str, ...]:
-    """The language of a text, of all or of some: one where that is sure, else the likeliest two, likeliest first."""
+    """Detect the language of a text.
+
+    Args:
+        text: the text, of which the beginning is used.
+        among: codes of the candidates; all languages if empty.
+
+    Returns:
+        The language if it is certain, else the two most probable, most probable first.
+    """
     if len(among) == 1:
         return (among[0],)
-    ranked = _identifier(tuple(among) or tuple(languages())).rank(text[:_LOOKED_AT])
-    return tuple(code for code, _ in ranked[: 1 if ranked[0][1] >= SURE else 2])
+    ranked = _identifier(tuple(among) or tuple(languages())).rank(text[:_DETECTION_LENGTH])
+    return tuple(code for code, _ in ranked[: 1 if ranked[0][1] >= _CONFIDENT else 2])
 
 
 @lru_cache(32)
 def _identifier(among: tuple[str, ...]) -> LanguageIdentifier:
-    found = copy.copy(_model())
-    found.set_languages(among)
-    return found
+    identifier = copy.copy(_model())
+    identifier.set_languages(among)
+    return identifier
 
 
 @cache
@@ -100,10 +108,10 @@ def _model() -> LanguageIdentifier:
 
 
 def composed(text: str) -> str:
-    """Return the text in NFC, with I and i instead of those letters with a dot above.
+    """Normalize a text to NFC, and remove the dot above from I and i.
 
-    The lower case of the Turkish capital letter is two characters, i and U+0307: without the dot, "İstanbul",
-    "i̇stanbul" and "istanbul" are one word.
+    The lower case of the Turkish capital is two characters, i and U+0307; without the dot, "İstanbul", "i̇stanbul" and
+    "istanbul" are one word.
     """
     if text.isascii():
         return text
@@ -114,7 +122,7 @@ def composed(text: str) -> str:
 
 
 def placed(find: Callable[[str], Iterator[Placed]], text: str) -> Iterator[Placed]:
-    """Return what ``find`` yields of the composed text, (word, start, end), with the characters of ``text`` itself."""
+    """Apply ``find`` to the composed text and map the offsets of its words back to ``text``."""
     if unicodedata.is_normalized("NFC", text) and "\u0307" not in text:
         return find(composed(text))
     clusters = [(composed(match[0]), *match.span()) for match in compiled(_CLUSTER).finditer(text)]
@@ -125,12 +133,12 @@ def placed(find: Callable[[str], Iterator[Placed]], text: str) -> Iterator[Place
 
 
 def word_spans(text: str) -> Iterator[Placed]:
-    """Words of any language, composed and in lower case, with their characters in the text.
+    """Yield the words of a text in any language, composed and in lower case, with their characters in the text.
 
-    A word has two letters, digits or underscores at least: marks (accents, harakat, niqqud, tones) are none, but the
-    vowel signs of Indic scripts are. Where a script has no blanks, words are pairs of neighbouring characters with
-    their marks, or a character that is alone; of scripts with an alphabet (Thai, Lao, Khmer, Myanmar) one character is
-    a word only with a vowel sign.
+    A word has at least two letters, digits or underscores. Vowel signs of Indic scripts count as letters, other marks
+    (accents, harakat, niqqud, tones) do not. In scripts without blanks, words are pairs of adjacent characters with
+    their marks, or one isolated character; in Thai, Lao, Khmer and Myanmar an isolated character is a word only with a
+    vowel sign.
     """
     return placed(_composed_words, text)
 
@@ -142,9 +150,9 @@ def _composed_words(text: str) -> Iterator[Placed]:
             if word.isalnum() or any(map(str.isalnum, word[1:])) or compiled(_TWO_LETTERS).match(word):
                 yield unicodedata.normalize("NFC", word.lower()), start, end
             continue
-        # each character without marks, which is usual, is its own
+        # Usually there are no marks, and each character is a unit.
         units = compiled(_UNIT).finditer(word)
-        begins = range(start, end) if word.isalpha() else [start + one.start() for one in units]
-        if len(begins) > 1 or not compiled(_NO_WORD).fullmatch(word):
-            for first, stop in zip(begins, [*begins[2:], end], strict=False):
+        starts = range(start, end) if word.isalpha() else [start + unit.start() for unit in units]
+        if len(starts) > 1 or not compiled(_NO_WORD).fullmatch(word):
+            for first, stop in zip(starts, [*starts[2:], end], strict=False):
                 yield unicodedata.normalize("NFC", text[first:stop].lower()), first, stop

@@ -1,4 +1,4 @@
-"""Salient spans on disk: which characters and wordpieces of which sentence, with a label each.
+"""Salient spans on disk: the characters, wordpieces, sentence and label of each span.
 
 Files: spans.npy int32 [N, 6] (columns ``COLUMNS``), span_labels.npy uint8 [N] (index into the manifest's
 ``labels``), span_offsets.npy int64 [P + 1] (rows by passage).
@@ -19,18 +19,25 @@ from realmops.text.flat import FlatArray, FlatOffsets, load_flat
 
 COLUMNS = ("passage", "sentence", "token_start", "token_end", "char_start", "char_end")
 KIND = "spans"
-LABEL_LIMIT = 256
+LABEL_LIMIT = 256  # labels are stored as uint8
 Ints = NDArray[np.int32]
 
 
 def token_spans(
     char_spans: Sequence[tuple[int, int]], chars: Ints, sentences: Ints
 ) -> list[tuple[int, int, int] | None]:
-    """(sentence, first token, end token) for each (start, end) in characters of one passage's text.
+    """Map character spans of one passage to wordpieces.
 
-    ``chars`` [t, 2] are the characters of each wordpiece, ``sentences`` [s, 2] the first and end wordpiece of each
-    sentence. Every wordpiece that shares a character with the span belongs to it. None for a span without wordpieces,
-    for one that does not lie inside one sentence, and for one that reaches over the passage's wordpieces.
+    Every wordpiece that shares a character with a span belongs to it.
+
+    Args:
+        char_spans: (start, end) characters in the passage's text.
+        chars: [t, 2] start and end character of each wordpiece.
+        sentences: [s, 2] first and end wordpiece of each sentence.
+
+    Returns:
+        (sentence, first wordpiece, end wordpiece) for each span; None for a span without wordpieces, across a sentence
+        border or beyond the passage's wordpieces.
     """
     if not char_spans or not len(chars):
         return [None] * len(char_spans)
@@ -47,39 +54,48 @@ def token_spans(
 
 
 class SpansWriter:
-    """Writes a spans folder passage by passage in flat memory; ``close`` writes the manifest.
+    """Writer of a spans folder, passage by passage in constant memory; a context manager that closes the files.
 
-    The folder must exist (wrap it in ``artifacts.atomic_folder``); leaving ``with`` closes the files. With the
-    ``state`` of a writer that was killed, it goes on where that one was when it gave the state.
+    Args:
+        folder: an existing folder, usually from ``artifacts.atomic_folder``.
+        state: result of ``sync``, to resume the work of a writer that was killed; None to start.
     """
 
     def __init__(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         state = state or {"bytes": {}, "names": [], "dropped": 0}
         sizes = state["bytes"]
-        with ExitStack() as opened:  # closes what is open where another cannot be
+        with ExitStack() as stack:  # closes the open files if another cannot be opened
             self._spans = FlatArray(folder / "spans.npy", np.int32, (len(COLUMNS),), size=sizes.get("spans"))
-            opened.callback(self._spans.close)
+            stack.callback(self._spans.close)
             self._labels = FlatArray(folder / "span_labels.npy", np.uint8, size=sizes.get("labels"))
-            opened.callback(self._labels.close)
+            stack.callback(self._labels.close)
             self._offsets = FlatOffsets(folder / "span_offsets.npy", sizes.get("offsets"))
-            opened.callback(self._offsets.close)
-            self._opened = opened.pop_all()
+            stack.callback(self._offsets.close)
+            self._open_files = stack.pop_all()
         self._names = {name: number for number, name in enumerate(state["names"])}
         self._dropped: int = state["dropped"]
 
     def sync(self) -> dict[str, Any]:
-        """Make everything so far durable; returns the state to go on from, as JSON values."""
+        """Flush all files to disk (fsync) and return the state to resume from, as JSON values."""
         files = {"spans": self._spans, "labels": self._labels, "offsets": self._offsets}
         sizes = {name: file.sync() for name, file in files.items()}
         sync_folder(self.folder)
         return {"bytes": sizes, "names": list(self._names), "dropped": self._dropped}
 
     def add(self, spans: Sequence[tuple[int, int, str]], chars: Ints, sentences: Ints, first_sentence: int) -> int:
-        """Add the next passage's spans (character start, character end, label); returns how many were kept.
+        """Add the next passage, which may have no spans.
 
-        Kept are those that lie inside one sentence, once each (``token_spans``); the rest is counted as dropped. A
-        passage without spans must be added too. ``first_sentence`` is the row of its first one in sentences.npy.
+        Spans outside a single sentence (``token_spans``) are counted as dropped, duplicates are removed.
+
+        Args:
+            spans: (character start, character end, label).
+            chars: [t, 2] start and end character of each wordpiece.
+            sentences: [s, 2] first and end wordpiece of each sentence.
+            first_sentence: row of the passage's first sentence in sentences.npy.
+
+        Returns:
+            Number of spans written.
         """
         located = token_spans([(start, end) for start, end, _ in spans], chars, sentences)
         rows = sorted(
@@ -98,11 +114,11 @@ class SpansWriter:
         return len(rows)
 
     def add_without(self, passages: int) -> None:
-        """Add so many passages that have no spans."""
+        """Add ``passages`` passages without spans."""
         self._offsets.append_lengths(np.zeros(passages, np.int64))
 
     def close(self, *, corpus_hash: str, vocabulary_hash: str, **fields: Any) -> dict[str, Any]:
-        """Finish the files and write the manifest; returns it."""
+        """Finish the files, write the manifest with ``fields``, and return it."""
         passages, spans = self._offsets.items, len(self._spans)
         self.abandon()
         return write_manifest(
@@ -118,8 +134,8 @@ class SpansWriter:
         )
 
     def abandon(self) -> None:
-        """Close the files without a manifest, each of them, also where another cannot write its last bytes."""
-        self._opened.close()
+        """Close all files without writing a manifest, even if one of them cannot write its last bytes."""
+        self._open_files.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,17 +147,20 @@ class SpansWriter:
         if name not in self._names:
             if len(self._names) == LABEL_LIMIT:
                 raise ValueError(
-                    f"over {LABEL_LIMIT} span labels (the next is {name!r}); a label is a type, not a name"
+                    f"over {LABEL_LIMIT} span labels (the next is {name!r}); use types of spans as labels, not names"
                 )
             self._names[name] = len(self._names)
         return self._names[name]
 
 
 class Spans:
-    """A spans folder, memory-mapped.
+    """A memory-mapped spans folder.
 
-    ``rows`` [N, 6] are sorted by passage and first token; tokens are relative to the passage's body, characters to its
-    text.  ``label_ids`` [N] are indexes into ``labels``, ``offsets`` [P + 1] the rows of each passage.
+    Attributes:
+        rows: [N, 6] ``COLUMNS``, sorted by passage and first token; tokens count from the start of the passage's body,
+            characters from the start of its text.
+        label_ids: [N] indexes into ``labels``.
+        offsets: [P + 1] rows of each passage.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -156,13 +175,22 @@ class Spans:
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True, corpus_hash: str | None = None) -> Self:
-        """Open a folder; ValueError when it is damaged or, with ``corpus_hash``, made for another corpus."""
+        """Open a folder.
+
+        Args:
+            folder: the spans folder.
+            verify: whether to check the files against the manifest.
+            corpus_hash: hash of the corpus that the spans must belong to; None to skip the check.
+
+        Raises:
+            ValueError: the folder is damaged or belongs to another corpus.
+        """
         return cls(folder, read_bound_manifest(folder, KIND, corpus_hash, "tag", verify=verify))
 
     def __len__(self) -> int:
-        """Number of passages."""
+        """Return the number of passages."""
         return len(self.offsets) - 1
 
     def of(self, passage: int) -> Ints:
-        """[n, 6] spans of a passage."""
+        """Return the spans [n, 6] of a passage."""
         return self.rows[self.offsets[passage] : self.offsets[passage + 1]]

@@ -1,4 +1,4 @@
-"""The special wordpieces of a tokenizer, by what they are for."""
+"""Special tokens of a tokenizer by role, and prompts before queries and documents."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-_NAMES = {  # of a role, where the tokenizer does not say which token has it
+_NAMES = {  # usual names by role, for tokenizers that do not state the token of a role
     "begin": ("[CLS]", "<s>"),
     "separator": ("[SEP]", "</s>"),
     "mask": ("[MASK]", "<mask>"),
     "unknown": ("[UNK]", "<unk>"),
     "padding": ("[PAD]", "<pad>"),
 }
-_TOLD = "told-"  # begins the names of what a tokenizer puts before queries and documents
+_PROMPT = "told-"  # prefix of the names of prompts in a tokenizer's JSON
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids of one vocabulary's special wordpieces, by what they are for; a model that only retrieves needs no mask.
+    """Ids of a vocabulary's special tokens by role.
 
-    ``cls`` begins a sequence, but for that of some decoders; ``sep`` ends it and each of its parts. ``query`` and
-    ``document`` are the wordpieces of what the retriever is told before either ("query: "), which are not special
-    themselves.
+    Attributes:
+        cls: begins a sequence; None for some decoders.
+        sep: ends a sequence and each of its parts.
+        mask_if_any: the mask; None for a model that can only retrieve.
+        unknown: the unknown token.
+        padding: the padding token.
+        query: wordpieces of the prompt before a query ("query: "), which are not special themselves.
+        document: wordpieces of the prompt before a document.
     """
 
     cls: int | None
@@ -37,90 +42,104 @@ class SpecialTokens:
 
     @property
     def mask(self) -> int:
-        """What stands for a hidden wordpiece; ValueError where the vocabulary has none."""
-        return _known(self.mask_if_any, "mask")
+        """The mask token; ValueError if the vocabulary has none."""
+        return _require(self.mask_if_any, "mask")
 
     @property
     def begin(self) -> list[int]:
-        """The wordpieces that begin a sequence: one or none."""
+        """The tokens that begin a sequence: one or none."""
         return [] if self.cls is None else [self.cls]
 
     @property
     def ids(self) -> list[int]:
-        """All of them."""
+        """All special tokens, without prompts."""
         mask = [] if self.mask_if_any is None else [self.mask_if_any]
         return [*self.begin, self.sep, *mask, self.unknown, self.padding]
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> SpecialTokens:
-        """As the tokenizer says: what it puts around a text and a pair, what is unknown to it, what it pads with.
+        """Find the special tokens of a tokenizer.
 
-        Where it does not say, and for the mask, usual names are looked up. ValueError names the first that is missing.
-        A tokenizer that only ends a text, as a decoder's, needs no more than that wordpiece.
+        They are read from the tokenizer's post-processor, model and padding; the mask, and roles that these do not
+        state, are looked up by their usual names. A tokenizer that only ends a text, such as a decoder's, needs only
+        ``sep``.
+
+        Raises:
+            ValueError: a required token is missing; the message names the first.
         """
-        nothing = (tokenizer.encode(""), tokenizer.encode("", ""))
-        around, pair = ([t for t, there in zip(e.ids, e.attention_mask, strict=True) if there] for e in nothing)
-        ends_only = len(around) == 1 or f'[SpecialToken(id="{_TOLD}' in str(tokenizer.post_processor)
-        said: dict[str, int | None] = {}
+        empty = (tokenizer.encode(""), tokenizer.encode("", ""))
+        single, pair = ([t for t, is_token in zip(e.ids, e.attention_mask, strict=True) if is_token] for e in empty)
+        has_end_only = len(single) == 1 or f'[SpecialToken(id="{_PROMPT}' in str(tokenizer.post_processor)
+        id_of: dict[str, int | None] = {}
         if unknown := getattr(tokenizer.model, "unk_token", None):
-            said["unknown"] = tokenizer.token_to_id(unknown)
-        if ends_only:
-            said["separator"] = around[-1]
-        elif around:
-            said |= {"begin": around[0], "separator": around[-1]}
+            id_of["unknown"] = tokenizer.token_to_id(unknown)
+        if has_end_only:
+            id_of["separator"] = single[-1]
+        elif single:
+            id_of |= {"begin": single[0], "separator": single[-1]}
         if tokenizer.padding is not None:
-            said["padding"] = tokenizer.padding["pad_id"]
+            id_of["padding"] = tokenizer.padding["pad_id"]
         for role, names in _NAMES.items():
-            if said.get(role) is None:
-                # MPNet's vocabulary has all of BERT's in it, and special tokens of its own
-                angular = (tokenizer.id_to_token(said.get("begin") or 0) or "").startswith("<")
-                ids = (tokenizer.token_to_id(name) for name in (reversed(names) if angular else names))
-                said[role] = next((found for found in ids if found is not None), around[-1] if ends_only else None)
-        if ends_only:
-            said |= {"begin": None, "mask": None}
-        begin = None if ends_only else _known(said["begin"], "begin")
-        end, unknown_id, padding = (_known(said[role], role) for role in ("separator", "unknown", "padding"))
-        told = [ids[0 if ends_only else 1 : ids.index(end)] if end in ids else [] for ids in (around, pair)]
-        return SpecialTokens(begin, end, said["mask"], unknown_id, padding, tuple(told[0]), tuple(told[1]))
+            if id_of.get(role) is None:
+                # MPNet's vocabulary contains BERT's special tokens, but uses others
+                is_angular = (tokenizer.id_to_token(id_of.get("begin") or 0) or "").startswith("<")
+                ids = (tokenizer.token_to_id(name) for name in (reversed(names) if is_angular else names))
+                fallback = single[-1] if has_end_only else None
+                id_of[role] = next((token_id for token_id in ids if token_id is not None), fallback)
+        if has_end_only:
+            id_of |= {"begin": None, "mask": None}
+        begin = None if has_end_only else _require(id_of["begin"], "begin")
+        end, unknown_id, padding = (_require(id_of[role], role) for role in ("separator", "unknown", "padding"))
+        start = 0 if has_end_only else 1
+        query, document = (tuple(ids[start : ids.index(end)] if end in ids else ()) for ids in (single, pair))
+        return SpecialTokens(begin, end, id_of["mask"], unknown_id, padding, query, document)
 
 
-def prompted(tokenizer: Tokenizer, query: str, document: str) -> Tokenizer:
-    """The same with these words behind what begins a text, which is a query, and a pair, which is a document."""
-    special, other = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
-    told = [tuple(tokenizer.encode(text.rstrip(), add_special_tokens=False).ids) for text in (query, document)]
-    other.post_processor = around(other, replace(special, query=told[0], document=told[1]))
-    other.encode_special_tokens = True
-    return other
+def add_prompts(tokenizer: Tokenizer, query: str, document: str) -> Tokenizer:
+    """Return a copy whose post-processor adds a prompt: ``query`` to a single text, ``document`` to a pair."""
+    special, copy = SpecialTokens.of(tokenizer), Tokenizer.from_str(tokenizer.to_str())
+    query_ids, document_ids = (
+        tuple(tokenizer.encode(prompt.rstrip(), add_special_tokens=False).ids) for prompt in (query, document)
+    )
+    copy.post_processor = around(copy, replace(special, query=query_ids, document=document_ids))
+    copy.encode_special_tokens = True
+    return copy
 
 
-def blank_before(tokenizer: Tokenizer, told: tuple[int, ...]) -> str:
-    """What a text has in front behind these wordpieces: a blank, where it is a part of the text's first."""
-    return " " if told and "ByteLevel(add_prefix_space=False" in str(tokenizer.pre_tokenizer) else ""
+def blank_before(tokenizer: Tokenizer, prompt: tuple[int, ...]) -> str:
+    """Return what to put before a text that follows a prompt: a blank if the vocabulary joins it to the first word."""
+    return " " if prompt and "ByteLevel(add_prefix_space=False" in str(tokenizer.pre_tokenizer) else ""
 
 
-def around(tokenizer: Tokenizer, special: SpecialTokens, of_text: int = 0) -> TemplateProcessing:
-    """What makes ``join_query`` of a text and ``join_document`` of a pair; ``of_text`` is the segment of its second."""
+def around(tokenizer: Tokenizer, special: SpecialTokens, second_segment: int = 0) -> TemplateProcessing:
+    """Build the post-processor that gives ``join_query`` of a single text and ``join_document`` of a pair.
+
+    Args:
+        tokenizer: names the tokens.
+        special: ids of the special tokens and prompts.
+        second_segment: segment (token type id) of the pair's second text.
+    """
     end: Any = tokenizer.id_to_token(special.sep)
-    first: list[Any] = [tokenizer.id_to_token(number) for number in special.begin]
-    known: list[Any] = [*zip(first, special.begin, strict=True), (end, special.sep)]
-    told = {f"{_TOLD}query": special.query, f"{_TOLD}document": special.document}
-    known += [
+    begin: list[Any] = [tokenizer.id_to_token(token_id) for token_id in special.begin]
+    special_tokens: list[Any] = [*zip(begin, special.begin, strict=True), (end, special.sep)]
+    prompts = {f"{_PROMPT}query": special.query, f"{_PROMPT}document": special.document}
+    special_tokens += [
         {"id": name, "ids": list(ids), "tokens": [tokenizer.id_to_token(i) for i in ids]}
-        for name, ids in told.items()
+        for name, ids in prompts.items()
         if ids
     ]
-    query, document = (" ".join([*first, name] if ids else first) for name, ids in told.items())
+    query, document = (" ".join([*begin, name] if ids else begin) for name, ids in prompts.items())
     return TemplateProcessing(
         single=f"{query} $A {end}".strip(),
-        pair=f"{document} $A {end} $B:{of_text} {end}:{of_text}".strip(),
-        special_tokens=known,
+        pair=f"{document} $A {end} $B:{second_segment} {end}:{second_segment}".strip(),
+        special_tokens=special_tokens,
     )
 
 
-def _known(found: int | None, role: str) -> int:
-    if found is None:
+def _require(token_id: int | None, role: str) -> int:
+    if token_id is None:
         names = " or ".join(_NAMES[role])
         raise ValueError(
             f"the vocabulary has no wordpiece {names}; use the vocabulary of a BERT encoder, or another that has one"
         )
-    return found
+    return token_id

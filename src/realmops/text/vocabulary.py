@@ -1,8 +1,8 @@
-"""A WordPiece vocabulary that is the same bytes on every machine, and the tokenizer built from it.
+"""A deterministic WordPiece vocabulary, and tokenizers built from one.
 
-The trainer of ``tokenizers`` gives different ids in two processes. Ours merges the most frequent pair of
-neighbouring pieces (byte-pair encoding over characters, Sennrich et al. 2016) and breaks ties by the pieces'
-code points: the order is total, so that the result depends on nothing but the word counts.
+The trainer of ``tokenizers`` assigns different ids in different processes. This one merges the most frequent pair of
+adjacent pieces (byte-pair encoding over characters, Sennrich et al. 2016) and breaks ties by code points, so that the
+result depends only on the word counts.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORD_LIMIT = 100
+WORD_LIMIT = 100  # characters; longer words become [UNK], as in BERT
 _PREFIX = "##"
-_BYTE_BLANK, _SENTENCE_BLANK = "\u0120", "\u2581"  # what byte-level and SentencePiece vocabularies put before a word
+_BYTE_BLANK, _SENTENCE_BLANK = "\u0120", "\u2581"  # word prefixes of byte-level and SentencePiece vocabularies
 _Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Casing:
-    """What a BERT tokenizer does to text before it looks words up."""
+    """Normalization of text by a BERT tokenizer."""
 
     lowercase: bool
     strip_accents: bool
@@ -41,7 +41,11 @@ UNCASED = Casing(lowercase=True, strip_accents=True)
 
 
 def bert_words(counts: Mapping[str, int]) -> Counter[str]:
-    """Word counts after BERT's normaliser and pre-tokeniser (lower case, no accents, punctuation apart)."""
+    """Count words after BERT's normalizer and pre-tokenizer: lower case, no accents, punctuation split off.
+
+    Args:
+        counts: counts of whitespace-separated words.
+    """
     normalizer, pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()
     words: Counter[str] = Counter()
     for run, count in counts.items():
@@ -52,21 +56,26 @@ def bert_words(counts: Mapping[str, int]) -> Counter[str]:
 
 
 def learn_pieces(words: Mapping[str, int], *, size: int, min_count: int = 2) -> list[str]:
-    """WordPiece vocabulary of at most ``size`` pieces; equal word counts give equal vocabularies.
+    """Learn a WordPiece vocabulary; equal word counts give equal vocabularies.
 
-    Characters may take half of the room, the most frequent first, so that a small vocabulary of a corpus with
-    many scripts still has pieces; the words of other characters become [UNK].
+    Characters, most frequent first, take at most half of the vocabulary, so that a small one still has longer pieces
+    when the corpus has many scripts. Words with other characters become [UNK].
+
+    Args:
+        words: word counts of ``bert_words``.
+        size: maximum number of pieces, including the special tokens.
+        min_count: minimum count of characters and of pairs to merge.
     """
     if size < 4 * len(SPECIAL_TOKENS):
         raise ValueError(f"a vocabulary of {size} pieces is too small; allow at least {4 * len(SPECIAL_TOKENS)}")
     assert min_count >= 1, min_count
     alphabet = _alphabet(words, (size - len(SPECIAL_TOKENS)) // 2, min_count)
     characters = {piece.removeprefix(_PREFIX) for piece in alphabet}
-    known = {word: count for word, count in words.items() if characters.issuperset(word)}
+    encodable = {word: count for word, count in words.items() if characters.issuperset(word)}
     pieces = dict.fromkeys([*SPECIAL_TOKENS, *alphabet])
-    merges = _Merges(known)
-    while len(pieces) < size and (pair := merges.best(min_count)) is not None:
-        pieces[merges.merge(pair)] = None
+    pairs = _PairCounts(encodable)
+    while len(pieces) < size and (pair := pairs.best(min_count)) is not None:
+        pieces[pairs.merge(pair)] = None
     return list(pieces)
 
 
@@ -77,26 +86,26 @@ def _alphabet(words: Mapping[str, int], limit: int, min_count: int) -> list[str]
             counts[character] += count
     alphabet: list[str] = []
     for character, count in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
-        forms = [character] if _stands_alone(character) else [character, _PREFIX + character]
+        forms = [character] if _is_own_word(character) else [character, _PREFIX + character]
         if count < min_count or len(alphabet) + len(forms) > limit:
             break
         alphabet += forms
     return sorted(alphabet)
 
 
-def _stands_alone(character: str) -> bool:
-    """Whether BERT's pre-tokeniser makes this character a word of its own wherever it stands."""
+def _is_own_word(character: str) -> bool:
+    """Return whether BERT's pre-tokenizer always makes this character a separate word."""
     normal = BertNormalizer(lowercase=True).normalize_str(f"a{character}a")
     return len(BertPreTokenizer().pre_tokenize_str(normal)) > 1
 
 
-class _Merges:
-    """Words as lists of pieces, with the count of every neighbouring pair kept up to date."""
+class _PairCounts:
+    """Words as lists of pieces, with up-to-date counts of all adjacent pairs."""
 
     def __init__(self, words: Mapping[str, int]) -> None:
         ordered = sorted(words.items())
         self._counts = [count for _, count in ordered]
-        inner = {character: _PREFIX + character for character in set().union(*words)}  # one string for all places
+        inner = {character: _PREFIX + character for character in set().union(*words)}  # one shared string each
         self._words = [[word[0], *(inner[character] for character in word[1:])] for word, _ in ordered]
         self._pairs: defaultdict[_Pair, int] = defaultdict(int)
         self._where: defaultdict[_Pair, set[int]] = defaultdict(set)
@@ -108,25 +117,25 @@ class _Merges:
         heapq.heapify(self._heap)
 
     def best(self, min_count: int) -> _Pair | None:
-        """The most frequent pair, ties by code points; None when none occurs ``min_count`` times."""
+        """Return the most frequent pair, ties by code points; None if no pair occurs ``min_count`` times."""
         while self._heap:
             count, left, right = heapq.heappop(self._heap)
             current = self._pairs.get((left, right), 0)
             if current == -count:
                 return (left, right) if current >= min_count else None
-            if 0 < current < -count:  # its count fell since it was pushed; a risen one was pushed again
+            if 0 < current < -count:  # it decreased since it was pushed; increased counts are pushed by merge
                 heapq.heappush(self._heap, (-current, left, right))
         return None
 
     def merge(self, pair: _Pair) -> str:
-        """Replace the pair by one piece in all words; returns the piece."""
+        """Replace the pair by one piece in all words and return the piece."""
         piece = pair[0] + pair[1].removeprefix(_PREFIX)
-        risen: set[_Pair] = set()
+        increased: set[_Pair] = set()
         for index in self._where[pair]:
             before = self._words[index]
             after = _join(before, pair, piece)
             if len(after) == len(before):
-                continue  # another merge has taken the pair out of this word
+                continue  # an earlier merge removed the pair from this word
             self._words[index] = after
             count = self._counts[index]
             for old in pairwise(before):
@@ -135,9 +144,9 @@ class _Merges:
                 self._pairs[new] += count
                 if piece in new:
                     self._where[new].add(index)
-                    risen.add(new)
+                    increased.add(new)
         del self._pairs[pair], self._where[pair]
-        for new in risen:
+        for new in increased:
             if self._pairs[new] > 0:
                 heapq.heappush(self._heap, (-self._pairs[new], *new))
         return piece
@@ -154,15 +163,17 @@ def _join(pieces: list[str], pair: _Pair, piece: str) -> list[str]:
 
 
 def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Tokenizer:
-    """BERT's WordPiece tokenizer; ids are places in the vocabulary, offsets are characters.
+    """Build BERT's WordPiece tokenizer, whose ids are positions in the vocabulary.
 
-    The special tokens are known by name (``token_to_id``) but never found in text: "[MASK]" in a document is
-    three words. Raises ValueError when a piece stands twice or a special token is missing.
+    Special tokens have ids (``token_to_id``) but never match in text: "[MASK]" in a document is three words.
+
+    Raises:
+        ValueError: a piece is duplicated or a special token is missing.
     """
     ids = {piece: index for index, piece in enumerate(vocabulary)}
     if len(ids) < len(vocabulary):
-        twice = next(piece for index, piece in enumerate(vocabulary) if ids[piece] != index)
-        raise ValueError(f"the vocabulary holds {twice!r} twice; take the vocabulary file as it was made")
+        duplicate = next(piece for index, piece in enumerate(vocabulary) if ids[piece] != index)
+        raise ValueError(f"the vocabulary has {duplicate!r} twice; use the original vocabulary file")
     missing = [token for token in SPECIAL_TOKENS if token not in ids]
     if missing:
         raise ValueError(f"the vocabulary lacks {', '.join(missing)}; use a BERT WordPiece vocabulary")
@@ -174,7 +185,7 @@ def build_tokenizer(vocabulary: Sequence[str], casing: Casing = UNCASED) -> Toke
 
 
 def open_tokenizer(text: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json; its special tokens are never found in text, and nothing is cut or padded."""
+    """Load a tokenizer from JSON, without truncation, padding, and matching of special tokens in text."""
     tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -183,49 +194,48 @@ def open_tokenizer(text: str) -> Tokenizer:
 
 
 def pieces_of(tokenizer: Tokenizer) -> list[str]:
-    """The pieces in the order of their ids; "" for an id without one."""
+    """Return the pieces in the order of their ids; "" for an unused id."""
     return [tokenizer.id_to_token(index) or "" for index in range(tokenizer.get_vocab_size())]
 
 
 def continuing_pieces(tokenizer: Tokenizer) -> NDArray[np.bool_]:
-    """[V] whether a wordpiece continues a word, as the tokenizer's model marks it.
+    """Return which wordpieces [V] continue a word.
 
-    WordPiece marks the pieces that continue a word. Byte-level and SentencePiece vocabularies mark those behind a
-    blank: of the others, one that begins with a letter or a digit continues a word.
+    WordPiece marks the pieces that continue a word. Byte-level and SentencePiece vocabularies mark those after a blank;
+    of the others, a piece that begins with a letter or digit continues a word.
     """
     if prefix := getattr(tokenizer.model, "continuing_subword_prefix", None):
         return np.array([piece.startswith(prefix) for piece in pieces_of(tokenizer)])
-    written = written_pieces(tokenizer)
-    if not any(piece.startswith(" ") for piece in written):  # a vocabulary of whole words
-        return np.zeros(len(written), dtype=bool)
-    return np.array([piece[:1].isalnum() for piece in written])
+    surface = written_pieces(tokenizer)
+    if not any(piece.startswith(" ") for piece in surface):  # a vocabulary of whole words
+        return np.zeros(len(surface), dtype=bool)
+    return np.array([piece[:1].isalnum() for piece in surface])
 
 
 def written_pieces(tokenizer: Tokenizer) -> list[str]:
-    """The pieces as they stand in text, with the blank before them where they have one."""
+    """Return the pieces in the order of their ids as they appear in text, with their leading blank if any."""
     pieces = pieces_of(tokenizer)
     if any(piece.startswith(_BYTE_BLANK) for piece in pieces):
-        bytes_of = ByteLevel()
-        return [bytes_of.decode([piece]) for piece in pieces]
+        decoder = ByteLevel()
+        return [decoder.decode([piece]) for piece in pieces]
     return [piece.replace(_SENTENCE_BLANK, " ") for piece in pieces]
 
 
 def vocabulary_bytes(vocabulary: Sequence[str]) -> bytes:
-    """The content of vocab.txt: one piece a line."""
+    """Return the content of vocab.txt: one piece per line."""
     return "".join(f"{piece}\n" for piece in vocabulary).encode()
 
 
 def vocabulary_hash(vocabulary: Sequence[str]) -> str:
+    """Return the SHA-256 of ``vocabulary_bytes`` as hex digits."""
     return hashlib.sha256(vocabulary_bytes(vocabulary)).hexdigest()
 
 
 def read_vocabulary(path: Path) -> list[str]:
-    """The pieces of a vocab.txt, in the order of their ids."""
+    """Read the pieces of a vocab.txt, in the order of their ids."""
     try:
         text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path}: invalid UTF-8 at byte {error.start}; take the vocabulary file as it was made"
-        ) from None
-    # Not splitlines: a vocabulary may hold characters that Python takes for line ends.
+        raise ValueError(f"{path}: invalid UTF-8 at byte {error.start}; use the original vocabulary file") from None
+    # Not splitlines: pieces may contain characters that Python treats as line ends.
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]

@@ -1,30 +1,30 @@
-"""How words are written, which an uncased vocabulary does not keep: capitals, digits, marks."""
+"""Word shapes (capitals, digits, punctuation), which an uncased vocabulary loses."""
 
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-FORM_STEP = 1 << 32  # a wordpiece may come with its word's form: its id plus the form times this
+FORM_STEP = 1 << 32  # a wordpiece and its shape in one integer: id + shape * FORM_STEP
 
 
 class Form(IntEnum):
-    """The forms that are told apart; NONE is what is no word of a passage."""
+    """Shape of a word; NONE for wordpieces outside passages."""
 
     NONE = 0
     LOWER = 1
-    FIRST = 2  # a capital, at the start of a sentence
-    CAPITAL = 3  # a capital anywhere else
-    CAPITALS = 4  # several, and nothing else
+    FIRST = 2  # capitalized, at the start of a sentence
+    CAPITAL = 3  # capitalized, elsewhere
+    CAPITALS = 4  # all capitals, two or more
     MIXED = 5
-    NUMBER = 6  # digits alone
-    YEAR = 7  # four of them, from 1000 to 2999
+    NUMBER = 6  # only digits
+    YEAR = 7  # four digits, 1000 to 2999
     DIGITS = 8  # digits and letters
-    MARK = 9
+    MARK = 9  # punctuation and symbols
 
 
 def form_of(word: str, *, starts_sentence: bool) -> Form:
-    """The form of one word or mark."""
+    """Return the shape of one word or punctuation mark."""
     if not any(map(str.isalnum, word)):
         return Form.MARK
     if word.isdecimal():
@@ -43,13 +43,23 @@ def form_of(word: str, *, starts_sentence: bool) -> Form:
 def forms_of(
     text: str, chars: NDArray[np.int32], continues: NDArray[np.bool_], sentence_starts: NDArray[np.int32]
 ) -> NDArray[np.int64]:
-    """[t] the form of each wordpiece's word; ``continues`` says which wordpieces continue one."""
-    begins = ~continues
-    begins[:1] = True
-    starts = np.flatnonzero(begins)
+    """Return the shape of the word that each wordpiece of a passage belongs to.
+
+    Args:
+        text: the passage.
+        chars: [t, 2] start and end character of each wordpiece.
+        continues: [t] whether a wordpiece continues a word.
+        sentence_starts: first wordpiece of each sentence.
+
+    Returns:
+        [t] values of ``Form``.
+    """
+    is_start = ~continues
+    is_start[:1] = True
+    starts = np.flatnonzero(is_start)
     ends = np.append(starts, len(continues))[1:] - 1
     first = set(sentence_starts.tolist())
     words = zip(starts.tolist(), chars[starts, 0].tolist(), chars[ends, 1].tolist(), strict=True)
-    found = [form_of(text[begin:end], starts_sentence=start in first) for start, begin, end in words]
-    form: NDArray[np.int64] = np.array(found, np.int64)[np.cumsum(begins) - 1]
-    return form
+    word_forms = [form_of(text[begin:end], starts_sentence=start in first) for start, begin, end in words]
+    forms: NDArray[np.int64] = np.array(word_forms, np.int64)[np.cumsum(is_start) - 1]
+    return forms

@@ -1,4 +1,4 @@
-"""Runs of wordpieces inside passages."""
+"""Search for sequences of wordpieces in passages."""
 
 from collections.abc import Iterator
 
@@ -6,13 +6,13 @@ import numpy as np
 
 
 def places(body: np.ndarray, run: np.ndarray) -> Iterator[int]:
-    """Where ``run`` occurs in ``body`` without a gap; both int64.  The empty run occurs everywhere."""
-    hay, needle, place = body.tobytes(), run.tobytes(), -1
-    while (place := hay.find(needle, place + 1)) >= 0:
-        if place % body.itemsize == 0:
-            yield place // body.itemsize
+    """Yield the positions of ``run`` as a contiguous part of ``body``, both int64; an empty run is everywhere."""
+    haystack, needle, offset = body.tobytes(), run.tobytes(), -1
+    while (offset := haystack.find(needle, offset + 1)) >= 0:
+        if offset % body.itemsize == 0:
+            yield offset // body.itemsize
 
 
 def contains(body: np.ndarray, run: np.ndarray) -> bool:
-    """Whether ``run`` occurs in ``body`` without a gap."""
+    """Return whether ``run`` is a contiguous part of ``body``, both int64."""
     return next(places(body, run), None) is not None

@@ -22,7 +22,7 @@ import pytest
 from realmops.corpus.documents import Document, Dropped, Raw, Rejected
 from realmops.corpus.formats import FORMATS, sources
 from realmops.corpus.formats.html import decode_page
-from realmops.corpus.formats.warc import parsed_head
+from realmops.corpus.formats.warc import parse_headers
 from realmops.corpus.formats.wikitext import plain_text
 
 Outcome = Document | Dropped | Rejected
@@ -139,7 +139,7 @@ def test_what_is_unknown_or_absent_is_named(tmp_path: Path) -> None:
             sources(asked, "auto")
     with pytest.raises(ValueError, match="no file of the format warc"):
         sources(tmp_path, "warc")
-    with pytest.raises(ValueError, match="'odt' is none of auto, jsonl"):
+    with pytest.raises(ValueError, match="'odt'; allowed are auto, jsonl"):
         sources(odd, "odt")
     with pytest.raises(ValueError, match="no such file"):
         sources(tmp_path / "absent", "auto")
@@ -243,7 +243,7 @@ def test_tables_as_text_name_their_columns(tmp_path: Path, sign: str) -> None:
     first, second = (one for one in found[:2] if isinstance(one, Document))
     assert (first.id, first.extra, second.id) == ("7", '{"n":"1"}', None)
     assert [one.place.rpartition(":")[2] for one in found] == ["2", "4", "5", "6", "8", "9"]
-    assert "2 columns where the first line names 4" in problem(found[3])
+    assert "2 columns, expected 4" in problem(found[3])
     assert "'n' is invalid UTF-8" in problem(found[5])
 
 
@@ -403,7 +403,7 @@ def test_a_row_that_holds_too_much_costs_no_other(
     pq.write_table(table, tmp_path / "a.parquet")
     outcomes = read(tmp_path / "a.parquet")
     assert kinds(outcomes) == ["rejected" if row == 1 else "kept" for row in chosen]
-    assert "it holds more than" in problem(outcomes[chosen.index(1)])
+    assert "it has more than" in problem(outcomes[chosen.index(1)])
 
 
 @pytest.mark.parametrize("decoded", [1 << 30, 100])
@@ -805,9 +805,9 @@ DAMAGED = bytes([*MEMBERS[3][:20], MEMBERS[3][20] ^ 0xFF, *MEMBERS[3][21:]])
     ("data", "expected", "report"),
     [
         (b"".join([*MEMBERS[:3], DAMAGED, *MEMBERS[4:]]), [*WARC_KINDS[:3], "rejected", *WARC_KINDS[4:]], "damaged"),
-        (b"".join(MEMBERS)[:-30], [*WARC_KINDS[:-1], "rejected"], "the gzip data is damaged or cut"),
+        (b"".join(MEMBERS)[:-30], [*WARC_KINDS[:-1], "rejected"], "the gzip data is damaged or truncated"),
         (bytes(600).join(MEMBERS) + bytes(600), WARC_KINDS, ""),  # zeros between members are no damage
-        (WHOLE[:-40], [*WARC_KINDS[:-1], "rejected"], "ends in the middle of this record"),
+        (WHOLE[:-40], [*WARC_KINDS[:-1], "rejected"], "truncated in this record"),
         (
             WHOLE.replace(b"Content-Length: 14", b"Content-Length: -1", 1),
             ["rejected", *WARC_KINDS[1:]],
@@ -816,12 +816,12 @@ DAMAGED = bytes([*MEMBERS[3][:20], MEMBERS[3][20] ^ 0xFF, *MEMBERS[3][21:]])
         (
             WHOLE.replace(b"Content-Length: 18", b"Content-Length: 5", 1),
             [*WARC_KINDS[:2], "rejected", *WARC_KINDS[2:]],
-            "where a record begins",
+            "expected a line 'WARC/1.0'",
         ),
         (
             WHOLE.replace(b"WARC/1.0\r\nWARC-Type: request", b"xARC/1.0\r\nWARC-Type: request", 1),
             [WARC_KINDS[0], "rejected", *WARC_KINDS[2:]],
-            "where a record begins",
+            "expected a line 'WARC/1.0'",
         ),
     ],
     ids=["member", "last member", "zeros", "cut", "length", "short", "version"],
@@ -888,7 +888,7 @@ RUN = 4 << 20  # of a length for which quadratic time is hours: the suite's own 
 
 def test_a_run_of_blanks_in_a_head_or_title_costs_no_more_than_its_length(tmp_path: Path) -> None:
     head = b"WARC/1.0\r\nWARC-Type: warcinfo\r\nX: a" + b" " * RUN + b"b\r\n"
-    assert parsed_head(head)[b"x"].startswith(b"a ")
+    assert parse_headers(head)[b"x"].startswith(b"a ")
     title = "a" + " " * (1 << 20) + "b"
     assert kinds(read(write(tmp_path / "m" / "a.md", f"---\ntitle: '{title}'\n---\ntext\n"))) == ["kept"]
     assert plain_text("[//" + "a" * 2000 + " " * (1 << 20) + "b").endswith("b")

@@ -24,7 +24,7 @@ from yaml import safe_load
 from realmops.answering.record import cited, short
 from realmops.artifacts import sha256_file
 from realmops.corpus.documents import Document, Raw, Rejected
-from realmops.corpus.formats import limited, sources
+from realmops.corpus.formats import sandbox, sources
 from realmops.corpus.formats.paged import boxes, convert
 from realmops.corpus.snapshot_reader import REJECTS, SOURCES, rejects
 from realmops.serve.page import _passages
@@ -47,7 +47,7 @@ def test_threads_that_read_at_once_get_each_their_own_file(tmp_path: Path, monke
     """The first one is held up between its request and its reply, until the second one has had time for both."""
     paths = [written(tmp_path / f"{n}.docx", docx(f"Text of number {n}.")) for n in range(2)]
     assert [read(path).text for path in paths] == ["Text of number 0.", "Text of number 1."]
-    child = limited._child("realmops.corpus.formats.paged", os.getpid())
+    child = sandbox._start_child("realmops.corpus.formats.paged", os.getpid())
     asked = Event()
 
     class Held:
@@ -61,7 +61,7 @@ def test_threads_that_read_at_once_get_each_their_own_file(tmp_path: Path, monke
                 time.sleep(1)
 
     held = SimpleNamespace(stdin=Held(), stdout=child.stdout)
-    monkeypatch.setattr(limited, "_child", lambda *_: held)
+    monkeypatch.setattr(sandbox, "_start_child", lambda *_: held)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(read, paths[0])
         assert asked.wait(60)
@@ -289,11 +289,11 @@ def test_characters_are_counted_over_all_pages_and_cells(tmp_path: Path, monkeyp
 
 
 def test_a_file_that_ends_its_reader_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limited, "MEMORY_LIMIT", 100 << 20)
-    limited._child.cache_clear()
+    monkeypatch.setattr(sandbox, "MEMORY_LIMIT", 100 << 20)
+    sandbox._start_child.cache_clear()
     good, bad = written(tmp_path / "a.pdf", pdf("x")), written(tmp_path / "b.pdf", drawn_forms(10, 6))
     before, ended, after = (read(path) for path in (good, bad, good))
-    limited._child.cache_clear()  # it ends, and the next one has the limit of before
+    sandbox._start_child.cache_clear()  # it ends, and the next one has the limit of before
     assert before.text == after.text == "x"
     assert (ended.kind, "takes more than 100 MiB of memory" in ended.problem) == ("broken_pdf", True)
 

@@ -1,4 +1,4 @@
-"""The file formats that a corpus may come in: which files are there, in which format, and how each is read."""
+"""Document file formats: list the files of a corpus and detect the format of each."""
 
 import re
 from contextlib import suppress
@@ -21,14 +21,14 @@ from realmops.corpus.walk import files_below
 from realmops.text.compressed import DAMAGE, open_compressed, open_plain
 
 _FORMATS = (JSONL, PARQUET, CSV, TEXT, RST, *PAGED, MEDIAWIKI, WARC, DATASET)
-FORMATS: dict[str, Format] = {one.name: one for one in _FORMATS}
+FORMATS: dict[str, Format] = {entry.name: entry for entry in _FORMATS}
 _BY_SUFFIX = {
     **dict.fromkeys((".jsonl", ".json", ".ndjson"), "jsonl"),
-    **dict.fromkeys((*text.PLAIN, *text.MARKDOWN, *text.PAGES), "text"),
+    **dict.fromkeys((*text.PLAIN_SUFFIXES, *text.MARKDOWN_SUFFIXES, *text.HTML_SUFFIXES), "text"),
     ".parquet": "parquet",
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".rst": "rst",
-    **{f".{one.name}": one.name for one in PAGED},
+    **{f".{paged.name}": paged.name for paged in PAGED},
     ".xml": "mediawiki",
     ".warc": "warc",
 }
@@ -38,21 +38,25 @@ _BY_FIRST_BYTES = {
     b"<mediawiki": "mediawiki",
     b"%PDF-": "pdf",
 }
-_EXTRACT = b"<doc "  # begins the text that tools extract from a dump of Wikipedia
-_HEAD = 1024
+_EXTRACT = b"<doc "  # start of the output of tools that extract text from a Wikipedia dump
+_HEAD = 1024  # bytes read to detect a format
 _EXTRACT_PROBLEM = (
-    "it begins with <doc, as text that was extracted from a dump of Wikipedia; name the dump itself (.xml.bz2), which "
-    "the format mediawiki reads"
+    "it begins with <doc, like text extracted from a Wikipedia dump; name the dump itself (.xml.bz2), which the format "
+    "mediawiki reads"
 )
 _COLUMNS = {"title", "text"}
-_KIND = re.compile(r"[a-z0-9]{1,10}")  # of a file that is no document, by its name
+_KIND = re.compile(r"[a-z0-9]{1,10}")  # suffixes under which files without a known format are counted
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a corpus (or split of a dataset); ``size`` is in bytes.
+    """One input file of a corpus, or one split of a dataset.
 
-    One that is broken ends the stage, unless ``broken`` is the kind that it is then counted under.
+    Attributes:
+        path: the file, the split's folder, or ``hf:owner/name:split``.
+        format: the format that reads it.
+        size: bytes on disk.
+        broken: the kind under which the file is counted if it cannot be read; "" if that ends the stage.
     """
 
     path: Path
@@ -62,33 +66,35 @@ class Source:
 
 
 def sources(documents: Path, format: str) -> list[Source]:
-    """The files of a corpus in sorted order: ``documents`` itself, or all below it where it is a folder.
+    """List the files of a corpus in sorted order.
 
     Args:
-        documents: a file, a folder, a dataset that was saved on disk, or ``hf:owner/name[:split]``.
-        format: a name of ``FORMATS``, or "auto" for what content and name say. A name given for a folder picks
-            the files of that format; given for a file it holds whatever the file looks like.
+        documents: a file, a folder (searched recursively), a dataset saved on disk, or ``hf:owner/name[:split]``.
+        format: a name of ``FORMATS``, or "auto" to detect the format of each file from its content and name. For a
+            folder, a name selects the files of that format; for a file, it overrides detection.
 
-    Of a folder with files of several formats each is read by its own when ``format`` is "auto"; a file of no known
-    format becomes a source of one ``Rejected`` with its kind. Raises ValueError when there is nothing else, and where
-    the package that a format needs is not installed.
+    Returns:
+        One source per file. A file of unknown format becomes a source that yields one ``Rejected`` with its kind.
+
+    Raises:
+        ValueError: no file has a known format, or the package that a format needs is not installed.
     """
-    found = _sources(documents, format)
-    for one in found:
-        if one.format.needs and find_spec(one.format.needs) is None:
+    listed = _list_sources(documents, format)
+    for source in listed:
+        if source.format.needs and find_spec(source.format.needs) is None:
             raise ValueError(
-                f"{one.path}: reading {one.format.name} needs the package {one.format.needs}; "
-                "pip install 'realmops[documents]', or name a format to read only files of that"
+                f"{source.path}: reading {source.format.name} needs the package {source.format.needs}; "
+                "pip install 'realmops[documents]', or set the format to read only files of that format"
             )
-    return found
+    return listed
 
 
-def _sources(documents: Path, format: str) -> list[Source]:
+def _list_sources(documents: Path, format: str) -> list[Source]:
     if format != "auto" and format not in FORMATS:
-        raise ValueError(f"the format {format!r} is none of auto, {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {format!r}; allowed are auto, {', '.join(FORMATS)}")
     if str(documents).startswith(tables.HUB):
         _check_dataset(documents, format)
-        return [Source(Path(name), DATASET, size) for name, size in tables.hub_splits(str(documents))]
+        return [Source(Path(name), DATASET, size) for name, size in tables.list_hub_splits(str(documents))]
     if not documents.exists():
         raise ValueError(f"{documents}: there is no such file or folder; check the path")
     splits = _dataset_splits(documents)
@@ -97,25 +103,25 @@ def _sources(documents: Path, format: str) -> list[Source]:
         return [Source(split, DATASET, _dataset_size(split)) for split in splits]
     if not documents.is_dir():
         open_plain(documents).close()
-        name = _format_of(documents) if format == "auto" else format
-        return [Source(documents, FORMATS[_known(documents, name)], _kind_and_size(documents)[1])]
+        name = _detect_format(documents) if format == "auto" else format
+        return [Source(documents, FORMATS[_require_format(documents, name)], _kind_and_size(documents)[1])]
     kinds = {path: _kind_and_size(path)[0] for path in files_below(documents)}
-    found = {path: _format_of(path) for path in kinds}
-    if format != "auto":  # what a folder holds that cannot be listed is not known
-        found = {path: name for path, name in found.items() if name == format or kinds[path] == "folder"}
-    formats = {name for path, name in found.items() if not kinds[path]}
+    format_of = {path: _detect_format(path) for path in kinds}
+    if format != "auto":  # an unreadable subfolder may hold files of this format, so it stays in the list
+        format_of = {path: name for path, name in format_of.items() if name == format or kinds[path] == "folder"}
+    formats = {name for path, name in format_of.items() if not kinds[path]}
     if not formats:
         of_format = "" if format == "auto" else f" of the format {format}"
-        first = next((f"; {path} is a {kinds[path]}, which is not read" for path in found), "")
+        first = next((f"; {path} is a {kinds[path]}, which is not read" for path in format_of), "")
         raise ValueError(f"{documents}: the folder holds no file{of_format}{first}; check the path")
     if formats == {None}:
-        _known(next(path for path in found if not kinds[path]), None)
+        _require_format(next(path for path in format_of if not kinds[path]), None)
     is_strict = len(formats) == 1 and (format != "auto" or not FORMATS[str(*formats)].is_document)
-    return [_of_folder(path, name, kinds[path], is_strict) for path, name in found.items()]
+    return [_folder_source(path, name, kinds[path], is_strict) for path, name in format_of.items()]
 
 
 def _kind_and_size(path: Path) -> tuple[str, int]:
-    """Return the kind of what is no regular file, and the bytes; a broken link is a file that cannot be opened."""
+    """Return (kind, bytes); the kind is "" for a regular file and for a broken link, which fails when it is opened."""
     try:
         status = path.stat()
     except OSError:
@@ -124,18 +130,18 @@ def _kind_and_size(path: Path) -> tuple[str, int]:
 
 
 def _dataset_size(folder: Path) -> int:
-    """Return the bytes of a split; ValueError where it holds a pipe or the like."""
+    """Return the bytes of a split; raise ValueError if it holds a pipe or another special file."""
     total = 0
     for path in files_below(folder):
         kind, size = _kind_and_size(path)
         if kind:
-            raise ValueError(f"{path}: is a {kind}, and a saved dataset holds regular files alone; save it again")
+            raise ValueError(f"{path}: is a {kind}, and a saved dataset holds only regular files; save it again")
         total += size
     return total
 
 
 def _dataset_splits(folder: Path) -> list[Path]:
-    """The folders of a dataset's splits; empty for anything else."""
+    """Return the folders of a saved dataset's splits; empty for any other folder."""
     if tables.is_dataset_folder(folder):
         return [folder]
     if (folder / "dataset_dict.json").is_file():
@@ -146,41 +152,44 @@ def _dataset_splits(folder: Path) -> list[Path]:
 
 def _check_dataset(documents: Path, format: str) -> None:
     if format not in ("auto", DATASET.name):
-        raise ValueError(f"{documents}: this is a dataset of Hugging Face, not {format}; set the format to dataset")
+        raise ValueError(f"{documents}: is a Hugging Face dataset, not {format}; set the format to dataset")
 
 
-def _known(path: Path, name: str | None) -> str:
+def _require_format(path: Path, name: str | None) -> str:
     if name is None and _first_bytes(path).startswith(_EXTRACT):
         raise ValueError(f"{path}: {_EXTRACT_PROBLEM}")
     if name is None:
         raise ValueError(
-            f"{path}: neither its name nor its first bytes tell its format; it may be {', '.join(FORMATS)}: "
-            "name the format, or keep only the documents in the folder"
+            f"{path}: unknown format (checked: suffix and first bytes); allowed are {', '.join(FORMATS)}; "
+            "set the format, or keep only documents in the folder"
         )
     return name
 
 
-def _of_folder(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
-    """Return the source of a file of a folder.
+def _folder_source(path: Path, name: str | None, special: str, is_strict: bool) -> Source:
+    """Return the source of a file in a folder.
 
     Args:
-        special: the kind of what is no regular file: it is never opened, and counted as unread.
-        is_strict: a file that cannot be read ends the stage: all are tables or dumps of one format, or it was named.
+        path: the file.
+        name: its format, None if unknown.
+        special: kind of a file that is not regular, else ""; such a file is never opened, and counted as unread.
+        is_strict: whether an unreadable file ends the stage: all files are tables or dumps of one format, or the
+            user set the format.
     """
     if special:
         is_folder = special == "folder"
         problem = "cannot be listed; check its permissions" if is_folder else "only regular files are read"
-        return _unread(path, f"it is a {special}; {problem}", special)
+        return _unreadable_source(path, f"it is a {special}; {problem}", special)
     size = _kind_and_size(path)[1]
     if name is not None and is_strict:
         return Source(path, FORMATS[name], size)
     suffix = path.suffix[1:].lower()
     kind = suffix if _KIND.fullmatch(suffix) else "other"
-    problem = "neither its name nor its first bytes tell a format that is read"
+    problem = "unknown format (checked: suffix and first bytes)"
     try:
         open_plain(path).close()
-        if name == "jsonl" and not _holds_documents(path):
-            problem = "its first line is no JSON object with a title and a text"
+        if name == "jsonl" and not _begins_with_document(path):
+            problem = "its first line is not a JSON object with title and text"
         elif name is None and _first_bytes(path).startswith(_EXTRACT):
             problem = _EXTRACT_PROBLEM
         elif name is not None:
@@ -188,17 +197,17 @@ def _of_folder(path: Path, name: str | None, special: str, is_strict: bool) -> S
     except ValueError as error:
         problem = str(error).removeprefix(f"{path}: ")
         kind = f"broken_{name}" if name else kind
-    return _unread(path, problem, kind)
+    return _unreadable_source(path, problem, kind)
 
 
-def _unread(path: Path, problem: str, kind: str) -> Source:
-    """Return a source of one ``Rejected``, which counts a file as one that cannot be read."""
+def _unreadable_source(path: Path, problem: str, kind: str) -> Source:
+    """Return a source that yields one ``Rejected``, which counts the file under ``kind``."""
     rejected = Rejected(str(path), problem, kind=kind)
     return Source(path, replace(TEXT, name="unread", records=lambda _: iter([rejected])), 0)
 
 
-def _holds_documents(path: Path) -> bool:
-    """Whether the first line is a document, or at least a broken line in a file whose name promises lines."""
+def _begins_with_document(path: Path) -> bool:
+    """Return whether the first line is a document; a broken first line counts unless the suffix is .json."""
     for line in cut_lines(path):
         with suppress(ValueError):
             if isinstance(line, Raw):
@@ -208,24 +217,24 @@ def _holds_documents(path: Path) -> bool:
 
 
 def _first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file, unpacked, without a byte order mark, blanks and an XML declaration."""
+    """Return the first bytes of a file, decompressed, without byte order mark, leading blanks and XML declaration."""
     try:
         with open_compressed(path) as (file, _):
             head = file.read(_HEAD)
-    except (*DAMAGE, ValueError):  # the reader will say what is wrong
+    except (*DAMAGE, ValueError):  # reported when the file is read
         head = b""
     bare = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     return bare.partition(b"?>")[2].lstrip() if bare.startswith(b"<?xml") else bare
 
 
-def _format_of(path: Path) -> str | None:
-    """The name of a file's format by its first bytes, else by its name; None when neither tells."""
+def _detect_format(path: Path) -> str | None:
+    """Return the format detected from a file's first bytes, else from its suffix; None if unknown."""
     bare = _first_bytes(path)
     if bare.startswith(_EXTRACT):
         return None
-    for first, name in _BY_FIRST_BYTES.items():
-        if bare.startswith(first):
+    for magic, name in _BY_FIRST_BYTES.items():
+        if bare.startswith(magic):
             return name
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() not in (".gz", ".bz2")]
-    named = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
-    return named or ("jsonl" if bare.startswith(b"{") else None)
+    by_suffix = _BY_SUFFIX.get(suffixes[-1]) if suffixes else None
+    return by_suffix or ("jsonl" if bare.startswith(b"{") else None)

@@ -1,4 +1,4 @@
-"""CSV and TSV: a table whose first line names its columns, title, text and id among them as in Parquet."""
+"""CSV and TSV files: the first line names the columns, which include title and text, and id if there are ids."""
 
 import csv
 from collections.abc import Iterator
@@ -9,22 +9,22 @@ from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected
 from realmops.text.compressed import DAMAGE, damage, open_compressed
 
 _REQUIRED = ("title", "text")
-_DELIMITERS = (",", "\t", ";")  # the last is what Excel writes where the comma stands in numbers
+_DELIMITERS = (",", "\t", ";")  # Excel writes semicolons where the locale has a decimal comma
 
 
 def _records(path: Path) -> Iterator[Raw | Rejected]:
-    csv.field_size_limit(LINE_LIMIT)  # for all of this process; the default is 128 KiB
+    csv.field_size_limit(LINE_LIMIT)  # process-wide; the default is 128 KiB
     line = size = 0
     with open_compressed(path) as (file, position):
         text = TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
         try:
             head = text.readline(LINE_LIMIT)
-            heads = [next(csv.reader([head], delimiter=one), []) for one in _DELIMITERS]
-            columns = next((names for names in heads if set(_REQUIRED) <= set(names)), None)
+            headers = [next(csv.reader([head], delimiter=delimiter), []) for delimiter in _DELIMITERS]
+            columns = next((names for names in headers if set(_REQUIRED) <= set(names)), None)
             if columns is None or len(set(columns)) < len(columns):
-                found = head.strip()[:200].encode(errors="backslashreplace").decode()
-                problem = "the first line must name the columns, title and text among them and each once"
-                yield Rejected(str(path), f"{problem} (found: {found}); correct it", ends_file=True)
+                excerpt = head.strip()[:200].encode(errors="backslashreplace").decode()
+                problem = "the first line must name the columns, including title and text, each once"
+                yield Rejected(str(path), f"{problem} (found: {excerpt}); correct it", ends_file=True)
                 return
 
             def lines() -> Iterator[str]:
@@ -35,27 +35,27 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
                         raise csv.Error(f"the row is longer than {LINE_LIMIT >> 20} Mi characters")
                     yield part
 
-            rows = csv.reader(lines(), delimiter=_DELIMITERS[heads.index(columns)], strict=True)
+            rows = csv.reader(lines(), delimiter=_DELIMITERS[headers.index(columns)], strict=True)
             for row in rows:
                 place, line, size = f"{path}:{line + 2}", rows.line_num, 0
                 if len(row) == len(columns):
                     yield Raw(place, dict(zip(columns, row, strict=True)), position())
                 elif row:
-                    yield Rejected(place, f"the row has {len(row)} columns where the first line names {len(columns)}")
+                    yield Rejected(place, f"the row has {len(row)} columns, expected {len(columns)} as in line 1")
         except csv.Error as error:
-            remedy = "write it with quotes around values that hold quotes, delimiters or line ends"
+            remedy = "quote values that contain quotes, delimiters or line breaks"
             yield unreadable_rest(f"{path}:{line + 2}", f"no valid CSV ({error})", remedy)
         except DAMAGE as error:
             yield Rejected(f"{path}:{line + 2}", damage(error, path), ends_file=True)
 
 
-def _convert(raw: Raw) -> Outcome:
+def _parse_record(raw: Raw) -> Outcome:
     for name, value in raw.data.items():
-        if not value.isascii() and any("\udc80" <= sign <= "\udcff" for sign in value):
+        if not value.isascii() and any("\udc80" <= character <= "\udcff" for character in value):
             name = name.encode(errors="backslashreplace").decode()
             return Rejected(raw.place, f"{name!r} is invalid UTF-8; save the file as UTF-8")
     record = {name: value for name, value in raw.data.items() if name != "spans" and (value or name != "id")}
     return document_or_dropped(record, raw.place)
 
 
-CSV = Format("csv", _records, _convert)
+CSV = Format("csv", _records, _parse_record)

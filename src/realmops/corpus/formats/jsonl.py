@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed: {"title", "text", "id"?, "spans"?, ...} or CC-News rows, one on each line."""
+"""JSON lines, plain or compressed: one {"title", "text", "id"?, "spans"?, ...} or CC-News row per line."""
 
 from realmops.corpus.documents import Format, cut_lines, document_or_dropped, json_object
 

@@ -1,4 +1,4 @@
-"""MediaWiki XML dumps and exports, plain, .bz2 or .gz: the last revision of each page as text."""
+"""MediaWiki XML dumps and exports (plain, .bz2 or .gz): the last revision of each page as text."""
 
 import re
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from realmops.corpus.documents import (
 from realmops.corpus.formats.wikitext import plain_text
 from realmops.text.compressed import DAMAGE, damage, open_compressed
 
-PAGE_LIMIT = 2 << 20  # characters; MediaWiki itself allows as many bytes
-_NAMESPACES = 1000
-_HIDDEN = ("-2", "6", "14")  # media, files and categories: links to them show no text
+PAGE_LIMIT = 2 << 20  # characters; MediaWiki's own limit is as many bytes
+_NAMESPACE_LIMIT = 1000
+_HIDDEN = ("-2", "6", "14")  # media, files and categories, whose links show no text
 _REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
 
 
@@ -36,12 +36,12 @@ def _records(path: Path) -> Iterator[Raw | Rejected]:
         except DAMAGE as error:
             yield Rejected(f"{path}:after page {number}", damage(error, path), ends_file=True)
         except (LxmlError, ValueError) as error:
-            found = f"no valid MediaWiki XML ({error})"
-            yield unreadable_rest(f"{path}:after page {number}", found, "copy or download it again")
+            problem = f"no valid MediaWiki XML ({error})"
+            yield unreadable_rest(f"{path}:after page {number}", problem, "copy or download it again")
 
 
-class _Metered:
-    """A file that ends with an error where more than ``LINE_LIMIT`` bytes are read before ``size`` is set to 0."""
+class _LimitedReader:
+    """A file that raises ValueError once more than ``LINE_LIMIT`` bytes were read since ``size`` was last set to 0."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -56,16 +56,16 @@ class _Metered:
 
 
 def _pages(file: BinaryIO) -> Iterator[dict[str, Any]]:
-    """Each page with the wikitext of its last revision; what else stands in a dump is passed over.
+    """Yield each page with the wikitext of its last revision; skip all other elements of a dump.
 
-    Entities of the file itself are not resolved, and the parser refuses texts and names without end.
+    The parser does not resolve entities that the file defines, and rejects texts and names of excessive length.
     """
-    metered = _Metered(file)
-    events = iterparse(metered, ("start", "end"), resolve_entities=False, remove_comments=True, remove_pis=True)
+    reader = _LimitedReader(file)
+    events = iterparse(reader, ("start", "end"), resolve_entities=False, remove_comments=True, remove_pis=True)
     _, root = next(events)
     if _name(root) != "mediawiki":
-        raise ValueError(f"found <{_name(root)}>, wanted <mediawiki>")
-    namespaces: dict[str, str] = {}  # number by name
+        raise ValueError(f"root element is <{_name(root)}>, expected <mediawiki>")
+    namespaces: dict[str, str] = {}  # name to number
     depth = 0  # below the root
     for event, element in events:
         depth += 1 if event == "start" else -1
@@ -74,18 +74,18 @@ def _pages(file: BinaryIO) -> Iterator[dict[str, Any]]:
         name = _name(element)
         if name == "namespace":
             namespaces[element.text or ""] = element.get("key", "0")
-            if len(namespaces) > _NAMESPACES:
-                raise ValueError(f"there are more than {_NAMESPACES:,} namespaces")
+            if len(namespaces) > _NAMESPACE_LIMIT:
+                raise ValueError(f"more than {_NAMESPACE_LIMIT:,} namespaces")
         elif name == "revision" and depth == 1:
-            metered.size = 0
-            for older in element.itersiblings(element.tag, preceding=True):  # all of them would not fit into memory
+            reader.size = 0
+            for older in element.itersiblings(element.tag, preceding=True):  # all revisions would not fit into memory
                 element.getparent().remove(older)
         elif depth == 0:
             if name == "page":
                 yield _page(element, namespaces)
-            metered.size = 0
+            reader.size = 0
             element.clear()
-            for earlier in element.itersiblings(preceding=True):  # empty, but each takes memory
+            for earlier in element.itersiblings(preceding=True):  # empty, but they take memory
                 root.remove(earlier)
 
 
@@ -109,7 +109,7 @@ def _page(page: Any, namespaces: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _understand(raw: Raw) -> Outcome:
+def _parse_record(raw: Raw) -> Outcome:
     page = raw.data
     text = page["text"] or ""
     if page["redirect"] or _REDIRECT.match(text):
@@ -124,4 +124,4 @@ def _understand(raw: Raw) -> Outcome:
     return document_or_dropped({"id": page["id"], "title": page["title"], "text": text}, raw.place)
 
 
-MEDIAWIKI = Format("mediawiki", _records, _understand)
+MEDIAWIKI = Format("mediawiki", _records, _parse_record)

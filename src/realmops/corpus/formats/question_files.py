@@ -1,7 +1,7 @@
-"""The file formats of question sets: detected, and read into records.
+"""File formats of question sets: detect a file's format and read its records.
 
-``FORMATS`` names them. A ValueError begins with the file and, where there is one, the line. Names that end in .gz or
-.bz2 are unpacked.
+``FORMATS`` lists them. Every ValueError begins with the file and, if known, the line. Files whose names end in .gz or
+.bz2 are decompressed.
 """
 
 import ast
@@ -19,9 +19,9 @@ from realmops.corpus.documents import check_text, read_json_lines, require
 from realmops.text.compressed import DAMAGE, damage, open_compressed
 
 AUTO = "auto"
-LARGEST_CONTENT = 256 << 20  # bytes of a file that is read whole; SQuAD has 40 MB
+LARGEST_CONTENT = 256 << 20  # bytes of a file that is read into memory; SQuAD has 40 MB
 LARGEST_LITERAL = 1 << 16  # characters of a list in DPR's files
-_HEAD = 1 << 16
+_HEAD = 1 << 16  # bytes read to detect a format
 _BOM = b"\xef\xbb\xbf"
 _SQUAD_HEAD = re.compile(rb'\{\s*("version"\s*:\s*"[^"]*"\s*,\s*)?"data"\s*:')
 _DESCRIPTION = re.compile(r'\(\s*description(?:\s*"((?:[^"\\]|\\.)*)"|\s+([^\s()"]+))\s*\)\s*', re.DOTALL)
@@ -31,7 +31,7 @@ _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class QuestionRecord:
-    """The fields that all formats have in common, unchecked; no id where the format has none."""
+    """The fields that all formats share, unchecked; ``id`` is None if the format has no ids."""
 
     place: str
     id: Any
@@ -45,7 +45,7 @@ class QuestionRecord:
 
 
 def _json_lines(path: Path) -> Iterator[QuestionRecord]:
-    """{"id"?, "question", "answers", ...} a line, with other fields of ``Question``; "answer" is a list or a text."""
+    """Read {"id"?, "question", "answers", ...} per line, and other fields of ``Question``; "answer" may be a string."""
     for place, record in read_json_lines(path):
         key = "answer" if "answer" in record and "answers" not in record else "answers"
         answers = require(record, key, place)
@@ -62,11 +62,11 @@ def _json_lines(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _webquestions(path: Path) -> Iterator[QuestionRecord]:
-    """One JSON list, of {"qId", "qText", "answers"} (brmson) or {"utterance", "targetValue"} (Berant et al. 2013)."""
-    for place, record in _each(_json(path), path, "the file", ": question"):
+    """Read a JSON list of {"qId", "qText", "answers"} (brmson) or {"utterance", "targetValue"} (Berant et al. 2013)."""
+    for place, record in _iter_objects(_json(path), path, "the file", ": question"):
         if "utterance" in record:
             target = check_text(require(record, "targetValue", place), "targetValue", place)
-            yield QuestionRecord(place, None, record["utterance"], _descriptions(target, place))
+            yield QuestionRecord(place, None, record["utterance"], _parse_target_value(target, place))
         else:
             yield QuestionRecord(
                 place, record.get("qId"), require(record, "qText", place), require(record, "answers", place)
@@ -74,47 +74,47 @@ def _webquestions(path: Path) -> Iterator[QuestionRecord]:
 
 
 def _squad(path: Path) -> Iterator[QuestionRecord]:
-    """{"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}."""
-    data = require(_mapping(_json(path), f"{path}: the file"), "data", str(path))
-    for at, article in _each(data, path, "'data'", ": article"):
-        for within, paragraph in _each(require(article, "paragraphs", at), at, "'paragraphs'", ", paragraph"):
-            for place, record in _each(require(paragraph, "qas", within), within, "'qas'", ", question"):
-                answers = _list(record.get("answers", []), place, "'answers'")
+    """Read {"data": [{"paragraphs": [{"qas": [{"id", "question", "answers": [{"text"}]}]}]}]}."""
+    data = require(_expect_object(_json(path), f"{path}: the file"), "data", str(path))
+    for article_place, article in _iter_objects(data, path, "'data'", ": article"):
+        paragraphs = require(article, "paragraphs", article_place)
+        for paragraph_place, paragraph in _iter_objects(paragraphs, article_place, "'paragraphs'", ", paragraph"):
+            questions = require(paragraph, "qas", paragraph_place)
+            for place, record in _iter_objects(questions, paragraph_place, "'qas'", ", question"):
+                answers = _expect_list(record.get("answers", []), place, "'answers'")
                 yield QuestionRecord(
                     place,
                     record.get("id"),
                     require(record, "question", place),
-                    [require(_mapping(answer, place), "text", place) for answer in answers],
+                    [require(_expect_object(answer, place), "text", place) for answer in answers],
                     unanswerable=record.get("is_impossible") is True,
                 )
 
 
 def _curatedtrec(path: Path) -> Iterator[QuestionRecord]:
-    """id TAB kind TAB question TAB regular expression."""
+    """Read lines of id, kind, question and regular expression between tabs."""
     for place, columns in _columns(path, 4, "id, kind, question, regular expression"):
         yield QuestionRecord(place, columns[0], columns[2], [columns[3]], is_regex=True)
 
 
 def _dpr(path: Path) -> Iterator[QuestionRecord]:
-    """Question TAB Python list of answers, either in quotes as csv has them."""
+    """Read lines of question and Python list of answers between tabs; either may be quoted as in CSV."""
     for place, columns in _columns(path, 2, "question, list of answers"):
-        question, literal = map(_unquoted, columns)
-        yield QuestionRecord(place, None, question, _literal(literal, place))
+        question, literal = map(_unquote, columns)
+        yield QuestionRecord(place, None, question, _parse_literal(literal, place))
 
 
 def _csv(path: Path) -> Iterator[QuestionRecord]:
-    """A table whose first line names the columns: question, and answer or answers, optionally id and passage_id.
+    """Read a table whose first line names the columns: question, answer or answers, optionally id and passage_id.
 
-    A cell of ``answers`` has one answer, several with semicolons between them, or a list in brackets.
+    A cell of ``answers`` holds one answer, several separated by semicolons, or a list in brackets.
     """
     text = _text(path)
     first, _, _ = text.partition("\n")
-    delimiter = _delimiter(first)
-    columns = (
-        f"{path}:1: the first line of a table names its columns, 'question' and 'answer' (or 'answers') among them"
-    )
+    delimiter = _detect_delimiter(first)
+    problem = f"{path}:1: the first line of a table names its columns, including 'question' and 'answer' (or 'answers')"
     if delimiter is None:
-        raise ValueError(columns)
+        raise ValueError(problem)
     rows = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
     names: list[str] = []
     line = 1
@@ -123,21 +123,21 @@ def _csv(path: Path) -> Iterator[QuestionRecord]:
             place, line = f"{path}:{line}", rows.line_num + 1
             if not names:
                 names = [name.strip().lower() for name in row]
-                if "question" not in names or not {"answer", "answers"} & {*names}:  # as csv reads them, quotes and all
-                    raise ValueError(columns)
+                if "question" not in names or not {"answer", "answers"} & {*names}:  # only csv unquotes the names
+                    raise ValueError(problem)
             elif any(cell.strip() for cell in row):
                 if len(row) != len(names):
                     raise ValueError(f"{place}: {len(row)} columns, expected {len(names)} ({', '.join(names)})")
                 cells = dict(zip(names, row, strict=True))
-                answers = [cells["answer"]] if "answer" in cells else _in_cell(cells["answers"], place)
-                own_id, passage = cells.get("id") or None, cells.get("passage_id") or None
-                yield QuestionRecord(place, own_id, cells["question"], answers, passage)
+                answers = [cells["answer"]] if "answer" in cells else _split_answers(cells["answers"], place)
+                question_id, passage = cells.get("id") or None, cells.get("passage_id") or None
+                yield QuestionRecord(place, question_id, cells["question"], answers, passage)
     except csv.Error as error:
-        raise ValueError(f"{path}:{line}: no line of a table ({error}); correct it") from None
+        raise ValueError(f"{path}:{line}: invalid CSV line ({error}); correct it") from None
 
 
-def _delimiter(first: str) -> str | None:
-    """What parts the columns of a table's first line, where it names them; else None."""
+def _detect_delimiter(first: str) -> str | None:
+    """Return the delimiter of a table's first line; None if the line does not name the required columns."""
     for delimiter in (",", ";", "\t"):
         names = [name.strip().strip('"').strip().lower() for name in first.split(delimiter)]
         if "question" in names and ("answer" in names or "answers" in names):
@@ -145,9 +145,9 @@ def _delimiter(first: str) -> str | None:
     return None
 
 
-def _in_cell(cell: str, place: str) -> list[Any]:
+def _split_answers(cell: str, place: str) -> list[Any]:
     if cell.lstrip().startswith("["):
-        return _literal(cell, place)
+        return _parse_literal(cell, place)
     return [answer.strip() for answer in cell.split(";")]
 
 
@@ -163,41 +163,49 @@ _COLUMNS = {4: "curatedtrec", 2: "dpr"}
 
 
 def question_reader(path: Path, format: str) -> Callable[[Path], Iterator[QuestionRecord]]:
-    """Return the function that reads a file's records. Raises ValueError for an unknown format."""
-    name = _detected(path) if format == AUTO else format
+    """Return the function that reads a file's records.
+
+    Args:
+        path: the file.
+        format: a name of ``FORMATS``, or ``AUTO`` to detect it from the first bytes.
+
+    Raises:
+        ValueError: the format is unknown.
+    """
+    name = _detect_format(path) if format == AUTO else format
     if name not in FORMATS:
         raise ValueError(f"question format {name!r} is unknown; choose one of {AUTO}, {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
-def _detected(path: Path) -> str:
+def _detect_format(path: Path) -> str:
     head = _content(path, _HEAD).removeprefix(_BOM).lstrip()
     if not head or head.startswith(b"{"):
         return "squad" if _SQUAD_HEAD.match(head) else "jsonl"
     if head.startswith(b"["):
         return "webquestions"
     first = head.split(b"\n", 1)[0]
-    if _delimiter(first.decode(errors="replace")):
+    if _detect_delimiter(first.decode(errors="replace")):
         return "csv"
     columns = first.count(b"\t") + 1
     if columns not in _COLUMNS:
         raise ValueError(
-            f"{path}:1: neither JSON nor a table that names the columns question and answer in its first line, or has "
-            f"2 (DPR) or 4 (CuratedTREC) columns with tabs between them ({columns} found); name the format "
-            f"({', '.join(FORMATS)}) or convert the file"
+            f"{path}:1: unknown format, {columns} columns found; allowed are JSON, a table that names the columns "
+            "question and answer in its first line, and 2 (DPR) or 4 (CuratedTREC) columns between tabs; name the "
+            f"format ({', '.join(FORMATS)}) or convert the file"
         )
     return _COLUMNS[columns]
 
 
 def _content(path: Path, limit: int | None = None) -> bytes:
-    """A whole file, unpacked; its first bytes with ``limit``."""
+    """Return the decompressed file, or its first ``limit`` bytes."""
     try:
         with open_compressed(path) as (file, _):
             content = file.read(LARGEST_CONTENT + 1 if limit is None else limit)
     except DAMAGE as error:
         raise ValueError(f"{path}: {damage(error, path)}") from None
     if len(content) > LARGEST_CONTENT:
-        raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it, or give JSON lines")
+        raise ValueError(f"{path}: more than {LARGEST_CONTENT >> 20} MiB; split it or convert it to JSON lines")
     return content
 
 
@@ -213,7 +221,7 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError(f"{path}: JSON nested too deeply; this is no question file") from None
+        raise ValueError(f"{path}: JSON nested too deeply; not a question file") from None
     except ValueError as error:
         line = getattr(error, "lineno", 1)
         raise ValueError(
@@ -221,27 +229,27 @@ def _json(path: Path) -> Any:
         ) from None
 
 
-def _mapping(value: Any, place: str) -> dict[str, Any]:
+def _expect_object(value: Any, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place} is {type(value).__name__}, wanted a JSON object; correct it or name the format")
+        raise ValueError(f"{place} is {type(value).__name__}, expected a JSON object; correct it or name the format")
     return value
 
 
-def _list(value: Any, place: str | Path, name: str) -> list[Any]:
+def _expect_list(value: Any, place: str | Path, name: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ValueError(f"{place}: {name} is {type(value).__name__}, wanted a list; correct it or name the format")
+        raise ValueError(f"{place}: {name} is {type(value).__name__}, expected a list; correct it or name the format")
     return value
 
 
-def _each(value: Any, place: str | Path, name: str, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, JSON object) of each item of a list; ``what`` comes between the list's place and the item's number."""
-    for number, item in enumerate(_list(value, place, name), 1):
-        inner = f"{place}{what} {number}"
-        yield inner, _mapping(item, inner)
+def _iter_objects(value: Any, place: str | Path, name: str, label: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (place, JSON object) for each item of a list; an item's place is the list's, ``label`` and its number."""
+    for number, item in enumerate(_expect_list(value, place, name), 1):
+        item_place = f"{place}{label} {number}"
+        yield item_place, _expect_object(item, item_place)
 
 
 def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str]]]:
-    """(``file:line``, columns) of every line but blank ones."""
+    """Yield (``file:line``, columns) for each line that is not blank."""
     for number, line in enumerate(_content(path).removeprefix(_BOM).split(b"\n"), 1):
         place = f"{path}:{number}"
         try:
@@ -257,31 +265,31 @@ def _columns(path: Path, count: int, names: str) -> Iterator[tuple[str, list[str
             yield place, columns
 
 
-def _unquoted(column: str) -> str:
-    """A column as csv reads it: in quotes, with each quote inside doubled; any other stays as it is."""
+def _unquote(column: str) -> str:
+    """Remove the quotes of a CSV column and undouble those inside; return any other column unchanged."""
     quoted = re.fullmatch(r'"((?:[^"]|"")*)"', column)
     return quoted[1].replace('""', '"') if quoted else column
 
 
-def _literal(text: str, place: str) -> list[Any]:
-    """A Python list of strings; nothing is executed."""
+def _parse_literal(text: str, place: str) -> list[Any]:
+    """Parse a Python list without executing anything."""
     if len(text) > LARGEST_LITERAL:
         raise ValueError(f"{place}: the answers have {len(text)} characters; at most {LARGEST_LITERAL} are read")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of "\d" and the like
+        with warnings.catch_warnings(action="ignore"):  # about escapes such as "\d"
             value = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = None
     if not isinstance(value, list):
         raise ValueError(
-            f"{place}: the answers are no Python list of strings such as ['Paris', 'Lyon']; correct this line"
+            f"{place}: the answers are no Python list of strings; expected a list such as ['Paris', 'Lyon']; correct it"
         )
     return value
 
 
-def _descriptions(target: str, place: str) -> list[str]:
-    """The names in ``(list (description "A B") (description C))``."""
+def _parse_target_value(target: str, place: str) -> list[str]:
+    """Return the names in ``(list (description "A B") (description C))``."""
     whole = _TARGET.fullmatch(target)
     if whole is None:
-        raise ValueError(f'{place}: targetValue is {target[:100]!r}, wanted (list (description "...") ...); correct it')
+        raise ValueError(f'{place}: targetValue is {target[:100]!r}, expected (list (description "...") ...)')
     return [word or _ESCAPED.sub(r"\1", quoted) for quoted, word in _DESCRIPTION.findall(whole[1])]

@@ -8,41 +8,41 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from realmops.corpus.documents import LINE_LIMIT, Format, Outcome, Raw, Rejected, document_or_dropped, shown
-from realmops.corpus.formats.html import decode_page, page_outcome
+from realmops.corpus.formats.html import decode_page, page_to_document
 from realmops.text.compressed import open_plain
 
 if TYPE_CHECKING:
     from markdown_it.tree import SyntaxTreeNode
 
-PLAIN = (".txt", ".text")
-MARKDOWN = (".md", ".markdown")
-PAGES = (".html", ".htm", ".xhtml")
+PLAIN_SUFFIXES = (".txt", ".text")
+MARKDOWN_SUFFIXES = (".md", ".markdown")
+HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 _MARKDOWN_LIMIT = 2 << 20  # characters
 _MARKS = re.compile(r"[\[*_`#|]")
-_MARK_LIMIT = 50_000  # the parser takes quadratic time for marks that never close
+_MARK_LIMIT = 50_000  # markdown-it takes quadratic time for marks that never close
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^---[ \t]*\n", re.DOTALL | re.MULTILINE)
 _FRONT_TITLE = re.compile(r"^title:(.*)$", re.MULTILINE)
 
 
-def whole_file(path: Path) -> Iterator[Raw | Rejected]:
-    """The file as one record: its name and its bytes."""
+def read_whole_file(path: Path) -> Iterator[Raw | Rejected]:
+    """Yield the file as one record with its name and bytes; ``Rejected`` if it exceeds ``LINE_LIMIT`` bytes."""
     with open_plain(path) as file:
         data = file.read(LINE_LIMIT + 1)
     if len(data) > LINE_LIMIT:
-        yield Rejected(str(path), f"the file is longer than {LINE_LIMIT >> 20} MiB; split it into documents")
+        yield Rejected(str(path), f"the file is larger than {LINE_LIMIT >> 20} MiB; split it into documents")
     else:
         yield Raw(str(path), {"name": shown(path.name), "bytes": data}, len(data))
 
 
-def _understand(raw: Raw) -> Outcome:
+def _parse_record(raw: Raw) -> Outcome:
     name, data = PurePath(raw.data["name"]), raw.data["bytes"]
     suffix = name.suffix.lower()
     stem = name.stem.replace("_", " ")
-    text = decode(data, is_page=suffix in PAGES)
-    if suffix in PAGES:
-        return page_outcome(text, raw.place, title=stem)
+    text = decode_text(data, is_html=suffix in HTML_SUFFIXES)
+    if suffix in HTML_SUFFIXES:
+        return page_to_document(text, raw.place, title=stem)
     title = ""
-    if suffix in MARKDOWN:
+    if suffix in MARKDOWN_SUFFIXES:
         if len(text) > _MARKDOWN_LIMIT or sum(1 for _ in _MARKS.finditer(text)) > _MARK_LIMIT:
             raise ValueError(
                 f"the Markdown is longer than {_MARKDOWN_LIMIT >> 20} Mi characters or has more than "
@@ -52,9 +52,9 @@ def _understand(raw: Raw) -> Outcome:
     return document_or_dropped({"title": title or stem, "text": text.strip()}, raw.place)
 
 
-def decode(data: bytes, *, is_page: bool) -> str:
-    """The text of a file in UTF-8, or of a page as it declares; ValueError for other bytes."""
-    if is_page:
+def decode_text(data: bytes, *, is_html: bool) -> str:
+    """Decode a UTF-8 file, or an HTML page in the encoding it declares; raise ValueError for invalid bytes."""
+    if is_html:
         return decode_page(data, None)
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
@@ -63,15 +63,15 @@ def decode(data: bytes, *, is_page: bool) -> str:
 
 
 def _read_markdown(source: str) -> tuple[str, str]:
-    """(title, text): the front matter's title or the first heading, and the text without its marks."""
+    """Return (title, text): the front matter's title or the first heading, and the text without markup."""
     from markdown_it import MarkdownIt
     from markdown_it.tree import SyntaxTreeNode
 
     title = ""
     if front := _FRONT_MATTER.match(source):
         source = source[front.end() :]
-        named = _FRONT_TITLE.search(front[1])
-        title = named[1].strip().strip("\"'") if named else ""
+        title_line = _FRONT_TITLE.search(front[1])
+        title = title_line[1].strip().strip("\"'") if title_line else ""
     blocks = []
     for node in SyntaxTreeNode(MarkdownIt().enable("table").parse(source)).walk():
         if node.type in ("fence", "code_block"):
@@ -89,7 +89,7 @@ _BREAKS = {"softbreak": " ", "hardbreak": "\n"}
 
 
 def _inline_text(node: SyntaxTreeNode) -> str:
-    """What a reader sees of inline marks: no image, no HTML tag, links as their text."""
+    """Return the visible text of inline markup: links as their text, no images, no HTML tags."""
     if node.type == "image":
         return ""
     if node.children:
@@ -97,4 +97,4 @@ def _inline_text(node: SyntaxTreeNode) -> str:
     return node.content if node.type in ("text", "code_inline") else _BREAKS.get(node.type, "")
 
 
-TEXT = Format("text", whole_file, _understand, is_document=True)
+TEXT = Format("text", read_whole_file, _parse_record, is_document=True)

@@ -1,7 +1,7 @@
-"""Wikitext to plain text: what a reader of the page sees as sentences.
+"""Conversion of wikitext to plain text: the sentences that a reader of the page sees.
 
-mwparserfromhell parses templates and links. It takes quadratic time or worse for brackets that never close, so
-everything before it here runs in linear time and hands it well-nested brackets only, one section at a time.
+mwparserfromhell parses templates and links. It takes quadratic time or worse for unclosed brackets, so the steps before
+it run in linear time and pass it only well-nested brackets, one section at a time.
 """
 
 import html
@@ -10,33 +10,33 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 _DEPTH_LIMIT = 40
-_PASSES = 10  # what is left of broken markup can become markup again; each pass is linear
+_PASSES = 10  # removing broken markup can form new markup; each pass is linear
 
 
-def _listed(names: str) -> frozenset[str]:
+def _name_set(names: str) -> frozenset[str]:
     return frozenset(names.split(", "))
 
 
-_DROPPED_SECTIONS = _listed(
+_DROPPED_SECTIONS = _name_set(
     "bibliography, citations, external link, external links, footnotes, further reading, gallery, notes, "
     "notes and references, references, references and notes, see also, sources"
 )
 _HIDDEN_NAMES = ("category", "file", "image", "media")
 
 _COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
-_HIDDEN_TAGS = _listed(
+_HIDDEN_TAGS = _name_set(
     "ce, chem, gallery, graph, hiero, imagemap, inputbox, mapframe, math, ref, references, score, script, section, "
     "source, style, syntaxhighlight, templatedata, timeline"
 )
 _LITERAL_TAGS = {"nowiki", "pre"}
-_LINE_TAGS = _listed("blockquote, br, center, dd, div, dl, dt, hr, li, ol, p, table, td, th, tr, ul")
-_SHOWN_TAGS = _listed(
+_LINE_TAGS = _name_set("blockquote, br, center, dd, div, dl, dt, hr, li, ol, p, table, td, th, tr, ul")
+_SHOWN_TAGS = _name_set(
     "abbr, bdi, bdo, big, caption, categorytree, charinsert, cite, code, col, colgroup, data, del, dfn, em, font, h1, "
     "h2, h3, h4, h5, h6, img, includeonly, indicator, ins, kbd, languages, link, maplink, mark, meta, noinclude, "
     "onlyinclude, phonos, poem, rb, rp, rt, rtc, ruby, samp, small, span, strike, strong, sub, sup, tbody, "
     "templatestyles, tfoot, thead, time, translate, tt, tvar, var, wbr"
 )
-# Nothing else is a tag: x<y and z>w. One of a letter has attributes with values: a<b and c>d.
+# Nothing else is a tag (x<y and z>w). One-letter tags need attributes with values (a<b and c>d).
 _NAME = (
     rf"[abipqsu](?=[\s/]*>|\s[^<>]*=)|(?:{'|'.join(sorted(_HIDDEN_TAGS | _LITERAL_TAGS | _LINE_TAGS | _SHOWN_TAGS))})"
 )
@@ -71,30 +71,36 @@ _BEFORE_POINT = re.compile(r" ([,.;:!?])(?=\s|\Z)")
 
 
 def plain_text(wikitext: str, hidden: Collection[str] = ()) -> str:
-    """The sentences, headings and list items of a page, a line each, blank lines around headings.
+    """Convert wikitext to its sentences, headings and list items, one per line, with blank lines around headings.
 
-    Templates, tables, references, files, categories, formulas and the sections of references are left out;
-    some templates that stand inside sentences are shown (``_shown_template``).  ``hidden`` are the wiki's own names of
-    the namespaces whose links show nothing (``Datei``, ``Kategorie``).  ValueError for brackets nested too deeply.
+    Tables, references, files, categories, formulas, reference sections and templates are left out, except templates
+    used within sentences (``_render_template``).
+
+    Args:
+        wikitext: the source of a page.
+        hidden: localized names of the namespaces whose links show no text (``Datei``, ``Kategorie``).
+
+    Raises:
+        ValueError: brackets are nested too deeply.
     """
     names = {*_HIDDEN_NAMES, *(name.casefold() for name in hidden)}
-    text = without_tags(_COMMENT.sub("", wikitext.replace("\r\n", "\n").replace("\r", "\n")))
+    text = strip_tags(_COMMENT.sub("", wikitext.replace("\r\n", "\n").replace("\r", "\n")))
     text = _LISTED_WORD.sub(r"\1&#33;", text)
-    written: list[str] = []
-    waiting: list[tuple[int, str]] = []  # headings whose section has no text so far
+    blocks: list[str] = []
+    pending: list[tuple[int, str]] = []  # headings whose section has no text so far
     for level, heading, body in _sections(text):
-        waiting = [(above, line) for above, line in waiting if above < level]
+        pending = [(above, line) for above, line in pending if above < level]
         if heading:
-            waiting.append((level, heading))
-        if shown := _clean(_show(body, names)):
-            written += (title for _, line in waiting if (title := _clean(_show(line, names))))
-            written.append(shown)
-            waiting = []
-    return "\n\n".join(written)
+            pending.append((level, heading))
+        if plain := _clean(_render(body, names)):
+            blocks += (title for _, line in pending if (title := _clean(_render(line, names))))
+            blocks.append(plain)
+            pending = []
+    return "\n\n".join(blocks)
 
 
-def without_tags(text: str) -> str:
-    """HTML tags gone, some with what is in them."""
+def strip_tags(text: str) -> str:
+    """Remove HTML tags, and the content of those that hold no sentences."""
     parts = []
     at = 0
     unclosed = set()
@@ -118,50 +124,50 @@ def without_tags(text: str) -> str:
 
 
 def _sections(text: str) -> Iterator[tuple[int, str, str]]:
-    """(level, heading, body) of each section that is kept; the lead has level 0 and no heading."""
-    dropped = 7  # level of the section left out, with all below it
+    """Yield (level, heading, body) of each section outside ``_DROPPED_SECTIONS``; the lead has level 0, no heading."""
+    dropped = 7  # level of the section that is dropped with its subsections; 7 if none
     level, heading, at = 0, "", 0
-    for found in [*_HEADING.finditer(text), None]:
+    for match in [*_HEADING.finditer(text), None]:
         if level <= dropped:
             dropped = level if _heading_key(heading) in _DROPPED_SECTIONS else 7
         if dropped == 7:
-            yield level, heading, text[at : found.start() if found else None]
-        if found:
-            level, heading, at = len(found[1]), found[2].strip(), found.end()
+            yield level, heading, text[at : match.start() if match else None]
+        if match:
+            level, heading, at = len(match[1]), match[2].strip(), match.end()
 
 
 def _heading_key(heading: str) -> str:
     return " ".join(_QUOTES.sub("", heading).strip(" :").casefold().split())
 
 
-def _show(wikitext: str, names: Collection[str]) -> str:
+def _render(wikitext: str, names: Collection[str]) -> str:
     import mwparserfromhell
 
     if not any(mark in wikitext for mark in ("{", "[")):
         return wikitext
     nested = _well_nested(_THREE_BRACES.sub("", _without_addresses(wikitext)))
-    return "".join(_shown(mwparserfromhell.parse(_LIST_MARK.sub("", nested), skip_style_tags=True).nodes, names))
+    return "".join(_render_nodes(mwparserfromhell.parse(_LIST_MARK.sub("", nested), skip_style_tags=True).nodes, names))
 
 
 def _without_addresses(text: str) -> str:
-    """Links to the web as their text; the parser shall see none, one that never closes would cost it dear."""
+    """Replace web links by their text: unclosed ones are slow to parse."""
     return _ADDRESS.sub("", _WEB_LINK_START.sub("", _WEB_LINK.sub(r"\1", text)))
 
 
 def _well_nested(text: str) -> str:
-    """The text without tables, and without the double brackets that have no partner."""
+    """Remove tables and unpaired double brackets."""
     parts: list[str] = []
-    open_marks: list[tuple[str, int]] = []  # the mark that would close it, and where it stands in parts
+    open_marks: list[tuple[str, int]] = []  # the closing mark, and the index in parts
     at = 0
-    for found in _NESTED.finditer(text):
-        mark = found[0].strip(" \t:*#;")
-        parts.append(text[at : found.start()])
-        at = found.end()
+    for match in _NESTED.finditer(text):
+        mark = match[0].strip(" \t:*#;")
+        parts.append(text[at : match.start()])
+        at = match.end()
         if mark in _CLOSING:
             if len(open_marks) == _DEPTH_LIMIT:
                 raise ValueError(f"brackets are nested deeper than {_DEPTH_LIMIT}; correct the page or leave it out")
             open_marks.append((_CLOSING[mark], len(parts)))
-            parts.append(_APART.get(mark, mark))
+            parts.append(_SPACED.get(mark, mark))
         elif any(mark == closing for closing, _ in open_marks):
             while True:
                 closing, place = open_marks.pop()
@@ -178,11 +184,11 @@ def _well_nested(text: str) -> str:
 
 
 _CLOSING = {"{{": "}}", "[[": "]]", "{|": "|}"}
-_APART = {"{{": "{{ "}  # a brace that follows would make the parser try two readings, at every level
+_SPACED = {"{{": "{{ "}  # a following brace is ambiguous: the parser would try two readings at every level
 
 
-def _shown(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
-    """What each node of a parsed text shows."""
+def _render_nodes(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
+    """Yield the visible text of each node."""
     from mwparserfromhell import nodes as kinds
 
     for node in nodes:
@@ -192,36 +198,36 @@ def _shown(nodes: Iterable[Any], names: Collection[str]) -> Iterator[str]:
             case kinds.HTMLEntity():
                 yield str(node)
             case kinds.Wikilink():
-                yield _as_word(_shown_link(node, names))
+                yield _escape_table_mark(_render_link(node, names))
             case kinds.Template():
-                yield _as_word(_shown_template(node, names))
+                yield _escape_table_mark(_render_template(node, names))
             case kinds.Argument() if node.default is not None:
-                yield from _shown(node.default.nodes, names)
+                yield from _render_nodes(node.default.nodes, names)
             case kinds.Heading():
-                yield from _shown(node.title.nodes, names)
+                yield from _render_nodes(node.title.nodes, names)
             case kinds.ExternalLink() if node.title is not None:
-                yield from _shown(node.title.nodes, names)
+                yield from _render_nodes(node.title.nodes, names)
             case kinds.Tag() if node.contents is not None:
-                yield from _shown(node.contents.nodes, names)
+                yield from _render_nodes(node.contents.nodes, names)
 
 
-def _as_word(shown: str) -> str:
-    """What a link or template shows, its first character no mark of a table."""
-    return f"&#{ord(shown[0])};{shown[1:]}" if shown.startswith(("!", "|")) else shown
+def _escape_table_mark(text: str) -> str:
+    """Escape a first character that would begin a table cell."""
+    return f"&#{ord(text[0])};{text[1:]}" if text.startswith(("!", "|")) else text
 
 
-def _shown_link(link: Any, names: Collection[str]) -> str:
+def _render_link(link: Any, names: Collection[str]) -> str:
     title = str(link.title).strip()
     name, colon, _ = title.partition(":")
     if colon and name.strip().casefold() in names:
         return ""
     if link.text is not None:
-        return "".join(_shown(link.text.nodes, names))
-    return "" if _LANGUAGE.match(title) else "".join(_shown(link.title.nodes, names)).lstrip(":")
+        return "".join(_render_nodes(link.text.nodes, names))
+    return "" if _LANGUAGE.match(title) else "".join(_render_nodes(link.title.nodes, names)).lstrip(":")
 
 
-# Templates that stand inside sentences. Of others nothing is shown: most are boxes, notes and pronunciations.
-_SHOWN_FIRST = _listed(
+# Templates used within sentences. Others are dropped: most are boxes, notes and pronunciations.
+_SHOWN_FIRST = _name_set(
     "abbr, angbr, big, blockquote, center, cquote, ill, interlanguage link, ipa, keypress, linktext, nihongo, nobold, "
     "nobr, nowrap, pull quote, quotation, quote, sc, small, smallcaps, smaller, sub, sup, val, vr"
 )
@@ -242,19 +248,19 @@ _CONVERT_WORDS = {"-": "–", "–": "–", "x": "×", "by": "by", "to": "to", "
 _DEGREES = {"C": "°C", "F": "°F"}
 
 
-def _shown_template(template: Any, names: Collection[str]) -> str:
+def _render_template(template: Any, names: Collection[str]) -> str:
     name = " ".join(str(template.name).replace("_", " ").casefold().split())
     if name in _SHOWN_TEXT:
         return _SHOWN_TEXT[name]
     params = [param for param in template.params if not param.showkey or str(param.name).strip().isdecimal()]
-    values = ["".join(_shown(param.value.nodes, names)).strip() for param in params]
+    values = ["".join(_render_nodes(param.value.nodes, names)).strip() for param in params]
     if name in _SHOWN_FIRST or _LANGUAGE_NAME.fullmatch(name):
         return "".join(values[:1])
     if name in _SHOWN_SECOND:
         return "".join(values[1:2])
     match name:
         case "convert" | "cvt":
-            return _converted(values)
+            return _render_conversion(values)
         case "circa" | "c.":
             return " ".join(["c.", *values[:1]])
         case "as of":
@@ -271,8 +277,8 @@ def _shown_template(template: Any, names: Collection[str]) -> str:
     return number[1] if number else ""
 
 
-def _converted(values: list[str]) -> str:
-    """``{{convert|5|to|10|km}}`` as "5 to 10 km", in the unit of the page."""
+def _render_conversion(values: list[str]) -> str:
+    """Render ``{{convert|5|to|10|km}}`` as "5 to 10 km", in the unit of the page."""
     words = []
     for value in values:
         words.append(_CONVERT_WORDS.get(value, _DEGREES.get(value, value)))
@@ -282,11 +288,11 @@ def _converted(values: list[str]) -> str:
 
 
 def _clean(text: str) -> str:
-    """Leftovers of markup gone, entities as characters, single blanks, no empty brackets."""
-    text = _TABLE_LINE.sub("", text)  # once: behind other marks "!" and "|" begin words
+    """Remove leftover markup and empty brackets, decode entities and collapse blanks."""
+    text = _TABLE_LINE.sub("", text)  # once: after other marks are removed, "!" and "|" may begin words
     for _ in range(_PASSES):
-        text, found = _STRAY.subn("", text)
-        if not found:
+        text, removed = _STRAY.subn("", text)
+        if not removed:
             break
     text = html.unescape(_LIST_MARK.sub("", text)).replace(_SOFT_HYPHEN, "")
     text = _COMMAS.sub(",", _BLANKS.sub(" ", text))
@@ -294,5 +300,5 @@ def _clean(text: str) -> str:
     text = _BLANKS.sub(" ", text)
     text = _COMMA_POINT.sub(".", _BEFORE_POINT.sub(r"\1", text))
     lines = (line.strip() for line in text.split("\n"))
-    shown = "\n".join(line if any(map(str.isalnum, line)) else "" for line in lines)
-    return _LINES.sub("\n\n", shown).strip()
+    cleaned = "\n".join(line if any(map(str.isalnum, line)) else "" for line in lines)
+    return _LINES.sub("\n\n", cleaned).strip()

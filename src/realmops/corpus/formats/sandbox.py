@@ -1,7 +1,7 @@
-"""A child process with a memory limit: it reads files whose size says nothing of the memory that reading them takes.
+"""A child process with a memory limit, for formats whose files may take far more memory than their size.
 
-A PDF of 2 KiB may draw a text of any length, and PDFium ends its process where memory is short. In a child process
-such a file is rejected, and the next one is read by a new child.
+A PDF of 2 KiB may produce text of any length, and PDFium aborts its process when memory runs out. A file that ends the
+child process is rejected, and a new child reads the next one.
 """
 
 import json
@@ -18,24 +18,29 @@ from pathlib import Path
 
 from realmops.corpus.documents import Document, Dropped, Outcome, Raw, Rejected
 
-MEMORY_LIMIT = 2 << 30  # bytes of data, beyond those of a child that has read nothing
+MEMORY_LIMIT = 2 << 30  # bytes of data, in addition to those of a freshly started child
 _OUTCOMES = {kind.__name__: kind for kind in (Document, Dropped, Rejected)}
 _OUT_OF_MEMORY = 3  # exit status
-_ONE_AT_A_TIME = threading.Lock()  # else a thread would read the reply to another one's request
+_LOCK = threading.Lock()  # the child replies in order: one request at a time
 
 
 def convert_in_child(module: str, name: str, raw: Raw) -> Outcome:
-    """Return what ``module.convert(name, raw)`` makes of a file in the child process.
+    """Run ``module.convert(name, raw)`` in the child process and return its outcome.
 
     Args:
+        module: full name of the module that defines ``convert``.
+        name: name of the file's format.
         raw: a record whose data is the path of the file.
+
+    Returns:
+        The outcome, or ``Rejected`` if the child ended or ran out of memory.
     """
-    with _ONE_AT_A_TIME:
-        return _converted(module, name, raw)
+    with _LOCK:
+        return _convert(module, name, raw)
 
 
-def _converted(module: str, name: str, raw: Raw) -> Outcome:
-    child = _child(module, os.getpid())
+def _convert(module: str, name: str, raw: Raw) -> Outcome:
+    child = _start_child(module, os.getpid())
     assert child.stdin is not None
     assert child.stdout is not None
     try:
@@ -43,9 +48,9 @@ def _converted(module: str, name: str, raw: Raw) -> Outcome:
             child.stdin.write(json.dumps([name, raw.place, os.fspath(raw.data), raw.position]).encode() + b"\n")
             child.stdin.flush()
         reply = child.stdout.readline()
-    except BaseException:  # the reply would be taken for that of the next file
+    except BaseException:  # a late reply would be taken for that of the next file
         child.kill()
-        _child.cache_clear()
+        _start_child.cache_clear()
         raise
     if reply:
         kind, fields = json.loads(reply)
@@ -54,29 +59,29 @@ def _converted(module: str, name: str, raw: Raw) -> Outcome:
                 fields[key] = tuple(fields[key])
         outcome: Outcome = _OUTCOMES[kind](**fields)
         return outcome
-    _child.cache_clear()
+    _start_child.cache_clear()
     child.communicate()
     if child.returncode == _OUT_OF_MEMORY:
         problem = f"reading the file takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; split it"
         return Rejected(raw.place, problem, kind="too_large")
-    problem = f"reading the file ended the process that did it (exit status {child.returncode}): the file is damaged"
-    problem += f" or takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; save it again or split it"
+    problem = f"the process that read the file ended with exit status {child.returncode}: the file is damaged or"
+    problem += f" takes more than {MEMORY_LIMIT >> 20:,} MiB of memory; save it again or split it"
     return Rejected(raw.place, problem, kind=f"broken_{name}")
 
 
 @cache
-def _child(module: str, parent: int) -> "subprocess.Popen[bytes]":
-    """Start the child of this process (not that of a process it was forked from), which ends when its input does."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import convert; from {__name__} import serve; serve"
-    code += f"(convert, {MEMORY_LIMIT})"
+def _start_child(module: str, parent: int) -> "subprocess.Popen[bytes]":
+    """Start the child of the process ``parent``; a fork starts its own. The child exits at the end of its input."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import convert; from {__name__} import run_child; "
+    code += f"run_child(convert, {MEMORY_LIMIT})"
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def serve(convert: Callable[[str, Raw], Outcome], memory: int) -> None:
-    """Convert the files named on standard input, with so many bytes of ``memory``, until it ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+def run_child(convert: Callable[[str, Raw], Outcome], memory: int) -> None:
+    """Convert the files named on standard input until its end, using at most ``memory`` bytes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops this process
     replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print is no reply
+    os.dup2(2, 1)  # output of libraries must not mix with replies
     _limit_memory(memory)
     for request in sys.stdin.buffer:
         name, place, path, position = json.loads(request)
@@ -90,7 +95,7 @@ def serve(convert: Callable[[str, Raw], Outcome], memory: int) -> None:
 
 
 def _limit_memory(memory: int) -> None:
-    with suppress(ImportError, OSError, ValueError):  # only Linux limits what a process maps
+    with suppress(ImportError, OSError, ValueError):  # only Linux limits mapped memory
         import resource
 
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
