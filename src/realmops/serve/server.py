@@ -123,6 +123,6 @@ def _bound(host: str, port: int) -> socket.socket:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
         except OSError as error:
-            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; use another host or port") from None
+            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; use another one") from None
         unused.pop_all()
         return bound
