@@ -82,7 +82,12 @@ class SharedSource:
 
 @contextmanager
 def exchange(
-    context: Context, site: BuilderSettings, refresh: Refresh, snapshot: Snapshot, retriever: Retriever, build: Build
+    context: Context,
+    settings: BuilderSettings,
+    refresh: Refresh,
+    snapshot: Snapshot,
+    retriever: Retriever,
+    build: Build,
 ) -> Iterator[tuple[Context, SharedSource]]:
     """Open the exchange of a training and, with ``builder: child``, run its index builder as a child process.
 
@@ -98,19 +103,21 @@ def exchange(
     if not team.leads:
         yield context, SharedSource(team, None, device, build)
         return
-    root = site.work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
-    card = identity(
+    root = settings.work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
+    run_identity = identity(
         snapshot,
-        run_key=site.work.name,
+        run_key=settings.work.name,
         embedding_width=retriever.width,
         precision=PRECISIONS[context.dtype],
-        threads=site.threads,
+        threads=settings.threads,
         part_rows=refresh.shard_rows,
     )
     child = None
     if refresh.builder == "child":
         command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
-        child = Child(command, pause=0.0, log=site.work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"})
+        child = Child(
+            command, pause=0.0, log=settings.work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"}
+        )
 
     def on_wait(message: str, seconds: float) -> None:
         if child is not None and (code := child.look()) is not None:
@@ -120,10 +127,10 @@ def exchange(
                 )
             child.look()  # restarts it
         if seconds >= QUIET_SECONDS:
-            site.say(message)
+            settings.say(message)
 
-    opened = Exchange.open(root, card, grace=0.0 if child else 120.0)
-    trainer = Trainer(opened, refresh.policy, (EMBEDDINGS,), on_wait)
+    opened_exchange = Exchange.open(root, run_identity, grace=0.0 if child else 120.0)
+    trainer = Trainer(opened_exchange, refresh.policy, (EMBEDDINGS,), on_wait)
     own = ExchangeSource(trainer, refresh, snapshot.vocabulary_hash, device)
     try:
         with child or nullcontext():

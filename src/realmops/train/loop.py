@@ -133,16 +133,16 @@ def fit(
         loss, norm, *values = bring(loss, norm, *deferred.tensors)
         mean_loss = team.mean(loss.item(), context.device)
         if not math.isfinite(mean_loss) or not math.isfinite(norm.item()):
-            what = f"the loss is {mean_loss:g} and the norm of its gradient {norm.item():g}"
-            raise _not_finite(context, step, what, last)
+            cause = f"the loss is {mean_loss:g} and the norm of its gradient {norm.item():g}"
+            raise _not_finite(context, step, cause, last)
         last = f"{mean_loss:.4g} at step {context.first_step + step}"
         metrics = {**deferred.metrics(*values), "loss": mean_loss, "gradient_norm": norm.item()}
         metrics["rate"] = schedule.factor(step)
         between, ended = began - ended, time.perf_counter()
         metrics |= {"step_seconds": ended - began, "between_seconds": between}
-        named = {context.prefix + name: value for name, value in metrics.items()}
+        logged = {context.prefix + name: value for name, value in metrics.items()}
         if team.leads:
-            context.journal.log(context.first_step + step, **named)
+            context.journal.log(context.first_step + step, **logged)
         context.progress(1)
         if ended - trimmed > _TRIM_SECONDS:  # batches of varying size fragment the freed memory
             keep_freed_memory()
@@ -167,9 +167,9 @@ def epoch_rows(context: Context, count: int, batch_size: int) -> Callable[[int],
     return rows
 
 
-def _not_finite(context: Context, step: int, what: str, last: str) -> ValueError:
+def _not_finite(context: Context, step: int, cause: str, last: str) -> ValueError:
     return ValueError(
-        f"{context.name or context.stream}, step {context.first_step + step}: {what}; finite numbers are required; "
+        f"{context.name or context.stream}, step {context.first_step + step}: {cause}; finite numbers are required; "
         f"the last finite loss: {last}. Lower the learning rate, set run.precision=fp32, or check the data for "
         "outliers; this step was not saved"
     )

@@ -92,21 +92,21 @@ class Realm:
             ValueError: a sentence has no candidate and there is no null document.
         """
         embedded = embedded or self.embed(examples, candidates)
-        id_BK, missing_BK = self._rows(candidates)
-        rows_BK = torch.tensor([[embedded.row_of[p] for p in row] for row in id_BK.tolist()])
+        id_BK, missing_BK = self._pad(candidates)
+        row_BK = torch.tensor([[embedded.row_of[p] for p in row] for row in id_BK.tolist()])
         if missing_BK.all(-1).any():
             raise ValueError(
                 "a masked sentence has no candidate: every retrieved passage is its own or contains it, and "
                 "pretrain.null_document is false; set it to true, or use a larger corpus"
             )
-        rows_BK, padding_BK = send(self.device, rows_BK, missing_BK)
-        dense_BK = self.retriever.relevance(embedded.query_BE, embedded.document_UE[rows_BK])
+        row_BK, missing_on_device_BK = send(self.device, row_BK, missing_BK)
+        dense_BK = self.retriever.relevance(embedded.query_BE, embedded.document_UE[row_BK])
         mixture = self.retriever.mixture
-        words_BK = words_share(self.words, mixture, [e.visible_text for e in examples], id_BK, dense_BK.device)
-        relevance_BK = mixture.of(dense_BK, words_BK).masked_fill(padding_BK, -torch.inf)
+        bm25_BK = words_share(self.words, mixture, [e.visible_text for e in examples], id_BK, dense_BK.device)
+        relevance_BK = mixture.of(dense_BK, bm25_BK).masked_fill(missing_on_device_BK, -torch.inf)
         return likelihood.log_prior(relevance_BK), missing_BK
 
-    def _rows(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    def _pad(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Pad candidates to B x K ids, the null document (-1) last; return the ids and a mask of the padding."""
         null: list[int | None] = [NULL] if self.options.null_document else []
         width = max(self.options.documents, *(len(row) for row in candidates))
@@ -123,7 +123,7 @@ class Realm:
         passages = sorted({p for row in candidates for p in row})
         documents = [*(self.reader.document(self.snapshot, p) for p in passages), _EMPTY]
         column_of = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
-        id_BK, missing_BK = self._rows(candidates)
+        id_BK, missing_BK = self._pad(candidates)
         column_BK = np.array([[column_of[p] for p in row] for row in id_BK.tolist()])
         with autocast(self.device, self.dtype):
             return self.reader.log_masked(
