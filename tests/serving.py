@@ -116,7 +116,7 @@ class Served:
         self.log.extend(iter(self.process.stderr.readline, ""))
 
     def _address(self) -> str | None:
-        found = re.search(r"(http://\S+) answers", "".join(self.log))
+        found = re.search(r"listening on (http://\S+) ", "".join(self.log))
         return found[1] if found else None
 
     def call(

@@ -196,7 +196,7 @@ def test_what_is_no_feedback_is_refused(tmp_path: Path, change: dict[str, Any], 
 def test_where_nothing_can_be_written_it_is_told(tmp_path: Path) -> None:
     (tmp_path / ".realmops").write_text("no folder")
     reply = client(tmp_path).post("/v1/feedback", json=RIGHT)
-    assert (reply.status_code, "cannot be kept here" in reply.text) == (503, True)
+    assert (reply.status_code, "cannot be saved" in reply.text) == (503, True)
 
 
 def test_the_pages_buttons_lead_back_to_the_question(tmp_path: Path) -> None:

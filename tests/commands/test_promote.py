@@ -583,10 +583,10 @@ def test_another_champion_takes_over_and_a_bad_one_does_not(
         assert watcher.refused is not None
         assert "is not the registered one" in watcher.refused["reason"]
         assert told[-1] is None
-        assert "a new model of moves is refused, the old one serves on" in caplog.text
+        assert "a new model of moves is rejected; the old one stays" in caplog.text
         monkeypatch.setattr(Registry, "champion", lambda self: (_ for _ in ()).throw(ConnectionError("away")))
         assert watcher.poll() is False
-        assert watcher.away == "away"
+        assert watcher.poll_error == "away"
         assert batcher.served.version == "models:/moves/2"
         [record] = [ticket.record.result(60) for ticket in batcher.submit([Query("Who wrote a novel?")])]
         assert record["model"]["version"] == "models:/moves/2"

@@ -173,5 +173,5 @@ def test_recurring_spans_alone_are_drawn_and_masked(world: World, tmp_path: Path
     counts = np.bincount([example.passage for example in drawn], minlength=12)
     assert counts.tolist() == pytest.approx([2000 / 12] * 12, abs=60), "passages are uniform, a deviation is 12"
     alone = build_world(tmp_path, (("A", "Anna is in Oslo.", ("Oslo",)), ("B", "Jon is in Rome.", ("Rome",))))
-    with pytest.raises(ValueError, match=r"no salient span stands in a second passage; set pretrain\.masking"):
+    with pytest.raises(ValueError, match=r"no salient span occurs in a second passage; set pretrain\.masking"):
         Examples(alone.snapshot, alone.spans, options)

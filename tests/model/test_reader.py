@@ -315,7 +315,7 @@ def test_the_gradient_of_section_3_3_holds_with_the_passages_of_the_batch(world:
     embedded = realm.embed(examples, candidates)
     for b, row in enumerate(candidates):
         for k, z in enumerate([*row, NULL]):
-            f = retriever.scale * embedded.query_BE[b] @ embedded.document_UE[embedded.place[z]]
+            f = retriever.scale * embedded.query_BE[b] @ embedded.document_UE[embedded.row_of[z]]
             (-r_BK[b, k] * f / len(examples)).backward(retain_graph=True)
     assert len(found) > 10
     for name, gradient in found.items():

@@ -233,7 +233,7 @@ def test_pre_training_retrieves_by_words_too(world: World, bm25: Bm25) -> None:
     query_BE[0, 0] = 1.0
     examples = Examples(world.snapshot, world.spans, section("pretrain", query_wordpieces=40, reader_wordpieces=60))
     masked = examples.example(int(world.spans.offsets[9]), np.random.default_rng(0))  # "Jon Vik built it in 1950."
-    assert masked.words.split() == ["built", "it", "in", "1950."]
+    assert masked.visible_text.split() == ["built", "it", "in", "1950."]
     for mixture, first in ((EMBEDDINGS_ALONE, [0, 1, 2]), (Mixture(0.001, 8.0), [8])):
         retriever.mixture = mixture
         index = Index(0, Exact(embedding_PE), retriever, 0.0, True)

@@ -150,12 +150,12 @@ def test_the_answer_is_that_of_the_api_with_its_quotation_in_its_passage(server:
     assert f"It is right with probability {percent(record['probability'])}" in texts(answer, ".//p[@class='sure']")[0]
     assert not record["abstained"]
     assert page.findtext(".//title").startswith(f"{record['answer']}: ")
-    assert f"Answer: {record['answer']}. Probability " in page.get_element_by_id("said").text
+    assert f"Answer: {record['answer']}. Probability " in page.get_element_by_id("status").text
 
 
 @pytest.mark.parametrize(
     ("threshold", "reason"),
-    [(HOLDS_ALL, "the model was never sure enough"), (0.9995, "Too many answers below above 99% are wrong.")],
+    [(HOLDS_ALL, "The model was never confident enough"), (0.9995, "Too many answers below above 99% are wrong.")],
 )
 def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold: float, reason: str) -> None:
     """The first three with the words of the question marked; what was held back stands small below them."""
@@ -164,7 +164,7 @@ def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold
         record = client.post("/v1/answer", json={"question": WORDS}).json()
     assert record["abstained"]
     answer = shown(page, "answer")
-    assert texts(answer, ".//h2") == ["What was found"]
+    assert texts(answer, ".//h2") == ["Best matches"]
     assert not answer.xpath(".//p[@class='given']"), "nothing in large type"
     sentence, *found = answer.xpath(".//blockquote/p")
     assert sentence.text_content() == record["quote"]["quote"]
@@ -177,8 +177,8 @@ def test_where_an_answer_is_held_back_the_passages_lead(project: Path, threshold
     [small] = texts(answer, ".//p[@class='sure']")
     assert small.startswith(f"Held back: {record['answer']}, right with probability {percent(record['probability'])}.")
     assert reason in small
-    assert page.findtext(".//title").startswith("No sure answer: ")
-    assert page.get_element_by_id("said").text.startswith("No answer is sure enough.")
+    assert page.findtext(".//title").startswith("No confident answer: ")
+    assert page.get_element_by_id("status").text.startswith("No answer is confident enough.")
     assert EVIL in page.text_content()
     assert len(page.xpath("//script")) == 1
 
@@ -199,7 +199,7 @@ def test_a_passage_can_be_taken_away_and_put_back(server: Served) -> None:
     gone = []
     page = page_of(server, ASKED)
     for _ in range(2):
-        place = shown(page, "read").xpath(".//p[@class='if']/a/@href")[0]
+        place = shown(page, "read").xpath(".//p[@class='without']/a/@href")[0]
         gone = parse_qs(urlsplit(place).query)["without"]
         page = page_of(server, f"/{place}")
         record = server.ask(without=gone)
@@ -207,16 +207,16 @@ def test_a_passage_can_be_taken_away_and_put_back(server: Served) -> None:
         assert texts(page, "//section[@aria-labelledby='answer']//p[@class='given']") == [record["answer"]]
         same = record["answer"] == whole["answer"]
         assert ("The answer stays the same" in page.text_content()) is same
-        assert ("The answer is another one" in page.text_content()) is not same
+        assert ("The answer changes" in page.text_content()) is not same
     assert len(gone) == 2
-    back = page.xpath("//ul[@class='gone']//a/@href")
+    back = page.xpath("//ul[@class='excluded']//a/@href")
     assert [parse_qs(urlsplit(one).query)["without"] for one in back] == [gone[1:], gone[:1]]
 
 
 def test_a_passage_that_is_not_there_can_be_missing(server: Served) -> None:
     page = page_of(server, f"{ASKED}&without=%3Cb%3Enothing")
     assert "The answer stays the same" in page.text_content()
-    assert texts(page, "//ul[@class='gone']/li/span") == ["<b>nothing"]
+    assert texts(page, "//ul[@class='excluded']/li/span") == ["<b>nothing"]
 
 
 def test_before_and_after_an_update(project: Path, server: Served) -> None:
@@ -243,13 +243,13 @@ def test_what_was_not_updated_has_no_before(project: Path) -> None:
     for name, updated in (("root", True), ("never_updated", False)):
         origin = RunFolder(project / name)
         with watching(origin) as (batcher, watcher):
-            before = watcher.before()
+            before = watcher.before_updates()
             assert (before is not None) is updated
-            assert watcher.before() is before, "opened once"
+            assert watcher.before_updates() is before, "opened once"
             if before is not None:
                 assert (before.number, batcher.served.number) == (0, 1)
                 batcher.swap(ServedModel.of(origin.open()))
-                assert watcher.before() is not before, "another generation serves: its own is opened"
+                assert watcher.before_updates() is not before, "another generation serves: its own is opened"
 
 
 def test_documents_of_before_that_cannot_be_opened_cost_no_answer(project: Path, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_documents_of_before_that_cannot_be_opened_cost_no_answer(project: Path,
         page = lxml.html.fromstring(client.get(f"{ASKED}&before=1").text)
     assert texts(shown(page, "answer"), ".//p[@class='given']")[0]
     assert texts(shown(page, "before"), ".//p") == [
-        "The documents of before cannot be opened; the server's log says why."
+        "The documents before the update cannot be opened; see the server's log."
     ]
 
 
@@ -297,7 +297,7 @@ def test_only_questions_that_are_answered_rightly_are_examples(project: Path, tm
 @pytest.mark.parametrize(
     ("question", "status", "told"),
     [
-        ("x" * 2001, 422, "The question has 2001 characters, at most 2000 are read."),
+        ("x" * 2001, 422, "The question has 2001 characters; at most 2000 are allowed."),
         ("who " * 90, 422, "has 270 wordpieces, 1 to"),
         ("\u200b", 422, "has 0 wordpieces, 1 to"),
     ],
@@ -370,7 +370,7 @@ def test_a_token_is_asked_for_once_and_never_in_an_address(guarded: Served) -> N
     assert action == place, "the question goes on with it"
     wrong = visit(guarded, action, {"token": "wrong"})
     assert (wrong.status, wrong.headers["Set-Cookie"]) == (401, None)
-    assert "This is not the server&#39;s token." in wrong.text
+    assert "Wrong token." in wrong.text
     right = visit(guarded, action, {"token": TOKEN})
     assert (right.status, urljoin(place, right.headers["Location"])) == (303, ASKED)
     cookie, *flags = right.headers["Set-Cookie"].split("; ")
@@ -403,11 +403,11 @@ def test_a_cookie_that_is_made_up_opens_nothing(guarded: Served, value: str) -> 
 
 
 def test_a_cookie_ends_and_is_good_for_one_token() -> None:
-    assert Token(TOKEN).signed(Token(TOKEN).cookie())
-    assert not Token(TOKEN).signed(Token(TOKEN).cookie(-1))
-    assert not Token(TOKEN).signed(Token("other").cookie())
+    assert Token(TOKEN).is_valid(Token(TOKEN).cookie())
+    assert not Token(TOKEN).is_valid(Token(TOKEN).cookie(-1))
+    assert not Token(TOKEN).is_valid(Token("other").cookie())
     ends, _, signature = Token(TOKEN).cookie().partition(".")
-    assert not Token(TOKEN).signed(f"{int(ends) + 1}.{signature}")
+    assert not Token(TOKEN).is_valid(f"{int(ends) + 1}.{signature}")
 
 
 def test_after_signing_in_nobody_is_sent_elsewhere(guarded: Served) -> None:
@@ -475,7 +475,7 @@ for (const one of document.querySelectorAll("h1, h2, h3")) {
 }
 if (!document.documentElement.lang || !document.title) faults.push("lang, title");
 const links = new Map();
-for (const one of document.querySelectorAll("main a[data-here]")) {
+for (const one of document.querySelectorAll("main a[data-in-place]")) {
   const name = one.textContent.trim();
   if (links.has(name) && links.get(name) !== one.href) faults.push("two links of one name: " + name);
   links.set(name, one.href);
@@ -510,7 +510,7 @@ def at(browser: webdriver.Chrome, server: Served) -> Iterator[webdriver.Chrome]:
 
 
 def said(browser: webdriver.Chrome) -> str:
-    return str(browser.find_element(By.ID, "said").get_attribute("textContent"))
+    return str(browser.find_element(By.ID, "status").get_attribute("textContent"))
 
 
 def wait_for_answer(browser: webdriver.Chrome) -> None:
@@ -544,13 +544,13 @@ def test_a_script_in_a_document_is_text(at: webdriver.Chrome, server: Served) ->
 def test_a_passage_is_taken_away_and_the_way_back_leads_back(at: webdriver.Chrome, server: Served) -> None:
     at.get(f"{server.url}{ASKED}")
     first = said(at)
-    link = at.find_element(By.CSS_SELECTOR, ".if a")
+    link = at.find_element(By.CSS_SELECTOR, ".without a")
     link.send_keys(Keys.ENTER)
     wait_for(lambda: "without=" in at.current_url, 60)
-    wait_for(lambda: at.find_elements(By.CSS_SELECTOR, ".gone"), 60)
+    wait_for(lambda: at.find_elements(By.CSS_SELECTOR, ".excluded"), 60)
     assert at.switch_to.active_element.get_attribute("id") == "result", "reading goes on where the answer is"
     at.back()
-    wait_for(lambda: said(at) == first and not at.find_elements(By.CSS_SELECTOR, ".gone"), 60)
+    wait_for(lambda: said(at) == first and not at.find_elements(By.CSS_SELECTOR, ".excluded"), 60)
     assert at.find_element(By.ID, "q").get_attribute("value") == QUESTION
 
 
@@ -558,7 +558,7 @@ def test_what_is_held_back_is_small_and_comes_last(browser: webdriver.Chrome, un
     browser.get(f"{unsure.url}/")
     assert not browser.find_elements(By.CSS_SELECTOR, ".examples"), "nothing is answered"
     browser.find_element(By.ID, "q").send_keys(WORDS, Keys.ENTER)
-    wait_for(lambda: said(browser).startswith("No answer is sure enough."), 60)
+    wait_for(lambda: said(browser).startswith("No answer is confident enough."), 60)
     record = unsure.ask(WORDS)
     answer = browser.find_element(By.CSS_SELECTOR, "section[aria-labelledby='answer']")
     guess, marks = (answer.find_element(By.CSS_SELECTOR, name) for name in (".guess", "blockquote mark"))
@@ -567,7 +567,7 @@ def test_what_is_held_back_is_small_and_comes_last(browser: webdriver.Chrome, un
     passage = answer.find_elements(By.CSS_SELECTOR, "blockquote")[-1]
     assert browser.execute_script(size, guess) < browser.execute_script(size, passage)
     assert guess.location["y"] > passage.location["y"]
-    assert browser.title.startswith("No sure answer: ")
+    assert browser.title.startswith("No confident answer: ")
 
 
 def test_a_thumb_is_kept_without_leaving_the_page(at: webdriver.Chrome, server: Served, project: Path) -> None:
@@ -576,8 +576,11 @@ def test_a_thumb_is_kept_without_leaving_the_page(at: webdriver.Chrome, server: 
     at.find_element(By.CSS_SELECTOR, ".feedback summary").click()
     at.find_element(By.ID, "correct").send_keys("Bergen")
     at.find_element(By.CSS_SELECTOR, ".thumb[value='no']").click()
-    wait_for(lambda: said(at) == "Noted, thank you.", 60)
-    assert at.execute_script("return [window.stays, document.activeElement.textContent]") == [1, "Noted, thank you."]
+    wait_for(lambda: said(at) == "Thank you for your feedback.", 60)
+    assert at.execute_script("return [window.stays, document.activeElement.textContent]") == [
+        1,
+        "Thank you for your feedback.",
+    ]
     assert not at.find_elements(By.CSS_SELECTOR, ".feedback")
     record, [kept] = server.ask(), read_feedback(feedback_file(project / "root"))
     assert (kept.question, kept.answer, kept.right, kept.correct_answer) == (
@@ -588,7 +591,7 @@ def test_a_thumb_is_kept_without_leaving_the_page(at: webdriver.Chrome, server: 
     )
     assert kept.passage_id == record["citations"][0]["passage_id"]
     at.get(f"{server.url}{ASKED}&noted=1")
-    assert "Noted, thank you." in at.find_element(By.ID, "result").text, "as without a script"
+    assert "Thank you for your feedback." in at.find_element(By.ID, "result").text, "as without a script"
 
 
 def pages(server: Served, guarded: Served, unsure: Served) -> Iterator[str]:
@@ -641,4 +644,4 @@ def test_the_tab_key_goes_through_it_from_top_to_bottom(at: webdriver.Chrome, se
         assert (style, width >= 2) == ("solid", True), f"no ring around {html}"
         reached.append(html)
     assert reached == wanted
-    assert re.search(r"To the question", reached[0])
+    assert re.search(r"Skip to the question", reached[0])

@@ -219,7 +219,7 @@ def test_a_body_that_is_too_long_is_refused_before_it_comes(server: Served) -> N
     head = "POST /v1/answer HTTP/1.1\nHost: localhost\nContent-Type: application/json\n"
     reply = exchange(server, f"{head}Content-Length: 1048577\n\n")
     assert reply.startswith(b"HTTP/1.1 413 ")
-    assert b"at most 1048576 are read" in reply
+    assert b"at most 1048576 are allowed" in reply
     chunk = b"40000\r\n" + b" " * 0x40000 + b"\r\n"
     reply = exchange(server, f"{head}Transfer-Encoding: chunked\n\n", *[chunk] * 5)
     assert reply.startswith(b"HTTP/1.1 413 "), reply[:200]
@@ -239,7 +239,7 @@ def test_too_many_waiting_questions_are_refused_all_or_none(answering: Path) -> 
 
     generation = open_run(answering / "root")
     batcher = RequestBatcher(ServedModel.of(generation), waiting=3)
-    with pytest.raises(Busy, match="at most 3 may"):
+    with pytest.raises(Busy, match="at most 3 are allowed"):
         batcher.submit([Query(QUESTION)] * 4)
     assert batcher.depth == 0
     tickets = batcher.submit([Query(QUESTION)] * 3)
@@ -391,7 +391,7 @@ def test_the_triton_client_asks(server: Served, binary: bool) -> None:
         wanted = [triton.InferRequestedOutput("answer", binary_data=binary)]
         [output] = client.infer("realmops", [tensor], outputs=wanted).get_response()["outputs"]
         assert output["name"] == "answer"
-        with pytest.raises(Exception, match="the model here is 'realmops'"):
+        with pytest.raises(Exception, match="this server serves 'realmops'"):
             client.infer("other", [tensor])
     finally:
         client.close()
@@ -403,19 +403,19 @@ GOOD = {"name": "question", "datatype": "BYTES", "shape": [1], "data": [QUESTION
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ({"inputs": []}, "wanted one tensor"),
+        ({"inputs": []}, "expected one tensor"),
         ({"inputs": [{**GOOD, "datatype": "FP32"}]}, "the datatype BYTES"),
-        ({"inputs": [{**GOOD, "shape": [2]}]}, "has 1 elements, its shape [2]"),
+        ({"inputs": [{**GOOD, "shape": [2]}]}, "has 1 elements but the shape [2]"),
         ({"inputs": [{**GOOD, "shape": [-1]}]}, "'shape'"),
         ({"inputs": [{**GOOD, "shape": [True]}]}, "'shape'"),
-        ({"inputs": [{**GOOD, "data": [1]}]}, "no list of strings"),
-        ({"inputs": [{**GOOD, "data": [], "shape": [0]}]}, "0 questions, 1 to 64"),
-        ({"inputs": [{**GOOD, "data": ["a"] * 65, "shape": [65]}]}, "65 questions, 1 to 64"),
-        ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "has 2001 characters, at most 2000"),
+        ({"inputs": [{**GOOD, "data": [1]}]}, "not a list of strings"),
+        ({"inputs": [{**GOOD, "data": [], "shape": [0]}]}, "0 questions; 1 to 64"),
+        ({"inputs": [{**GOOD, "data": ["a"] * 65, "shape": [65]}]}, "65 questions; 1 to 64"),
+        ({"inputs": [{**GOOD, "data": ["x" * 2001]}]}, "has 2001 characters; at most 2000"),
         ({"inputs": [{**GOOD, "parameters": {"binary_data_size": 9}}]}, "0 bytes follow"),
-        ({"inputs": [GOOD], "outputs": [{"name": "logits"}]}, "wanted some of answer"),
-        ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "wanted some of answer"),
-        ({"inputs": [GOOD], "outputs": [{"name": "answer"}, {"name": "logits"}]}, "wanted some of answer"),
+        ({"inputs": [GOOD], "outputs": [{"name": "logits"}]}, "expected one or more of answer"),
+        ({"inputs": [GOOD], "outputs": [{"name": ["answer"]}]}, "expected one or more of answer"),
+        ({"inputs": [GOOD], "outputs": [{"name": "answer"}, {"name": "logits"}]}, "expected one or more of answer"),
         ({"inputs": [GOOD], "outputs": [{"name": "answer"}, {"name": "answer"}]}, "each once"),
     ],
 )
@@ -428,10 +428,10 @@ def test_an_open_inference_call_that_is_none(server: Served, call: Any, told: st
 @pytest.mark.parametrize(
     ("size", "tail", "told"),
     [
-        (b"2", b"\x01\x00", "end inside of a length"),
-        (b"3", b"\x01\x00\x00", "end inside of a length"),
-        (b"6", b"\xff\xff\xff\xff\x00\x00", "longer than what is there"),
-        (b"5", b"\x01\x00\x00\x00\xff", "no UTF-8"),
+        (b"2", b"\x01\x00", "ends within a string's length"),
+        (b"3", b"\x01\x00\x00", "ends within a string's length"),
+        (b"6", b"\xff\xff\xff\xff\x00\x00", "more than remain"),
+        (b"5", b"\x01\x00\x00\x00\xff", "not valid UTF-8"),
     ],
 )
 def test_tensors_as_bytes_that_are_damaged(server: Served, size: bytes, tail: bytes, told: str) -> None:
@@ -442,7 +442,7 @@ def test_tensors_as_bytes_that_are_damaged(server: Served, size: bytes, tail: by
     assert (status, told in reply["error"]) == (422, True), reply
     for wrong in ("-1", "x", str(len(raw) + 1), "9" * 5000):
         status, _, reply = server.call("/v2/models/realmops/infer", raw=raw, Inference_Header_Content_Length=wrong)
-        assert (status, "wanted a number of bytes" in reply["error"]) == (422, True)
+        assert (status, "expected a number of bytes" in reply["error"]) == (422, True)
 
 
 # ---- generations
@@ -481,7 +481,7 @@ def test_no_reply_names_a_folder_of_the_servers_disk(copy: Path, gone: str, capl
         shutil.rmtree(copy / "root/models/finetune")
         watcher = client.app.state.watcher  # type: ignore[attr-defined]
         assert watcher.poll() is False
-        watcher.away = "the model registry failed: unable to open 'sqlite:////srv/runs/mlflow.db'"
+        watcher.poll_error = "the model registry failed: unable to open 'sqlite:////srv/runs/mlflow.db'"
         replies = dict(every_call(client))
     states = {reply.status_code for reply in replies.values()}
     assert states == {200, 500}, "nothing is a caller's mistake"
@@ -515,12 +515,12 @@ def test_what_cannot_be_served_is_told_at_the_start(copy: Path, tmp_path: Path) 
     assert (result.exit_code, "it is no finished finetune" in result.stderr) == (2, True), result.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         result = cli("serve", "--root", copy / "root", "--port", str(taken.getsockname()[1]))
-    assert (result.exit_code, "in use; name others" in result.stderr) == (2, True), result.stderr
+    assert (result.exit_code, "in use; use another one" in result.stderr) == (2, True), result.stderr
     del result
     gc.collect()  # a socket left open is a ResourceWarning, which ends the test
     (tmp_path / "token").write_text(" \n")
     result = cli("serve", "--root", copy / "root", "--token-file", tmp_path / "token")
-    assert (result.exit_code, "holds no bearer token" in result.stderr) == (2, True)
+    assert (result.exit_code, "holds no valid bearer token" in result.stderr) == (2, True)
     result = cli("serve", "--root", copy / "root", "--model", "realmops")
     assert (result.exit_code, "expected models:/NAME@champion" in result.stderr) == (2, True)
 

@@ -231,7 +231,7 @@ def test_masked_sentences_are_explained_with_words(project: Path) -> None:
         embedded = realm.embed([example], [ids])
     f = []
     for z in [*ids, -1]:
-        dense = float(realm.retriever.scale * embedded.query_BE[0] @ embedded.document_UE[embedded.place[z]])
+        dense = float(realm.retriever.scale * embedded.query_BE[0] @ embedded.document_UE[embedded.row_of[z]])
         bm25 = float(words.score_of(query, np.array([z]))[0]) / best
         f.append(mixture.dense * dense + mixture.lexical * bm25)
     assert [c["p_z"] for c in found["candidates"]] == pytest.approx(

@@ -252,7 +252,7 @@ def test_a_gradient_that_is_not_finite_ends_it_at_the_first_step() -> None:
     saved, said = trained(lambda model, step: model.loss(step) + (0.0 * model.inner.weight.sum()).sqrt())
     assert not saved
     assert "step 100: the loss is 5.51" in said
-    assert "the norm of its gradient nan, where finite numbers are wanted; the last finite loss: no step" in said
+    assert "the norm of its gradient nan; finite numbers are required; the last finite loss: no earlier step" in said
 
 
 def test_a_loss_that_is_not_finite_in_another_process_ends_this_one_too() -> None:

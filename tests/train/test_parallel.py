@@ -211,12 +211,12 @@ def test_a_pod_starts_the_processes_that_it_is_told_to(
 class Helper(Team):
     """One that helped, alone: waits for nobody, and all that it is sent is 0, its parameters apart."""
 
-    def send(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             if not tensor.requires_grad:
                 tensor.zero_()
 
-    def send_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+    def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         return list(numbers)
 
 
@@ -256,12 +256,12 @@ class Posted(Team):
 
     post: list[Any] = field(default_factory=list)
 
-    def send_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+    def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         if self.leads:
             self.post.append(list(numbers))
         return self.post[0]
 
-    def send(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         if self.leads:
             self.post.append(list(tensors))
         for tensor, sent in zip(tensors, self.post[1], strict=True):
@@ -305,7 +305,7 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_more_processes_than_gpus_are_refused(one_of_two: list[str], tmp_path: Path) -> None:
     values = small_project.toy_values(run={"device": "cuda"})
-    wanted = r"started 2 processes on this machine, .* torch finds 1; .*--nproc-per-node=1, or set run.device=cpu"
+    wanted = r"started 2 processes on this machine, .* torch finds 1 GPUs; .*--nproc-per-node=1, or set run.device=cpu"
     with pytest.raises(ValueError, match=wanted):
         small_project.stage("ict", values, tmp_path, tmp_path / "root")
     assert one_of_two == []
@@ -322,15 +322,15 @@ def test_processes_on_cpus_touch_no_gpu(one_of_two: list[str], monkeypatch: pyte
 
 def test_shares_of_a_batch_give_its_mean() -> None:
     batch, weights = ["a", "b", "c", "d", "e"], [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert Team().share(batch) == (batch, 1.0)
-    assert Team(0, 2).share(batch) == (["a", "c", "e"], 2 * 3 / 5)
-    assert Team(1, 2).share(batch) == (["b", "d"], 2 * 2 / 5)
-    assert Team(1, 2).share(batch, weights) == (["b", "d"], 2 * 6 / 15)
-    assert Team(2, 3).share(["a", "b"]) == (["a"], 0.0)
+    assert Team().split_batch(batch) == (batch, 1.0)
+    assert Team(0, 2).split_batch(batch) == (["a", "c", "e"], 2 * 3 / 5)
+    assert Team(1, 2).split_batch(batch) == (["b", "d"], 2 * 2 / 5)
+    assert Team(1, 2).split_batch(batch, weights) == (["b", "d"], 2 * 6 / 15)
+    assert Team(2, 3).split_batch(["a", "b"]) == (["a"], 0.0)
 
 
 def test_a_batch_too_small_for_all_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "team", lambda: Team(0, 5))
     shutil.copytree(trained / "one/data", trained / "five/data")
-    with pytest.raises(ValueError, match=r"ict.batch_size is 4 and the corpus has .*: 5 processes cannot share that"):
+    with pytest.raises(ValueError, match=r"too small for 5 processes: ict.batch_size is 4 and the corpus has "):
         small_project.stage("ict", small_project.toy_values(**TOGETHER), trained, trained / "five")

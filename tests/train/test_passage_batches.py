@@ -182,7 +182,7 @@ class Together(Team):
         assert torch.equal(self.gathered[self.rank], x_BD)
         return torch.cat([x_BD if rank == self.rank else other for rank, other in enumerate(self.gathered)])
 
-    def send(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         pass
 
 

@@ -330,7 +330,7 @@ def test_the_alarm_warns_when_one_passage_is_everybodys_first() -> None:
     for step in range(COLLAPSE_WINDOW):
         alarm.watch(COLLAPSE_WINDOW + step, 0.1, [7] * 10)
     assert len(warnings) == 1
-    assert "passage 7 comes first for 9" in warnings[0]
+    assert "passage 7 ranks first for 9" in warnings[0]
 
 
 def test_the_alarm_looks_at_the_last_steps_only() -> None:

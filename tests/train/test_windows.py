@@ -33,7 +33,7 @@ from realmops.train.parallel import Team
 from realmops.train.windows import (
     HARDEST,
     NEGATIVES_FROM,
-    WindowLesson,
+    WindowExample,
     draw_windows,
     lessons_of,
     place_window,
@@ -77,7 +77,7 @@ def test_lessons_by_hand(world: World) -> None:
     """Of 7, 4, 0, 11 and 5, in this order, 4 is the first with Oslo; without it are 7 and 11. NEVER teaches nothing."""
     model = open_qa(world, order=[7, 4, 0, 11, 5])
     told: list[int] = []
-    [lesson] = lessons_of(model, [BORN, NEVER, DIED], 5, told.append, together=2)
+    [lesson] = lessons_of(model, [BORN, NEVER, DIED], 5, told.append, batch_size=2)
     assert told == [2, 1]
     assert world.words(lesson.question) == "where was anna berg born [UNK]"
     assert (lesson.passage, lesson.negatives) == (4, [7, 11])
@@ -196,7 +196,7 @@ def test_question_and_window_fit_the_reader(long_world: World) -> None:
 # ---- the loss
 
 
-def slow_loss(world: World, model: OpenQa, lesson: WindowLesson, windows: list[module.Window]) -> float:
+def slow_loss(world: World, model: OpenQa, lesson: WindowExample, windows: list[module.Window]) -> float:
     """-log of the share of the right spans, one window and one span at a time."""
     spans, special = model.reader.spans, world.special
     assert spans is not None

@@ -1,1 +1,1 @@
-"""Answers served: one generation of model, corpus and index at a time, over HTTP or at the terminal."""
+"""Serving of one generation (model, corpus and index) at a time, over HTTP and the Model Context Protocol."""

@@ -1,4 +1,4 @@
-"""The routes: ours (``/v1/answer``), health, metrics and their description; other protocols are put beside them."""
+"""The FastAPI application: ``/v1/answer``, health, metrics and API reference; routers add the other protocols."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from realmops.serve.served_model import ServedModel
 
 Text = Annotated[str, Field(max_length=QUESTION_LIMIT)]
 _FOLDERS = re.compile(r"[^\s'\"(]*/")
-FAILED = "the question could not be answered; the server's log says why"
+FAILED = "the question could not be answered: internal error; see the server's log"
 PassageId = Annotated[str, Field(max_length=80)]
 
 
 class AnswerRequest(BaseModel):
-    """What ``POST /v1/answer`` takes: one question, or several."""
+    """Body of ``POST /v1/answer``: one question or several."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     question: Text | None = Field(None, description="One question; the reply is its record.")
@@ -41,51 +41,57 @@ class AnswerRequest(BaseModel):
         None, min_length=1, max_length=QUESTIONS_LIMIT, description='Several; the reply is {"answers": [...]}.'
     )
     without: list[PassageId] = Field(
-        default_factory=list, max_length=QUESTIONS_LIMIT, description="Ids of passages that must not be read."
+        default_factory=list, max_length=QUESTIONS_LIMIT, description="Ids of passages to exclude."
     )
     stream: bool = Field(False, description="Server-sent events: the sources first, then the answer.")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> AnswerRequest:
+    def _check_exclusive(self) -> AnswerRequest:
         if (self.question is None) == (self.questions is None):
             raise ValueError("give either 'question' or 'questions'")
         return self
 
     def queries(self) -> list[Query]:
+        """Return the questions as queries."""
         texts = [self.question] if self.question is not None else self.questions or []
         return [Query(text, frozenset(self.without)) for text in texts]
 
 
 class AnswerService:
-    """Submits the questions of a request to the batcher, and turns its errors into those of HTTP."""
+    """Submits the questions of a request to the batcher, and maps its errors to HTTP errors."""
 
     def __init__(self, batcher: RequestBatcher, watcher: ModelWatcher) -> None:
         self.batcher, self.watcher = batcher, watcher
-        self.ending = False
+        self.is_shutting_down = False
 
     @property
     def name(self) -> str:
+        """Name of the served model, as clients call it."""
         return self.watcher.source.name
 
-    def known(self, name: str) -> None:
-        """404 for another model than the one that serves."""
+    def check_name(self, name: str) -> None:
+        """Raise HTTPException 404 if ``name`` is not that of the served model."""
         if name != self.name:
-            raise HTTPException(404, f"the model here is {self.name!r}: name that one")
+            raise HTTPException(404, f"unknown model: this server serves {self.name!r}")
 
     def state(self) -> Record:
-        """Return the model that serves, and why a newer one was refused; files are named without their folders."""
+        """Return the served model, and why a newer one was rejected; files are named without their folders."""
         refused = self.watcher.refused
         return {
             "model": self.batcher.served.about,
             "refused": refused and {**refused, "reason": without_folders(refused["reason"])},
-            "registry_away": without_folders(self.watcher.away) or None,
+            "registry_away": without_folders(self.watcher.poll_error) or None,
         }
 
-    def take(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
-        """Accept all of a request's questions for one model: ``served``, or the one that serves."""
-        longest = max((len(one.question) for one in queries), default=0)
+    def submit(self, queries: Sequence[Query], served: ServedModel | None = None) -> list[PendingAnswer]:
+        """Submit all questions of a request to one model: ``served``, by default the current one.
+
+        Raises:
+            HTTPException: 422 for an invalid question, 429 for a full queue, 503 during shutdown.
+        """
+        longest = max((len(query.question) for query in queries), default=0)
         if longest > QUESTION_LIMIT:
-            raise HTTPException(422, f"the question has {longest} characters, at most {QUESTION_LIMIT} are read")
+            raise HTTPException(422, f"the question has {longest} characters; at most {QUESTION_LIMIT} are allowed")
         try:
             return self.batcher.submit(queries, served)
         except InvalidRequest as error:
@@ -96,19 +102,22 @@ class AnswerService:
             raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
 
     async def answer(self, queries: Sequence[Query]) -> list[Record]:
-        """The records, in the order of the questions."""
-        return [await asyncio.wrap_future(ticket.record) for ticket in self.take(queries)]
+        """Return the records in the order of the questions."""
+        return [await asyncio.wrap_future(pending.record) for pending in self.submit(queries)]
 
 
 def without_folders(text: str) -> str:
-    """A message without the folders of its paths: whoever reads it learns nothing of this machine's disk."""
+    """Reduce paths in a message to file names, so that replies do not reveal the server's folders."""
     return _FOLDERS.sub("", text)
 
 
 def make_app(
     batcher: RequestBatcher, watcher: ModelWatcher, metrics: Metrics, token: str | None, limits: Limits
 ) -> FastAPI:
-    """The application; ``app.state.service`` is what routes ask, ``app.state.token`` what a browser signs in with."""
+    """Build the application.
+
+    Routes use ``app.state.service``, ``app.state.feedback`` and ``app.state.token``, the token for signing in.
+    """
     app = FastAPI(
         title="realmops",
         version=__version__,
@@ -118,32 +127,33 @@ def make_app(
     )
     service = app.state.service = AnswerService(batcher, watcher)
     app.state.token = None if token is None else Token(token)
-    app.state.feedback = feedback_routes.FeedbackKeeper(watcher.source.root)
+    app.state.feedback = feedback_routes.FeedbackStore(watcher.source.root)
 
     @app.post("/v1/answer", summary="Answer questions", response_model=None)
     async def answer(question: AnswerRequest) -> Response:
-        """Each answer with its quotations: `start` and `end` are characters of the document's text as it was read.
+        """Return each answer with its quotations; `start` and `end` are character offsets in the document's text.
 
-        With `stream` the events are `sources` (what will be read, with p(z|x)), then `answer` (the record), or `error`
-        where reading fails, each with the `index` of its question.
+        With `stream`, each question has the events `sources` (the passages with p(z|x)), then `answer` (the record) or
+        `error`, with the question's `index`.
         """
         if question.stream:
-            events = _events(service.take(question.queries()))
+            events = _events(service.submit(question.queries()))
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         records = await service.answer(question.queries())
         return JSONResponse(records[0] if question.question is not None else {"answers": records})
 
-    @app.get("/health/live", summary="The process runs")
+    @app.get("/health/live", summary="Liveness probe")
     async def live() -> dict[str, bool]:
         return {"live": True}
 
-    @app.get("/health/ready", summary="Questions are taken", response_model=None)
+    @app.get("/health/ready", summary="Readiness probe", response_model=None)
     async def ready() -> Response:
-        """What serves; `refused` says why a newer model does not."""
-        return JSONResponse({"ready": not service.ending, **service.state()}, 503 if service.ending else 200)
+        """Return the served model; `refused` is the reason why a newer one was rejected."""
+        is_ready = not service.is_shutting_down
+        return JSONResponse({"ready": is_ready, **service.state()}, 200 if is_ready else 503)
 
-    @app.get("/metrics", summary="Figures for Prometheus", response_class=Response)
-    async def figures() -> Response:
+    @app.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    async def prometheus() -> Response:
         metrics.waiting.set(batcher.depth)
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -160,51 +170,51 @@ def make_app(
     return app
 
 
-async def _events(tickets: Sequence[PendingAnswer]) -> AsyncIterator[bytes]:
-    """Yield server-sent events while the caller listens; when it has hung up, what is still pending is left out."""
+async def _events(answers: Sequence[PendingAnswer]) -> AsyncIterator[bytes]:
+    """Yield server-sent events; when the client disconnects, cancel the pending questions."""
 
     def event(index: int, name: str, value: dict[str, Any]) -> bytes:
         return format_sse_event(event=name, data_str=json.dumps({"index": index} | value, ensure_ascii=False))
 
     try:
-        for index, ticket in enumerate(tickets):
+        for index, pending in enumerate(answers):
             try:
-                yield event(index, "sources", await ticket.sources())
-                yield event(index, "answer", await asyncio.wrap_future(ticket.record))
-            except Exception:  # it is in the log; others may have their answers
+                yield event(index, "sources", await pending.sources())
+                yield event(index, "answer", await asyncio.wrap_future(pending.record))
+            except Exception:  # the batcher has logged it; the other questions are still answered
                 yield event(index, "error", problem("", 500, FAILED))
     finally:
-        for ticket in tickets:
-            ticket.gone = True
+        for pending in answers:
+            pending.is_cancelled = True
 
 
 def _explain_errors(app: FastAPI) -> None:
-    """Errors as each protocol has them; what a caller wrote is not repeated."""
+    """Register error handlers: each protocol has its format, and no client input is repeated."""
 
-    def told(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
+    def error_response(request: Request, status: int, message: str, headers: Any = None) -> JSONResponse:
         return JSONResponse(problem(request.url.path, status, message), status, headers)
 
     @app.exception_handler(StarletteHTTPException)
     async def refused(request: Request, error: StarletteHTTPException) -> JSONResponse:
-        return told(request, error.status_code, _writable(str(error.detail)), error.headers)
+        return error_response(request, error.status_code, _writable(str(error.detail)), error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"][1:])
-        if not place and first["type"] == "string_unicode":
-            place = "a field's name"
+        field = ".".join(str(part) for part in first["loc"][1:])
+        if not field and first["type"] == "string_unicode":
+            field = "a field's name"
         message = first["msg"].removeprefix("Value error, ")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if not place and not kind.endswith("json"):
-            message = "the body was not sent as JSON: send -H 'Content-Type: application/json'"
-        return told(request, 422, _writable(f"{place}: {message}" if place else message))
+        if not field and not kind.endswith("json"):
+            message = "the body is not declared as JSON: send -H 'Content-Type: application/json'"
+        return error_response(request, 422, _writable(f"{field}: {message}" if field else message))
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
-        return told(request, 500, FAILED)
+        return error_response(request, 500, FAILED)
 
 
 def _writable(text: str) -> str:
-    """Half a surrogate pair, which cannot be written, becomes a question mark."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by question marks."""
     return text.encode(errors="replace").decode()

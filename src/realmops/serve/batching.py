@@ -1,7 +1,7 @@
-"""Questions of many callers answered in batches by one thread, each batch by one served model.
+"""Dynamic batching: one thread answers the questions of concurrent requests in batches, each by one served model.
 
-Callers put their questions into a queue; the thread takes those that arrived while it was busy, finds the passages of
-all of them at once and reads them packed. No question waits for a batch to fill.
+Requests are queued; the thread takes those that arrived while it was busy, retrieves passages for all of them at once
+and reads them as packed sequences. No question waits for a batch to fill.
 """
 
 import asyncio
@@ -19,49 +19,51 @@ from realmops.answering.record import Record
 from realmops.serve.served_model import ServedModel
 
 _LOG = logging.getLogger(__name__)
-WAITING = 256  # questions that wait or are being answered, of all callers
+WAITING = 256  # accepted and unanswered questions of all requests
 
 
 class Busy(Exception):
-    """Too many questions are pending to accept more."""
+    """Error: too many questions are pending."""
 
 
 class Closed(Exception):
-    """The server is shutting down and accepts no more questions."""
+    """Error: the server is shutting down."""
 
 
 @dataclass(eq=False)
 class PendingAnswer:
-    """One accepted question: first what is read for it, then its record."""
+    """An accepted question with futures of its retrieved passages and its record."""
 
     query: Query
     served: ServedModel
-    found: Future[Found] = field(default_factory=Future)
+    retrieved: Future[Found] = field(default_factory=Future)
     record: Future[Record] = field(default_factory=Future)
-    gone: bool = False  # the caller hung up
+    is_cancelled: bool = False  # the client disconnected
 
     def __post_init__(self) -> None:
-        for future in (self.found, self.record):  # a caller who hangs up cannot cancel them
+        for future in (self.retrieved, self.record):  # a disconnecting client cannot cancel running futures
             future.set_running_or_notify_cancel()
 
     async def sources(self) -> Record:
-        """Return the sources of the answer, as soon as they are known."""
-        return self.served.sources(await asyncio.wrap_future(self.found))
+        """Return the sources of the answer once its passages are retrieved."""
+        return self.served.sources(await asyncio.wrap_future(self.retrieved))
 
     def fail(self, error: BaseException) -> None:
-        for future in (self.found, self.record):
+        """Set an error on the unfinished futures."""
+        for future in (self.retrieved, self.record):
             if not future.done():
                 future.set_exception(error)
 
 
 class RequestBatcher:
-    """Answers queued questions in batches by the served model, which can be replaced at any time.
+    """Queue that answers questions in batches by the served model, which can be replaced at any time.
 
-    A question is answered by the model that served when it was accepted.
+    A question is answered by the model that was served when it was accepted.
 
     Args:
-        waiting: maximum of questions that are accepted and not yet answered.
-        on_batch: called with the number of questions of a batch and the seconds that it took.
+        served: the initial model.
+        waiting: maximum number of accepted and unanswered questions.
+        on_batch: called with the number of questions of a batch and its seconds.
     """
 
     def __init__(
@@ -70,14 +72,14 @@ class RequestBatcher:
         self.served = served  # the model of new questions
         self._waiting, self._on_batch = waiting, on_batch
         self._queue: deque[PendingAnswer] = deque()
-        self.depth = 0  # accepted and not yet answered
+        self.depth = 0  # accepted and unanswered questions
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="answers", daemon=True)
         self._thread.start()
 
     def swap(self, served: ServedModel) -> None:
-        """Answer new questions by this model from now on."""
+        """Serve this model to new questions."""
         with self._changed:
             self.served = served
 
@@ -85,26 +87,32 @@ class RequestBatcher:
         """Accept questions, all or none, for one model.
 
         Args:
-            served: another model than the one that serves.
+            queries: the questions of one request.
+            served: the model to use instead of the current one.
 
-        Raises InvalidRequest for a question that cannot be asked, Busy when too many wait, Closed at the end.
+        Raises:
+            InvalidRequest: a question is empty or too long.
+            Busy: too many questions are pending.
+            Closed: the server is shutting down.
         """
         served = served or self.served
         for query in queries:
             served.check(query)
-        tickets = [PendingAnswer(query, served) for query in queries]
+        pending = [PendingAnswer(query, served) for query in queries]
         with self._changed:
             if self._closed:
-                raise Closed("the server is shutting down: retry on another replica")
-            if self.depth + len(tickets) > self._waiting:
-                raise Busy(f"{self.depth} questions wait, at most {self._waiting} may: ask again a little later")
-            self.depth += len(tickets)
-            self._queue.extend(tickets)
+                raise Closed("the server is shutting down; retry on another replica")
+            if self.depth + len(pending) > self._waiting:
+                raise Busy(
+                    f"too many pending questions: {self.depth}; at most {self._waiting} are allowed; retry later"
+                )
+            self.depth += len(pending)
+            self._queue.extend(pending)
             self._changed.notify()
-        return tickets
+        return pending
 
     def close(self) -> None:
-        """Accept no more questions, and wait until those that were accepted are answered."""
+        """Accept no more questions, and block until the accepted ones are answered."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -115,24 +123,24 @@ class RequestBatcher:
             try:
                 self._answer(batch)
             except Exception as error:
-                self._answer_apart(batch, error)
+                self._answer_singly(batch, error)
             finally:
                 with self._changed:
                     self.depth -= len(batch)
 
-    def _answer_apart(self, batch: list[PendingAnswer], error: Exception) -> None:
-        """After an error, so that one question never costs another its answer."""
-        for ticket in (ticket for ticket in batch if not ticket.record.done()):
+    def _answer_singly(self, batch: list[PendingAnswer], error: Exception) -> None:
+        """Retry a failed batch one question at a time, so that one question's error does not fail the others."""
+        for pending in (pending for pending in batch if not pending.record.done()):
             try:
                 if len(batch) == 1:
                     raise error
-                self._answer([ticket])
-            except Exception as own:
-                _LOG.error("no answer to %r", ticket.query.question, exc_info=own)
-                ticket.fail(own)
+                self._answer([pending])
+            except Exception as own_error:
+                _LOG.error("serve: no answer to %r", pending.query.question, exc_info=own_error)
+                pending.fail(own_error)
 
     def _next_batch(self) -> list[PendingAnswer]:
-        """Collect pending requests into a batch for one served model; empty at the end."""
+        """Collect pending questions into a batch for one served model; return an empty batch after ``close``."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -144,16 +152,16 @@ class RequestBatcher:
             return batch
 
     def _answer(self, batch: list[PendingAnswer]) -> None:
-        batch = [ticket for ticket in batch if not ticket.gone]
+        batch = [pending for pending in batch if not pending.is_cancelled]
         if not batch:
             return
         started = time.perf_counter()
         served = batch[0].served
-        found = served.find([ticket.query for ticket in batch])
-        for ticket, one in zip(batch, found, strict=True):
-            if not ticket.found.done():
-                ticket.found.set_result(one)
-        for ticket, record in zip(batch, served.read(found), strict=True):
-            ticket.record.set_result(record)
+        retrieved = served.find([pending.query for pending in batch])
+        for pending, passages in zip(batch, retrieved, strict=True):
+            if not pending.retrieved.done():
+                pending.retrieved.set_result(passages)
+        for pending, record in zip(batch, served.read(retrieved), strict=True):
+            pending.record.set_result(record)
         if self._on_batch is not None:
             self._on_batch(len(batch), time.perf_counter() - started)

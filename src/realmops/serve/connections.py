@@ -1,8 +1,8 @@
-"""Connections that send no whole request: how long they may, and how many may at once.
+"""Limits on connections without a complete request: their time and their number.
 
-uvicorn waits for a request's head without an end, and counts those who send none with those who ask. Here each request
-must come by a time that no single byte moves, and where too many connections have no whole request, those that have
-waited longest end. So there is always room for a request that comes whole, a probe's before all.
+uvicorn has no timeout for a request's head, and its connection limit counts idle connections too. Here each request has
+a deadline that sending single bytes does not extend, and if too many connections have no complete request, the oldest
+are closed. So there is always room for a complete request, above all a health probe.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from realmops.serve.guard import Limits, problem
 
 
 class Connection(H11Protocol):
-    """One connection. ``limits`` and ``waiting`` are those of its server, see ``connection_class``."""
+    """An HTTP/1.1 connection; all connections of a server share ``limits`` and ``waiting``."""
 
     limits: Limits
-    waiting: dict[Connection, None]  # without a whole request, those that have waited longest first
+    waiting: dict[Connection, None]  # connections without a complete request, oldest first
 
-    _deadline: asyncio.TimerHandle | None = None  # of the next request's head
-    _unread: asyncio.TimerHandle | None = None  # of an answer that the client does not take
+    _deadline: asyncio.TimerHandle | None = None  # for the next request's head
+    _unread: asyncio.TimerHandle | None = None  # for the client to read the response
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the deadline of the first request."""
         super().connection_made(transport)
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel all deadlines."""
         self._arm(None)
         self.resume_writing()
         self.waiting.pop(self, None)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """A part of a request has come, or all of it; the body's time is the guard's to keep."""
+        """Process received bytes, and cancel the deadline after the head; ``Guard`` limits the time of the body."""
         before = self.cycle
         super().handle_events()
         cycle: RequestResponseCycle | None = self.cycle
@@ -46,22 +48,23 @@ class Connection(H11Protocol):
             self.waiting.pop(self, None)
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or for the rest of one that was answered before it had come."""
+        """Start the deadline of the next request, or of the rest of one that was answered early."""
         self._wait()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """The client reads nothing of its answer."""
+        """Start the deadline for the client to read the response."""
         super().pause_writing()
         self._unread = self.loop.call_later(self.limits.read_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """Cancel the deadline for reading the response."""
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
 
     def _wait(self) -> None:
-        self.waiting.pop(self, None)  # to the end of the row
+        self.waiting.pop(self, None)  # move to the end
         self.waiting[self] = None
         self._arm(self.limits.head_seconds)
         while len(self.waiting) > self.limits.waiting:
@@ -77,21 +80,21 @@ class Connection(H11Protocol):
     def _expired(self) -> None:
         cycle: RequestResponseCycle | None = self.cycle
         is_between = cycle is None or cycle.response_complete
-        has_begun = is_between and bool(self.conn.trailing_data[0])  # else nothing was asked, and nothing is said
+        has_begun = is_between and bool(self.conn.trailing_data[0])  # an idle connection gets no response
         if has_begun and not self.transport.is_closing():
-            self.transport.write(_too_late(self.limits.head_seconds))
+            self.transport.write(_timeout_response(self.limits.head_seconds))
             self.transport.close()
-            self._arm(self.limits.read_seconds)  # what is not read by then is dropped
+            self._arm(self.limits.read_seconds)  # for the client to read the response
         else:
             self.transport.abort()
 
 
-def _too_late(seconds: float) -> bytes:
-    body = json.dumps(problem("", 408, f"the head of the request did not come within {seconds:g} s")).encode()
+def _timeout_response(seconds: float) -> bytes:
+    body = json.dumps(problem("", 408, f"request head timed out: incomplete after {seconds:g} s")).encode()
     head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "
     return f"{head}{len(body)}\r\n\r\n".encode() + body
 
 
 def connection_class(limits: Limits) -> type[Any]:
-    """The class of one server's connections."""
+    """Return a protocol class whose connections share ``limits``."""
     return type("LimitedConnection", (Connection,), {"limits": limits, "waiting": {}})

@@ -1,6 +1,6 @@
-"""Whether answers are right, as people say: ``/v1/feedback`` for programs, ``/feedback`` for the page's buttons.
+"""Feedback on answers: ``/v1/feedback`` for programs, ``/feedback`` for the page's buttons.
 
-It is kept in a file of the run, and sent to MLflow where that is in use.
+It is stored in a file of the run, and sent to MLflow if the run is tracked.
 """
 
 import logging
@@ -23,25 +23,29 @@ router = APIRouter()
 
 
 class FeedbackRequest(BaseModel):
-    """What ``POST /v1/feedback`` takes."""
+    """Body of ``POST /v1/feedback``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     question: Text
-    answer: Text = Field(description="The answer that was given or held back.")
+    answer: Text = Field(description="The answer that was returned or held back.")
     right: bool
-    correct_answer: Text = Field("", description="The right one, where this is not.")
-    passage_id: str = Field("", max_length=80, description="The passage that it was quoted from.")
+    correct_answer: Text = Field("", description="The correct answer, if this one is wrong.")
+    passage_id: str = Field("", max_length=80, description="The passage that the answer was quoted from.")
 
 
-class FeedbackKeeper:
-    """Keeps feedback below a run's folder, and has it sent."""
+class FeedbackStore:
+    """Stores feedback below a run's folder and has it sent to MLflow."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._sender = FeedbackSender(root)
 
     def keep(self, request: FeedbackRequest) -> None:
-        """Returns when it is durable; HTTPException where it cannot be kept."""
+        """Store feedback durably.
+
+        Raises:
+            HTTPException: 422 for invalid feedback, 507 when the file is full, 503 when it cannot be written.
+        """
         try:
             keep(self._root, Feedback(**request.model_dump()))
         except ValueError as error:
@@ -49,51 +53,51 @@ class FeedbackKeeper:
         except Full as error:
             raise HTTPException(507, str(error)) from None
         except OSError as error:
-            raise HTTPException(503, f"feedback cannot be kept here: {error.strerror}") from None
+            raise HTTPException(503, f"feedback cannot be saved: {error.strerror}") from None
         try:
             self._sender.tell()
-        except Exception:  # it is kept; MLflow has it with the next
-            _LOG.exception("feedback is not sent to MLflow")
+        except Exception:  # it is stored, and sent with the next feedback
+            _LOG.exception("serve: feedback was not sent to MLflow")
 
 
 def _refuse_other_sites(request: Request) -> None:
-    """403 for what a page of another site sends; programs name no site."""
+    """Raise HTTPException 403 for a cross-site request; programs send no site."""
     site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
     if site is None and origin is not None:
         site = "same-origin" if urlsplit(origin).netloc == request.headers.get("host") else "cross-site"
     if site not in (None, "same-origin"):
-        raise HTTPException(403, "a page of another site may not send feedback")
+        raise HTTPException(403, "cross-site feedback is not allowed")
 
 
-@router.post("/v1/feedback", summary="Say whether an answer is right")
-def feedback(request: Request, said: FeedbackRequest) -> dict[str, bool]:
-    """It is kept with the run. `realmops questions --from-feedback` makes questions of it."""
+@router.post("/v1/feedback", summary="Rate an answer as right or wrong")
+def feedback(request: Request, rating: FeedbackRequest) -> dict[str, bool]:
+    """Store feedback with the run. `realmops questions --from-feedback` makes dev questions of it."""
     _refuse_other_sites(request)
-    request.app.state.feedback.keep(said)
+    request.app.state.feedback.keep(rating)
     return {"kept": True}
 
 
 @router.post("/feedback", include_in_schema=False)
 async def from_page(request: Request) -> RedirectResponse:
-    """What the page's buttons send: question, answer and passage stand in the address; back to the question."""
+    """Store feedback of the page's buttons, whose question, answer and passage are in the URL; redirect to the page."""
     _refuse_other_sites(request)
     try:
         form = await form_of(request)
     except ValueError:
-        raise HTTPException(422, f"a form with more than {FIELDS} fields is not read") from None
+        raise HTTPException(422, f"too many form fields: at most {FIELDS} are allowed") from None
     right = form.get("right")
     if right not in ("yes", "no"):
-        raise HTTPException(422, "right: yes or no is wanted")
-    given = request.query_params
+        raise HTTPException(422, "right: expected yes or no")
+    query = request.query_params
     try:
-        said = FeedbackRequest(
-            question=given.get("q", ""),
-            answer=given.get("answer", ""),
+        rating = FeedbackRequest(
+            question=query.get("q", ""),
+            answer=query.get("answer", ""),
             right=right == "yes",
             correct_answer="" if right == "yes" else form.get("correct", ""),
-            passage_id=given.get("passage", ""),
+            passage_id=query.get("passage", ""),
         )
     except ValueError:
-        raise HTTPException(422, f"a text is longer than {QUESTION_LIMIT} characters") from None
-    await run_in_threadpool(request.app.state.feedback.keep, said)
-    return RedirectResponse(f".?{urlencode({'q': said.question, 'noted': 1})}", 303)
+        raise HTTPException(422, f"text too long: at most {QUESTION_LIMIT} characters are allowed") from None
+    await run_in_threadpool(request.app.state.feedback.keep, rating)
+    return RedirectResponse(f".?{urlencode({'q': rating.question, 'noted': 1})}", 303)

@@ -1,4 +1,4 @@
-"""``realmops mcp``: search and answer as tools of the Model Context Protocol, by its official SDK."""
+"""``realmops mcp``: search and answers as tools of the Model Context Protocol, with the official SDK."""
 
 from __future__ import annotations
 
@@ -22,41 +22,42 @@ if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
 INSTRUCTIONS = (
-    "Search a collection of documents, and answer questions from it. Every passage and every quotation names its "
-    "document and the characters at which it stands: cite these."
+    "Search a collection of documents, and answer questions from it. Every passage and every quotation has its "
+    "document and character offsets: cite them."
 )
-PASSAGES = 20  # of one call
+PASSAGES = 20  # per call
 
 
 def server_of(passages: Search, opened: OpenedModel | None) -> MCPServer[Any]:
-    """The server, with the tool ``search`` and, where a model answers, the tool ``answer``.
+    """Build the server with the tool ``search`` and, if there is a model, the tool ``answer``.
 
-    Raises ValueError where the SDK is not installed.
+    Raises:
+        ValueError: the SDK is not installed.
     """
     try:
         from mcp.server.mcpserver import MCPServer
         from mcp.server.mcpserver.exceptions import ToolError
     except ImportError:
-        raise ValueError("the SDK of MCP is not installed: pip install 'realmops[mcp]'") from None
+        raise ValueError("the MCP SDK is not installed: pip install 'realmops[mcp]'") from None
 
     server: MCPServer[Any] = MCPServer("realmops", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
 
     def search(
         query: Annotated[str, Field(description="Words or a question.")],
-        k: Annotated[int, Field(ge=1, le=PASSAGES, description="How many passages.")] = 5,
+        k: Annotated[int, Field(ge=1, le=PASSAGES, description="Number of passages.")] = 5,
         filters: Annotated[
             dict[str, Any] | None,
-            Field(description='Of documents\' fields: a value, a list of values, or a range as {"gte": 1990}.'),
+            Field(description='By document field: a value, a list of values, or a range as {"gte": 1990}.'),
         ] = None,
     ) -> Record:
-        """Find passages of the documents, best first, each with its document and characters."""
+        """Search the documents for passages, best first, each with its document and character offsets."""
         try:
             return passages.search(query, k, [filters or {}])
-        except InvalidRequest as error:  # the SDK repeats the text of no other error
+        except InvalidRequest as error:  # the SDK hides the text of other errors
             raise ToolError(str(error)) from None
 
-    def answer(question: Annotated[str, Field(description="One question, to be answered by a quotation.")]) -> Record:
-        """Answer a question by words quoted from the documents; "abstained" says that it is better not believed."""
+    def answer(question: Annotated[str, Field(description="One question.")]) -> Record:
+        """Answer a question by a quotation from the documents; do not rely on an answer with "abstained"."""
         assert opened is not None
         try:
             [record] = opened.answer([Query(question)])
@@ -71,9 +72,9 @@ def server_of(passages: Search, opened: OpenedModel | None) -> MCPServer[Any]:
 
 
 def serve_tools(root: Path, model: str | None, port: int | None, report: Report) -> None:
-    """Serve a run or a registered model until the caller hangs up; over HTTP at ``port`` where there is one.
+    """Serve a run or a registered model until the client disconnects; over HTTP if there is a ``port``.
 
-    Where no model reads passages there is the tool ``search`` alone.
+    Without a model that reads passages, ``search`` is the only tool.
     """
     opened = None
     if model or (root / STAGES["finetune"].folder / MANIFEST).is_file():
@@ -81,10 +82,10 @@ def serve_tools(root: Path, model: str | None, port: int | None, report: Report)
             opened = open_model(root, model)
             opened.probe()
         except ClosedBookModel as error:
-            report.say(f"mcp: the tool 'answer' is left out: {error}")
+            report.say(f"mcp: the tool 'answer' is not available: {error}")
     server = server_of(opened.passage_search() if opened else open_search(root, report), opened)
     if port is None:
         server.run()
     else:
-        report.say(f"http://127.0.0.1:{port}/mcp takes calls")
+        report.say(f"mcp: listening on http://127.0.0.1:{port}/mcp")
         server.run("streamable-http", port=port)

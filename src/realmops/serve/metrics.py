@@ -9,40 +9,45 @@ _QUESTIONS = (1, 2, 3, 4, 8, 16, 32)
 
 
 class Metrics:
-    """The figures of one server. Labels never hold what a caller wrote."""
+    """Metrics of one server. Labels never contain client input."""
 
     def __init__(self) -> None:
-        self._registry = at = CollectorRegistry()
-        ProcessCollector(registry=at)
-        self._requests = Counter("realmops_requests", "Requests by route and status", ["route", "code"], registry=at)
-        told = "From the request's first byte to the end of its reply"
-        self._seconds = Histogram("realmops_request_seconds", told, ["route"], buckets=_SECONDS, registry=at)
-        self._batch = Histogram("realmops_batch_questions", "Questions of a batch", buckets=_QUESTIONS, registry=at)
-        told = "Model's time of a batch"
-        self._batch_seconds = Histogram("realmops_batch_seconds", told, buckets=_SECONDS, registry=at)
-        self.waiting = Gauge("realmops_waiting_questions", "Accepted and not yet answered", registry=at)
-        told = "New generations by what became of them: served, refused"
-        self._loads = Counter("realmops_generations", told, ["result"], registry=at)
-        self._info = Info("realmops_generation", "What answers come from", registry=at)
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        self._requests = Counter(
+            "realmops_requests", "Requests by route and status", ["route", "code"], registry=registry
+        )
+        self._seconds = Histogram(
+            "realmops_request_seconds", "Request duration", ["route"], buckets=_SECONDS, registry=registry
+        )
+        self._batch = Histogram("realmops_batch_questions", "Batch size", buckets=_QUESTIONS, registry=registry)
+        self._batch_seconds = Histogram("realmops_batch_seconds", "Batch duration", buckets=_SECONDS, registry=registry)
+        self.waiting = Gauge("realmops_waiting_questions", "Accepted, unanswered questions", registry=registry)
+        self._loads = Counter("realmops_generations", "New models by result", ["result"], registry=registry)
+        self._info = Info("realmops_generation", "Served model", registry=registry)
         for result in ("served", "refused"):
             self._loads.labels(result)
 
     def request(self, route: str, code: int, seconds: float) -> None:
+        """Record one request."""
         self._requests.labels(route, str(code)).inc()
         self._seconds.labels(route).observe(seconds)
 
     def batch(self, questions: int, seconds: float) -> None:
+        """Record one batch."""
         self._batch.observe(questions)
         self._batch_seconds.observe(seconds)
 
     def model_changed(self, served: ServedModel | None) -> None:
-        """Count a newer model that serves now; None counts one that was refused."""
+        """Count a newer model that is served now; None counts a rejected one."""
         self._loads.labels("refused" if served is None else "served").inc()
         if served is not None:
             self.show_model(served)
 
     def show_model(self, served: ServedModel) -> None:
+        """Expose the served model as labels."""
         self._info.info({name: str(value) for name, value in served.about.items()})
 
     def text(self) -> bytes:
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)

@@ -1,4 +1,4 @@
-"""Exchange of the served model: a newer one is opened next to it and replaces it without a pause."""
+"""Hot reload: a newer model is opened next to the served one and replaces it without downtime."""
 
 import gc
 import logging
@@ -12,16 +12,19 @@ from realmops.serve.batching import RequestBatcher
 from realmops.serve.served_model import ModelSource, ServedModel
 
 _LOG = logging.getLogger(__name__)
-RETRY_SECONDS = 60.0  # until a model that was refused is opened again, unchanged
+RETRY_SECONDS = 60.0  # until a rejected model is opened again, unchanged
 
 
 class ModelWatcher:
-    """Polls a source for a newer model, opens it next to the served one, and lets it take over.
+    """Polls a source for a newer model, and swaps it in.
 
-    A model that cannot be opened, or does not answer, is rejected, and the old one serves on.
+    A model that cannot be opened or does not answer is rejected, and the old one stays.
 
     Args:
-        on_change: called with each newer model that serves, and with None for one that was rejected.
+        source: where models come from.
+        batcher: the batcher whose model is replaced.
+        mark: the source's mark of the served model.
+        on_change: called with each newer model that is served, and with None for a rejected one.
     """
 
     def __init__(
@@ -32,8 +35,8 @@ class ModelWatcher:
         on_change: Callable[[ServedModel | None], None],
     ) -> None:
         self.source = source
-        self.refused: Record | None = None  # why the newest model does not serve, since (in seconds since 1970)
-        self.away: str = ""  # why the source could not be polled
+        self.refused: Record | None = None  # reason and time (seconds since 1970) of the newest model's rejection
+        self.poll_error = ""  # why the source could not be polled
         self.examples = source.examples()
         self._batcher, self._mark, self._on_change = batcher, mark, on_change
         self._tried = time.monotonic()
@@ -42,26 +45,29 @@ class ModelWatcher:
         self._opening = threading.Lock()
         self._before: tuple[weakref.ref[ServedModel], ServedModel | None] | None = None
 
-    def before(self) -> ServedModel | None:
-        """Return the served model over the corpus before all updates; None where there is none.
+    def before_updates(self) -> ServedModel | None:
+        """Return the served model over the corpus before all updates; None without updates.
 
-        It is opened at the first call, and held until another model serves. Raises ValueError when it cannot be opened.
+        It is opened at the first call and cached until another model is served.
+
+        Raises:
+            ValueError: it cannot be opened.
         """
-        now = self._batcher.served
-        if now.number == 0:
+        current = self._batcher.served
+        if current.number == 0:
             return None
         with self._opening:
-            if self._before is None or self._before[0]() is not now:
-                self._before = None  # never two of them in memory
+            if self._before is None or self._before[0]() is not current:
+                self._before = None  # so that two of them are never in memory
                 before = None
-                if (opened := self.source.before(now)) is not None:
+                if (opened := self.source.before_updates(current)) is not None:
                     before = ServedModel.of(opened)
                     before.probe()
-                self._before = weakref.ref(now), before
+                self._before = weakref.ref(current), before
             return self._before[1]
 
     def start(self, every: float) -> None:
-        """Poll in a thread, ``every`` so many seconds."""
+        """Poll in a thread, with ``every`` seconds between two polls."""
 
         def run() -> None:
             while not self._stop.wait(every):
@@ -71,24 +77,24 @@ class ModelWatcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop polling; a model that is being opened is left."""
+        """Stop polling, without waiting for a model that is being opened."""
         self._stop.set()
 
     def poll(self) -> bool:
-        """Poll once; returns whether another model serves now."""
-        if self._swapped:  # what held the old one is gone by now
+        """Poll once; return whether another model is served now."""
+        if self._swapped:  # by now no request refers to the old model
             gc.collect()
             self._swapped = False
         try:
             mark = self.source.mark()
         except Exception as error:
-            if not self.away:
-                _LOG.warning("%s cannot be looked up, and serves on as it is: %s", self.source.name, error)
-            self.away = str(error)
+            if not self.poll_error:
+                _LOG.warning("serve: cannot poll %s; the current model stays: %s", self.source.name, error)
+            self.poll_error = str(error)
             return False
-        self.away = ""
-        patient = self.refused is None or time.monotonic() - self._tried < RETRY_SECONDS
-        if mark == self._mark and patient:
+        self.poll_error = ""
+        is_too_early = self.refused is None or time.monotonic() - self._tried < RETRY_SECONDS
+        if mark == self._mark and is_too_early:
             return False
         self._tried = time.monotonic()
         self._mark = mark
@@ -96,9 +102,9 @@ class ModelWatcher:
             newer = ServedModel.of(self.source.open())
             newer.warm_up()
             newer.probe()
-        except Exception as error:  # whatever is wrong with it, the old one serves on
+        except Exception as error:  # any error keeps the old model
             self.refused = {"reason": str(error) or type(error).__name__, "since": time.time()}
-            _LOG.error("a new model of %s is refused, the old one serves on: %s", self.source.name, error)
+            _LOG.error("serve: a new model of %s is rejected; the old one stays: %s", self.source.name, error)
             self._on_change(None)
             return False
         self.refused = None
@@ -110,6 +116,6 @@ class ModelWatcher:
             self._before = None
         self.examples = self.source.examples()
         self._swapped = True
-        _LOG.warning("%s: another model serves now: %s", self.source.name, newer.about)
+        _LOG.warning("serve: %s has a new model: %s", self.source.name, newer.about)
         self._on_change(newer)
         return True

@@ -1,29 +1,29 @@
 "use strict";
-// Asks without leaving the page; without this script the same links and forms load it anew.
+// Answers in place; without this script the same links and forms reload the page.
 (() => {
-  const field = document.getElementById("q"), said = document.getElementById("said");
-  let waiting = new AbortController();
-  const show = async (address, remember) => {
-    waiting.abort();
-    const mine = (waiting = new AbortController());
+  const field = document.getElementById("q"), status = document.getElementById("status");
+  let pending = new AbortController();
+  const show = async (url, addToHistory) => {
+    pending.abort();
+    const current = (pending = new AbortController());
     const result = document.getElementById("result");
     result.setAttribute("aria-busy", "true");
-    said.textContent = "The passages are being read.";
+    status.textContent = "Reading the passages.";
     try {
-      const reply = await fetch(address, { signal: mine.signal });
+      const reply = await fetch(url, { signal: current.signal });
       const page = new DOMParser().parseFromString(await reply.text(), "text/html");
-      const fresh = page.getElementById("result");
-      if (!fresh || mine.signal.aborted) throw new Error("no answer");
-      const lost = result.contains(document.activeElement);
-      result.replaceWith(fresh);
-      if (lost) fresh.focus();
+      const newResult = page.getElementById("result");
+      if (!newResult || current.signal.aborted) throw new Error("no answer");
+      const hadFocus = result.contains(document.activeElement);
+      result.replaceWith(newResult);
+      if (hadFocus) newResult.focus();
       document.title = page.title;
       field.value = page.getElementById("q").value;
-      said.textContent = page.getElementById("said").textContent;
-      if (remember) history.pushState(null, "", address);
-      if (remember && fresh.getBoundingClientRect().top < 0) fresh.scrollIntoView();
+      status.textContent = page.getElementById("status").textContent;
+      if (addToHistory) history.pushState(null, "", url);
+      if (addToHistory && newResult.getBoundingClientRect().top < 0) newResult.scrollIntoView();
     } catch {
-      if (!mine.signal.aborted) location.assign(address);
+      if (!current.signal.aborted) location.assign(url);
     }
   };
   document.getElementById("ask").addEventListener("submit", (event) => {
@@ -31,7 +31,7 @@
     show("?" + new URLSearchParams({ q: field.value }), true);
   });
   document.addEventListener("click", (event) => {
-    const link = event.target.closest("a[data-here]");
+    const link = event.target.closest("a[data-in-place]");
     if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey || event.altKey) return;
     event.preventDefault();
     show(link.href, true);
@@ -41,19 +41,19 @@
     if (!form.matches("[data-feedback]")) return;
     event.preventDefault();
     const body = new URLSearchParams(new FormData(form, event.submitter));
-    const told = document.createElement("p");
-    told.className = "soft";
-    told.tabIndex = -1;
+    const message = document.createElement("p");
+    message.className = "soft";
+    message.tabIndex = -1;
     try {
       const reply = await fetch(form.action, { method: "POST", body, redirect: "manual" });
-      if (reply.type !== "opaqueredirect") throw new Error("not kept");
-      told.textContent = "Noted, thank you.";
+      if (reply.type !== "opaqueredirect") throw new Error("not saved");
+      message.textContent = "Thank you for your feedback.";
     } catch {
-      told.textContent = "This could not be kept.";
+      message.textContent = "Your feedback could not be saved.";
     }
-    form.replaceWith(told);
-    told.focus();
-    said.textContent = told.textContent;
+    form.replaceWith(message);
+    message.focus();
+    status.textContent = message.textContent;
   });
   addEventListener("popstate", () => show(location.href, false));
 })();

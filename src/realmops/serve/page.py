@@ -1,7 +1,6 @@
-"""``/``: a page to ask on. It is rendered here, works without JavaScript and loads nothing from elsewhere.
+"""``/``: the web page, rendered on the server; it works without JavaScript and loads no external resources.
 
-Every text goes through Jinja2's escaping, and the page's Content-Security-Policy allows no script and no style but
-its own two, by their digests.
+Jinja2 escapes all texts, and the Content-Security-Policy allows only the page's own script and style, by their digests.
 """
 
 import asyncio
@@ -29,27 +28,27 @@ from realmops.serve.guard import COOKIE, FIELDS, QUESTION_LIMIT, QUESTIONS_LIMIT
 from realmops.text.languages import detect
 
 _LOG = logging.getLogger(__name__)
-LEADS = 3  # passages that come first where no answer is given
-BEGIN = 60  # characters of a passage that was taken away
-FAILED = "The question could not be answered; the server's log says why."
+TOP_PASSAGES = 3  # shown when an answer is held back
+PREVIEW = 60  # characters of an excluded passage
+FAILED = "The question could not be answered: internal error; see the server's log."
 router = APIRouter(include_in_schema=False)
 
 
 @dataclass(frozen=True)
-class ShownPassage:
-    """One that was read, as it is shown: ``quoted`` stands between ``before`` and ``after``."""
+class PassageView:
+    """A passage for the template: ``quoted`` is its text between ``before`` and ``after``."""
 
     record: Record
     before: str
     quoted: str
     after: str
-    gone: str  # where the page without it is
-    wanted: Wanted
+    without_url: str  # the page without this passage
+    stems: Wanted  # of the question
 
     def parts(self) -> Iterator[tuple[str, bool]]:
-        """Its text in parts, and which of them are words of the question."""
+        """Yield the text in parts, each with whether it is a word of the question."""
         text, last = self.record["text"], 0
-        for start, end in highlights(text, self.wanted):
+        for start, end in highlights(text, self.stems):
             yield text[last:start], False
             yield text[start:end], True
             last = end
@@ -57,58 +56,61 @@ class ShownPassage:
 
 
 @dataclass(frozen=True)
-class Shown:
+class AnswerView:
+    """An answer for the template."""
+
     record: Record
     calibrated: bool
-    passages: tuple[ShownPassage, ...]
-    best: ShownPassage | None  # with the quotation that was chosen
+    passages: tuple[PassageView, ...]
+    best: PassageView | None  # with the chosen quotation
 
     @property
-    def held_back(self) -> bool:
-        """Whether there is an answer that is not sure enough: then passages lead."""
+    def is_held_back(self) -> bool:
+        """Whether the answer is below the threshold: then the passages come first."""
         return bool(self.record["answer"]) and self.record["abstained"]
 
     @property
-    def leads(self) -> tuple[ShownPassage, ...]:
-        """The first passages, without what would have been quoted of them."""
-        return tuple(replace(one, before=one.record["text"], quoted="", after="") for one in self.passages[:LEADS])
+    def top_passages(self) -> tuple[PassageView, ...]:
+        """First passages without a quotation."""
+        top = self.passages[:TOP_PASSAGES]
+        return tuple(replace(view, before=view.record["text"], quoted="", after="") for view in top)
 
     @property
     def title(self) -> str:
-        """What the page is called."""
-        return "No sure answer" if self.held_back else self.record["answer"] or "No answer"
+        """Title of the page."""
+        return "No confident answer" if self.is_held_back else self.record["answer"] or "No answer"
 
     @property
-    def said(self) -> str:
-        """The answer in a sentence, for those who hear it."""
+    def announcement(self) -> str:
+        """Answer in a sentence, for screen readers."""
         if not self.record["answer"]:
             return "No answer was found."
         answer, probability = self.record["answer"], percent(self.record["probability"])
-        if self.held_back:
-            return f"No answer is sure enough. The passages that fit best follow. Held back: {answer}, {probability}."
+        if self.is_held_back:
+            return f"No answer is confident enough. The best passages follow. Held back: {answer}, {probability}."
         return f"Answer: {answer}. Probability {probability}."
 
 
 @router.get("/")
 async def ask(request: Request) -> HTMLResponse:
-    """The page; ``q`` is a question, ``without`` a passage not to read for it, ``before`` asks the old corpus too."""
-    service, given, sent = request.app.state.service, request.query_params, request.headers
-    if sent.get("sec-fetch-site") == "cross-site" and sent.get("sec-fetch-dest") != "document":
-        raise HTTPException(403, "a page of another site may lead here, and not ask by itself")
-    question, without = given.get("q", "").strip(), tuple(given.getlist("without")[:QUESTIONS_LIMIT])
+    """Answer question ``q``; ``without`` excludes passages, ``before`` adds the answer before the updates."""
+    service, params, headers = request.app.state.service, request.query_params, request.headers
+    if headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-dest") != "document":
+        raise HTTPException(403, "cross-site requests are not allowed; other sites may only link to this page")
+    question, without = params.get("q", "").strip(), tuple(params.getlist("without")[:QUESTIONS_LIMIT])
     view: dict[str, Any] = {
         "question": question,
-        "now": None,
-        "whole": None,
-        "gone": [],
+        "answer": None,
+        "complete": None,
+        "excluded": [],
         "before": None,
-        "before_closed": False,
-        "noted": "noted" in given,
+        "before_failed": False,
+        "noted": "noted" in params,
         "error": "",
         "status": 200,
-        "wants_before": "before" in given,
+        "compares": "before" in params,
         "about": service.state()["model"],
-        "examples": [(one, address(one)) for one in service.watcher.examples],
+        "examples": [(text, address(text)) for text in service.watcher.examples],
         "limit": QUESTION_LIMIT,
         "signed_in": request.app.state.token is not None,
     }
@@ -118,32 +120,32 @@ async def ask(request: Request) -> HTMLResponse:
         except HTTPException as error:
             view |= {"error": f"{str(error.detail)[:1].upper()}{str(error.detail)[1:]}.", "status": error.status_code}
         except Exception:
-            _LOG.exception("the page has no answer")
+            _LOG.exception("serve: the page could not answer a question")
             view |= {"error": FAILED, "status": 500}
     return _html("page.html", view, view["status"])
 
 
 @router.get("/sign-in", response_model=None)
 async def form(request: Request) -> Response:
-    """Asks for the token, where one is wanted."""
+    """Render the sign-in form if the server has a token."""
     if request.app.state.token is None:
-        return _onwards(request)
-    return _sign_in(request, "", 200)
+        return _redirect_to_page(request)
+    return _sign_in_page(request, "", 200)
 
 
 @router.post("/sign-in", response_model=None)
 async def sign_in(request: Request) -> Response:
-    """The token becomes a cookie that no script and no other site can use."""
+    """Exchange the token for a cookie, unreadable by scripts and not sent by other sites."""
     token: Token | None = request.app.state.token
     if token is None:
-        return _onwards(request)
+        return _redirect_to_page(request)
     try:
-        given = (await form_of(request)).get("token", "")
+        value = (await form_of(request)).get("token", "")
     except ValueError:
-        return _sign_in(request, f"A form with more than {FIELDS} fields is not read: send the field 'token'.", 422)
-    if not token.is_(given):
-        return _sign_in(request, "This is not the server's token.", 401)
-    reply = _onwards(request)
+        return _sign_in_page(request, f"Too many form fields: at most {FIELDS} are allowed; send 'token'.", 422)
+    if not token.matches(value):
+        return _sign_in_page(request, "Wrong token.", 401)
+    reply = _redirect_to_page(request)
     reply.set_cookie(
         COOKIE,
         token.cookie(),
@@ -157,119 +159,122 @@ async def sign_in(request: Request) -> Response:
 
 @router.post("/sign-in/end")
 async def sign_out() -> Response:
+    """Delete the cookie and redirect to the sign-in form."""
     reply = RedirectResponse("../sign-in", 303)
     reply.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return reply
 
 
-def _onwards(request: Request) -> Response:
-    """To the page, with the question that was asked there; never to another place."""
+def _redirect_to_page(request: Request) -> Response:
+    """Redirect to the page with its query string, and never to another site."""
     return RedirectResponse(f".?{request.url.query}" if request.url.query else ".", 303)
 
 
-def _sign_in(request: Request, error: str, status: int) -> Response:
+def _sign_in_page(request: Request, error: str, status: int) -> Response:
     return _html("page.sign_in.html", {"error": error, "query": request.url.query}, status)
 
 
 async def _answered(request: Request, question: str, without: Sequence[str]) -> dict[str, Any]:
-    """What there is to show of a question: all from one model, except the answer of before the updates."""
+    """Answer a question for the template, by one model except for the answer before the updates."""
     service = request.app.state.service
     queries = [Query(question, frozenset(without))] + ([Query(question)] if without else [])
-    tickets: list[PendingAnswer] = service.take(queries)
-    earlier, closed = None, False
+    pending: list[PendingAnswer] = service.submit(queries)
+    earlier, has_failed = None, False
     if "before" in request.query_params:
         try:
-            earlier = await asyncio.to_thread(service.watcher.before)
-        except Exception:  # whatever is wrong with it, what serves has an answer
-            _LOG.exception("the documents of before cannot be opened")
-            closed = True
+            earlier = await asyncio.to_thread(service.watcher.before_updates)
+        except Exception:  # any error leaves the current answer
+            _LOG.exception("serve: the corpus before the updates cannot be opened")
+            has_failed = True
     if earlier is not None:
-        tickets += service.take([Query(question)], earlier)
-    shown = [_shown(ticket, await asyncio.wrap_future(ticket.record), without) for ticket in tickets]
-    now, whole = shown[0], shown[1] if without else shown[0]
-    begins = {one["passage_id"]: _begin(one) for one in whole.record["passages"]}
-    gone = [(begins.get(name) or name, address(question, [one for one in without if one != name])) for name in without]
+        pending += service.submit([Query(question)], earlier)
+    views = [_answer_view(item, await asyncio.wrap_future(item.record), without) for item in pending]
+    answer, complete = views[0], views[1] if without else views[0]
+    previews = {passage["passage_id"]: _preview(passage) for passage in complete.record["passages"]}
+    excluded = [
+        (previews.get(id_) or id_, address(question, [other for other in without if other != id_])) for id_ in without
+    ]
     return {
-        "now": now,
-        "whole": whole,
-        "gone": gone,
-        "before": shown[-1] if earlier is not None else None,
-        "before_closed": closed,
-        "whole_address": address(question),
-        "about": now.record["model"],
+        "answer": answer,
+        "complete": complete,
+        "excluded": excluded,
+        "before": views[-1] if earlier is not None else None,
+        "before_failed": has_failed,
+        "complete_url": address(question),
+        "about": answer.record["model"],
     }
 
 
-def _begin(passage: Record) -> str:
+def _preview(passage: Record) -> str:
     text = passage["text"]
-    begin = text if len(text) <= BEGIN else f"{text[:BEGIN].rsplit(' ', 1)[0]} …"
-    return f"{passage['title']}: {begin}" if passage["title"] else begin
+    preview = text if len(text) <= PREVIEW else f"{text[:PREVIEW].rsplit(' ', 1)[0]} …"
+    return f"{passage['title']}: {preview}" if passage["title"] else preview
 
 
-def _shown(ticket: PendingAnswer, record: Record, without: Sequence[str]) -> Shown:
-    cited = {one["passage_id"]: one for one in record["citations"]}
-    spoken = detect(record["question"], ticket.served.model.snapshot.common_languages)
-    passages = tuple(_passages(record, cited, without, stems_of(record["question"], spoken)))
-    first = record["citations"][0]["passage_id"] if cited else None
-    best = next((one for one in passages if one.record["passage_id"] == first), None)
-    return Shown(record, ticket.served.confidence is not None, passages, best)
+def _answer_view(pending: PendingAnswer, record: Record, without: Sequence[str]) -> AnswerView:
+    citations = {citation["passage_id"]: citation for citation in record["citations"]}
+    language = detect(record["question"], pending.served.model.snapshot.common_languages)
+    passages = tuple(_passages(record, citations, without, stems_of(record["question"], language)))
+    first = record["citations"][0]["passage_id"] if citations else None
+    best = next((view for view in passages if view.record["passage_id"] == first), None)
+    return AnswerView(record, pending.served.confidence is not None, passages, best)
 
 
 def _passages(
-    record: Record, cited: dict[str, Record], without: Sequence[str], wanted: Wanted
-) -> Iterator[ShownPassage]:
-    for one in record["passages"]:
-        text, found = one["text"], cited.get(one["passage_id"])
+    record: Record, citations: dict[str, Record], without: Sequence[str], stems: Wanted
+) -> Iterator[PassageView]:
+    for passage in record["passages"]:
+        text, citation = passage["text"], citations.get(passage["passage_id"])
         start = end = len(text)
-        if found is not None:
-            start, end = found["start"] - one["start"], found["end"] - one["start"]
-            one = {**one, "page": found["page"]}
-        gone = address(record["question"], [*without, one["passage_id"]])
-        yield ShownPassage(one, text[:start], text[start:end], text[end:], gone, wanted)
+        if citation is not None:
+            start, end = citation["start"] - passage["start"], citation["end"] - passage["start"]
+            passage = {**passage, "page": citation["page"]}
+        without_url = address(record["question"], [*without, passage["passage_id"]])
+        yield PassageView(passage, text[:start], text[start:end], text[end:], without_url, stems)
 
 
 def address(question: str, without: Sequence[str] = ()) -> str:
-    """Where a question is answered on this page, without some passages."""
-    return "?" + urlencode([("q", question), *(("without", one) for one in without)])
+    """Return the URL of a question's answer on this page, without the passages ``without``."""
+    return "?" + urlencode([("q", question), *(("without", id_) for id_ in without)])
 
 
 def feedback_address(record: Record) -> str:
-    """Where the page sends what somebody says of an answer."""
+    """Return the URL that the page posts feedback on an answer to."""
     passage = record["citations"][0]["passage_id"] if record["citations"] else ""
     return "feedback?" + urlencode({"q": record["question"], "answer": record["answer"], "passage": passage})
 
 
 def percent(share: float) -> str:
-    """A probability as people say it; none is said to be certain or impossible that is not."""
+    """Format a probability; only 0 and 1 become 0% and 100%."""
     if 0 < share < 0.005:
         return "below 1%"
     return "above 99%" if 0.995 < share < 1 else f"{share:.0%}"
 
 
 def source_link(passage: Record, quoted: str) -> str:
-    """The document's address on the web, at the quotation where the browser can find it; "" where it has none."""
+    """Return the document's web address with a text fragment of the quotation; "" for other documents."""
     uri: str = passage["uri"]
     if not uri.lower().startswith(("http://", "https://")):
-        return ""  # a file's name; and no link to what a browser would run
+        return ""  # a file name, or a URL that could run a script
     part = quote(quoted, safe="").replace("-", "%2D")
     return uri if "#" in uri or not quoted else f"{uri}#:~:text={part}"
 
 
 @cache
 def _templates() -> tuple[Environment, dict[str, str]]:
-    """The templates' surroundings, and the headers that go with each page."""
+    """Return the template environment and the HTTP headers of each page."""
     folder = files(__package__)
     style = f"{STYLE}{(folder / 'page.css').read_text('utf-8')}"
     script = (folder / "page.js").read_text("utf-8")
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader(__package__, ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["percent"] = percent
-    made.globals |= {
+    environment.filters["percent"] = percent
+    environment.globals |= {
         "style": Markup(style),
         "script": Markup(script),
         "source_link": source_link,
@@ -280,10 +285,10 @@ def _templates() -> tuple[Environment, dict[str, str]]:
         f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; connect-src 'self'; "
         "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     )
-    return made, {
+    return environment, {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",  # the question stands in the address
+        "Referrer-Policy": "no-referrer",  # the URL contains the question
         "Cross-Origin-Opener-Policy": "same-origin",
         "Cross-Origin-Resource-Policy": "same-origin",
         "Cache-Control": "no-store",

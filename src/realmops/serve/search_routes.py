@@ -1,4 +1,4 @@
-"""Search without answers: ``/v1/search``."""
+"""Passage search: ``/v1/search``."""
 
 from typing import Annotated, Any, Literal
 
@@ -15,26 +15,26 @@ router = APIRouter()
 
 
 class SearchRequest(BaseModel):
-    """What ``POST /v1/search`` takes."""
+    """Body of ``POST /v1/search``."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     query: Text
-    k: int = Field(10, ge=1, le=MOST, description="How many passages.")
+    k: int = Field(10, ge=1, le=MOST, description="Number of passages.")
     filters: dict[str, Any] = Field(
         default_factory=dict,
-        description='Of documents\' fields: a value, a list of which one is enough, or a range as {"gte": 1990}.',
+        description='By document field: a value, a list of allowed values, or a range as {"gte": 1990}.',
     )
-    by: Literal["run", "embeddings", "words"] = Field("run", description="`run` ranks as the run's retriever does.")
+    by: Literal["run", "embeddings", "words"] = Field("run", description="`run` ranks by the run's own retriever.")
 
 
 @router.post("/v1/search", summary="Find passages", response_model=None)
-def search(request: Request, asked: SearchRequest) -> Response:
-    """The best passages with their places, scores of embeddings and of words apart, and where words of the query stand.
+def search(request: Request, body: SearchRequest) -> Response:
+    """Return the best passages with their documents, dense and BM25 scores, and the positions of query words.
 
-    Filters are applied before the best are chosen: with a filter the first k are the first k of what it lets through.
+    Filters are applied before ranking: the result is the top k of the passages that match.
     """
     served = request.app.state.service.batcher.served
     try:
-        return JSONResponse(served.shared_search.search(asked.query, asked.k, [asked.filters], asked.by))
+        return JSONResponse(served.shared_search.search(body.query, body.k, [body.filters], body.by))
     except InvalidRequest as error:
         raise HTTPException(422, str(error)) from None

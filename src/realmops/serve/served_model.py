@@ -1,4 +1,4 @@
-"""The model that a server holds, and where it comes from: a run's folder or MLflow's registry."""
+"""The served model and its sources: a run's folder or MLflow's model registry."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,30 +19,30 @@ from realmops.stages.corpus_states import pipeline_state
 from realmops.stages.open_run import manifest_stats, open_run
 from realmops.stages.trained import sections_of
 
-SPANS_TOGETHER = 64 << 20  # bytes of the spans of a batch in the reader's last layer; more are slower
-EXAMPLES = 6
+SPANS_TOGETHER = 64 << 20  # bytes of span representations per batch; larger batches are slower
+EXAMPLES = 6  # questions to try
 
 
 @dataclass(frozen=True, eq=False)
 class ServedModel(OpenedModel):
-    """An opened model that many callers ask at once."""
+    """An opened model that serves concurrent requests."""
 
     @classmethod
     def of(cls, opened: OpenedModel) -> Self:
-        """Return the same model for serving."""
+        """Wrap an opened model for serving."""
         return cls(**vars(opened))
 
     @property
     def batch_size(self) -> int:
-        """The number of questions that are answered fastest in one batch."""
+        """Batch size with the highest throughput."""
         options = self.model.options
         spans = options.reader_candidates * options.reader_wordpieces * options.answer_wordpieces
         return max(1, SPANS_TOGETHER // (4 * spans * options.span_width))
 
     def warm_up(self) -> None:
-        """Copy embeddings and weights into forms that answer a question in a quarter less time; answers stay equal.
+        """Repack embeddings and weights in place, before the first question.
 
-        In place, before the first question.
+        Questions then take a quarter less time, with the same answers.
         """
         model = self.model
         if model.passages is not None:
@@ -52,55 +52,55 @@ class ServedModel(OpenedModel):
 
     @cached_property
     def shared_search(self) -> Search:
-        """The search of the model's corpus, shared by all threads."""
+        """Thread-safe search of the model's corpus."""
         return self.passage_search()
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run's folder: what its stages made, or the newest update of that."""
+    """Source of models: the output of a run's stages, or its newest update."""
 
-    root: Path  # feedback is kept in its work folder
-    name: str = "realmops"  # of the model, as clients call it
+    root: Path  # feedback is stored in its work folder
+    name: str = "realmops"  # of the model, for clients
 
     def mark(self) -> Hashable:
-        """Return a cheap value that differs when there is a newer model: the manifests' inodes, times and sizes."""
+        """Return a cheap value that changes with the model: the manifests' inodes, times and sizes."""
         return manifest_stats(self.root)
 
     def open(self) -> OpenedModel:
-        """Open the newest model, every file compared with its digest. Any error means that it cannot serve."""
+        """Open the newest model and verify the digests of its files; any error means that it cannot be served."""
         return open_run(self.root)
 
-    def before(self, served: OpenedModel) -> OpenedModel | None:
-        """Open the same model over the corpus before all updates; None where the model has changed."""
+    def before_updates(self, served: OpenedModel) -> OpenedModel | None:
+        """Open the same model over the corpus before all updates; return None if the model has changed."""
         opened = open_run(self.root, pipeline_state(self.root))
         return opened if opened.version == served.version else None
 
     def examples(self) -> Sequence[str]:
-        """Return questions to try: some test questions that are answered rightly, from all parts of their file.
+        """Return up to ``EXAMPLES`` test questions that are answered correctly, spread over their file.
 
-        None that was made from the corpus: such questions are words in disorder.
+        Questions generated from the corpus are not included: they are not natural language.
         """
         try:
-            tested = Path(sections_of(self.root, "evaluate").get("questions", {}).get("test", ""))
-            rows = [] if Path(CLOZE) in tested.parents else read_results(self.root)
+            test_file = Path(sections_of(self.root, "evaluate").get("questions", {}).get("test", ""))
+            rows = [] if Path(CLOZE) in test_file.parents else read_results(self.root)
             confidence = Confidence.load(pipeline_state(self.root).finetune)
-        except (OSError, ValueError):  # it was not tested
+        except (OSError, ValueError):  # the run has no results
             return ()
-        least = confidence.threshold if confidence else 0.0  # of now: results may be older
-        right = [one for one in rows if one.em and not one.abstained and (one.confidence or 0.0) >= least]
-        questions = list(dict.fromkeys(one.question for one in right if not one.question_id.startswith(CLOZE_ID)))
+        threshold = confidence.threshold if confidence else 0.0  # the current one: results may be older
+        correct = [row for row in rows if row.em and not row.abstained and (row.confidence or 0.0) >= threshold]
+        questions = list(dict.fromkeys(row.question for row in correct if not row.question_id.startswith(CLOZE_ID)))
         return questions[:: max(1, len(questions) // EXAMPLES)][:EXAMPLES]
 
 
 class RegisteredChampion(Champion):
-    """The version of a registered model that has the alias ``champion``."""
+    """Source of models: the version of a registered model with the alias ``champion``."""
 
-    def before(self, served: OpenedModel) -> None:
-        """A registered model is not updated."""
+    def before_updates(self, served: OpenedModel) -> None:
+        """Return None: a registered model is not updated."""
 
     def examples(self) -> Sequence[str]:
-        """None are registered."""
+        """Return no examples: a registered model has none."""
         return ()
 
 
@@ -108,5 +108,5 @@ ModelSource = RunFolder | RegisteredChampion
 
 
 def model_source(root: Path, model: str | None) -> ModelSource:
-    """Return where models come from: the champion that ``model`` names, else the run's folder."""
+    """Return the source of models: the champion that ``model`` names, by default the run's folder."""
     return RunFolder(root) if model is None else RegisteredChampion(model, root)

@@ -1,4 +1,4 @@
-"""``realmops serve``: a model opened, and served over HTTP."""
+"""``realmops serve``: the HTTP server of a model."""
 
 from __future__ import annotations
 
@@ -17,20 +17,24 @@ if TYPE_CHECKING:
     from realmops.serve.guard import Limits
 
 TOKEN = "REALMOPS_TOKEN"  # the environment variable with the bearer token
-BACKLOG = 128  # connections that are let in at a time: a request is read before so many newer ones end its wait
-DRAIN_SECONDS = 30  # for what was accepted, after SIGTERM
+BACKLOG = 128  # connections accepted at a time, few enough that each is read before newer ones evict it
+DRAIN_SECONDS = 30  # for accepted requests after SIGTERM
 
 
 def token_of(file: Path | None) -> str | None:
-    """The bearer token in a file, else in REALMOPS_TOKEN; None where there is neither. ValueError for an empty one."""
+    """Read the bearer token from a file, by default from REALMOPS_TOKEN; return None if there is neither.
+
+    Raises:
+        ValueError: the token is not one word of ASCII characters.
+    """
     if file is not None:
-        token, place = file.read_text(encoding="utf-8").strip(), str(file)
+        token, origin = file.read_text(encoding="utf-8").strip(), str(file)
     elif TOKEN in os.environ:
-        token, place = os.environ[TOKEN].strip(), TOKEN
+        token, origin = os.environ[TOKEN].strip(), TOKEN
     else:
         return None
     if not token or not token.isascii() or any(map(str.isspace, token)):
-        raise ValueError(f"{place} holds no bearer token: one word of ASCII characters is wanted")
+        raise ValueError(f"{origin} holds no valid bearer token; expected one word of ASCII characters")
     return token
 
 
@@ -44,14 +48,19 @@ def serve(
     say: Callable[[str], None],
     limits: Limits | None = None,
 ) -> None:
-    """Answer over HTTP until SIGTERM or SIGINT; what was accepted until then is answered.
+    """Serve a model over HTTP until SIGTERM or SIGINT, then finish the accepted requests.
 
     Args:
-        port: 0 takes a free one.
+        source: where the model comes from.
+        host: address or name to bind to.
+        port: 0 for a free one.
+        token: the bearer token that requests need; None for no authentication.
         every: seconds between two polls for a newer model.
-        limits: of connections and requests; None for the usual ones.
+        say: receives log lines.
+        limits: limits of connections and requests, by default ``Limits()``.
 
-    Raises ValueError when the first model cannot be opened, or the port is taken.
+    Raises:
+        ValueError: the first model cannot be opened, or the port is in use.
     """
     import uvicorn
 
@@ -73,20 +82,20 @@ def serve(
         batcher = RequestBatcher(served, on_batch=metrics.batch)
         watcher = ModelWatcher(source, batcher, mark, metrics.model_changed)
         app = make_app(batcher, watcher, metrics, token, limits)
-        place = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
 
         class Server(uvicorn.Server):
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)
                 about = canonical_json(served.about).decode()
-                say(f"{place} answers, in a browser, too; /docs has the routes. Model: {about}")
+                say(f"serve: listening on {url} (web page; API reference at /docs); model {about}")
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                app.state.service.ending = True
+                app.state.service.is_shutting_down = True
                 super().handle_exit(sig, frame)
 
         if token is None and not is_loopback(host):
-            say(f"warning: everybody who reaches {host} may ask; --token-file or {TOKEN} names a bearer token")
+            say(f"warning: no bearer token: any client that reaches {host} has access; set --token-file or {TOKEN}")
         watcher.start(every)
         config = uvicorn.Config(
             app,
@@ -94,7 +103,7 @@ def serve(
             access_log=False,
             server_header=False,
             http=connection_class(limits),
-            ws="none",  # its connections would have no limits
+            ws="none",  # WebSocket connections would have no limits
             backlog=BACKLOG,
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
@@ -106,7 +115,7 @@ def serve(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet."""
+    """Return a bound socket that does not listen yet."""
     with ExitStack() as unused:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -114,6 +123,6 @@ def _bound(host: str, port: int) -> socket.socket:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
         except OSError as error:
-            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; name others") from None
+            raise ValueError(f"--host {host} --port {port}: {error.strerror or error}; use another one") from None
         unused.pop_all()
         return bound

@@ -198,5 +198,5 @@ def _embedded(job: Job, retriever: Retriever, snapshot: Snapshot) -> Tensor:
         embedding_PE = embeddings_of(job, retriever, snapshot)
     else:
         embedding_PE = torch.empty(len(snapshot), retriever.width)
-    all_of_us.send([embedding_PE])
+    all_of_us.broadcast([embedding_PE])
     return embedding_PE

@@ -1,1 +1,1 @@
-"""The training loops: inverse cloze task, REALM pre-training, Open-QA fine-tuning."""
+"""Training loops: inverse cloze task, REALM pre-training, Open-QA fine-tuning."""

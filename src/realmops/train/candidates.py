@@ -1,4 +1,4 @@
-"""Which passages a masked sentence is read with: the top ones of an index, trivial ones left out (section 3.4)."""
+"""Candidate passages of a masked sentence: the top results of an index without trivial ones (section 3.4)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,65 +15,67 @@ from realmops.train.index_source import Index
 
 
 def depth(options: Pretrain) -> int:
-    """How many passages are asked for, of which some are trivial."""
+    """Return how many passages to retrieve per sentence: some of them are trivial and dropped."""
     return options.documents + 8
 
 
 class Candidates:
     """Retrieval for training: the top passages of an index, trivial ones excluded."""
 
-    def __init__(self, snapshot: Snapshot, options: Pretrain, words: Bm25 | None = None) -> None:
-        self.snapshot, self.options, self.words = snapshot, options, words
+    def __init__(self, snapshot: Snapshot, options: Pretrain, bm25: Bm25 | None = None) -> None:
+        self.snapshot, self.options, self.bm25 = snapshot, options, bm25
         self.counts = Counter[str]()  # passages that each rule dropped, and examples short of candidates
 
     def retrieve(self, examples: Sequence[Example], query_BE: Tensor, index: Index) -> list[list[int]]:
-        """Passage ids for each example, best first; fewer than wanted where a search 16 times deeper has no more.
+        """Return up to ``options.documents`` passage ids for each example, best first.
 
-        Dropped are the passage of x itself and every passage that contains the unmasked sentence.
+        Drops the passage of x itself and every passage that contains the unmasked sentence. If too few are left, the
+        search is repeated 16 times deeper; a list is shorter than ``options.documents`` only if that is not enough.
         """
-        wanted = self.options.documents
-        search = Hybrid(index.passages, self.words, index.retriever.mixture, index.retriever.scale)
-        ids = search.search(query_BE, [e.words for e in examples], depth(self.options)).id_QK
+        limit = self.options.documents
+        search = Hybrid(index.passages, self.bm25, index.retriever.mixture, index.retriever.scale)
+        id_QK = search.search(query_BE, [e.visible_text for e in examples], depth(self.options)).id_QK
         result = []
         for row, example in enumerate(examples):
-            kept, dropped = self._keep(example, ids[row].tolist(), wanted)
-            if len(kept) < wanted and ids.shape[1] < len(self.snapshot):
-                more = search.search(query_BE[row : row + 1], [example.words], 16 * depth(self.options)).id_QK
-                kept, dropped = self._keep(example, more[0].tolist(), wanted)
+            passages, dropped = self._filter(example, id_QK[row].tolist(), limit)
+            if len(passages) < limit and id_QK.shape[1] < len(self.snapshot):
+                query_1E = query_BE[row : row + 1]
+                deeper_1K = search.search(query_1E, [example.visible_text], 16 * depth(self.options)).id_QK
+                passages, dropped = self._filter(example, deeper_1K[0].tolist(), limit)
             self.counts.update(dropped)
-            self.counts["short"] += len(kept) < wanted
-            result.append(kept)
+            self.counts["short"] += len(passages) < limit
+            result.append(passages)
         return result
 
-    def shared(self, examples: Sequence[Example], found: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Each example's own candidates, and behind them what was found for the others and the passages they are from.
+    def shared(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Extend each example's candidates by those of the whole batch and the passages its sentences are from.
 
-        A reader that reads sentences and passages apart has read them all in any case.  Trivial ones are left out.
-        Where no passage is wanted (``candidates: 1``, the null document alone) there are none of others either.
+        For a late-interaction reader, which encodes each passage of a batch once in any case. Trivial candidates are
+        left out. With ``candidates: 1`` (the null document alone) nothing is added.
         """
         if not self.options.documents:
-            return [list(row) for row in found]
-        pool = sorted({p for row in found for p in row} | {e.passage for e in examples if e.passage != NULL})
+            return [list(row) for row in candidates]
+        pool = sorted({p for row in candidates for p in row} | {e.passage for e in examples if e.passage != NULL})
         result = []
-        for example, own in zip(examples, found, strict=True):
-            known = set(own)
-            others, dropped = self._keep(example, [p for p in pool if p not in known], len(pool))
+        for example, own in zip(examples, candidates, strict=True):
+            own_set = set(own)
+            added, dropped = self._filter(example, [p for p in pool if p not in own_set], len(pool))
             self.counts.update(dropped)
-            result.append([*own, *others])
+            result.append([*own, *added])
         return result
 
-    def _keep(self, example: Example, ids: list[int], wanted: int) -> tuple[list[int], Counter[str]]:
+    def _filter(self, example: Example, ids: list[int], limit: int) -> tuple[list[int], Counter[str]]:
         dropped = Counter[str]()
         if not self.options.exclude_trivial:
-            return [passage for passage in ids[:wanted] if passage >= 0], dropped
-        kept: list[int] = []
+            return [passage for passage in ids[:limit] if passage >= 0], dropped
+        passages: list[int] = []
         for passage in ids:
-            if len(kept) == wanted or passage < 0:
+            if len(passages) == limit or passage < 0:
                 break
             if passage == example.passage:
                 dropped["dropped_own"] += 1
             elif contains(self.snapshot.body(passage), example.original):
                 dropped["dropped_containing"] += 1
             else:
-                kept.append(passage)
-        return kept, dropped
+                passages.append(passage)
+        return passages, dropped

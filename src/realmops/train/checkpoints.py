@@ -1,4 +1,4 @@
-"""The states of a training loop that works alone, in a folder."""
+"""Checkpoints of a training loop without an exchange, in a folder."""
 
 import shutil
 from collections.abc import Mapping
@@ -8,17 +8,17 @@ from pathlib import Path
 from realmops import artifacts
 
 _KIND = "checkpoint"
-_KEPT = 2
+_KEEP_LAST = 2
 
 
 @dataclass(frozen=True)
 class FolderCheckpoints:
-    """The newest two states of a training loop that works alone, each a folder with digests."""
+    """The two newest checkpoints of a training loop, each a folder with digests."""
 
     folder: Path
 
     def restore(self) -> dict[str, bytes] | None:
-        """The newest state whose digests are right; a damaged one is stepped over."""
+        """Return the files of the newest intact checkpoint, or None; checkpoints with a wrong digest are skipped."""
         for path in sorted(self.folder.glob("step-*"), reverse=True):
             try:
                 names = artifacts.read_manifest(path, _KIND)["files"]
@@ -28,10 +28,10 @@ class FolderCheckpoints:
         return None
 
     def save(self, step: int, files: Mapping[str, bytes]) -> None:
-        """Commit a state; older ones than the last two go."""
+        """Commit a checkpoint and delete all but the last two."""
         with artifacts.atomic_folder(self.folder / f"step-{step:08d}") as stage:
             for name, content in files.items():
                 (stage / name).write_bytes(content)
             artifacts.write_manifest(stage, _KIND, step=step)
-        for old in sorted(self.folder.glob("step-*"))[:-_KEPT]:
+        for old in sorted(self.folder.glob("step-*"))[:-_KEEP_LAST]:
             shutil.rmtree(old)

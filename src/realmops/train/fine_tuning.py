@@ -1,7 +1,7 @@
-"""Open-domain question answering: fine-tune query tower and reader over frozen passages (paper, section 3.2; ORQA).
+"""Open-QA fine-tuning of query tower and reader over frozen passage embeddings (paper, section 3.2; ORQA).
 
 Shape suffixes: B questions, P passages, K passages that are read, S answer spans of all sequences,
-W most spans of one question.
+W maximum of spans per question.
 """
 
 import math
@@ -21,7 +21,7 @@ from realmops.train.optimiser import Group
 
 
 def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor, DeferredMetrics]:
-    """The early retriever loss over the top passages plus the span loss over those that are read."""
+    """Return the mean of early retriever loss (over the top passages) plus span loss (over those read), and metrics."""
     options = model.options
     depth = options.retriever_candidates if model.ranker is None else max(5, options.reader_candidates)
     relevance_BP, id_BP = model.evidence(questions, depth)
@@ -29,11 +29,11 @@ def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor,
         np.stack([model.is_correct(q, row) for q, row in zip(questions, id_BP.tolist(), strict=True)])
     )
     early_B = marginal_span_loss(relevance_BP, send(model.device, correct_BP)[0])
-    read = [[p for p in row if p >= 0] for row in id_BP[:, : options.reader_candidates].tolist()]
-    score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], read)
+    passages = [[p for p in row if p >= 0] for row in id_BP[:, : options.reader_candidates].tolist()]
+    score_S, rows = model.spans([model.wordpieces(q.question) for q in questions], passages)
     question_S, rank_S = send(model.device, torch.from_numpy(rows[:, :2].T))[0]
     logit_S = score_S + model.retriever.mixture.reading * relevance_BP[question_S, rank_S]
-    gold_S = torch.from_numpy(model.is_gold(rows, questions, read))
+    gold_S = torch.from_numpy(model.is_gold(rows, questions, passages))
     span_B, has_gold_B = _span_loss(options.span_loss, logit_S, gold_S, rows, len(questions))
 
     def metrics(early_B: Tensor, span_B: Tensor, has_gold_B: Tensor) -> dict[str, float]:
@@ -48,52 +48,59 @@ def question_loss(model: OpenQa, questions: Sequence[Question]) -> tuple[Tensor,
     return (early_B + span_B).mean(), DeferredMetrics((early_B, span_B, has_gold_B), metrics)
 
 
-def _span_loss(kind: str, logit_S: Tensor, is_gold: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
-    """The loss of each of ``count`` questions by ``finetune.span_loss``, and whether it has a gold span."""
-    logit_BW, gold_BW = by_group(logit_S, is_gold, rows[:, 0], count)
+def _span_loss(kind: str, logit_S: Tensor, gold_S: Tensor, rows: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+    """Return the loss of each of ``count`` questions by ``finetune.span_loss``, and whether it has a gold span."""
+    logit_BW, gold_BW = by_group(logit_S, gold_S, rows[:, 0], count)
     has_gold_B = gold_BW.any(-1)
     if kind != "per_passage":
         loss = {"marginal": marginal_span_loss, "hard_em": hard_em_span_loss}[kind]
         return loss(logit_BW, gold_BW), has_gold_B
-    most = int(rows[:, 1].max()) + 1
-    logit_NW, gold_NW = by_group(logit_S, is_gold, rows[:, 0] * most + rows[:, 1], count * most)
-    has_gold_BK = gold_NW.any(-1).view(count, most)
-    loss_BK = marginal_span_loss(logit_NW, gold_NW).view(count, most)
+    ranks = int(rows[:, 1].max()) + 1
+    logit_NW, gold_NW = by_group(logit_S, gold_S, rows[:, 0] * ranks + rows[:, 1], count * ranks)
+    has_gold_BK = gold_NW.any(-1).view(count, ranks)
+    loss_BK = marginal_span_loss(logit_NW, gold_NW).view(count, ranks)
     return loss_BK.sum(-1) / has_gold_BK.sum(-1).clamp(min=1), has_gold_B
 
 
 def by_group(logit_S: Tensor, gold_S: Tensor, group_S: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of spans by their group (a question, or a passage of it), as count x W with -inf where it has fewer.
+    """Pad the spans of each group (a question or one of its passages) to ``count`` x W, logits with -inf.
 
-    Which are gold is told on the CPU; both results are where the logits are.
+    Args:
+        logit_S: scores of the spans.
+        gold_S: which spans are gold, on the CPU.
+        group_S: group of each span, ascending.
+        count: number of groups.
+
+    Returns:
+        Logits and gold labels, both on the device of the logits.
     """
     sizes = np.bincount(group_S, minlength=count)
     width = int(sizes.max())
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    place = torch.from_numpy(group_S * width + np.arange(len(group_S)) - first[group_S])
-    gold_BW = gold_S.new_zeros(count * width).index_copy(0, place, gold_S)
-    place, gold_BW = send(logit_S.device, place, gold_BW)
-    logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, place, logit_S)
+    position_S = torch.from_numpy(group_S * width + np.arange(len(group_S)) - first[group_S])
+    gold_BW = gold_S.new_zeros(count * width).index_copy(0, position_S, gold_S)
+    position_S, gold_BW = send(logit_S.device, position_S, gold_BW)
+    logit_BW = logit_S.new_full((count * width,), -torch.inf).index_copy(0, position_S, logit_S)
     return logit_BW.view(count, width), gold_BW.view(count, width)
 
 
 def finetune_steps(questions: int, options: Finetune | ClosedBookOptions) -> int:
-    """Steps of so many epochs; the last one may be cut short."""
+    """Return the number of steps of ``options.epochs`` epochs, rounded up; epochs may be a fraction."""
     return math.ceil(options.epochs * math.ceil(questions / options.batch_size))
 
 
 def finetune(
     context: Context, model: OpenQa, questions: Sequence[Question], options: Finetune, optimiser: Optimiser
 ) -> None:
-    """Train query tower and reader; every epoch sees the questions in an order of its own."""
+    """Train query tower and reader; every epoch shuffles the questions."""
     rows_of = epoch_rows(context, len(questions), options.batch_size)
 
     def step_loss(step: int) -> tuple[Tensor, DeferredMetrics]:
         model.retriever.train()
         model.reader.train()
-        mine, weight = context.team.share([questions[row] for row in rows_of(step)])
-        loss, later = question_loss(model, mine)
-        return weight * loss, later
+        local, weight = context.team.split_batch([questions[row] for row in rows_of(step)])
+        loss, metrics = question_loss(model, local)
+        return weight * loss, metrics
 
     groups = [Group("reader", model.reader, options.reader_learning_rate)]
     if model.ranker is None:

@@ -1,4 +1,4 @@
-"""The weights of embeddings, words and reading, fitted to questions that were held out."""
+"""Fusion weights of embeddings, BM25 and reader scores, fitted to held-out questions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,22 +12,22 @@ from realmops.corpus.question_sets import Question
 from realmops.model.retriever import Mixture
 from realmops.search.hybrid import fit_mixture
 
-FITTED = 50  # passages of either kind for each query, by which the weights of a hybrid are fitted
+FIT_DEPTH = 50  # passages by embeddings and by BM25 that each query contributes to the fit of a hybrid's weights
 READING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-READING_OF_MADE = 3.0  # where only made questions are there; good for people's (benchmarks/LOG.md, documents alone)
+READING_OF_MADE = 3.0  # where all questions are generated; tuned on human questions (benchmarks/LOG.md)
 
 
 def fit_to_questions(model: RetrieveAndRead, questions: Sequence[Question]) -> Mixture:
-    """The weights of words and embeddings under which questions best find the passages that hold an answer.
+    """Return the weights of BM25 and embeddings that rank passages with an answer highest.
 
-    Where no question can tell, the weights stay as they are.
+    The weights stay unchanged if no question distinguishes them.
     """
     start = model.retriever.mixture
-    found = model.search([question.question for question in questions], FITTED, FITTED)
-    correct = [model.is_correct(q, row) for q, row in zip(questions, found.id_QK.tolist(), strict=True)]
-    there_QK = (found.id_QK >= 0).numpy() & ~model.sources.among(questions, found.id_QK.numpy())
+    result = model.search([question.question for question in questions], FIT_DEPTH, FIT_DEPTH)
+    correct = [model.is_correct(q, row) for q, row in zip(questions, result.id_QK.tolist(), strict=True)]
+    valid_QK = (result.id_QK >= 0).numpy() & ~model.sources.among(questions, result.id_QK.numpy())
     fitted = fit_mixture(
-        found.dense_QK, found.words_QK, torch.from_numpy(there_QK), torch.from_numpy(np.stack(correct) & there_QK)
+        result.dense_QK, result.words_QK, torch.from_numpy(valid_QK), torch.from_numpy(np.stack(correct) & valid_QK)
     )
     return start if fitted is None else replace(fitted, reading=start.reading)
 
@@ -38,31 +38,35 @@ def fit_reading(
     answers: Sequence[Answer],
     is_right: Callable[[str, Question], bool],
 ) -> float:
-    """The weight of f(x, z) beside a span's score that has the highest exact match.
+    """Return the weight of f(x, z) relative to a span's score with the highest exact match.
 
-    Of equal ones the nearest to the present weight is taken. The best span of a passage is the same under any weight,
-    so nothing has to be read again. ``is_right`` says whether an answer to a question is.
+    Ties are broken by the smallest change. The best span of a passage is the same under any weight, so the reader does
+    not run again. Questions generated from the corpus are ignored: their source passage is excluded, so f(x, z) is
+    less informative than for human questions. If there are no others, the weight is ``READING_OF_MADE``.
 
-    Questions made from the corpus do not count: without the passage that they were made from, f(x, z) says less of
-    where their answer stands than it does for people's questions. Where there are no others it is ``READING_OF_MADE``.
+    Args:
+        model: the retriever and reader that answered.
+        questions: held-out questions.
+        answers: the model's answers to them.
+        is_right: whether a text is a correct answer to a question.
     """
     before = model.retriever.mixture.reading
-    asked = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.not_in]
-    if not asked:
+    human = [(q, answer) for q, answer in zip(questions, answers, strict=True) if not q.not_in]
+    if not human:
         return READING_OF_MADE
-    questions, answers = zip(*asked, strict=True)
+    questions, answers = zip(*human, strict=True)
     with torch.no_grad():
         relevance = [model.evidence([q], model.options.reader_candidates)[0][0].tolist() for q in questions]
 
-    def right(weight: float) -> float:
+    def exact_matches(weight: float) -> float:
         texts = [_text(answer, f, weight - before) for answer, f in zip(answers, relevance, strict=True)]
         return sum(map(is_right, texts, questions))
 
-    return max(sorted(READING_WEIGHTS, key=lambda w: abs(w - before)), key=right)
+    return max(sorted(READING_WEIGHTS, key=lambda w: abs(w - before)), key=exact_matches)
 
 
 def _text(answer: Answer, relevance: Sequence[float], change: float) -> str:
-    """Which text is the answer when f(x, z) counts for so much more."""
+    """Return the best span's text after adding ``change`` to the weight of f(x, z)."""
     spans = [
         (span.score + change * f, span.text)
         for span, f in zip(answer.best_of_passage, relevance, strict=False)

@@ -1,4 +1,4 @@
-"""The exchange as a stage has it: the trainer's side for a training loop, and the index builder as a child process.
+"""Index refresh during training: the trainer's side of the exchange, and the index builder as a child process.
 
 Shape suffixes: P passages, E embedding width.
 """
@@ -28,27 +28,27 @@ from realmops.train.loop import Context
 from realmops.train.parallel import Team
 
 BUILDER_LOG = "index-builder.log"
-MOST_STARTS = 20  # of a builder that goes on ending
-QUIET_SECONDS = 5.0  # a shorter wait is not worth a line
+MOST_STARTS = 20  # before a builder that keeps exiting fails the training
+QUIET_SECONDS = 5.0  # shorter waits are not logged
 
 Build = Callable[[Tensor, Retriever], PassageIndex]
-"""(embeddings P x E, the retriever that made them) -> an index of them."""
+"""(embeddings P x E, their retriever) -> index."""
 
 
 @dataclass(frozen=True)
 class BuilderSettings:
-    """Where a training works: a folder that outlives a kill, so many threads, and somebody who listens."""
+    """Settings of the index builder of one training."""
 
-    work: Path
+    work: Path  # outlives a killed process
     threads: int
-    say: Callable[[str], None]
+    say: Callable[[str], None]  # receives log lines
 
 
 @dataclass(frozen=True)
 class SharedSource:
-    """The first process's own generations for all that train together, as indexes: it alone has the exchange.
+    """Index source of all processes: the first one reads the exchange and broadcasts generations to the others.
 
-    Embeddings are sent from host memory to host memory; those of an approximate index need not fit on a GPU.
+    Embeddings are broadcast in host memory, because those of an approximate index may not fit on a GPU.
     """
 
     team: Team
@@ -57,73 +57,86 @@ class SharedSource:
     build: Build
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        """The index to use from this step on, or None to go on with the one in use."""
-        found = self.own.at_step(step, retriever) if self.own else None
+        """Return the index to use from this step on, or None to keep the current one."""
+        generation = self.own.at_step(step, retriever) if self.own else None
         if self.team.size > 1:
-            found = self._shared(found, retriever)
-        if found is None:
+            generation = self._broadcast(generation, retriever)
+        if generation is None:
             return None
-        passages = self.build(found.embedding_PE, found.retriever)
-        return Index(found.step, passages, found.retriever, found.published, found.new)
+        passages = self.build(generation.embedding_PE, generation.retriever)
+        return Index(generation.step, passages, generation.retriever, generation.published, generation.new)
 
-    def _shared(self, found: IndexGeneration | None, retriever: Retriever) -> IndexGeneration | None:
-        """The first process's generation, where it has a new one."""
-        embedding_PE = found.embedding_PE.cpu() if found else torch.empty(0, 0)
-        head = [1, found.step, *embedding_PE.shape, found.published, found.new] if found else [0] * 6
-        there, made_at, passages, width, published, new = self.team.send_numbers(head, self.device)
-        if not there:
+    def _broadcast(self, own: IndexGeneration | None, retriever: Retriever) -> IndexGeneration | None:
+        """Return the first process's generation in all processes, None if it has no new one."""
+        embedding_PE = own.embedding_PE.cpu() if own else torch.empty(0, 0)
+        header = [1, own.step, *embedding_PE.shape, own.published, own.new] if own else [0] * 6
+        exists, weights_step, passages, width, published, new = self.team.broadcast_numbers(header, self.device)
+        if not exists:
             return None
-        if found is None:
+        if own is None:
             embedding_PE = torch.empty(int(passages), int(width))
-        searcher = found.retriever if found else copy.deepcopy(retriever).eval()
-        self.team.send([embedding_PE, *searcher.parameters()])
-        return found or IndexGeneration(int(made_at), embedding_PE, searcher, published, bool(new))
+        searcher = own.retriever if own else copy.deepcopy(retriever).eval()
+        self.team.broadcast([embedding_PE, *searcher.parameters()])
+        return own or IndexGeneration(int(weights_step), embedding_PE, searcher, published, bool(new))
 
 
 @contextmanager
 def exchange(
-    context: Context, site: BuilderSettings, refresh: Refresh, snapshot: Snapshot, retriever: Retriever, build: Build
+    context: Context,
+    settings: BuilderSettings,
+    refresh: Refresh,
+    snapshot: Snapshot,
+    retriever: Retriever,
+    build: Build,
 ) -> Iterator[tuple[Context, SharedSource]]:
-    """A training's surroundings and indexes on an exchange, with its builder beside it where that is a child.
+    """Open the exchange of a training and, with ``builder: child``, run its index builder as a child process.
 
-    Only the first of several processes has the exchange; it says the last word there at the end.
+    Only the first of several processes opens the exchange; on exit it publishes whether training finished or failed.
+
+    Yields:
+        The context with the exchange as its checkpoint store, and the source of indexes.
+
+    Raises:
+        ChildProcessError: the child builder is misconfigured or exited ``MOST_STARTS`` times.
     """
     team, device = context.team, context.device
     if not team.leads:
         yield context, SharedSource(team, None, device, build)
         return
-    root = site.work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
-    card = identity(
+    root = settings.work / "exchange" if refresh.exchange == "auto" else Path(refresh.exchange)
+    run_identity = identity(
         snapshot,
-        run_key=site.work.name,
+        run_key=settings.work.name,
         embedding_width=retriever.width,
         precision=PRECISIONS[context.dtype],
-        threads=site.threads,
+        threads=settings.threads,
         part_rows=refresh.shard_rows,
     )
     child = None
     if refresh.builder == "child":
         command = builder_command(root, snapshot.folder, "--watch-parent", str(os.getpid()))
-        child = Child(command, pause=0.0, log=site.work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"})
+        child = Child(
+            command, pause=0.0, log=settings.work / BUILDER_LOG, environment={**os.environ, "HOSTNAME": "child"}
+        )
 
     def on_wait(message: str, seconds: float) -> None:
         if child is not None and (code := child.look()) is not None:
             if code == MISCONFIGURED or child.starts >= MOST_STARTS:
                 raise ChildProcessError(
-                    f"the index builder ended with exit code {code} after {child.starts} starts:\n{child.last_lines()}"
+                    f"index builder failed: exit code {code} after {child.starts} starts:\n{child.last_lines()}"
                 )
-            child.look()  # starts it again
+            child.look()  # restarts it
         if seconds >= QUIET_SECONDS:
-            site.say(message)
+            settings.say(message)
 
-    opened = Exchange.open(root, card, grace=0.0 if child else 120.0)
-    trainer = Trainer(opened, refresh.policy, (EMBEDDINGS,), on_wait)
+    opened_exchange = Exchange.open(root, run_identity, grace=0.0 if child else 120.0)
+    trainer = Trainer(opened_exchange, refresh.policy, (EMBEDDINGS,), on_wait)
     own = ExchangeSource(trainer, refresh, snapshot.vocabulary_hash, device)
     try:
         with child or nullcontext():
             yield replace(context, checkpoints=own), SharedSource(team, own, device, build)
             trainer.finish("done")
     except (ValueError, TimeoutError, ChildProcessError, RuntimeError) as error:
-        with suppress(Fenced):  # the last word is the successor's
+        with suppress(Fenced):  # a newer trainer publishes the final state
             trainer.finish("failed", str(error))
         raise

@@ -1,4 +1,4 @@
-"""Where a training has its indexes from: the exchange gives a generation of embeddings, of which an index is built.
+"""Sources of the training loop's indexes: the exchange delivers generations of embeddings to index.
 
 Shape suffixes: P passages, E embedding width, Q queries, K results.
 """
@@ -22,18 +22,18 @@ from realmops.search.exact import PassageIndex
 
 @dataclass(frozen=True)
 class IndexGeneration:
-    """The embeddings of all passages, the retriever that made them, and when its weights were published."""
+    """Embeddings of all passages by one published version of the retriever."""
 
-    step: int
+    step: int  # of the published weights
     embedding_PE: Tensor
     retriever: Retriever
-    published: float
-    new: bool  # False for the one that a resumed run had in use already
+    published: float  # seconds since 1970
+    new: bool  # False if a resumed run had already adopted it
 
 
 @dataclass
 class Index:
-    """A generation that can be searched."""
+    """A searchable index generation."""
 
     step: int
     passages: PassageIndex
@@ -43,53 +43,53 @@ class Index:
 
 
 class IndexSource(Protocol):
-    """What a training loop asks for an index before each step."""
+    """Protocol of what provides the index of each training step."""
 
     def at_step(self, step: int, retriever: Retriever) -> Index | None:
-        """The index to use from this step on, or None to go on with the one in use."""
+        """Return the index to use from this step on, or None to keep the current one."""
 
 
 def generation_in_use(step: int, *, refresh_every: int, lag: int) -> int:
-    """The step whose weights the index of training step ``step`` was built from, under ``adopt: fixed_lag``."""
+    """Return the step whose weights built the index of training step ``step`` under ``adopt: fixed_lag``."""
     assert step >= 0
     return max(0, (step - lag) // refresh_every * refresh_every)
 
 
 def top_k_change(old_QK: np.ndarray, new_QK: np.ndarray) -> float:
-    """Share of the top k, over all queries, that another index would change (order does not count)."""
+    """Return the fraction of top-k results, over all queries, that differ between two indexes, ignoring order."""
     assert old_QK.shape == new_QK.shape
-    kept = sum(len(set(old) & set(new)) for old, new in zip(old_QK.tolist(), new_QK.tolist(), strict=True))
-    return 1 - kept / old_QK.size
+    common = sum(len(set(old) & set(new)) for old, new in zip(old_QK.tolist(), new_QK.tolist(), strict=True))
+    return 1 - common / old_QK.size
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """When a training of ``steps`` steps publishes its weights, who builds their index, and how it is waited for."""
+    """Index refresh schedule: when weights are published, which builder indexes them and how the trainer waits."""
 
-    steps: int
-    every: int
-    lag: int
-    delay: int  # first steps in which the retriever stands still
+    steps: int  # of the training
+    every: int  # steps between two publications
+    lag: int  # steps from a publication to the adoption of its index
+    delay: int  # first steps, in which the retriever is frozen
     builder: str  # child or external
     exchange: str  # a folder, or auto
-    shard_rows: int
+    shard_rows: int  # passages per shard
     policy: Policy
 
 
 @dataclass(eq=False)
 class ExchangeSource:
-    """The trainer's side of the exchange as the training loop wants it: checkpoints, and a generation for each step."""
+    """The trainer's side of the exchange: checkpoint store and source of index generations."""
 
     trainer: Trainer
     refresh: Refresh
     vocabulary_hash: str
     device: torch.device
-    waited: float = 0.0  # seconds, in all lives of the run
+    waited: float = 0.0  # seconds, including those before a resume
     refreshes: int = 0
-    _step: int | None = None  # of the index in use
+    _step: int | None = None  # of the current index
 
     def restore(self) -> dict[str, bytes] | None:
-        """The newest checkpoint's files."""
+        """Return the files of the newest checkpoint, or None."""
         version = self.trainer.restore()
         if version is None:
             return None
@@ -102,16 +102,16 @@ class ExchangeSource:
         self.trainer.save_checkpoint(step, files, {"refreshes": self.refreshes, "waited": self.waited})
 
     def at_step(self, step: int, retriever: Retriever) -> IndexGeneration | None:
-        """Publish the weights when it is time, and adopt a generation when one is due."""
+        """Publish the weights if they are due, and return the generation to adopt, or None to keep the current one."""
         self.trainer.beat(step)
         if self._publishes(step):
             files = retriever_files(retriever, self.vocabulary_hash)
             self.trainer.publish_weights(step, files, {"published": time.time()})
-        used = self.trainer.index_step
+        previous = self.trainer.index_step
         started = time.perf_counter()
         version = self._due(step)
         if self.refresh.policy.adopt == "as_soon_as_ready":
-            new = step == 0 or (version is not None and version.step != used)
+            new = step == 0 or (version is not None and version.step != previous)
         else:
             new = step == 0 or self._generation(step) != self._generation(step - 1)
         self.waited += time.perf_counter() - started
@@ -126,17 +126,17 @@ class ExchangeSource:
     def _due(self, step: int) -> Version | None:
         if self.refresh.policy.adopt == "as_soon_as_ready":
             return self.trainer.newest_index(step)
-        wanted = self._generation(step)
-        return None if wanted == self._step else self.trainer.index_for(wanted)
+        due = self._generation(step)
+        return None if due == self._step else self.trainer.index_for(due)
 
     def _publishes(self, step: int) -> bool:
-        """At step 0 and every ``refresh_every`` steps; not while the retriever stands still, nor what nobody adopts."""
+        """Return whether to publish weights: not those of a frozen retriever, nor those that no step adopts."""
         if step == 0 or self.trainer.lacks_index:
             return True
-        in_time = self.refresh.policy.adopt != "fixed_lag" or step + self.refresh.lag < self.refresh.steps
-        return step % self.refresh.every == 0 and step > self.refresh.delay and in_time
+        is_adopted = self.refresh.policy.adopt != "fixed_lag" or step + self.refresh.lag < self.refresh.steps
+        return step % self.refresh.every == 0 and step > self.refresh.delay and is_adopted
 
     def _generation(self, step: int) -> int:
-        """The step whose weights the index of ``step`` is made from, under ``fixed_lag``."""
-        wanted = generation_in_use(step, refresh_every=self.refresh.every, lag=self.refresh.lag)
-        return wanted if wanted > self.refresh.delay else 0
+        """Return the step whose weights built the index of ``step`` under ``fixed_lag``."""
+        generation = generation_in_use(step, refresh_every=self.refresh.every, lag=self.refresh.lag)
+        return generation if generation > self.refresh.delay else 0

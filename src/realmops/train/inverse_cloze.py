@@ -1,4 +1,4 @@
-"""Warm starts: the retriever by the inverse cloze task, the reader by masked words (paper, section 3.4).
+"""Warm starts: inverse cloze task for the retriever, masked language modelling for the reader (section 3.4).
 
 Shape suffixes: B passages of a batch (of one process, N those of all), Q queries, E embedding width, M masked
 wordpieces.
@@ -30,36 +30,39 @@ from realmops.text.spans import Spans
 from realmops.train.loop import Context, DeferredMetrics, fit
 from realmops.train.optimiser import Group
 
-CROP_WORDS = (4, 16)  # fewest and most
-CROP_DROPPED = 0.3  # of a crop's words, so that a query is no literal copy
+CROP_WORDS = (4, 16)  # minimum and maximum
+CROP_DROPPED = 0.3  # probability of dropping a word of a crop, so that a query is no literal copy
 
 
 def steps_over(passages: int, options: Ict) -> tuple[int, int]:
-    """The steps of retriever and reader, of which neither reads more than ``ict.epochs`` times so many passages."""
-    kinds = (options.steps, min(options.batch_size, passages)), (options.reader_steps, options.reader_batch_size)
+    """Return the steps of retriever and reader, each limited to ``ict.epochs`` passes over the passages."""
+    steps_and_batch = (
+        (options.steps, min(options.batch_size, passages)),
+        (options.reader_steps, options.reader_batch_size),
+    )
     if not options.epochs:
         return options.steps, options.reader_steps
-    retriever, reader = (min(steps, math.ceil(options.epochs * passages / size)) for steps, size in kinds)
+    retriever, reader = (min(steps, math.ceil(options.epochs * passages / size)) for steps, size in steps_and_batch)
     return retriever, reader
 
 
 @dataclass(frozen=True)
 class Cloze:
-    """A passage and the queries that were made of it: a sentence, or crops; ``removed`` where they are taken out."""
+    """A passage and the queries drawn from it: a sentence, or crops."""
 
     queries: list[np.ndarray]
-    document: tuple[np.ndarray, np.ndarray]
-    removed: bool
+    document: tuple[np.ndarray, np.ndarray]  # wordpieces and segments
+    removed: bool  # whether the queries are cut out of the document
 
 
 def draw_cloze(
     snapshot: Snapshot, passage: int, rng: np.random.Generator, options: Ict, special: SpecialTokens
 ) -> Cloze:
-    """The queries of a passage by ``ict.task``; they are taken out of it with probability ``removal``.
+    """Draw the queries of a passage by ``ict.task``, and cut them out of it with probability ``ict.removal``.
 
-    ``cloze`` is the paper's: one uniform sentence, kept in a passage that has no other. ``crop`` are several runs of
-    ``CROP_WORDS`` words, of which each word is dropped with probability ``CROP_DROPPED``; a passage keeps them where
-    nothing else would be left.
+    ``cloze`` is the paper's task: one uniform sentence. ``crop`` draws ``ict.crops`` runs of ``CROP_WORDS`` words, of
+    which each word is dropped with probability ``CROP_DROPPED``. Queries stay in a passage that would be empty
+    without them.
     """
     body, continues = snapshot.body(passage), snapshot.continues(passage)
     if options.task == "cloze":
@@ -67,21 +70,21 @@ def draw_cloze(
         runs = [tuple(sentences[rng.integers(len(sentences))])]
     else:
         runs = [crop_run(continues, rng) for _ in range(options.crops)]
-    inside = np.zeros(len(body), dtype=bool)
+    in_query = np.zeros(len(body), dtype=bool)
     for first, end in runs:
-        inside[first:end] = True
-    removed = bool(rng.random() < options.removal) and not inside.all()
+        in_query[first:end] = True
+    removed = bool(rng.random() < options.removal) and not in_query.all()
     queries = [body[first:end] for first, end in runs]
     if options.task == "crop":
-        cut = zip(queries, runs, strict=True)
-        queries = [dropped_words(query, continues[first:end], rng) for query, (first, end) in cut]
-    rest = body[~inside] if removed else body
-    document = join_document(snapshot.title_tokens(passage), rest, special, snapshot.block_wordpieces)
+        pairs = zip(queries, runs, strict=True)
+        queries = [drop_words(query, continues[first:end], rng) for query, (first, end) in pairs]
+    context = body[~in_query] if removed else body
+    document = join_document(snapshot.title_tokens(passage), context, special, snapshot.block_wordpieces)
     return Cloze([join_query(query, special, options.query_wordpieces) for query in queries], document, removed)
 
 
 def crop_run(continues: np.ndarray, rng: np.random.Generator) -> tuple[int, int]:
-    """First and end wordpiece of a uniform run of ``CROP_WORDS`` words, or of all words where there are fewer."""
+    """Draw a uniform run of ``CROP_WORDS`` words, at most the whole passage; return its first and end wordpiece."""
     starts = np.append(np.flatnonzero(~continues), len(continues))
     starts = starts if starts[0] == 0 else np.append(0, starts)  # a passage that begins inside a word
     words = len(starts) - 1
@@ -90,17 +93,17 @@ def crop_run(continues: np.ndarray, rng: np.random.Generator) -> tuple[int, int]
     return int(starts[first]), int(starts[first + length])
 
 
-def dropped_words(query: np.ndarray, continues: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """The query with some of its words left out, never all; ``continues`` says which wordpieces continue one."""
+def drop_words(query: np.ndarray, continues: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Drop each word of a query with probability ``CROP_DROPPED``, but never all; ``continues`` marks later pieces."""
     word = np.cumsum(~continues)
-    kept = rng.random(int(word.max(initial=0)) + 1)[word] >= CROP_DROPPED
-    return query[kept] if kept.any() else query
+    keep = rng.random(int(word.max(initial=0)) + 1)[word] >= CROP_DROPPED
+    return query[keep] if keep.any() else query
 
 
 def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Generator) -> np.ndarray:
-    """Passages of a batch: runs of ``neighbours`` consecutive ones, at random places, without repetition.
+    """Draw the passages of a batch: random runs of ``neighbours`` consecutive passages, without replacement.
 
-    Neighbouring passages come from one article or from articles next to each other: hard negatives.
+    Neighbouring passages are from one article or from adjacent ones: hard negatives.
     """
     batch_size = min(batch_size, count)
     runs = -(-count // neighbours)
@@ -112,16 +115,22 @@ def cloze_batch(count: int, batch_size: int, neighbours: int, rng: np.random.Gen
 def train_retriever(
     context: Context, retriever: Retriever, snapshot: Snapshot, options: Ict, optimiser: Optimiser
 ) -> int:
-    """The inverse cloze task: softmax of the own passage among all passages of the batch, those of all processes.
+    """Train the retriever by the inverse cloze task, with the passages of all processes as in-batch negatives.
 
-    Logs the accuracy for queries that were removed from their passage and for those that were kept. A batch is made of
-    runs of neighbouring passages (``cloze_batch``). Returns the journal's length at the end.
+    A batch consists of runs of neighbouring passages (``cloze_batch``). Logs the accuracy for queries that were removed
+    from their passage and for those that were kept.
+
+    Returns:
+        The journal's length at the end.
+
+    Raises:
+        ValueError: a batch has fewer passages than there are processes.
     """
     special, team = SpecialTokens.of(snapshot.tokenizer), context.team
     if min(options.batch_size, len(snapshot)) < team.size:
         raise ValueError(
-            f"ict.batch_size is {options.batch_size} and the corpus has {len(snapshot)} passages: {team.size} "
-            "processes cannot share that; start fewer"
+            f"batch too small for {team.size} processes: ict.batch_size is {options.batch_size} and the corpus has "
+            f"{len(snapshot)} passages; start at most {min(options.batch_size, len(snapshot))} processes"
         )
     for module in retriever.modules():
         if isinstance(module, Encoder):
@@ -131,19 +140,19 @@ def train_retriever(
         rng = context.rng("batch", step)
         passages = cloze_batch(len(snapshot), options.batch_size, options.neighbours, rng)
         drawn = [draw_cloze(snapshot, int(p), rng, options, special) for p in passages]
-        examples, _ = team.share(drawn[: len(drawn) // team.size * team.size])
+        examples, _ = team.split_batch(drawn[: len(drawn) // team.size * team.size])
         queries = Packed([query for e in examples for query in e.queries])
         documents = Packed([e.document[0] for e in examples], [e.document[1] for e in examples])
         with autocast(context.device, context.dtype):
             query_QE, document_BE = retriever.query(queries), retriever.documents(documents)
         relevance_QN = retriever.scores(query_QE, team.gather(document_BE))
-        place_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
-        (own_Q,) = send(relevance_QN.device, torch.from_numpy(place_Q) + team.rank * len(examples))
-        removed_Q = np.array([e.removed for e in examples])[place_Q]
+        passage_Q = np.repeat(np.arange(len(examples)), [len(e.queries) for e in examples])
+        (own_Q,) = send(relevance_QN.device, torch.from_numpy(passage_Q) + team.rank * len(examples))
+        removed_Q = np.array([e.removed for e in examples])[passage_Q]
 
         def metrics(hit_Q: Tensor) -> dict[str, float]:
             parts = (("removed", removed_Q), ("kept", ~removed_Q))
-            return {f"accuracy_{name}": float(hit_Q.numpy()[of_Q].mean()) for name, of_Q in parts if of_Q.any()}
+            return {f"accuracy_{name}": float(hit_Q.numpy()[is_Q].mean()) for name, is_Q in parts if is_Q.any()}
 
         return in_batch_loss(relevance_QN, own_Q).mean(), DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
 
@@ -154,34 +163,36 @@ def train_retriever(
 class SentencesWithSpans:
     """Spans as rows (passage, sentence start, sentence end, span start, span end), in wordpieces of the body.
 
-    A row is made when it is asked for, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]``, all of them, takes 40 bytes for
-    each span. ValueError for a folder without any.
+    Rows are computed on access, as ``rows[3]`` or ``rows[[3, 5]]``; ``rows[:]`` allocates 40 bytes per span.
+
+    Raises:
+        ValueError: the spans' folder holds none.
     """
 
     def __init__(self, snapshot: Snapshot, spans: Spans) -> None:
         if not len(spans.rows):
             raise ValueError(
-                f"{spans.folder} holds no salient span: nothing can be masked; see the tag section of params.yaml"
+                f"{spans.folder} holds no salient span; masking needs at least one: see the tag section of params.yaml"
             )
         self._spans, self._sentences = spans.rows, snapshot.sentence_rows
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def __getitem__(self, at: int | slice | np.ndarray) -> np.ndarray:
-        span = self._spans[at]
-        found = np.empty((*span.shape[:-1], 5), np.int64)
-        found[..., 0], found[..., 1:3] = span[..., 0], self._sentences[span[..., 1], 1:]
-        found[..., 3:] = span[..., 2:4]
-        return found
+    def __getitem__(self, index: int | slice | np.ndarray) -> np.ndarray:
+        span = self._spans[index]
+        rows = np.empty((*span.shape[:-1], 5), np.int64)
+        rows[..., 0], rows[..., 1:3] = span[..., 0], self._sentences[span[..., 1], 1:]
+        rows[..., 3:] = span[..., 2:4]
+        return rows
 
 
-Z_SHARES = {"own": 0.3, "neighbour": 0.35, "random": 0.2, "null": 0.15}
-NEAREST = 4
+Z_SHARES = {"own": 0.3, "neighbour": 0.35, "random": 0.2, "null": 0.15}  # probability of each kind of passage
+NEAREST = 4  # passages that a neighbour is drawn from
 
 
 class Neighbours:
-    """Passages near to a sentence by words: BM25 over wordpieces, in a file that the first draw writes."""
+    """Lexically similar passages by BM25 over wordpieces; the index is written to ``folder`` at the first draw."""
 
     def __init__(self, snapshot: Snapshot, folder: Path) -> None:
         self.snapshot, self.folder = snapshot, folder
@@ -192,9 +203,9 @@ class Neighbours:
         return Bm25.open(self.folder, verify=False)
 
     def draw(self, sentence: np.ndarray, own: int, rng: np.random.Generator) -> int:
-        """One of the four nearest passages, x's own left out; this one where no other has a wordpiece of x."""
-        _, [found] = self._index.search([sentence.astype(np.uint64)], NEAREST + 1)
-        nearest = found[(found >= 0) & (found != own)][:NEAREST]
+        """Draw one of the ``NEAREST`` other passages; return ``own`` if none shares a wordpiece with the sentence."""
+        _, [passages] = self._index.search([sentence.astype(np.uint64)], NEAREST + 1)
+        nearest = passages[(passages >= 0) & (passages != own)][:NEAREST]
         return int(rng.choice(np.sort(nearest))) if len(nearest) else own
 
 
@@ -208,26 +219,27 @@ def train_reader(
     held_out: Sequence[int] = (),
     work: Path | None = None,
 ) -> None:
-    """Masked words over join(x, z), so that the reader starts with a second segment that can be worth reading.
+    """Train the reader by masked language modelling over join(x, z), so that it learns to use the second segment.
 
-    One salient span of x is masked, and a share of its other wordpieces.  z is x's own passage, a passage
-    near to the unmasked x by words (BM25), any other passage, or nothing (``Z_SHARES``).  No x is the sentence of a
-    span of ``held_out``, but where nothing else is there.  ``work`` is where the index of the neighbours has room.
+    One salient span of x is masked, and a random share of its other wordpieces. z is x's own passage, one that is
+    similar to the unmasked x by BM25, a random passage, or empty, with the probabilities ``Z_SHARES``. Sentences of
+    the spans in rows ``held_out`` are not trained on, unless there are no others. The temporary BM25 index is written
+    below ``work``.
     """
     special = SpecialTokens.of(snapshot.tokenizer)
     rows = SentencesWithSpans(snapshot, spans)
     sentence_N = spans.rows[:, 1]
-    held = set(sentence_N[list(held_out)].tolist())
-    if held and np.isin(sentence_N, list(held)).all():
-        held.clear()
+    excluded = set(sentence_N[list(held_out)].tolist())
+    if excluded and np.isin(sentence_N, list(excluded)).all():
+        excluded.clear()
 
     def draw_row(rng: np.random.Generator) -> np.ndarray:
-        while int(sentence_N[row := int(rng.integers(len(rows)))]) in held:
+        while int(sentence_N[row := int(rng.integers(len(rows)))]) in excluded:
             pass
         return rows[row]
 
     def example(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """x as it was, which of its wordpieces are masked, and z."""
+        """Draw (unmasked x, mask of x, z)."""
         passage, first, end, start, stop = draw_row(rng)
         body = snapshot.body(int(passage))
         x = body[first:end][: options.reader_wordpieces - 3]
@@ -250,13 +262,13 @@ def train_reader(
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rng = context.rng("batch", step)
         drawn = [example(rng) for _ in range(options.reader_batch_size)]
-        examples, weight = context.team.share(drawn, [int(masked.sum()) for _, masked, _ in drawn])
+        examples, weight = context.team.split_batch(drawn, [int(masked.sum()) for _, masked, _ in drawn])
         sentences = [np.where(masked, special.mask, x) for x, masked, _ in examples]
-        at = [np.flatnonzero(masked) for _, masked, _ in examples]
+        positions = [np.flatnonzero(masked) for _, masked, _ in examples]
         targets = [x[masked] for x, masked, _ in examples]
-        hidden = Masked(sentences, at, targets, special, options.reader_wordpieces)
+        masked_batch = Masked(sentences, positions, targets, special, options.reader_wordpieces)
         with autocast(context.device, context.dtype):
-            log_token_M = reader.log_masked_pairs(hidden, [z for _, _, z in examples])
+            log_token_M = reader.log_masked_pairs(masked_batch, [z for _, _, z in examples])
         return -weight * log_token_M.mean(), {"masked": float(len(log_token_M))}
 
     groups, every = [Group("reader", reader, options.reader_learning_rate)], options.checkpoint_every

@@ -1,4 +1,4 @@
-"""The training loop that every stage shares: step, schedule, checkpoint, exact resume."""
+"""The training loop of all stages: step, learning-rate schedule, checkpoints and exact resume."""
 
 import json
 import math
@@ -22,14 +22,14 @@ from realmops.train.optimiser import BertAdamW, Group, Schedule
 from realmops.train.parallel import ALONE, Team
 
 STATE, TENSORS = "state.json", "training.safetensors"
-_TRIM_SECONDS = 10.0
+_TRIM_SECONDS = 10.0  # between two releases of freed memory
 
 
 class Checkpoints(Protocol):
-    """Where a loop keeps its state: the newest one that was saved whole comes back."""
+    """Protocol of a checkpoint store."""
 
     def restore(self) -> dict[str, bytes] | None:
-        """The files of the newest good checkpoint, or None before the first."""
+        """Return the files of the newest intact checkpoint, or None before the first."""
 
     def save(self, step: int, files: Mapping[str, bytes]) -> None:
         """Commit a checkpoint of the state after ``step`` steps."""
@@ -37,42 +37,40 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """What a loop needs of its surroundings."""
+    """Environment of a training loop: seed, device, precision, checkpoints, journal and processes."""
 
-    stream: str  # name of the stage: part of every seed
+    stream: str  # name of the stage, part of every seed
     seed: int
     device: torch.device
     dtype: torch.dtype
     checkpoints: Checkpoints
     journal: Journal
     progress: Callable[[int], None]
-    prefix: str = ""  # of the metrics' names
-    first_step: int = 0  # what the journal calls the loop's first step
-    journal_start: int = 0  # where the loop's lines begin
+    prefix: str = ""  # of metric names
+    first_step: int = 0  # the first step's number in the journal
+    journal_start: int = 0  # the journal's length at the loop's start
     team: Team = ALONE
-    name: str = ""  # of the training, for people
+    name: str = ""  # of the training, for messages
 
     def rng(self, *names: str | int) -> np.random.Generator:
-        """What is random for a use and a step: a function of (seed, stream, ``names``)."""
+        """Return a generator seeded by (seed, stream, ``names``), for one use at one step."""
         return np.random.default_rng(seed_for(self.seed, self.stream, *names))
 
 
 @dataclass(frozen=True)
 class DeferredMetrics:
-    """Metrics of a step that are worked out on the CPU at its end: a GPU is waited for once, for all of them together.
-
-    ``metrics`` takes ``tensors`` there.
-    """
+    """Metrics computed on the CPU at the end of a step, so that a step synchronises with the GPU once."""
 
     tensors: Sequence[Tensor]
-    metrics: Callable[..., dict[str, float]]
+    metrics: Callable[..., dict[str, float]]  # called with ``tensors`` on the CPU
 
     def now(self) -> dict[str, float]:
+        """Compute the metrics immediately."""
         return self.metrics(*bring(*self.tensors))
 
 
 StepLoss = Callable[[int], tuple[Tensor, DeferredMetrics | dict[str, float]]]
-"""step -> loss and metrics"""
+"""step -> (loss, metrics)"""
 
 
 def fit(
@@ -85,13 +83,23 @@ def fit(
     checkpoint_every: int,
     at_step: Callable[[int], None] | None = None,
 ) -> int:
-    """Train for ``steps`` steps, or what is left of them after a kill; returns the journal's length at its end.
+    """Train until step ``steps``, resuming from the newest checkpoint.
 
-    ``step_loss(step)`` gives the loss and the metrics to log; everything random in it is a function of
-    (seed, stream, step), so that the state after a resume is the undisturbed run's, bit for bit on one
-    machine.  ``at_step(step)`` runs between two steps, after the checkpoint of that step was committed.
+    Args:
+        context: device, seed, checkpoints and journal of the training.
+        groups: the parameters to train.
+        options: the section ``optimiser``.
+        step_loss: returns the loss and the metrics of a step. All its randomness is a function of (seed, stream,
+            step), so that a resumed training is bit-identical to an uninterrupted one on the same machine.
+        steps: total number of steps.
+        checkpoint_every: steps between two checkpoints.
+        at_step: called before each step, after the checkpoint of that step was committed.
 
-    ValueError in all processes at the first step whose loss or gradient is not finite: it teaches NaN, for good.
+    Returns:
+        The journal's length at the end.
+
+    Raises:
+        ValueError: in all processes, at the first step whose loss or gradient is not finite.
     """
     optimiser = BertAdamW(
         groups, weight_decay=options.weight_decay, clip=options.clip, bias_correction=options.bias_correction
@@ -100,15 +108,15 @@ def fit(
     schedule = Schedule(steps, ramp)
     team = context.team
     start, position = _restore(context, optimiser) if team.leads else (0, context.journal_start)
-    start = int(team.send_numbers([start], context.device)[0])
-    team.send([*optimiser.parameters, *optimiser.m, *optimiser.v])
+    start = int(team.broadcast_numbers([start], context.device)[0])
+    team.broadcast([*optimiser.parameters, *optimiser.m, *optimiser.v])
     if start == steps:
         return position
     if team.leads:
         context.journal.truncate(position)
     context.progress(start)
     ended = trimmed = time.perf_counter()
-    last = "no step before it in this process"
+    last = "no earlier step in this process"
     for step in range(start, steps):
         if step > start and step % checkpoint_every == 0 and team.leads:
             _save(context, optimiser, step, last)
@@ -117,26 +125,26 @@ def fit(
         began = time.perf_counter()
         torch.manual_seed(seed_for(context.seed, context.stream, "dropout", step, *([team.rank] if team.rank else [])))
         optimiser.zero_grad()
-        loss, said = step_loss(step)
+        loss, returned = step_loss(step)
         loss.backward()  # type: ignore[no-untyped-call]
-        team.average(optimiser.parameters)
+        team.average_gradients(optimiser.parameters)
         norm = optimiser.step(step, schedule)
-        later = said if isinstance(said, DeferredMetrics) else DeferredMetrics((), partial(dict, said))
-        loss, norm, *values = bring(loss, norm, *later.tensors)
-        whole_loss = team.mean(loss.item(), context.device)
-        if not math.isfinite(whole_loss) or not math.isfinite(norm.item()):
-            what = f"the loss is {whole_loss:g} and the norm of its gradient {norm.item():g}"
-            raise _not_finite(context, step, what, last)
-        last = f"{whole_loss:.4g} at step {context.first_step + step}"
-        metrics = {**later.metrics(*values), "loss": whole_loss, "gradient_norm": norm.item()}
+        deferred = returned if isinstance(returned, DeferredMetrics) else DeferredMetrics((), partial(dict, returned))
+        loss, norm, *values = bring(loss, norm, *deferred.tensors)
+        mean_loss = team.mean(loss.item(), context.device)
+        if not math.isfinite(mean_loss) or not math.isfinite(norm.item()):
+            cause = f"the loss is {mean_loss:g} and the norm of its gradient {norm.item():g}"
+            raise _not_finite(context, step, cause, last)
+        last = f"{mean_loss:.4g} at step {context.first_step + step}"
+        metrics = {**deferred.metrics(*values), "loss": mean_loss, "gradient_norm": norm.item()}
         metrics["rate"] = schedule.factor(step)
         between, ended = began - ended, time.perf_counter()
         metrics |= {"step_seconds": ended - began, "between_seconds": between}
-        named = {context.prefix + name: value for name, value in metrics.items()}
+        logged = {context.prefix + name: value for name, value in metrics.items()}
         if team.leads:
-            context.journal.log(context.first_step + step, **named)
+            context.journal.log(context.first_step + step, **logged)
         context.progress(1)
-        if ended - trimmed > _TRIM_SECONDS:  # what steps of many sizes leave free is in pieces, and grows
+        if ended - trimmed > _TRIM_SECONDS:  # batches of varying size fragment the freed memory
             keep_freed_memory()
             trimmed = ended
     if team.leads:
@@ -145,31 +153,31 @@ def fit(
 
 
 def epoch_rows(context: Context, count: int, batch_size: int) -> Callable[[int], np.ndarray]:
-    """Which of ``count`` examples a step takes; every epoch sees them in an order of its own."""
+    """Return a function from a step to the rows of its batch; every epoch shuffles the ``count`` rows."""
     per_epoch = -(-count // batch_size)
     orders: dict[int, np.ndarray] = {}
 
     def rows(step: int) -> np.ndarray:
-        epoch, place = divmod(step, per_epoch)
+        epoch, batch = divmod(step, per_epoch)
         if epoch not in orders:
             orders.clear()
             orders[epoch] = context.rng("order", epoch).permutation(count)
-        return orders[epoch][place * batch_size : (place + 1) * batch_size]
+        return orders[epoch][batch * batch_size : (batch + 1) * batch_size]
 
     return rows
 
 
-def _not_finite(context: Context, step: int, what: str, last: str) -> ValueError:
+def _not_finite(context: Context, step: int, cause: str, last: str) -> ValueError:
     return ValueError(
-        f"{context.name or context.stream}, step {context.first_step + step}: {what}, where finite numbers are wanted; "
-        f"the last finite loss: {last}. Lower the learning rate, set run.precision=fp32, or look for what is odd in "
-        "the data; nothing of this step was kept"
+        f"{context.name or context.stream}, step {context.first_step + step}: {cause}; finite numbers are required; "
+        f"the last finite loss: {last}. Lower the learning rate, set run.precision=fp32, or check the data for "
+        "outliers; this step was not saved"
     )
 
 
 def _save(context: Context, optimiser: BertAdamW, step: int, last: str) -> None:
-    """Commit a checkpoint; ValueError where an update of finite numbers was too large for the weights."""
-    keep_freed_memory()  # a checkpoint takes as much as the optimiser, beside what steps have left free
+    """Commit a checkpoint; raise ValueError if a weight overflowed although loss and gradient were finite."""
+    keep_freed_memory()  # a checkpoint takes as much memory as the optimiser
     tensors = {f"p.{name}": p.detach() for name, p in zip(optimiser.names, optimiser.parameters, strict=True)}
     tensors = {name: tensor.cpu().contiguous() for name, tensor in (tensors | optimiser.state()).items()}
     broken = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
@@ -181,7 +189,7 @@ def _save(context: Context, optimiser: BertAdamW, step: int, last: str) -> None:
 
 
 def _restore(context: Context, optimiser: BertAdamW) -> tuple[int, int]:
-    """Put the newest checkpoint back; its step, and the journal's length then."""
+    """Restore the newest checkpoint. Return (step, journal length)."""
     files = context.checkpoints.restore()
     if files is None:
         return 0, context.journal_start

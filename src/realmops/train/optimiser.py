@@ -1,4 +1,4 @@
-"""BERT's AdamW and its schedule."""
+"""BERT's AdamW and its learning-rate schedule."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-6
-UNCORRECTED = 1 << 20  # steps after which bias correction changes nothing: 1 - 0.999 ** steps is 1
+UNCORRECTED = 1 << 20  # a step count at which bias correction is 1: 1 - 0.999 ** steps
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that share a learning rate, and the step at which they begin to learn."""
+    """Parameter group: a module, its learning rate and the step at which its training begins."""
 
     name: str
     module: nn.Module
@@ -23,13 +23,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A linear ramp from 0, then linear decay to 0."""
+    """Linear warm-up from 0, then linear decay to 0."""
 
     steps: int
     ramp: int  # steps
 
     def factor(self, step: int, begin: int = 0) -> float:
-        """The factor of a learning rate at ``step`` (from 0); 0 before ``begin``, where a ramp of its own starts."""
+        """Return the learning-rate factor at ``step`` (from 0); it is 0 before ``begin``, where the warm-up starts."""
         if step < begin:
             return 0.0
         decay = min(1.0, max(0.0, (self.steps - step) / max(1, self.steps - self.ramp)))
@@ -37,10 +37,10 @@ class Schedule:
 
 
 class BertAdamW:
-    """Adam with decoupled weight decay and, as BERT was trained, without bias correction unless it is asked for.
+    """Adam with decoupled weight decay and, as for BERT, without bias correction by default.
 
-    m = 0.9 m + 0.1 g; v = 0.999 v + 0.001 g^2; p -= lr (m / (sqrt(v) + 1e-6) + decay p). No decay for LayerNorm and
-    biases (every parameter of one dimension). The norm of all gradients together is clipped first.
+    m = 0.9 m + 0.1 g; v = 0.999 v + 0.001 g^2; p -= lr (m / (sqrt(v) + 1e-6) + decay p). LayerNorm and biases (every
+    parameter of one dimension) are not decayed. The global gradient norm is clipped first.
     """
 
     def __init__(
@@ -49,45 +49,47 @@ class BertAdamW:
         self.clip, self.bias_correction, self.weight_decay = clip, bias_correction, weight_decay
         self.names: list[str] = []
         self.parameters: list[Tensor] = []
-        self._kinds: list[tuple[float, int, bool]] = []  # of each: its rate, when it begins, and whether it decays
-        seen: set[int] = set()
+        self._settings: list[tuple[float, int, bool]] = []  # learning rate, first step and weight decay of each
+        registered: set[int] = set()
         for group in groups:
             for name, parameter in group.module.named_parameters():
-                if parameter.requires_grad and id(parameter) not in seen:
-                    seen.add(id(parameter))
+                if parameter.requires_grad and id(parameter) not in registered:
+                    registered.add(id(parameter))
                     self.names.append(f"{group.name}.{name}")
                     self.parameters.append(parameter)
-                    self._kinds.append((group.learning_rate, group.begin, parameter.dim() > 1))
+                    self._settings.append((group.learning_rate, group.begin, parameter.dim() > 1))
         self.m = [torch.zeros_like(p) for p in self.parameters]
         self.v = [torch.zeros_like(p) for p in self.parameters]
 
     def zero_grad(self) -> None:
+        """Drop all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self, step: int, schedule: Schedule) -> Tensor:
-        """One update; returns the norm of the gradients before clipping, where they are.
+        """Update the parameters that have a gradient and whose group has begun.
 
-        Parameters without a gradient, and those that begin later, stay as they are.
+        Returns:
+            The global gradient norm before clipping, on the gradients' device.
         """
-        both = enumerate(zip(self.parameters, self._kinds, strict=True))
-        gradient_of = {i: p.grad for i, (p, (_, begin, _)) in both if p.grad is not None and step >= begin}
+        numbered = enumerate(zip(self.parameters, self._settings, strict=True))
+        gradient_of = {i: p.grad for i, (p, (_, begin, _)) in numbered if p.grad is not None and step >= begin}
         gradients = list(gradient_of.values())
         norm = torch.nn.utils.get_total_norm(gradients)
         torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        kinds: dict[tuple[float, int, bool], list[int]] = {}
+        batches: dict[tuple[float, int, bool], list[int]] = {}
         for i in gradient_of:
-            kinds.setdefault(self._kinds[i], []).append(i)
-        for (rate, begin, decays), some in kinds.items():
-            taken = step - begin if self.bias_correction else UNCORRECTED
+            batches.setdefault(self._settings[i], []).append(i)
+        for (rate, begin, decays), rows in batches.items():
+            steps = step - begin if self.bias_correction else UNCORRECTED
             adamw(
-                [self.parameters[i] for i in some],
-                [gradient_of[i] for i in some],
-                [self.m[i] for i in some],
-                [self.v[i] for i in some],
+                [self.parameters[i] for i in rows],
+                [gradient_of[i] for i in rows],
+                [self.m[i] for i in rows],
+                [self.v[i] for i in rows],
                 [],
-                list(torch.full((len(some),), float(taken), device=norm.device).unbind()),
+                list(torch.full((len(rows),), float(steps), device=norm.device).unbind()),
                 fused=True,
                 amsgrad=False,
                 beta1=BETA_1,
@@ -100,7 +102,7 @@ class BertAdamW:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """The moments by parameter name, for a checkpoint."""
+        """Return the moments by parameter name, for a checkpoint."""
         return {
             f"{kind}.{name}": t
             for kind, ts in (("m", self.m), ("v", self.v))
@@ -109,7 +111,7 @@ class BertAdamW:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Put the moments of a checkpoint back."""
+        """Restore the moments of a checkpoint."""
         for kind, tensors in (("m", self.m), ("v", self.v)):
             for name, tensor in zip(self.names, tensors, strict=True):
                 tensor.copy_(state[f"{kind}.{name}"])

@@ -1,6 +1,6 @@
-"""Training by several processes, as torchrun starts them: each takes its share of a batch, and gradients are averaged.
+"""Data-parallel training with torchrun: each process takes its part of a batch, and gradients are averaged.
 
-The first process alone has checkpoints, journal and exchange; the others are sent what they need of them.
+Only the first process has checkpoints, journal and exchange; it broadcasts what the others need.
 
 Shape suffixes: B rows of one process, N those of all, D width.
 """
@@ -18,59 +18,63 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 T = TypeVar("T")
-# A process waits for the others while the first one waits for an index or measures it; torchrun ends all when one ends.
+# Long, because the first process may wait for an index or evaluate it; torchrun ends all processes when one ends.
 PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
 class Team:
-    """This process among all that train together."""
+    """Rank of this process and collective operations among all processes of a training."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process with the checkpoints, the journal and the exchange."""
+        """Whether this is the main process, which has the checkpoints, the journal and the exchange."""
         return self.rank == 0
 
     def wait(self) -> None:
-        """Go on when all have come so far."""
+        """Block until all processes reach this call."""
         if self.size > 1:
             dist.barrier()
 
-    def share(self, batch: Sequence[T], weights: Sequence[float] | None = None) -> tuple[Sequence[T], float]:
-        """This process's part of a batch, and the factor of its mean loss by which all parts give that of the batch.
+    def split_batch(self, batch: Sequence[T], weights: Sequence[float] | None = None) -> tuple[Sequence[T], float]:
+        """Return this process's part of a batch, and the factor for its mean loss.
 
-        ``weights`` are what examples count in the mean; without them all count the same. A process for which there
-        is none takes the first, which then counts nothing.
+        The mean over processes of (factor x mean loss of the part) is the mean loss of the batch. A process without an
+        example gets the first one, with factor 0.
+
+        Args:
+            batch: the examples of all processes.
+            weights: weight of each example in the mean; equal by default.
         """
         if self.size == 1:
             return batch, 1.0
-        mine = range(len(batch))[self.rank :: self.size]
+        rows = range(len(batch))[self.rank :: self.size]
         weights = weights or [1.0] * len(batch)
-        factor = self.size * sum(weights[i] for i in mine) / sum(weights)
-        return [batch[i] for i in mine] or batch[:1], factor
+        factor = self.size * sum(weights[i] for i in rows) / sum(weights)
+        return [batch[i] for i in rows] or batch[:1], factor
 
-    def order(self, batch: Sequence[T], each: int) -> list[T | None]:
-        """A batch in the order in which :meth:`gather` puts the parts of :meth:`share`, each filled up to ``each``.
+    def gathered_order(self, batch: Sequence[T], part_size: int) -> list[T | None]:
+        """Return a batch in the order that :meth:`gather` gives the parts of :meth:`split_batch`.
 
-        None stands for what a process fills its part up with.
+        Each part is padded to ``part_size``; None marks padding.
         """
         parts = [list(batch[rank :: self.size]) for rank in range(self.size)]
-        return [item for part in parts for item in [*part, *[None] * (each - len(part))]]
+        return [item for part in parts for item in [*part, *[None] * (part_size - len(part))]]
 
     @torch.no_grad()
-    def average(self, parameters: Sequence[Tensor]) -> None:
-        """Give all the mean of their gradients; a parameter that has none anywhere stays without."""
+    def average_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Replace gradients by their mean over all processes; parameters without one in any process keep none."""
         if self.size == 1:
             return
         device = parameters[0].device
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
-        dist.all_reduce(has, dist.ReduceOp.MAX)
+        has_gradient = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=device)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
         gradients = []
-        for parameter, one_has in zip(parameters, has.tolist(), strict=True):
-            if one_has:
+        for parameter, is_used in zip(parameters, has_gradient.tolist(), strict=True):
+            if is_used:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
                 gradients.append(parameter.grad)
         for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
@@ -78,7 +82,7 @@ class Team:
         torch._foreach_div_(gradients, self.size)
 
     def mean(self, value: float, device: torch.device) -> float:
-        """The mean of a number over all."""
+        """Return the mean of a number over all processes."""
         if self.size == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=device)
@@ -86,21 +90,21 @@ class Team:
         return float(total) / self.size
 
     @torch.no_grad()
-    def send(self, tensors: Iterable[Tensor]) -> None:
-        """Put the first process's values into the tensors of the others."""
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the first process's values into the tensors of the others."""
         if self.size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor.detach(), 0)
 
-    def send_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
-        """The first process's numbers, for all."""
+    def broadcast_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Return the first process's numbers in all processes."""
         tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
-        self.send([tensor])
-        found: list[float] = tensor.tolist()
-        return found
+        self.broadcast([tensor])
+        values: list[float] = tensor.tolist()
+        return values
 
-    def most(self, count: int, device: torch.device) -> int:
-        """The largest of the processes' numbers, for all."""
+    def max(self, count: int, device: torch.device) -> int:
+        """Return the maximum over all processes."""
         if self.size == 1:
             return count
         tensor = torch.tensor(count, device=device)
@@ -108,7 +112,7 @@ class Team:
         return int(tensor)
 
     def gather(self, x_BD: Tensor) -> Tensor:
-        """The rows of all processes, N x D, each process's behind those of the one before; gradients find their way."""
+        """Concatenate the rows of all processes by rank: B x D to N x D, differentiable."""
         if self.size == 1:
             return x_BD
         return torch.cat(all_gather(x_BD))  # type: ignore[no-untyped-call]
@@ -118,19 +122,20 @@ ALONE = Team()
 
 
 def join(device: torch.device) -> None:
-    """Join the processes that torchrun started with this one, once.
+    """Join the process group that torchrun started, once; with a GPU device, each process gets one GPU.
 
-    Each has a GPU of its own where ``device`` is one; ValueError when there are more processes than GPUs.
+    Raises:
+        ValueError: there are more processes than GPUs on this machine.
     """
     if dist.is_initialized():
         return
     backend = "gloo"
     if device.type == "cuda":
         processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-        if processes > gpus:  # said by all, as one that went on would wait for the others
+        if processes > gpus:  # raised in all processes: one that continued would wait for the others
             raise ValueError(
-                f"torchrun started {processes} processes on this machine, one for each GPU, and torch finds {gpus}; "
-                f"give torchrun --nproc-per-node={gpus}, or set run.device=cpu"
+                f"torchrun started {processes} processes on this machine, but torch finds {gpus} GPUs; one GPU per "
+                f"process is required: use torchrun --nproc-per-node={gpus}, or set run.device=cpu"
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
@@ -139,5 +144,5 @@ def join(device: torch.device) -> None:
 
 
 def team() -> Team:
-    """The processes that this one has joined; alone without them."""
+    """Return the process group that this process joined, ``ALONE`` without one."""
     return Team(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE

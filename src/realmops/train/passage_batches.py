@@ -1,10 +1,9 @@
-"""The retriever learns from questions by passages: all parameters, in batches of passages and all of their questions.
+"""Fine-tune both towers of the retriever on questions, in batches of passages with all of their questions.
 
-REALM and ORQA freeze the passages' embeddings while they fine-tune. Here each passage of a batch is embedded once a
-step, and all questions whose answer it holds are compared with all passages of the batch (as in DPR, with every
-question of a passage at once). With an index that is refreshed while the retriever learns, hard negatives come from it:
-passages that it finds for a question and that hold no answer (EMDR2 and RAG-end2end refresh theirs, too). The index has
-to be built again afterwards.
+REALM and ORQA freeze the passage embeddings during fine-tuning. Here each passage of a batch is embedded once per
+step, and all questions that it answers are compared with all passages of the batch (DPR's in-batch negatives, with
+every question of a passage at once). If the index is refreshed during training, it also provides hard negatives:
+retrieved passages without an answer (EMDR2 and RAG-end2end refresh theirs too). Rebuild the index afterwards.
 
 Shape suffixes: Q questions, N passages of all processes and the hard negatives, E embedding width.
 """
@@ -33,22 +32,22 @@ from realmops.train.index_source import Index, IndexSource
 from realmops.train.loop import Context, DeferredMetrics, fit
 from realmops.train.optimiser import Group
 
-NEIGHBOURS = 8  # consecutive passages that come into a batch together: hard negatives
+NEIGHBOURS = 8  # consecutive passages that share a batch: hard negatives
 MOST_QUESTIONS = 8  # of one passage in one step
-HARD_SHARE = 0.25  # hard negatives for each passage of a batch
-HARD_DEPTH = 20  # best passages among which a hard negative is looked for
+HARD_SHARE = 0.25  # hard negatives per passage of a batch
+HARD_DEPTH = 20  # top passages that are searched for a hard negative
 
 
 @dataclass(frozen=True)
 class Positives:
-    """Which passages answer which questions: ``passages`` ascending, and for each the rows of its questions."""
+    """Training passages in ascending order, and for each the rows of the questions that it answers."""
 
     passages: list[int]
     questions: list[list[int]]
 
     @staticmethod
     def of(passage_of_question: Sequence[int]) -> Positives:
-        """From the passage of each question, -1 where none is known."""
+        """Group questions by their passage; -1 marks a question without one."""
         rows = defaultdict(list)
         for row, passage in enumerate(passage_of_question):
             if passage >= 0:
@@ -57,21 +56,21 @@ class Positives:
 
 
 def passage_steps(passages: int, options: Finetune) -> int:
-    """Steps of so many epochs over the passages."""
+    """Return the number of steps of ``options.retriever_epochs`` epochs over the passages."""
     return math.ceil(options.retriever_epochs * math.ceil(passages / options.retriever_batch_size))
 
 
 def passage_batches(context: Context, count: int, batch_size: int) -> Callable[[int], list[int]]:
-    """Which passages a step takes: runs of neighbours, each once an epoch, in an order of its own."""
+    """Return a function from a step to its batch of passages: shuffled runs of neighbours, each once per epoch."""
     per_epoch = math.ceil(count / batch_size)
 
     def batch(step: int) -> list[int]:
-        epoch, place = divmod(step, per_epoch)
+        epoch, number = divmod(step, per_epoch)
         rng = context.rng("order", epoch)
         shift = int(rng.integers(NEIGHBOURS))
         runs = np.split(np.arange(count), range(shift, count, NEIGHBOURS))
         order: list[int] = np.concatenate([runs[i] for i in rng.permutation(len(runs))]).tolist()
-        return order[place * batch_size : (place + 1) * batch_size]
+        return order[number * batch_size : (number + 1) * batch_size]
 
     return batch
 
@@ -86,11 +85,14 @@ def train_by_passages(
     optimiser: Optimiser,
     source: IndexSource | None = None,
 ) -> int:
-    """Softmax of each question's passage among all passages of the batch, those of all processes.
+    """Train the retriever by softmax of each question's passage among all passages of the batch.
 
-    Another passage of the batch that holds an answer too is no negative. Any number of processes learns the same: all
-    draw the questions of the whole batch, and a question counts the same wherever its passage is embedded. Hard
-    negatives come from the indexes of ``source``. Returns the journal's length at the end.
+    Passages of all processes are negatives, except those that contain an answer too. The result does not depend on the
+    number of processes: all draw the questions of the whole batch, and each question has the same weight. Hard
+    negatives are retrieved from the indexes of ``source``; None trains without them.
+
+    Returns:
+        The journal's length at the end.
     """
     current: list[Index] = []
     team = context.team
@@ -103,39 +105,43 @@ def train_by_passages(
             (positives.passages[row], rng.permutation(positives.questions[row])[:MOST_QUESTIONS].tolist())
             for row in batch_of(step)
         ]
-        mine, weight = team.share(drawn, [float(len(rows)) for _, rows in drawn])
-        each = math.ceil(len(drawn) / team.size)
-        embedded = [passage for passage, _ in mine]
-        embedded += embedded[:1] * (each - len(embedded))  # as many as all; hidden
-        asked = [questions[i] for _, rows in mine for i in rows]
-        queries = text_queries(snapshot, [q.question for q in asked], options.query_wordpieces)
+        local, weight = team.split_batch(drawn, [float(len(rows)) for _, rows in drawn])
+        part_size = math.ceil(len(drawn) / team.size)
+        embedded = [passage for passage, _ in local]
+        embedded += embedded[:1] * (part_size - len(embedded))  # padding for equal sizes; masked below
+        local_questions = [questions[i] for _, rows in local for i in rows]
+        queries = text_queries(snapshot, [q.question for q in local_questions], options.query_wordpieces)
         hard = _hard(step, drawn) if current else []
         documents = document_sequences(snapshot, [*embedded, *hard])
         with autocast(context.device, context.dtype):
             query_QE = retriever.query(Packed(queries))
             document_NE = retriever.documents(Packed([d[0] for d in documents], [d[1] for d in documents]))
-        document_NE = torch.cat([team.gather(document_NE[:each]), document_NE[each:]])
+        document_NE = torch.cat([team.gather(document_NE[:part_size]), document_NE[part_size:]])
         relevance_QN = retriever.scores(query_QE, document_NE)
-        own = np.repeat(np.arange(len(mine)), [len(rows) for _, rows in mine]) + team.rank * each
-        others = [*team.order([passage for passage, _ in drawn], each), *hard]
-        hidden_QN = torch.tensor(
-            [[p is None or contains_answer(snapshot.text(p), q.answers, q.match_rule) for p in others] for q in asked]
+        own = np.repeat(np.arange(len(local)), [len(rows) for _, rows in local]) + team.rank * part_size
+        columns = [*team.gathered_order([passage for passage, _ in drawn], part_size), *hard]
+        ignored_QN = torch.tensor(
+            [
+                [p is None or contains_answer(snapshot.text(p), q.answers, q.match_rule) for p in columns]
+                for q in local_questions
+            ]
         )
-        hidden_QN[torch.arange(len(own)), torch.from_numpy(own)] = False
-        own_Q, hidden_QN = send(relevance_QN.device, torch.from_numpy(own), hidden_QN)
-        relevance_QN = relevance_QN.masked_fill(hidden_QN, -torch.inf)
+        ignored_QN[torch.arange(len(own)), torch.from_numpy(own)] = False
+        own_Q, ignored_QN = send(relevance_QN.device, torch.from_numpy(own), ignored_QN)
+        relevance_QN = relevance_QN.masked_fill(ignored_QN, -torch.inf)
 
         def metrics(hit_Q: Tensor) -> dict[str, float]:
             return {"accuracy": float(hit_Q.float().mean()), "hard_negatives": float(len(hard))}
 
-        later = DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
-        return weight * in_batch_loss(relevance_QN, own_Q).mean(), later
+        deferred = DeferredMetrics([relevance_QN.argmax(-1) == own_Q], metrics)
+        return weight * in_batch_loss(relevance_QN, own_Q).mean(), deferred
 
     def _hard(step: int, drawn: Sequence[tuple[int, list[int]]]) -> list[int]:
         rng = context.rng("hard", step)
-        rows = rng.permutation([i for _, some in drawn for i in some])[: math.ceil(HARD_SHARE * len(drawn))].tolist()
-        some, beside = [questions[i] for i in rows], [passage for passage, _ in drawn]
-        return hard_negatives(current[0], some, beside, snapshot, options.query_wordpieces, context.dtype)
+        count = math.ceil(HARD_SHARE * len(drawn))
+        sampled = [questions[i] for i in rng.permutation([i for _, rows in drawn for i in rows])[:count].tolist()]
+        batch = [passage for passage, _ in drawn]
+        return hard_negatives(current[0], sampled, batch, snapshot, options.query_wordpieces, context.dtype)
 
     def at_step(step: int) -> None:
         if source is not None and (new := source.at_step(step, retriever)):
@@ -155,13 +161,16 @@ def hard_negatives(
     query_wordpieces: int,
     dtype: torch.dtype,
 ) -> list[int]:
-    """For each question the best passage without an answer that an index finds beside ``passages``; each once."""
+    """Return, for each question, the best passage without an answer that is not in ``passages`` or returned already.
+
+    Questions with no such passage among the top ``HARD_DEPTH`` are skipped.
+    """
     queries = text_queries(snapshot, [q.question for q in questions], query_wordpieces)
     query_QE = embed(index.retriever.query, query_sequences(queries), dtype)
     ids = index.passages.search(query_QE, HARD_DEPTH)[1].cpu().tolist()
-    found: list[int] = []
+    negatives: list[int] = []
     for question, row in zip(questions, ids, strict=True):
-        new = (p for p in row if p not in passages and p not in found)
+        new = (p for p in row if p not in passages and p not in negatives)
         wrong = (p for p in new if not contains_answer(snapshot.text(p), question.answers, question.match_rule))
-        found += [passage] if (passage := next(wrong, None)) is not None else []
-    return found
+        negatives += [passage] if (passage := next(wrong, None)) is not None else []
+    return negatives

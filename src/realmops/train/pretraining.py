@@ -1,7 +1,7 @@
-"""REALM pre-training: retrieve, read, and learn both from masked words (paper, sections 3.1 to 3.4).
+"""REALM pre-training of retriever and reader by masked language modelling (paper, sections 3.1 to 3.4).
 
-One step goes down through these: ``examples`` (masked sentences), ``candidates`` (what an index finds for them),
-``realm`` (their likelihood and its loss), ``loop`` (gradient, optimiser, checkpoint).
+One step runs through these modules: ``examples`` (masked sentences), ``candidates`` (retrieved passages), ``realm``
+(likelihood and loss), ``loop`` (gradient, optimiser, checkpoint).
 """
 
 import time
@@ -22,11 +22,16 @@ from realmops.train.loop import Context, DeferredMetrics, fit
 from realmops.train.optimiser import Group
 from realmops.train.realm import Realm
 
-COLLAPSE_WINDOW = 50
+COLLAPSE_WINDOW = 50  # steps
 
 
 class CollapseAlarm:
-    """The vicious cycle of section 3.4: null, or one passage for everybody, takes all mass and gradients die."""
+    """Detector of the vicious cycle of section 3.4: p(z|x) collapses to the null document or to one passage.
+
+    Args:
+        share: threshold of p(z|x) of the null document, and of the queries that rank the same passage first.
+        warn: called once, at the first collapse.
+    """
 
     def __init__(self, share: float, warn: Callable[[str], None]) -> None:
         self.share, self.warn = share, warn
@@ -35,24 +40,24 @@ class CollapseAlarm:
         self.raised = False
 
     def watch(self, step: int, p_null: float, first_choices: Sequence[int]) -> bool:
-        """Take one step's numbers; warns once, and returns whether the retriever has collapsed."""
+        """Record one step; return whether the retriever has collapsed over the last ``COLLAPSE_WINDOW`` steps."""
         self.null.append(p_null)
         self.first.append(first_choices)
         if len(self.null) < COLLAPSE_WINDOW:
             return False
         null = float(np.mean(self.null))
         values, counts = np.unique([p for step in self.first for p in step], return_counts=True)
-        one = float(counts.max() / counts.sum()) if len(counts) else 0.0
-        collapsed = null > self.share or one > self.share
+        top = float(counts.max() / counts.sum()) if len(counts) else 0.0
+        collapsed = null > self.share or top > self.share
         if collapsed and not self.raised:
-            what = (
+            cause = (
                 f"the null document has {null:.0%} of p(z|x)"
                 if null > self.share
-                else f"passage {values[counts.argmax()]} comes first for {one:.0%} of the queries"
+                else f"passage {values[counts.argmax()]} ranks first for {top:.0%} of the queries"
             )
             self.warn(
-                f"step {step}: the retriever has collapsed: {what} over the last {COLLAPSE_WINDOW} steps, "
-                "and its gradient dies. "
+                f"step {step}: the retriever has collapsed: {cause} over the last {COLLAPSE_WINDOW} steps, "
+                "so its gradient vanishes. "
                 "Train ict longer, raise pretrain.retriever_delay or lower pretrain.retriever_learning_rate"
             )
         self.raised = self.raised or collapsed
@@ -69,10 +74,10 @@ def pretrain(
     evaluate: Callable[[Index], dict[str, float]],
     warn: Callable[[str], None],
 ) -> None:
-    """Run REALM pre-training: the examples' words are guessed with passages of the realm's snapshot.
+    """Run REALM pre-training over the corpus of ``realm``, with the index of each step from ``source``.
 
-    ``evaluate`` gives metrics of every adopted index, logged at its step.  The weights of words and embeddings of a
-    hybrid retriever stay as they are.
+    The metrics that ``evaluate`` returns for an adopted index are logged at its step; ``warn`` is called if the
+    retriever collapses. The fusion weights of a hybrid retriever are not trained.
     """
     options, retriever, reader = realm.options, realm.retriever, realm.reader
     candidates = Candidates(realm.snapshot, options, realm.words)
@@ -96,28 +101,30 @@ def pretrain(
         rng = context.rng("batch", step)
         drawn = [examples.draw(rng) for _ in range(options.batch_size)]
         counts = [len(e.positions) for e in drawn] if options.marginal == "per_token" else None
-        batch, weight = context.team.share(drawn, counts)
+        batch, weight = context.team.split_batch(drawn, counts)
         searcher = index.retriever if options.query_encoder == "snapshot" else retriever
-        asked = drawn if reader.apart else batch  # then what is found for one sentence is a candidate of all
-        query_BE = embed_there(searcher.query, query_sequences(realm.queries(asked)), realm.dtype)
-        found = candidates.retrieve(asked, query_BE, index)
+        queried = drawn if reader.apart else batch  # late interaction: all sentences share their candidates
+        query_BE = embed_there(searcher.query, query_sequences(realm.queries(queried)), realm.dtype)
+        passages = candidates.retrieve(queried, query_BE, index)
         if reader.apart:
-            found = list(context.team.share(candidates.shared(drawn, found))[0])
+            passages = list(context.team.split_batch(candidates.shared(drawn, passages))[0])
         crops = context.rng("crops", step)
         learns = step >= options.retriever_delay
-        loss, later = realm.loss(batch, found, retriever_learns=learns, weight=weight, crops=crops, team=context.team)
-        learned_from = max(index.step, min(step, options.retriever_delay))  # it stands still during the delay
-        known = {"staleness_steps": float(step - learned_from), "staleness_seconds": time.time() - index.published}
-        known |= {name: float(count) for name, count in candidates.counts.items()} | adopted
+        loss, deferred = realm.loss(
+            batch, passages, retriever_learns=learns, weight=weight, crops=crops, team=context.team
+        )
+        updated_at = max(index.step, min(step, options.retriever_delay))  # the retriever is frozen during the delay
+        logged = {"staleness_steps": float(step - updated_at), "staleness_seconds": time.time() - index.published}
+        logged |= {name: float(count) for name, count in candidates.counts.items()} | adopted
         candidates.counts.clear()
         adopted.clear()
 
         def metrics(*tensors: Tensor) -> dict[str, float]:
-            said = later.metrics(*tensors) | known
-            collapsed = alarm.watch(step, said.get("p_null", 0.0), [row[0] for row in found if row])
-            return said | {"collapsed": float(collapsed)}
+            values = deferred.metrics(*tensors) | logged
+            collapsed = alarm.watch(step, values.get("p_null", 0.0), [row[0] for row in passages if row])
+            return values | {"collapsed": float(collapsed)}
 
-        return loss, DeferredMetrics(later.tensors, metrics)
+        return loss, DeferredMetrics(deferred.tensors, metrics)
 
     groups = [
         Group("retriever", retriever, options.retriever_learning_rate, options.retriever_delay),
@@ -128,12 +135,12 @@ def pretrain(
 
 
 def _change(old: Index, new: Index, examples: Examples, realm: Realm, context: Context) -> float:
-    """Share of the top k of sampled queries that the new generation changes."""
+    """Return the fraction of the top k of sampled queries that the new index changes."""
     rng = context.rng("staleness")
     queries = query_sequences(realm.queries([examples.draw(rng) for _ in range(realm.options.staleness_queries)]))
     ids: list[Any] = []
     for index in (old, new):
         query_QE = embed(index.retriever.query, queries, realm.dtype)
-        all_of_them = exact(index.passages.vectors(slice(None)), index.retriever.vectors)
-        ids.append(all_of_them.search(query_QE, realm.options.candidates)[1].cpu().numpy())
+        exhaustive = exact(index.passages.vectors(slice(None)), index.retriever.vectors)
+        ids.append(exhaustive.search(query_QE, realm.options.candidates)[1].cpu().numpy())
     return top_k_change(ids[0], ids[1])

@@ -1,6 +1,6 @@
-"""Retriever and reader joined: p(y|x) of masked sentences, summed over documents (paper, equation 1), and its loss.
+"""The REALM model: p(y|x) of masked sentences, marginalised over documents (paper, equation 1), and its loss.
 
-Shape suffixes: B examples, K candidates (the null document last), E embedding width, M most masks of an
+Shape suffixes: B examples, K candidates (the null document last), E embedding width, M maximum of masks per
 example, N sequences, U unique passages of a batch, V vocabulary, Q queries.
 """
 
@@ -26,7 +26,7 @@ from realmops.search.bm25 import Bm25
 from realmops.search.embed import document_sequences
 from realmops.search.hybrid import words_share
 from realmops.train.examples import NULL, Example
-from realmops.train.inverse_cloze import crop_run, dropped_words
+from realmops.train.inverse_cloze import crop_run, drop_words
 from realmops.train.loop import DeferredMetrics
 from realmops.train.parallel import ALONE, Team
 
@@ -35,23 +35,23 @@ _EMPTY = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class Embedded:
-    """A batch as the retriever embeds it with fresh parameters; ``place`` gives each passage's row."""
+    """Query and document embeddings of a batch by the current parameters."""
 
     query_BE: Tensor
     document_UE: Tensor
-    place: dict[int, int]
+    row_of: dict[int, int]  # from passage id to row of document_UE
 
 
 @dataclass(eq=False)
 class Realm:
-    """The two models joined: the loss of a batch of masked sentences and what there is to say about it."""
+    """Retriever and reader over a corpus: likelihood, loss and metrics of masked sentences."""
 
     retriever: Retriever
     reader: Reader
     snapshot: Snapshot
     options: Pretrain
     dtype: torch.dtype
-    words: Bm25 | None = None
+    words: Bm25 | None = None  # lexical index of a hybrid retriever
 
     def __post_init__(self) -> None:
         self.special = SpecialTokens.of(self.snapshot.tokenizer)
@@ -62,11 +62,11 @@ class Realm:
                 module.gradient_checkpointing = self.options.gradient_checkpointing
 
     def queries(self, examples: Sequence[Example]) -> list[np.ndarray]:
-        """[CLS] x [SEP] of masked sentences."""
+        """Return [CLS] x [SEP] of each masked sentence."""
         return [join_query(e.x, self.special, self.options.query_wordpieces) for e in examples]
 
     def embed(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> Embedded:
-        """The sentences, and each passage of the batch once, the null document last."""
+        """Embed the sentences and each distinct passage of the batch, the null document last."""
         passages = sorted({p for row in candidates for p in row})
         documents = document_sequences(self.snapshot, passages)
         documents += [self.null] if self.options.null_document or not documents else []
@@ -78,42 +78,53 @@ class Realm:
     def log_prior(
         self, examples: Sequence[Example], candidates: Sequence[Sequence[int]], embedded: Embedded | None = None
     ) -> tuple[Tensor, Tensor]:
-        """log p(z|x) with fresh parameters over each example's candidates, the null document last: B x K.
+        """Return log p(z|x) by the current parameters and a mask of the padding among the candidates.
 
-        ``embedded`` is what :meth:`embed` made of them.  The second result, on the CPU, marks candidates that do not
-        exist.
+        Args:
+            examples: B masked sentences.
+            candidates: passage ids of each.
+            embedded: the result of :meth:`embed` for them, if it exists already.
+
+        Returns:
+            The log prior, B x K with the null document last; and the mask, B x K on the CPU, True for padding.
+
+        Raises:
+            ValueError: a sentence has no candidate and there is no null document.
         """
         embedded = embedded or self.embed(examples, candidates)
-        id_BK, missing_BK = self._rows(candidates)
-        rows_BK = torch.tensor([[embedded.place[p] for p in row] for row in id_BK.tolist()])
+        id_BK, missing_BK = self._pad(candidates)
+        row_BK = torch.tensor([[embedded.row_of[p] for p in row] for row in id_BK.tolist()])
         if missing_BK.all(-1).any():
             raise ValueError(
-                "a masked sentence has no candidate: every passage found is its own or contains it, and "
+                "a masked sentence has no candidate: every retrieved passage is its own or contains it, and "
                 "pretrain.null_document is false; set it to true, or use a larger corpus"
             )
-        rows_BK, missing_there_BK = send(self.device, rows_BK, missing_BK)
-        dense_BK = self.retriever.relevance(embedded.query_BE, embedded.document_UE[rows_BK])
+        row_BK, missing_on_device_BK = send(self.device, row_BK, missing_BK)
+        dense_BK = self.retriever.relevance(embedded.query_BE, embedded.document_UE[row_BK])
         mixture = self.retriever.mixture
-        words_BK = words_share(self.words, mixture, [e.words for e in examples], id_BK, dense_BK.device)
-        relevance_BK = mixture.of(dense_BK, words_BK).masked_fill(missing_there_BK, -torch.inf)
+        bm25_BK = words_share(self.words, mixture, [e.visible_text for e in examples], id_BK, dense_BK.device)
+        relevance_BK = mixture.of(dense_BK, bm25_BK).masked_fill(missing_on_device_BK, -torch.inf)
         return likelihood.log_prior(relevance_BK), missing_BK
 
-    def _rows(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """The candidates' ids as B x K, the null document (-1) last and in the place of those that do not exist."""
+    def _pad(self, candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Pad candidates to B x K ids, the null document (-1) last; return the ids and a mask of the padding."""
         null: list[int | None] = [NULL] if self.options.null_document else []
         width = max(self.options.documents, *(len(row) for row in candidates))
-        full = [[*row, *[None] * (width - len(row)), *null] for row in candidates]
-        first = next((p for row in candidates for p in row), NULL) if not null else NULL
-        missing = torch.tensor([[p is None for p in row] for row in full])
-        return torch.tensor([[first if p is None else p for p in row] for row in full]), missing
+        padded = [[*row, *[None] * (width - len(row)), *null] for row in candidates]
+        filler = next((p for row in candidates for p in row), NULL) if not null else NULL
+        missing = torch.tensor([[p is None for p in row] for row in padded])
+        return torch.tensor([[filler if p is None else p for p in row] for row in padded]), missing
 
     def log_token(self, examples: Sequence[Example], candidates: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """log p(y_j|z,x) of every masked wordpiece under every candidate, null last: B x K x M; and which j exist."""
+        """Return log p(y_j|z,x) of every masked wordpiece under every candidate, null last: B x K x M.
+
+        The second result is the mask of existing j, B x M.
+        """
         passages = sorted({p for row in candidates for p in row})
         documents = [*(self.reader.document(self.snapshot, p) for p in passages), _EMPTY]
-        place = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
-        id_BK, missing_BK = self._rows(candidates)
-        column_BK = np.array([[place[p] for p in row] for row in id_BK.tolist()])
+        column_of = {p: i for i, p in enumerate(passages)} | {NULL: len(passages)}
+        id_BK, missing_BK = self._pad(candidates)
+        column_BK = np.array([[column_of[p] for p in row] for row in id_BK.tolist()])
         with autocast(self.device, self.dtype):
             return self.reader.log_masked(
                 self._masked(examples), documents, np.where(missing_BK.numpy(), -1, column_BK)
@@ -124,33 +135,34 @@ class Realm:
         return Masked(sentences, positions, targets, self.special, self.options.reader_wordpieces)
 
     def log_words(self, example: Example, candidates: Sequence[int]) -> Tensor:
-        """log p(y_j|z,x) of every wordpiece at every mask, for each candidate and the null document last: K x M x V."""
+        """Return log p(y_j|z,x) of every wordpiece at every mask under each candidate, null last: K x M x V."""
         documents = [*(self.reader.document(self.snapshot, p) for p in candidates), _EMPTY]
         with autocast(self.device, self.dtype):
             return self.reader.log_masked_words(self._masked([example]), documents)
 
     @torch.no_grad()
     def guess(self, example: Example, candidates: Sequence[int]) -> dict[str, float]:
-        """How well the words behind the masks are guessed: ``masked_log_p``, which is log p(y|x) (equation 1) in nats,
-        and ``masked_accuracy``, 1 where the likeliest wordpiece of every mask is the right one.
+        """Return metrics of the prediction of an example's masked words.
 
-        With a null document also ``..._without``: the same of p(y|null,x), without retrieval.
+        ``masked_log_p`` is log p(y|x) (equation 1) in nats; ``masked_accuracy`` is 1 if the most likely wordpiece of
+        every mask is correct, else 0. With a null document, ``masked_log_p_without`` and ``masked_accuracy_without``
+        are the same for p(y|null,x), without retrieval.
         """
         log_prior_BK, missing_BK = self.log_prior([example], [candidates])
         log_prior_K = log_prior_BK[0, ~missing_BK[0]]
         log_word_KMV = self.log_words(example, candidates)[: len(log_prior_K)]
         targets_M = torch.from_numpy(example.targets).to(log_word_KMV.device)
-        at_KM1 = targets_M.expand(len(log_word_KMV), -1)[:, :, None]
-        log_likelihood_K = log_word_KMV.gather(2, at_KM1)[:, :, 0].sum(-1)
+        target_KM1 = targets_M.expand(len(log_word_KMV), -1)[:, :, None]
+        log_likelihood_K = log_word_KMV.gather(2, target_KM1)[:, :, 0].sum(-1)
         best_M = (log_prior_K[:, None, None] + log_word_KMV).logsumexp(0).argmax(-1)
-        found = {
+        metrics = {
             "masked_log_p": float((log_prior_K + log_likelihood_K).logsumexp(0)),
             "masked_accuracy": float(torch.equal(best_M, targets_M)),
         }
         if self.options.null_document:
-            right = torch.equal(log_word_KMV[-1].argmax(-1), targets_M)
-            found |= {"masked_log_p_without": float(log_likelihood_K[-1]), "masked_accuracy_without": float(right)}
-        return found
+            correct = torch.equal(log_word_KMV[-1].argmax(-1), targets_M)
+            metrics |= {"masked_log_p_without": float(log_likelihood_K[-1]), "masked_accuracy_without": float(correct)}
+        return metrics
 
     def loss(
         self,
@@ -162,10 +174,15 @@ class Realm:
         crops: np.random.Generator | None = None,
         team: Team = ALONE,
     ) -> tuple[Tensor, DeferredMetrics]:
-        """-log p(y|x), the mean over examples (joint) or over masked wordpieces (per_token), times ``weight``.
+        """Return the mean of -log p(y|x) over examples (joint) or masked wordpieces (per_token), and metrics.
 
-        With ``pretrain.crop_weight`` also that much of the crops' loss. Generators of equal state, one of each process,
-        draw ``crops`` for the whole team.
+        Args:
+            examples: this process's masked sentences.
+            candidates: passage ids of each.
+            retriever_learns: whether gradients reach the retriever.
+            weight: factor of the loss.
+            crops: generator of the crop loss, which ``pretrain.crop_weight`` adds; equal in all processes.
+            team: the processes that share the batch.
         """
         with torch.set_grad_enabled(retriever_learns):
             embedded = self.embed(examples, candidates)
@@ -180,41 +197,41 @@ class Realm:
         tensors = [log_prior_BK, log_likelihood_BK, log_joint_B]
         loss = weight * loss
         if self.options.crop_weight and retriever_learns and crops is not None:
-            passages, document_UE = self._of_all(embedded, team)
+            passages, document_UE = self._gather_passages(embedded, team)
             if len(passages) > 1:
                 crop_loss = self._crop_loss(passages, document_UE, crops, team)
                 loss = loss + self.options.crop_weight * crop_loss
                 tensors.append(crop_loss)
         return loss, DeferredMetrics(tensors, partial(self._metrics, missing_BK))
 
-    def _of_all(self, embedded: Embedded, team: Team) -> tuple[list[int], Tensor]:
-        """The passages that the processes of a team have embedded, each once and ascending, and their embeddings."""
-        passages = list(embedded.place)[:-1]
+    def _gather_passages(self, embedded: Embedded, team: Team) -> tuple[list[int], Tensor]:
+        """Return the distinct passages of all processes, ascending, and their embeddings."""
+        passages = list(embedded.row_of)[:-1]
         document_UE = embedded.document_UE[: len(passages)]
         if team.size == 1:
             return passages, document_UE
-        missing = team.most(len(passages), self.device) - len(passages)
-        id_N = team.gather(torch.tensor([*passages, *[NULL] * missing], device=self.device))
-        document_NE = team.gather(F.pad(document_UE, (0, 0, 0, missing)))
+        padding = team.max(len(passages), self.device) - len(passages)
+        id_N = team.gather(torch.tensor([*passages, *[NULL] * padding], device=self.device))
+        document_NE = team.gather(F.pad(document_UE, (0, 0, 0, padding)))
         row = {p: n for n, p in reversed(list(enumerate(id_N.tolist()))) if p != NULL}
         return sorted(row), document_NE[[row[p] for p in sorted(row)]]
 
     def _crop_loss(self, passages: Sequence[int], document_UE: Tensor, rng: np.random.Generator, team: Team) -> Tensor:
-        """The inverse cloze task on crops of passages of a batch, one for each sentence, against all of its passages.
+        """Return the inverse cloze loss of random crops, one per sentence, against all passages of the batch.
 
-        It is this process's part of the mean: the mean over the team is that of all crops.
+        The result is scaled so that its mean over processes is the mean over all crops.
         """
         drawn = []
-        for place in rng.integers(len(passages), size=self.options.batch_size).tolist():
-            body, continues = self.snapshot.body(passages[place]), self.snapshot.continues(passages[place])
+        for row in rng.integers(len(passages), size=self.options.batch_size).tolist():
+            body, continues = self.snapshot.body(passages[row]), self.snapshot.continues(passages[row])
             first, end = crop_run(continues, rng)
-            crop = dropped_words(body[first:end], continues[first:end], rng)
-            drawn.append((place, join_query(crop, self.special, self.options.query_wordpieces)))
-        mine, weight = team.share(drawn)
+            crop = drop_words(body[first:end], continues[first:end], rng)
+            drawn.append((row, join_query(crop, self.special, self.options.query_wordpieces)))
+        local, weight = team.split_batch(drawn)
         with autocast(self.device, self.dtype):
-            query_QE = self.retriever.query(Packed([query for _, query in mine]))
+            query_QE = self.retriever.query(Packed([query for _, query in local]))
         relevance_QU = self.retriever.scores(query_QE, document_UE)
-        (own_Q,) = send(relevance_QU.device, torch.tensor([place for place, _ in mine]))
+        (own_Q,) = send(relevance_QU.device, torch.tensor([row for row, _ in local]))
         return weight * likelihood.in_batch_loss(relevance_QU, own_Q).mean()
 
     def _metrics(
@@ -230,16 +247,16 @@ class Realm:
         if self.options.null_document and self.options.candidates > 1:
             null_B = log_likelihood_BK[:, -1]
             utility_BK = likelihood.retrieval_utility(log_likelihood_BK, null_B)[:, :-1]
-            there_BK = ~missing_BK[:, :-1]
-            best_B = utility_BK.masked_fill(~there_BK, -torch.inf).amax(-1)
+            exists_BK = ~missing_BK[:, :-1]
+            best_B = utility_BK.masked_fill(~exists_BK, -torch.inf).amax(-1)
             metrics |= {
                 "p_null": prior_BK[:, -1].mean().item(),
                 "marginal_gain": likelihood.marginal_gain(log_joint_B, null_B).mean().item(),
             }
-            has_any_B = there_BK[:, 0]
+            has_any_B = exists_BK[:, 0]
             if has_any_B.any():
                 metrics |= {
-                    "retrieval_utility": utility_BK[there_BK].mean().item(),
+                    "retrieval_utility": utility_BK[exists_BK].mean().item(),
                     "retrieval_utility_top": utility_BK[has_any_B, 0].mean().item(),
                     "retrieval_utility_best": best_B[has_any_B].mean().item(),
                 }
