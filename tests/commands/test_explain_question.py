@@ -70,7 +70,7 @@ def test_an_answer_that_no_passage_has(root: Path) -> None:
     assert found["probability"] > 0
 
 
-@pytest.mark.parametrize(("y", "message"), [("", "'' is blank"), (" \n", "is blank"), ("\udcff", "half a surr")])
+@pytest.mark.parametrize(("y", "message"), [("", "'' is blank"), (" \n", "is blank"), ("\udcff", "unpaired surr")])
 def test_what_is_no_answer_cannot_be_asked_about(root: Path, y: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ask(root, y=y)

@@ -238,7 +238,7 @@ def test_a_scorer_with_two_embedders_has_two_towers(tmp_path: Path, snapshot: Sn
         ((), ("embedder", "encoder"), r"the reader has no span head \(qa_outputs\)"),
         ((), ("embedder", "reader"), r"no embeddings of passages \(block_emb\)"),
         ((), (), "nothing to import; name folders with --pretrained or --finetuned"),
-        (("gone",), (), r"gone is no folder; name one that was downloaded whole"),
+        (("gone",), (), r"gone is not a folder"),
     ],
 )
 def test_folders_that_make_no_whole_model_are_refused(
