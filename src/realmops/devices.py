@@ -20,9 +20,7 @@ from realmops.config import RunOptions
 # By the names of run.precision. int8 is used to embed many passages; all else is computed as with auto.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
-_EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = (
-    WeakKeyDictionary()
-)  # number of callers; mode before the first
+_EVALUATING: WeakKeyDictionary[nn.Module, tuple[int, bool]] = WeakKeyDictionary()  # callers; mode before them
 _EVALUATING_LOCK = Lock()
 _PRIMITIVES = "128"  # oneDNN primitives (one per shape) in its cache; its default of 1,024 takes 200 MB
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENAS = -1, -3, -8  # parameters of mallopt(3)
@@ -202,9 +200,8 @@ def send(device: torch.device, *tensors: Tensor) -> list[Tensor]:
     """Copy int64, bool and fp32 tensors from the CPU to a device, in one asynchronous transfer."""
     if device.type == "cpu":
         return list(tensors)
-    integers = [
-        tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor for tensor in tensors
-    ]  # bit pattern of fp32
+    # fp32 travels as its bit pattern
+    integers = [tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor for tensor in tensors]
     flat = moved(torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in integers]), device)
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     shaped = [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, integers, strict=True)]
@@ -245,7 +242,5 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.malloc_trim(0)
         libc.mallopt(_ARENAS, 1)  # the backward thread's memory is reused in the next step
-        libc.mallopt(
-            _MMAP_THRESHOLD, 32 << 20
-        )  # larger tensors are returned at once; otherwise memory grows without bound
+        libc.mallopt(_MMAP_THRESHOLD, 32 << 20)  # larger tensors are returned, or memory grows without bound
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)

@@ -142,7 +142,7 @@ def test_the_identity_has_no_projection() -> None:
 def test_no_layer_norm_comes_between_the_identity_and_the_cosine(world: World) -> None:
     tower = embedder()
     assert tower.norm is None
-    pooled_BD = tower.pooled(batch(world))
+    pooled_BD = tower.pool(batch(world))
     torch.testing.assert_close(tower(batch(world)), pooled_BD / pooled_BD.norm(dim=-1, keepdim=True))
     assert embedder(head="normalised").norm is not None
 
@@ -174,7 +174,7 @@ def test_the_cosine_is_divided_by_the_temperature(world: World, temperature: flo
     embedding_BE = tower(batch(world)).detach()
     torch.testing.assert_close(embedding_BE.norm(dim=-1), torch.ones(5))
     assert retriever.scale == pytest.approx(1 / temperature)
-    pooled_BD = tower.pooled(batch(world)).detach()
+    pooled_BD = tower.pool(batch(world)).detach()
     relevance_BK = retriever.relevance(embedding_BE[:1], embedding_BE[None, :3])
     expected = [float(torch.cosine_similarity(pooled_BD[0], pooled_BD[k], dim=0)) / temperature for k in range(3)]
     assert relevance_BK[0].tolist() == pytest.approx(expected, rel=1e-4)

@@ -63,7 +63,7 @@ def load_encoder(folder: Path, dropout: float | None = None) -> tuple[Encoder, M
         if not model.config.tie_word_embeddings and decoder.bias is not None:
             decoder.bias = nn.Parameter(decoder.bias.detach().clone())  # shared storage would be saved as tied
     if absent:
-        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; fetch the folder again")
+        raise ValueError(f"{folder}: the parameter {absent[0]} is missing; download the folder again")
     not_finite = next((name for name, part in model.named_parameters() if not bool(part.isfinite().all())), None)
     if not_finite is not None:
         raise ValueError(f"{folder}: the parameter {not_finite} has a value that is not finite; choose other weights")

@@ -112,9 +112,7 @@ class LexicalFeatures(nn.Module):
             (self.continues_V, continues_V),
             (self.ends_V, [int(piece in ends) for piece in vocabulary]),
         ):
-            buffer_V[: len(values)].copy_(
-                torch.as_tensor(values)
-            )  # an encoder may have more rows than its tokenizer has wordpieces
+            buffer_V[: len(values)].copy_(torch.as_tensor(values))  # an encoder may have spare rows
 
     def forward(self, batch: Packed) -> Tensor:
         """Compute the vectors to add to the word embeddings of a batch of join(x, z), T x D."""

@@ -52,7 +52,7 @@ class Published:
         assert tower.projection is not None
         assert tower.norm is not None
         if not load_pooler(tower.pooler, state):
-            raise ValueError(f"{source}: its embedder has no pooler (realm.pooler.dense); fetch it again")
+            raise ValueError(f"{source}: its embedder has no pooler (realm.pooler.dense); download it again")
         _fill(tower.projection, state, "cls.dense", source)
         _fill(tower.norm, state, "cls.LayerNorm", source)
         return tower
@@ -96,7 +96,7 @@ class Published:
         source = str(self.folder)
         encoder, head = _bert(self.config, state, source)
         if head is None:
-            raise ValueError(f"{source}: its reader has no masked word head (cls.predictions); fetch it again")
+            raise ValueError(f"{source}: its reader has no masked word head (cls.predictions); download it again")
         reader = Reader(encoder, head)
         if "qa_outputs.dense_intermediate.weight" in state:
             reader.spans = _span_head(state, float(self.config.get("reader_layer_norm_eps", 1e-3)), source)
@@ -170,7 +170,7 @@ def _bert(config: Mapping[str, Any], state: Mapping[str, Tensor], source: str) -
     model, missing = open_model(bert_state, config, source, predicts=True)
     if absent := [name for name in missing if name.startswith("bert.") and "pooler" not in name]:
         name = absent[0].replace("bert.", "realm.", 1)
-        raise ValueError(f"{source}: the parameter {name} is missing; fetch it again")
+        raise ValueError(f"{source}: the parameter {name} is missing; download it again")
     encoder = Encoder(without_pooler(model.base_model), packs=True)
     head = MaskedWordHead(model)
     return encoder, None if any(name.startswith("cls.") for name in missing) else head
@@ -182,5 +182,5 @@ def _fill(module: nn.Module, state: Mapping[str, Tensor], name: str, source: str
 
 def _take(state: Mapping[str, Tensor], name: str, source: str) -> Tensor:
     if name not in state:
-        raise ValueError(f"{source}: the parameter {name} is missing; fetch the folder again")
+        raise ValueError(f"{source}: the parameter {name} is missing; download the folder again")
     return state[name].float()

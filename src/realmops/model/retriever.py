@@ -182,7 +182,7 @@ class Embedder(Tower):
         widths = f"{self.bert.width} -> {dense}{self.width} by {self.start}"
         return f"{self.bert.words}, pooling {self.pooling}, {widths}, head {self.head}, segments {self.segments}"
 
-    def pooled(self, batch: Packed, vectors: int = 1) -> Tensor:
+    def pool(self, batch: Packed, vectors: int = 1) -> Tensor:
         """Compute pooled hidden states of each sequence, (B M) x D; M > 1 requires the pooling ``mean``."""
         if self.segments == "one":
             batch = batch.with_single_segment()
@@ -220,7 +220,7 @@ class Embedder(Tower):
 
     def forward(self, batch: Packed, vectors: int = 1) -> Tensor:
         """Compute embeddings B x M E."""
-        return self.embedded(self.pooled(batch, vectors)).view(-1, vectors * self.width)
+        return self.embedded(self.pool(batch, vectors)).view(-1, vectors * self.width)
 
     def embedded(self, embedding_BE: Tensor) -> Tensor:
         """Compute embeddings B x E from pooled vectors B x D."""
