@@ -137,9 +137,9 @@ def _build_embedder(
     pooling: str = retriever.pooling
     segments = retriever.segments
     if pooling == "auto":
-        own = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
-        pooling = own or "cls"
-        if folder is not None and own and warn is not None and (unused := unused_modules(folder)):
+        configured = None if folder is None or retriever.head == "release" else sentence_pooling(folder)
+        pooling = configured or "cls"
+        if folder is not None and configured and warn is not None and (unused := unused_modules(folder)):
             warn(
                 f"{folder / MODULES} names {', '.join(unused)} in addition to the encoder and its pooling ({POOLING}): "
                 "these modules are ignored, and the retriever starts below the quality of this encoder"
@@ -149,7 +149,9 @@ def _build_embedder(
         is_single = encoder.segments < 2 or (folder is not None and is_sentence_encoder(folder))
         segments = "one" if is_single else "two"
     if segments == "two" and encoder.segments < 2:
-        raise ValueError(f"retriever.segments is two, but {encoder.words} has one segment; set retriever.segments=auto")
+        raise ValueError(
+            f"retriever.segments is two, but {encoder.words} has no second segment; set retriever.segments=auto"
+        )
     layers = []
     if folder is not None and is_sentence_encoder(folder) and retriever.head != "release":
         layers = [_dense_layer(path) for path in sentence_layers(folder)]

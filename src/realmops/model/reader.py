@@ -154,13 +154,13 @@ class CopyHead(nn.Module):
 class Reader(nn.Module):
     """An encoder over join(x, z) with a masked word head; fine-tuning adds ORQA's span head.
 
+    Another reader of masked words overrides the three methods ``log_masked...`` and has an entry in ``READERS``.
+
     Args:
         encoder: encoder of join(x, z).
         head: masked word head of the encoder, if it has one.
         copies: whether a :class:`CopyHead` copies masked words from z.
         matches: whether lexical features of z and x are added to the word embeddings.
-
-    Another reader of masked words overrides the three methods ``log_masked...`` and has an entry in ``READERS``.
     """
 
     apart = False  # whether x and z are encoded separately, so that every passage can be scored for every sentence
